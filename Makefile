@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+# The tests that run once more over the tiled way, in tiny tiles.
+CONTRACT := tests/test_layer.py tests/test_attention.py tests/test_parity.py tests/test_routes.py
+
+.PHONY: demo test clean
+
+# Train, evaluate, save, reload and export a model with a rule per head, on real text.
+demo: $(VENV)/.examples
+	$(RUN) examples/sentence_heads.py
+
+# Style, then every test on each backend (doctests, README and examples on TensorFlow).
+test: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	KERAS_BACKEND=tensorflow $(RUN) -m pytest -n 2 --doctest-modules tests keras_headmask
+	KERAS_BACKEND=tensorflow $(RUN) -m pytest -n 2 --tiled $(CONTRACT)
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled $(CONTRACT)
+	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
+
+$(VENV)/.%: pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

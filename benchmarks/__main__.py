@@ -1,0 +1,149 @@
+"""`python -m benchmarks`: every case, one process per framework, then the record and its report."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cases, machine, report, scaling, workers
+
+_LAYERS = ("training", "layer", "layer-window")
+_BY_LENGTH = ("memory", "scaling")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    if options.worker:
+        workers.serve(json.loads(options.worker), options.json)
+        return
+    record_file = options.out / "record.json"
+    if options.readme:
+        report.update_readme(options.readme_file, json.loads(record_file.read_text()))
+        return
+    if options.report:
+        report.write(json.loads(record_file.read_text()), options.out)
+        return
+    if options.long:
+        task = {"framework": "keras", "long": options.length, **_common(options)}
+        print(json.dumps(workers.run(task), indent=2))
+        return
+    known = [*cases.all_cases(), *_LAYERS, *_BY_LENGTH]
+    names = options.only.split(",") if options.only else known
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"--only knows {', '.join(known)}. Received: {', '.join(unknown)}.")
+    record = measure_all(names, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.only and record_file.exists():  # a part measured again
+        record = _merged(json.loads(record_file.read_text()), record)
+    record["ratios"] = report.ratios(record)
+    record_file.write_text(json.dumps(record, indent=2) + "\n")
+    report.write(record, options.out)
+    print(report.goal_table(record))
+
+
+def measure_all(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The whole record but its ratios."""
+    common = _common(options)
+    record: dict[str, Any] = {
+        **machine.describe(),
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "threads": options.threads,
+        "dtype": options.dtype,
+        "quick": options.quick,
+        "cases": {},
+    }
+    alone = [name for name in names if name not in _BY_LENGTH]
+    # Back to back for each case; in one process for all where no time is looked at.
+    groups = [alone] if options.quick else [[name] for name in alone]
+    for group in filter(None, groups):
+        for framework in options.peers.split(","):
+            _tell(f"{', '.join(group)}: {framework}")
+            told = workers.run({"framework": framework, "names": group, **common})
+            for name in group:
+                result = told.get(name, {"errors": told["errors"]} if "errors" in told else None)
+                if result is not None:
+                    record["cases"].setdefault(name, {})[framework] = result
+    record |= _by_length([name for name in _BY_LENGTH if name in names], options)
+    if "scaling" in record:
+        record["exponents"] = {
+            f"{step}, {field}": scaling.exponent(
+                [row for row in record["scaling"] if row["peer"] == "ours" and row["step"] == step],
+                field,
+                first=1 if options.quick else 4096,
+            )
+            for step in ("forward", "training")
+            for field in ("seconds", "first_peak_mib")
+        }
+    return record
+
+
+def _by_length(names: list[str], options: argparse.Namespace) -> dict[str, list[dict]]:
+    """The rows of memory and scaling: a process for each, or one for all with `quick`."""
+    jobs_of = {"memory": scaling.memory_jobs, "scaling": scaling.scaling_jobs}
+    jobs = [(name, job) for name in names for job in jobs_of[name](options.quick)]
+    rows: dict[str, list[dict]] = {name: [] for name in names}
+    for framework in options.peers.split(","):
+        of_it = [(n, job) for n, job in jobs if scaling.needs_torch(job) == (framework == "torch")]
+        for group in [of_it] if options.quick else [[pair] for pair in of_it]:
+            if not group:
+                continue
+            _tell(", ".join(f"{name}: {job.peer} {job.step} {job.length}" for name, job in group))
+            task = {"framework": framework, "jobs": [job for _, job in group], **_common(options)}
+            results = workers.run(task)["rows"]
+            for (name, _), row in zip(group, results, strict=True):
+                rows[name].append(row)
+    return rows
+
+
+def _common(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "dtype": options.dtype,
+        "quick": options.quick,
+        "repetitions": options.repetitions or (2 if options.quick else 9),
+        "threads": options.threads,
+    }
+
+
+def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The older record with what was measured again; what the older one says of itself is kept."""
+    for field in ("dtype", "threads", "quick", "machine", "versions"):
+        if before[field] != now[field]:
+            raise SystemExit(
+                f"The record in --out has another {field}: {before[field]}, not {now[field]}. "
+                "Give another --out."
+            )
+    merged = {**before, **{k: v for k, v in now.items() if k not in ("cases", "command", "date")}}
+    merged["cases"] = {**before["cases"], **now["cases"]}
+    again = {"date": now["date"], "command": now["command"]}
+    merged["measured_again"] = [*before.get("measured_again", []), again]
+    return merged
+
+
+def _tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    here = Path(__file__).parent
+    add = parser.add_argument
+    add("--quick", action="store_true", help="tiny sizes, 2 repetitions: does it run?")
+    add("--only", default="", help="cases, comma-separated; merged into the record in --out")
+    add("--out", type=Path, default=here / "results", help="folder of record, report and plots")
+    add("--peers", default="keras,torch", help="frameworks, comma-separated")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--repetitions", type=int, help="at least 7 for a record; 9 by default")
+    add("--threads", type=int, default=2)
+    add("--long", action="store_true", help="one layer, forward and a training step")
+    add("--length", type=int, default=65536, help="positions for --long")
+    add("--report", action="store_true", help="write the report again from the record in --out")
+    add("--readme", action="store_true", help="put the goal table of the record into the README")
+    add("--readme-file", type=Path, default=here.parent / "README.md", help=argparse.SUPPRESS)
+    add("--worker", help=argparse.SUPPRESS)
+    add("--json", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Where and with what a record was made."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+
+_PACKAGES = ("keras", "tensorflow", "torch", "jax", "numpy")
+
+
+def describe() -> dict:
+    """Processor, cores, memory, versions and the date; nothing that names a user or a folder."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+            "memory_gib": _memory_gib(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "accelerator": _accelerator(),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line for line in file if line.startswith("model name")]
+        return lines[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        return platform.processor() or "unknown"
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (OSError, ValueError):
+        return None
+
+
+def _accelerator() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,203 @@
+"""A record becomes ratios, a Markdown report, plots, and the table in the README."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+_WITH_MASK = ("flex with its mask", "flex with its mask, compiled")
+
+_INTRODUCTION = (
+    "Ratios are ours over theirs, so below 1 is faster or smaller. Attention alone, forward, "
+    "{dtype}, unless said otherwise."
+)
+_LAYOUTS = (
+    "Operands are `(B, T, H, D)` for Keras and `(B, H, T, D)` for PyTorch and the floors, each its "
+    "own layout. FlexAttention's block mask is made once, save where said. A peak is what a call "
+    "adds to the memory in use before it; the context that it returns is part of it."
+)
+
+
+class Goal(NamedTuple):
+    """`ratio` names a measured ratio, which is to be at most `limit`."""
+
+    case: str
+    against: str
+    ratio: str
+    limit: float
+
+
+GOALS = (
+    Goal("BERT-large layer", "stock Keras", "bert / stock", 0.80),
+    Goal("BERT-large layer", "FlexAttention", "bert / flex", 0.90),
+    Goal("window, T=4096", "stock Keras", "window / stock", 0.15),
+    Goal("window, T=4096", "FlexAttention", "window / flex", 0.75),
+    Goal("packed documents, T=4096", "stock Keras", "documents / stock", 0.10),
+    Goal("packed documents, T=4096", "FlexAttention, kernel alone", "documents / flex", 0.60),
+    Goal(
+        "packed documents, T=4096",
+        "FlexAttention, with its mask",
+        "documents / flex with its mask",
+        0.33,
+    ),
+    Goal("mixed heads, T=2048", "stock Keras", "mixed / stock", 0.33),
+    Goal("mixed heads, T=2048", "FlexAttention", "mixed / flex", 0.60),
+    Goal("Longformer, first 16 global, T=4096", "stock Keras", "longformer / stock", 0.20),
+    Goal("Longformer, first 16 global, T=4096", "FlexAttention", "longformer / flex", 0.60),
+    Goal("Longformer, 16 scattered, T=4096", "stock Keras", "longformer-scattered / stock", 0.20),
+    Goal("Longformer, 16 scattered, T=4096", "FlexAttention", "longformer-scattered / flex", 0.60),
+    Goal("peak memory, window, T=8192", "stock Keras", "memory / stock", 0.05),
+    Goal("peak memory, window, T=8192", "FlexAttention", "memory / flex", 1.0),
+    Goal("training step, window, static T", "stock Keras", "training / stock", 0.17),
+    Goal("training step, window, unknown T", "stock Keras", "training, unknown T / stock", 0.24),
+    Goal("unknown T, window", "ours, static T", "window, unknown T / static T", 1.06),
+    Goal("layer with `Full()`", "stock layer", "layer, Full() / stock", 1.02),
+    Goal("layer without a spec", "stock layer", "layer, no spec / stock", 1.02),
+    Goal("exponent of time, window, 4k to 64k", "-", "exponent of time", 1.1),
+    Goal("exponent of memory, window, 4k to 64k", "-", "exponent of memory", 1.1),
+)
+
+
+def ratios(record: dict[str, Any]) -> dict[str, float]:
+    """Every ratio that the record holds both sides of: ours over theirs."""
+    found: dict[str, float | None] = {}
+    for name, of_case in record["cases"].items():
+        times = {
+            **of_case.get("keras", {}).get("seconds", {}),
+            **of_case.get("torch", {}).get("seconds", {}),
+        }
+        with_mask = [times[key] for key in _WITH_MASK if key in times]
+        if with_mask:  # the faster of the two, in the peer's favour
+            times["flex with its mask"] = min(with_mask)
+        times.pop("flex with its mask, compiled", None)
+        mine = [key for key in times if key.startswith("ours")]
+        others = [key for key in times if key not in mine]
+        for key in mine:
+            label = name + key.removeprefix("ours")
+            for other in others:
+                found[f"{label} / {other}"] = _over(times[key], times[other])
+        if "ours, unknown T" in times:
+            label = f"{name}, unknown T / static T"
+            found[label] = _over(times["ours, unknown T"], times.get("ours"))
+    peaks = {row["peer"]: row for row in record.get("memory", [])}
+    if "ours" in peaks:
+        for peer in ("stock", "flex"):
+            # Compiling FlexAttention takes memory of its own, so its second run counts.
+            field = "peak_mib" if peer == "flex" else "first_peak_mib"
+            ours, other = (peaks.get(p, {}).get(field) for p in ("ours", peer))
+            found[f"memory / {peer}"] = _over(ours, other)
+    exponents = record.get("exponents", {})
+    found["exponent of time"] = exponents.get("forward, seconds")
+    found["exponent of memory"] = exponents.get("forward, first_peak_mib")
+    return {name: round(ratio, 4) for name, ratio in found.items() if ratio is not None}
+
+
+def goal_table(record: dict[str, Any]) -> str:
+    """The goals, what was measured, and whether it meets them."""
+    lines = ["| case | against | goal | measured | |", "|---|---|---|---|---|"]
+    for goal in GOALS:
+        ratio = record["ratios"].get(goal.ratio)
+        told = ("-", "not measured") if ratio is None else (f"{ratio:.3g}", _met(ratio, goal.limit))
+        lines.append(f"| {goal.case} | {goal.against} | ≤ {goal.limit:.2f} | {' | '.join(told)} |")
+    return "\n".join([*lines, "", _origin(record)])
+
+
+def write(record: dict[str, Any], folder: Path) -> None:
+    """`RESULTS.md` and the plots."""
+    from benchmarks import plots
+
+    images = plots.draw(record, folder)
+    parts = [
+        "# Benchmarks",
+        _INTRODUCTION.format(dtype=record["dtype"]),
+        *(["**Tiny sizes (`--quick`): these numbers say nothing.**"] if record["quick"] else []),
+        goal_table(record),
+        *(f"![{title}]({file})" for file, title in images),
+        "## Seconds, medians",
+        *(_case_table(name, of_case) for name, of_case in record["cases"].items()),
+        _LAYOUTS,
+        *_length_tables(record),
+    ]
+    (folder / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def update_readme(file: Path, record: dict[str, Any]) -> None:
+    """Put the goal table between the two marks."""
+    text = file.read_text(encoding="utf-8")
+    if text.count(START) != 1 or text.count(END) != 1 or text.index(END) < text.index(START):
+        raise ValueError(f"{file.name} must hold {START} and then {END}, once each.")
+    before, rest = text.split(START)
+    after = rest.split(END)[1]
+    table = goal_table(record)
+    file.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def _case_table(name: str, of_case: dict[str, dict]) -> str:
+    lines = [f"### {name}", "", "| | ms | ours / it | repetitions |", "|---|---|---|---|"]
+    ours = next(
+        (
+            seconds
+            for told in of_case.values()
+            for what, seconds in told.get("seconds", {}).items()
+            if what.startswith("ours")
+        ),
+        None,
+    )
+    notes = []
+    for framework, told in of_case.items():
+        for what, seconds in told.get("seconds", {}).items():
+            ratio = "-" if ours is None else f"{ours / seconds:.3g}"
+            lines.append(f"| {what} | {seconds * 1e3:.3g} | {ratio} | {told['repetitions']} |")
+        if "difference" in told:
+            notes.append(f"Largest difference ({framework}): {told['difference']:.1e}.")
+        if "allowed_share" in told:
+            notes.append(f"Allowed pairs: {told['allowed_share']:.1%}.")
+        notes += [f"Failed: {what}: {text}" for what, text in told.get("errors", {}).items()]
+    return "\n".join([*lines, "", " ".join(note.replace("\n", " ") for note in notes)])
+
+
+def _length_tables(record: dict[str, Any]) -> list[str]:
+    tables = []
+    for name in ("memory", "scaling"):
+        if name not in record:
+            continue
+        lines = [f"## {name.capitalize()}, window", ""]
+        lines += [
+            "| | T | ms | peak MiB of the first run | of the second |",
+            "|---|---|---|---|---|",
+        ]
+        for row in record[name]:
+            told = [f"{row['peer']}, {row['step']}", str(row["length"])]
+            if "error" in row:
+                told += ["-", row["error"].replace("\n", " ").replace("|", "/"), "-"]
+            else:
+                told += [f"{row['seconds'] * 1e3:.3g}"]
+                told += [f"{row['first_peak_mib']:.1f}", f"{row['peak_mib']:.1f}"]
+            lines.append("| " + " | ".join(told) + " |")
+        tables.append("\n".join(lines))
+    slopes = [f"- {name}: {slope:.2f}" for name, slope in _known(record.get("exponents"))]
+    return [
+        *tables,
+        *(["Exponents (slopes of the log-log lines):", "\n".join(slopes)] * bool(slopes)),
+    ]
+
+
+def _known(exponents: dict[str, float | None] | None) -> list[tuple[str, float]]:
+    return [(name, slope) for name, slope in (exponents or {}).items() if slope is not None]
+
+
+def _origin(record: dict[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    with_versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"{machine['processor']}, {record['threads']} threads of {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB; {with_versions}; {record['dtype']}; {record['date']}; "
+        f"`{record['command']}`."
+    )
+
+
+def _over(ours: float | None, other: float | None) -> float | None:
+    return None if not ours or not other else ours / other
+
+
+def _met(ratio: float, limit: float) -> str:
+    return "met" if ratio <= limit else "**missed**"

@@ -1,0 +1,68 @@
+"""A mask for every attention head, written as a value, in Keras 3."""
+
+from keras_headmask import recipes
+from keras_headmask.attention import dot_product_attention
+from keras_headmask.drawing import draw
+from keras_headmask.evaluation import make_mask
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.leaves import (
+    Chunk,
+    Full,
+    KeyFlag,
+    KeyIn,
+    Keys,
+    MaskInput,
+    Nothing,
+    Queries,
+    QueryFlag,
+    QueryIn,
+    RandomBlocks,
+    SameSegment,
+    SameSentence,
+    Window,
+)
+from keras_headmask.masks import (
+    and_masks,
+    from_additive,
+    from_torch,
+    not_mask,
+    or_masks,
+    to_additive,
+)
+from keras_headmask.per_head import PerHead
+from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chunk",
+    "Full",
+    "InputType",
+    "KeyFlag",
+    "KeyIn",
+    "Keys",
+    "MaskInput",
+    "MaskSpec",
+    "Nothing",
+    "PerHead",
+    "PerHeadMaskedMultiHeadAttention",
+    "Queries",
+    "QueryFlag",
+    "QueryIn",
+    "RandomBlocks",
+    "SameSegment",
+    "SameSentence",
+    "Sides",
+    "Window",
+    "and_masks",
+    "dot_product_attention",
+    "draw",
+    "from_additive",
+    "from_torch",
+    "make_mask",
+    "not_mask",
+    "or_masks",
+    "recipes",
+    "register_spec",
+    "to_additive",
+]

@@ -1,0 +1,571 @@
+"""The leaves of the mask language: what one of them says about a query and a key.
+
+Each leaf's `allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of
+every backend. (`==` between symbolic Keras tensors compares objects; hence `~(a != b)`.)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_headmask import config
+from keras_headmask.specs import Bounds, InputType, MaskSpec, Sides, Tiles, register_spec, unknown
+
+_frozen = dataclasses.dataclass(frozen=True, repr=False)
+_KEY = frozenset({"key"})
+_QUERY = frozenset({"query"})
+
+
+@register_spec("full")
+@_frozen
+class Full(MaskSpec):
+    """Every query may attend to every key.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Full(), queries=2, keys=3))
+    1 1 1
+    1 1 1
+    """
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return key_positions <= key_positions
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        every = tiles.key_first <= tiles.key_first
+        return Bounds(every, every)
+
+
+@register_spec("nothing")
+@_frozen
+class Nothing(MaskSpec):
+    """No query may attend to any key: the head is switched off and gives 0.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Nothing(), queries=2, keys=3))
+    0 0 0
+    0 0 0
+    """
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return key_positions < key_positions
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        none = tiles.key_first < tiles.key_first
+        return Bounds(none, none)
+
+
+@register_spec("window")
+@_frozen
+class Window(MaskSpec):
+    """Keys from `before` positions behind the query to `after` ahead of it, inclusive.
+
+    `-before <= key - query <= after`. `None` leaves a side open: `Window(after=0)` is the causal
+    mask. `step` greater than 1 keeps the distances that are multiples of `step` (dilated; Beltagy
+    et al. 2020). A negative number starts the window away from the query: `Window(before=1,
+    after=-1)` is the previous position alone.
+
+    Raises `ValueError` for a window that holds no distance: write `Nothing()`.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Window(before=1, after=0), queries=3, keys=4))
+    1 0 0 0
+    1 1 0 0
+    0 1 1 0
+    """
+
+    before: int | None = None
+    after: int | None = None
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("before", "after"):
+            if getattr(self, field) is not None:
+                _set(self, field, config.whole_number(getattr(self, field), field))
+        _set(self, "step", config.whole_number(self.step, "step", at_least=1))
+        bounded = self.before is not None and self.after is not None
+        if bounded and self.after // self.step < -(self.before // self.step):
+            multiple = f" that is a multiple of {self.step}" if self.step > 1 else ""
+            config.fail(
+                ValueError,
+                "after",
+                f"No distance{multiple} lies from {-self.before} to {self.after}. Received: "
+                f"before={self.before}, after={self.after}. Write Nothing() for a head that sees "
+                "no key.",
+            )
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        distance = key_positions - query_positions
+        result = distance <= distance
+        if self.before is not None:
+            result = result & (distance >= -self.before)
+        if self.after is not None:
+            result = result & (distance <= self.after)
+        if self.step > 1:
+            result = result & ~(distance % self.step != 0)
+        return result
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        least = tiles.key_first - tiles.query_last
+        greatest = tiles.key_last - tiles.query_first
+        step = self.step
+        # A tile holds every distance from least to greatest: is a multiple of `step` among them
+        # that lies in the window? Count in steps, from the first (rounded up) to the last.
+        first, last = -(-least // step), greatest // step
+        possible, certain = first <= last, least <= greatest
+        if step > 1:
+            certain = ~(least != greatest) & ~(least % step != 0)
+        if self.before is not None:
+            possible = possible & (last >= -(self.before // step))
+            certain = certain & (least >= -self.before)
+        if self.after is not None:
+            possible = possible & (first <= self.after // step)
+            certain = certain & (greatest <= self.after)
+        return Bounds(possible, certain)
+
+
+@register_spec("chunk")
+@_frozen
+class Chunk(MaskSpec):
+    """Keys in the same block of `size` positions as the query, or in neighbouring blocks.
+
+    `before` and `after` count the further blocks that are open behind and ahead.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Chunk(2), queries=4))
+    1 1 0 0
+    1 1 0 0
+    0 0 1 1
+    0 0 1 1
+    """
+
+    size: int
+    before: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        _set(self, "size", config.whole_number(self.size, "size", at_least=1))
+        _set(self, "before", config.whole_number(self.before, "before", at_least=0))
+        _set(self, "after", config.whole_number(self.after, "after", at_least=0))
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        distance = key_positions // self.size - query_positions // self.size
+        return (distance >= -self.before) & (distance <= self.after)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        least = tiles.key_first // self.size - tiles.query_last // self.size
+        greatest = tiles.key_last // self.size - tiles.query_first // self.size
+        return Bounds(
+            (greatest >= -self.before) & (least <= self.after),
+            (least >= -self.before) & (greatest <= self.after),
+        )
+
+
+@_frozen
+class _Range(MaskSpec):
+    start: int
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "start", config.whole_number(self.start, "start", at_least=0))
+        if self.stop is not None:
+            _set(self, "stop", config.whole_number(self.stop, "stop"))
+            if self.stop <= self.start:
+                config.fail(
+                    ValueError,
+                    "stop",
+                    f"`stop` must be greater than `start`: no position lies in [{self.start}, "
+                    f"{self.stop}). Write Nothing() for an empty rule.",
+                )
+
+    def _within(self, positions: Any) -> Any:
+        inside = positions >= self.start
+        return inside if self.stop is None else inside & (positions < self.stop)
+
+    def _bounds(self, first: Any, last: Any) -> Bounds:
+        possible, certain = last >= self.start, first >= self.start
+        if self.stop is not None:
+            possible, certain = possible & (first < self.stop), certain & (last < self.stop)
+        return Bounds(possible, certain)
+
+
+@register_spec("keys")
+@_frozen
+class Keys(_Range):
+    """Key positions in `[start, stop)`; `stop=None` means to the end.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Keys(1, 3), queries=2, keys=4))
+    0 1 1 0
+    0 1 1 0
+    """
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return self._within(key_positions)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return self._bounds(tiles.key_first, tiles.key_last)
+
+
+@register_spec("queries")
+@_frozen
+class Queries(_Range):
+    """Query positions in `[start, stop)`: those queries see every key, the others none.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(Queries(1), queries=3, keys=2))
+    0 0
+    1 1
+    1 1
+    """
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return self._within(query_positions)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return self._bounds(tiles.query_first, tiles.query_last)
+
+
+@_frozen
+class _Ids(MaskSpec):
+    """Query and key carry the same id, given or counted; a negative id matches nothing."""
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        query, key = inputs[self.input]
+        return ~(query != key) & (query >= 0)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        query, key = inputs[self.input]
+        meet = (query.high >= key.low) & (key.high >= query.low)
+        one_id = ~(query.low != query.high) & ~(key.low != key.high) & ~(query.low != key.low)
+        return Bounds(meet & (query.high >= 0) & (key.high >= 0), one_id & (query.low >= 0))
+
+
+@register_spec("same_segment")
+@_frozen
+class SameSegment(_Ids):
+    """Query and key carry the same id in the mask input named `input`, `(batch, length)`.
+
+    Any integer is a segment, 0 too; a negative id matches nothing, not even itself. Padding is the
+    padding mask's business. (JAX holds 32 bits of an id, unless told to hold 64.)
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> print(draw(SameSegment("doc"), 4, mask_inputs={"doc": np.array([[7, 7, 0, -1]])}))
+    1 1 0 0
+    1 1 0 0
+    0 0 1 0
+    0 0 0 0
+    """
+
+    input: str
+
+    def __post_init__(self) -> None:
+        config.input_name(self.input)
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType()}
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        return {self.input: _each(_as_ids, inputs[self.input])}
+
+
+@register_spec("same_sentence")
+@_frozen
+class SameSentence(_Ids):
+    """Query and key stand in the same sentence, counted from the token ids.
+
+    A token whose id is one of `end_ids` ends its sentence and belongs to it. A run of end tokens
+    makes one-token sentences; what follows the last end token (a [SEP], padding) is the next
+    sentence. `end_ids` is one id or several. `input` names the token ids, `(batch, length)`.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> tokens = np.array([[5, 9, 4, 6, 9]])  # 9 is the full stop
+    >>> print(draw(SameSentence(9), 5, mask_inputs={"token_ids": tokens}))
+    1 1 0 0 0
+    1 1 0 0 0
+    0 0 1 1 1
+    0 0 1 1 1
+    0 0 1 1 1
+    """
+
+    end_ids: tuple[int, ...]
+    input: str = "token_ids"
+
+    def __post_init__(self) -> None:
+        _set(self, "end_ids", config.id_tuple(self.end_ids, "end_ids"))
+        config.input_name(self.input)
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType()}
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        from keras import ops
+
+        def sentence_numbers(ids: Any) -> Any:
+            ends = ops.cast(_is_one_of(ids, self.end_ids), "int32")
+            return ops.cumsum(ends, axis=1) - ends  # the end token still belongs to its sentence
+
+        return {self.input: _each(sentence_numbers, inputs[self.input])}
+
+
+@_frozen
+class _Flag(MaskSpec):
+    input: str
+
+    def __post_init__(self) -> None:
+        config.input_name(self.input)
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        from keras import ops
+
+        return {self.input: _each(lambda flags: ops.cast(flags, "bool"), inputs[self.input])}
+
+
+@register_spec("key_flag")
+@_frozen
+class KeyFlag(_Flag):
+    """Keys whose flag is true (not 0) in the mask input named `input`, `(batch, length)`.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> padding_mask = np.array([[1, 1, 0]])
+    >>> print(draw(KeyFlag("padding_mask"), 2, 3, mask_inputs={"padding_mask": padding_mask}))
+    1 1 0
+    1 1 0
+    """
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(dtype="bool", sides=_KEY)}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return inputs[self.input].key
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return _flag_bounds(inputs[self.input].key)
+
+
+@register_spec("query_flag")
+@_frozen
+class QueryFlag(_Flag):
+    """Queries whose flag is true (not 0) see every key, the others none.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> print(draw(QueryFlag("is_global"), 2, mask_inputs={"is_global": np.array([[0, 1]])}))
+    0 0
+    1 1
+    """
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(dtype="bool", sides=_QUERY)}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return inputs[self.input].query
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return _flag_bounds(inputs[self.input].query)
+
+
+@_frozen
+class _In(MaskSpec):
+    input: str
+    ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        config.input_name(self.input)
+        _set(self, "ids", config.id_tuple(self.ids, "ids"))
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        return {self.input: _each(lambda ids: _is_one_of(ids, self.ids), inputs[self.input])}
+
+
+@register_spec("key_in")
+@_frozen
+class KeyIn(_In):
+    """Keys whose id is one of `ids`: a [SEP] that all may see; `~KeyIn(...)`: no punctuation.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> token_ids = np.array([[5, 102, 7]])
+    >>> print(draw(KeyIn("token_ids", 102), 2, 3, mask_inputs={"token_ids": token_ids}))
+    0 1 0
+    0 1 0
+    """
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(sides=_KEY)}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return inputs[self.input].key
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return _flag_bounds(inputs[self.input].key)
+
+
+@register_spec("query_in")
+@_frozen
+class QueryIn(_In):
+    """Queries whose id is one of `ids` see every key, the others none.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> print(draw(QueryIn("token_ids", 101), 2, mask_inputs={"token_ids": np.array([[101, 7]])}))
+    1 1
+    0 0
+    """
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(sides=_QUERY)}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return inputs[self.input].query
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        return _flag_bounds(inputs[self.input].query)
+
+
+@register_spec("mask_input")
+@_frozen
+class MaskInput(MaskSpec):
+    """A whole mask handed in by name: `(T, S)`, `(B, T, S)` or `(B or 1, H or 1, T, S)`.
+
+    Boolean or integer, `True` means allowed. A mask with a head axis is read at each head's own
+    number, inside `PerHead` too.
+
+    >>> from keras_headmask import draw
+    >>> import numpy as np
+    >>> print(draw(MaskInput("m"), 2, mask_inputs={"m": np.array([[1, 0], [1, 1]])}))
+    1 0
+    1 1
+    """
+
+    input: str
+
+    def __post_init__(self) -> None:
+        config.input_name(self.input)
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(rank=None, dtype="bool")}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return inputs[self.input]
+
+
+@register_spec("random_blocks")
+@_frozen
+class RandomBlocks(MaskSpec):
+    """BigBird's random blocks (Zaheer et al. 2020), the same in every process and backend.
+
+    A pair (query block, key block) of `size` positions each is open where an integer hash of
+    `(seed, query block, key block)` falls under `density`, from 0 to 1; so a block does not change
+    with the sequence length. Heads differ by seeds given through `PerHead`.
+
+    >>> from keras_headmask import draw
+    >>> print(draw(RandomBlocks(2, 0.5, seed=2), 6))
+    1 1 0 0 1 1
+    1 1 0 0 1 1
+    0 0 1 1 1 1
+    0 0 1 1 1 1
+    0 0 0 0 0 0
+    0 0 0 0 0 0
+    """
+
+    size: int
+    density: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        _set(self, "size", config.whole_number(self.size, "size", at_least=1))
+        _set(self, "density", config.fraction(self.density, "density"))
+        _set(self, "seed", config.whole_number(self.seed, "seed", at_least=0, any_size=True))
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return self.is_open(query_positions // self.size, key_positions // self.size)
+
+    def is_open(self, query_blocks: Any, key_blocks: Any) -> Any:
+        """Whether each pair of blocks is open; element-wise on block numbers."""
+        value = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
+        value = _scramble(_scramble(query_blocks % _PRIME + value))
+        value = _scramble(_scramble(key_blocks % _PRIME + value))
+        return value < round(self.density * _PRIME)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        if not isinstance(tiles.query_first, np.ndarray):
+            return unknown(tiles)
+        first = [tiles.query_first[:, 0] // self.size, tiles.key_first[0] // self.size]
+        stop = [tiles.query_last[:, 0] // self.size + 1, tiles.key_last[0] // self.size + 1]
+        base = [int(blocks.min(initial=0)) for blocks in first]  # an offset may be negative
+        rows, columns = (int(s.max(initial=b)) - b for s, b in zip(stop, base, strict=True))
+        if rows * columns > _MOST_BLOCKS:
+            return unknown(tiles)
+        blocks = (np.arange(n) + b for n, b in zip((rows, columns), base, strict=True))
+        is_open = self.is_open(*np.ix_(*blocks))
+        first, stop = ([x - b for x, b in zip(xs, base, strict=True)] for xs in (first, stop))
+        corner = np.zeros((rows + 1, columns + 1), np.int32)  # open blocks above and to the left
+        corner[1:, 1:] = is_open.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
+        count = (
+            corner[np.ix_(stop[0], stop[1])]
+            - corner[np.ix_(first[0], stop[1])]
+            - corner[np.ix_(stop[0], first[1])]
+            + corner[np.ix_(*first)]
+        )
+        of = (stop[0] - first[0])[:, None] * (stop[1] - first[1])[None]
+        return Bounds(count > 0, count == of)
+
+
+# The largest prime whose square fits int32, the one integer type that all backends share. Cubing
+# permutes the residues, since 3 does not divide _PRIME - 1; a few rounds of "add, cube" are the
+# MiMC cipher (Albrecht et al. 2016), small.
+_PRIME = 46337
+_MOST_BLOCKS = 2**24  # more are not counted one by one, 64 MiB of them, to plan what to skip
+_ROUND_CONSTANTS = (31607, 12289, 40503)
+
+
+def _scramble(value: Any) -> Any:
+    for constant in _ROUND_CONSTANTS:
+        value = (value + constant) % _PRIME
+        value = value * value % _PRIME * value % _PRIME
+    return value
+
+
+def _flag_bounds(flags: Any) -> Bounds:
+    return Bounds(flags.high > 0, flags.low > 0)
+
+
+def _set(spec: MaskSpec, field: str, value: Any) -> None:
+    """Store a checked value in a frozen spec under construction."""
+    object.__setattr__(spec, field, value)
+
+
+def _each(function: Any, sides: Sides) -> Sides:
+    """Apply `function` to both sides, once if they are the same tensor."""
+    query = None if sides.query is None else function(sides.query)
+    if sides.key is sides.query:
+        return Sides(query, query)
+    return Sides(query, None if sides.key is None else function(sides.key))
+
+
+def _as_ids(ids: Any) -> Any:
+    """Ids as signed integers wide enough to hold them, so that a negative id stays negative."""
+    import keras
+
+    name = keras.backend.standardize_dtype(ids.dtype)
+    return keras.ops.cast(ids, "int64" if name in ("int64", "uint32", "uint64") else "int32")
+
+
+def _is_one_of(ids: Any, wanted: tuple[int, ...]) -> Any:
+    ids = _as_ids(ids)
+    found = ids != ids
+    for number in wanted:
+        found = found | ~(ids != number)
+    return found

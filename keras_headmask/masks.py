@@ -1,0 +1,235 @@
+"""Masks as tensors: one polarity, one rank, one way to merge them.
+
+`True` means: this query may attend to this key. Masks are lifted to rank 4, `(batch, heads,
+queries, keys)`, before they meet, so that a batch axis never lines up with the head axis; size 1
+broadcasts. The functions take NumPy arrays, eager tensors and symbolic Keras tensors, and run
+inside `tf.function`.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+_HIDDEN = -1e9
+_HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
+# Additive masks in the wild: -1e4 (in bfloat16 -9984), -3e4, -1e9, the dtype's lowest, -inf.
+_HIDES = -9984.0
+
+
+def as_tensor(value: Any) -> Any:
+    """`value` as a tensor of the backend; tensors and symbolic Keras tensors pass through."""
+    if keras.backend.is_keras_tensor(value):
+        return value
+    if hasattr(value, "detach") and keras.backend.backend() != "torch":
+        value = value.detach().cpu().numpy()
+    try:
+        return ops.convert_to_tensor(value)
+    except Exception as error:  # each backend has its own, none names what was handed in
+        raise TypeError(f"Expected a tensor or an array. Received: {value!r}.") from error
+
+
+def as_bool(mask: Any, name: str = "mask") -> Any:
+    """`mask` as booleans. Integers count as flags; floats are refused, with the two ways out."""
+    mask = as_tensor(mask)
+    dtype = keras.backend.standardize_dtype(mask.dtype)
+    if dtype == "bool":
+        return mask
+    if "int" not in dtype:
+        raise TypeError(
+            f"`{name}` must be boolean or integer, True where a query may attend to a key. "
+            f"Received dtype {dtype}. An additive mask (0 / -inf) becomes one by "
+            "`keras_headmask.from_additive(mask)`, a mask of 0 / 1 by a cast to bool; a "
+            "`keras.Input` for a mask needs dtype='bool'."
+        )
+    return ops.cast(mask, "bool")
+
+
+def lift(mask: Any, name: str = "mask") -> Any:
+    """A mask of rank 2 `(T, S)`, 3 `(B, T, S)` or 4 as booleans of rank 4."""
+    mask = as_bool(mask, name)
+    rank = len(mask.shape)
+    if rank not in (2, 3, 4):
+        raise ValueError(
+            f"`{name}` must have shape (queries, keys), (batch, queries, keys) or (batch or 1, "
+            f"heads or 1, queries, keys). Received: shape {tuple(mask.shape)}."
+        )
+    if rank == 2:
+        return mask[None, None]
+    return mask if rank == 4 else ops.expand_dims(mask, 1)
+
+
+def check_shape(
+    mask: Any,
+    name: str,
+    batch: int | None,
+    heads: int | None,
+    queries: int | None,
+    keys: int | None,
+) -> None:
+    """Each known size of `mask` must be 1 or the one given; `None` is a size not known yet."""
+    shape = tuple(mask.shape)
+    axes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+    named = {2: ("queries", "keys"), 3: ("batch", "queries", "keys"), 4: tuple(axes)}
+    plural = {"batch": "examples"}
+    if len(shape) not in named:
+        lift(mask, name)  # raises
+    for size, axis in zip(shape, named[len(shape)], strict=True):
+        wanted = axes[axis]
+        if size is None or wanted is None or size in (1, wanted):
+            continue
+        hint = ""
+        if len(shape) == 3:
+            hint = (
+                " A mask of rank 3 is always (batch, queries, keys); to give each head its own, "
+                "add the batch axis: mask[None] has shape (1, heads, queries, keys)."
+            )
+        raise ValueError(
+            f"`{name}` has {size} {plural.get(axis, axis)} where the attention has {wanted} "
+            f"(1 broadcasts). Received: shape {shape}, read as "
+            f"({', '.join(named[len(shape)])}).{hint}"
+        )
+
+
+def and_masks(*masks: Any) -> Any:
+    """Where every mask allows; `None` restricts nothing. Rank 4, or `None` if no mask is given.
+
+    >>> and_masks(None, np.array([[True, True]]), np.array([[1, 0]])).shape == (1, 1, 1, 2)
+    True
+    """
+    merged = None
+    for mask in masks:
+        if mask is not None:
+            mask = lift(mask)
+            merged = mask if merged is None else ops.logical_and(merged, mask)
+    return merged
+
+
+def or_masks(*masks: Any) -> Any:
+    """Where at least one mask allows. Rank 4; `None`, which allows everything, if one is `None`.
+
+    >>> print(ops.convert_to_numpy(or_masks(np.array([[True, False]]), np.array([[0, 0]]))))
+    [[[[ True False]]]]
+    """
+    if not masks:
+        raise ValueError("`or_masks` needs at least one mask.")
+    if any(mask is None for mask in masks):
+        return None
+    merged = lift(masks[0])
+    for mask in masks[1:]:
+        merged = ops.logical_or(merged, lift(mask))
+    return merged
+
+
+def not_mask(mask: Any) -> Any:
+    """Where `mask` hides. Rank 4.
+
+    >>> print(ops.convert_to_numpy(not_mask(np.array([[True, False]]))))
+    [[[[False  True]]]]
+    """
+    if mask is None:
+        raise ValueError("`None` allows everything at any shape; its complement has no shape.")
+    return ops.logical_not(lift(mask))
+
+
+def to_additive(mask: Any, dtype: str = "float32") -> Any:
+    """0 where `mask` allows and -1e9 where it hides (float16: -3e4), in the shape of `mask`.
+
+    To be added once to the scores, before the softmax.
+
+    >>> print(ops.convert_to_numpy(to_additive(np.array([[True, False]]))))
+    [[ 0.e+00 -1.e+09]]
+    """
+    dtype = keras.backend.standardize_dtype(dtype)
+    if "float" not in dtype:
+        raise TypeError(f"An additive mask needs a float dtype. Received: {dtype!r}.")
+    mask = as_bool(mask)
+    hidden = ops.cast(_HIDDEN_FLOAT16 if dtype == "float16" else _HIDDEN, dtype)
+    return ops.where(mask, ops.cast(0.0, dtype), hidden)
+
+
+def from_additive(bias: Any) -> Any:
+    """The booleans of an additive mask: 0 is allowed; -1e4 and below, -inf too, is hidden.
+
+    Anything between is a bias, not a mask: a `ValueError` where values are known (NumPy arrays and
+    eager tensors). The shape is kept.
+
+    >>> print(ops.convert_to_numpy(from_additive(np.array([[0.0, -np.inf, -1e9]]))))
+    [[ True False False]]
+    """
+    bias = as_tensor(bias)
+    dtype = keras.backend.standardize_dtype(bias.dtype)
+    if "float" not in dtype:
+        raise TypeError(
+            f"An additive mask holds floats, 0 or a large negative number. Received dtype {dtype}; "
+            "a mask of booleans or integers needs no conversion."
+        )
+    values = known_values(bias)
+    if values is not None:
+        values = values.astype("float64")
+        odd = values[~((values == 0) | (values <= _HIDES))]
+        if odd.size:
+            raise ValueError(
+                "An additive mask holds 0 (allowed) or at most -1e4 (hidden). Received the value "
+                f"{odd[0]:g}. A mask of 1 / 0 is `mask.astype(bool)`; a bias that grades keys is "
+                "no mask."
+            )
+    return bias > ops.cast(_HIDES, bias.dtype)
+
+
+def from_torch(mask: Any, num_heads: int | None = None) -> Any:
+    """The rank-4 mask of a `torch.nn.MultiheadAttention` `attn_mask`.
+
+    There `True` means hidden, and a mask per head is `(batch * heads, queries, keys)`, which needs
+    `num_heads`. `(queries, keys)` is taken too, and a float mask is read as additive. (A
+    `key_padding_mask` `(batch, keys)` is the complement of a Keras padding mask: pass
+    `~key_padding_mask` as `value_mask`. `scaled_dot_product_attention` has our polarity: no
+    conversion.)
+
+    >>> hides = np.zeros((6, 4, 5), "bool")  # 2 examples of 3 heads
+    >>> from_torch(hides, num_heads=3).shape == (2, 3, 4, 5)
+    True
+    """
+    if num_heads is not None:
+        _check_positive(num_heads, "num_heads")
+    mask = as_tensor(mask)
+    if "float" in keras.backend.standardize_dtype(mask.dtype):
+        allowed = from_additive(mask)
+    else:
+        allowed = ops.logical_not(as_bool(mask))
+    shape = tuple(allowed.shape)
+    if len(shape) == 2:
+        return allowed[None, None]
+    if len(shape) != 3:
+        raise ValueError(
+            "A torch `attn_mask` has shape (queries, keys) or (batch * heads, queries, keys). "
+            f"Received: shape {shape}."
+        )
+    if num_heads is None:
+        raise ValueError(
+            f"A torch mask of shape {shape} is (batch * heads, queries, keys): pass `num_heads`, "
+            "so that the two can be told apart."
+        )
+    if shape[0] is not None and shape[0] % num_heads:
+        raise ValueError(
+            f"The first axis of a torch mask is batch * heads: {shape[0]} is no multiple of "
+            f"num_heads={num_heads}."
+        )
+    sizes = ops.shape(allowed)
+    return ops.reshape(allowed, (-1, num_heads, sizes[1], sizes[2]))
+
+
+def _check_positive(number: Any, name: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"`{name}` must be a positive whole number. Received: {number!r}.")
+
+
+def known_values(tensor: Any) -> np.ndarray | None:
+    """The tensor's values if it has any now; `None` for symbolic tensors and inside a trace."""
+    if keras.backend.is_keras_tensor(tensor):
+        return None
+    try:
+        return ops.convert_to_numpy(tensor)
+    except Exception:  # each backend's tracer has an error of its own
+        return None

@@ -1,0 +1,48 @@
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tiled", action="store_true", help="take the tiled way whenever it can be, in tiny tiles"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--tiled"):
+        from keras_headmask import tiled_python, tiling
+
+        tiling._SMALLEST, tiling._LARGEST_SHARE = 0, 1.0
+        tiling._LOCAL_TILE, tiling._WIDE_TILE = 2, 3
+        tiled_python._BLOCK = 2
+        if keras.backend.backend() == "tensorflow":
+            from keras_headmask import tiled_tensorflow
+
+            tiled_tensorflow._BLOCK = 2
+
+
+def pytest_collection_modifyitems(items):
+    backend = keras.backend.backend()
+    skip = pytest.mark.skip(reason=f"needs the TensorFlow backend; this run is on {backend}")
+    for item in items:
+        if backend != "tensorflow" and item.get_closest_marker("tensorflow"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_weights_every_run():
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def dtype_policy(request):
+    """A global dtype policy, put back afterwards."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy(before)

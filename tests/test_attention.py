@@ -1,0 +1,305 @@
+"""Attention under a mask: against the oracle, and the rows of the design's table of meaning."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+
+import keras_headmask as hm
+
+BACKEND = keras.backend.backend()
+# JAX on the CPU has no float16 kernel for some dot products.
+NO_FLOAT16 = pytest.mark.skipif(
+    BACKEND == "jax", reason="JAX's CPU backend lacks the float16 dot product"
+)
+DTYPES = ["float32", "bfloat16", pytest.param("float16", marks=NO_FLOAT16)]
+SIZE = 4
+
+
+def numpy(x):
+    return np.asarray(ops.convert_to_numpy(ops.cast(x, "float32")))
+
+
+def operands(batch, heads, queries, keys, seed=0, size=SIZE):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, queries, heads, size), (batch, keys, heads, size), (batch, keys, heads, 3)]
+    return [rng.normal(size=shape).astype("float32") for shape in shapes]
+
+
+def gradients(function, arrays):
+    """Derivatives of the scalar `function` by each of `arrays`, on this backend."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda xs: function(*xs))([ops.convert_to_tensor(x) for x in arrays])
+    if BACKEND == "torch":
+        xs = [ops.convert_to_tensor(x).detach().requires_grad_() for x in arrays]
+        function(*xs).backward()
+        return [x.grad for x in xs]
+    import tensorflow as tf
+
+    xs = [tf.convert_to_tensor(x) for x in arrays]
+    with tf.GradientTape() as tape:
+        tape.watch(xs)
+        result = function(*xs)
+    return tape.gradient(result, xs)
+
+
+def attend(q, k, v, **more):
+    return [numpy(x) for x in hm.dot_product_attention(q, k, v, return_scores=True, **more)]
+
+
+def assert_equal(made, expected):
+    for name, one, other in zip(("context", "scores"), made, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@strategies.MANY
+@given(strategies.cases(), st.integers(0, 9), st.sampled_from([None, 0.3]))
+def test_attention_is_what_it_means(case, seed, scale):
+    spec, inputs, batch, heads, queries, keys, offset = case
+    q, k, v = operands(batch, heads, queries, keys, seed)
+    made = attend(q, k, v, mask_spec=spec, mask_inputs=inputs, query_offset=offset, scale=scale)
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    expected = oracle.attention(q, k, v, mask, scale or SIZE**-0.5)
+    assert_equal(made, expected)
+    assert (made[1][~mask] == 0).all()
+    assert (made[0][~mask.any(-1).transpose(0, 2, 1)] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (2, 2, 4, 5), (1, 2, 4, 5), (2, 1, 1, 5)])
+@pytest.mark.parametrize("dtype", ["bool", "int32"])
+def test_a_rule_and_a_mask_meet_by_and(shape, dtype):
+    """As many heads as examples: a wrong axis would broadcast without a word."""
+    mask = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
+    spec = hm.PerHead({1: hm.Window(1, 1)})
+    lifted = mask if mask.ndim == 4 else mask[None, None] if mask.ndim == 2 else mask[:, None]
+    merged = lifted.astype("bool") & oracle.mask(spec, 2, 2, 4, 5)
+    q, k, v = operands(2, 2, 4, 5)
+    expected = oracle.attention(q, k, v, np.broadcast_to(merged, (2, 2, 4, 5)), SIZE**-0.5)
+    assert_equal(attend(q, k, v, mask=mask, mask_spec=spec), expected)
+
+
+@pytest.mark.parametrize("more", [{}, {"mask_spec": hm.Full()}, {"mask": np.ones((4, 5), "bool")}])
+def test_without_a_restriction_it_is_keras_own(more):
+    q, k, _ = operands(2, 3, 4, 5)
+    v = k + 1  # JAX's own wants values as large as keys
+    expected = ops.dot_product_attention(q, k, v, flash_attention=False)
+    context = hm.dot_product_attention(q, k, v, **more)
+    np.testing.assert_allclose(numpy(context), numpy(expected), rtol=1e-5, atol=1e-5)
+
+
+# --- dead rows ---
+
+DEAD = hm.PerHead({0: hm.Queries(0, 2)}, default=~hm.Queries(1, 2))  # rows 2, 3 and row 1
+ALIVE = oracle.mask(DEAD, 2, 2, 4, 5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [None, 1e30])
+def test_a_row_with_no_key_is_zero_and_learns_nothing(dtype, bias):
+    q, k, v = (ops.cast(x, dtype) for x in operands(2, 2, 4, 5))
+    bias = None if bias is None else np.full((2, 2, 4, 5), bias, "float32")
+    made = attend(q, k, v, mask_spec=DEAD, bias=bias)
+    dead_rows = ~ALIVE.any(-1)
+    assert (made[1][dead_rows] == 0).all()
+    assert (made[0][dead_rows.transpose(0, 2, 1)] == 0).all()
+    np.testing.assert_allclose(made[1].sum(-1)[~dead_rows], 1, atol=0.02)
+
+    def loss(q, k, v):
+        context, scores = hm.dot_product_attention(
+            q, k, v, mask_spec=DEAD, bias=bias, return_scores=True
+        )
+        return ops.sum(ops.square(context)) + ops.sum(ops.square(scores))
+
+    dq, dk, dv = map(numpy, gradients(loss, [q, k, v]))
+    assert all(np.isfinite(g).all() for g in (dq, dk, dv))
+    assert (dq[dead_rows.transpose(0, 2, 1)] == 0).all()
+    if bias is None:
+        assert (dq[~dead_rows.transpose(0, 2, 1)] != 0).any()
+
+    # Wholly dead: nothing flows back to keys and values either.
+    def nothing(q, k, v):
+        return ops.sum(hm.dot_product_attention(q, k, v, mask_spec=hm.Nothing(), bias=bias))
+
+    assert all((numpy(g) == 0).all() for g in gradients(nothing, [q, k, v]))
+
+
+# --- a hidden key stays hidden ---
+
+HIDES_LAST = np.array([[True, True, True, True, False]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1e6, -1e6, 6e4, np.inf, -np.inf])
+def test_whatever_a_hidden_key_scores(hidden, dtype):
+    q, k, v = operands(1, 2, 4, 5)
+    k[:, -1] = hidden
+    mask = np.broadcast_to(HIDES_LAST, (1, 2, 4, 5))
+    for sign in (np.abs(q), q):  # the second makes NaN of inf - inf
+        check_hidden(sign, k, v, mask, dtype)
+
+
+def check_hidden(q, k, v, mask, dtype):
+    expected = oracle.attention(q, k, v, mask, SIZE**-0.5)
+    made = attend(*(ops.cast(x, dtype) for x in (q, k, v)), mask=HIDES_LAST)
+    tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}[dtype]
+    for one, other in zip(made, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance)
+    assert (made[1][..., -1] == 0).all()
+
+
+@pytest.mark.parametrize("allowed", [0.0, -1e9, -1e30, 1e30])
+@pytest.mark.parametrize("hidden", [0.0, -1e9, 1e30, np.inf, -np.inf])
+def test_no_bias_opens_a_hidden_key(allowed, hidden):
+    """No share of a live row goes to a hidden key, and none is lost on one.
+
+    Found as a bug: beside allowed keys of bias -1e9 and lower, the hidden key took its share of the
+    softmax, which was then set to 0, and rows summed to 0.8 or 0.
+    """
+    q, k, v = operands(2, 2, 4, 5)
+    bias = np.where(HIDES_LAST, allowed, hidden).astype("float32").reshape(1, 1, 1, 5)
+    context, scores = attend(q, k, v, mask=HIDES_LAST, bias=bias)
+    assert (scores[..., -1] == 0).all()
+    np.testing.assert_allclose(scores.sum(-1), 1, atol=1e-5)
+    assert np.isfinite(context).all()
+
+
+def test_a_bias_grades_the_allowed_keys():
+    q, k, v = operands(2, 2, 4, 5)
+    bias = np.random.default_rng(2).normal(size=(2, 2, 4, 5)).astype("float32")
+    mask = oracle.mask(hm.Window(1, 1), 2, 2, 4, 5)
+    expected = oracle.attention(q, k, v, mask, SIZE**-0.5, bias)
+    assert_equal(attend(q, k, v, mask=mask, bias=bias), expected)
+    expected = oracle.attention(q, k, v, np.ones_like(mask), SIZE**-0.5, bias)
+    assert_equal(attend(q, k, v, bias=bias), expected)
+    bias[:, :, :, 0] = -np.inf  # hides by the bias, where another key is allowed
+    _, scores = attend(q, k, v, mask=mask, bias=bias)
+    live = np.isfinite(np.where(mask, bias, -np.inf)).any(-1)
+    np.testing.assert_allclose(scores.sum(-1)[live], 1, atol=1e-5)
+    assert (scores[..., 0] == 0).all()
+
+
+def test_rows_sum_to_one_when_the_mask_is_inside_the_softmax_and_not_when_it_is_after():
+    q, k, v = operands(1, 2, 4, 5)
+    mask = oracle.mask(hm.Window(1, 1), 1, 2, 4, 5)
+    raw = np.einsum("bthd,bshd->bhts", q, k).astype("float64") * SIZE**-0.5
+    softmax = np.exp(raw) / np.exp(raw).sum(-1, keepdims=True)
+    assert (np.abs((softmax * mask).sum(-1) - 1) > 0.05).all()  # multiplied after: mass is lost
+    _, scores = attend(q, k, v, mask=mask)
+    np.testing.assert_allclose(scores.sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(
+        scores, softmax * mask / (softmax * mask).sum(-1, keepdims=True), atol=1e-5
+    )
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_have_the_dtype_of_the_value(dtype):
+    q, k, v = (ops.cast(x, dtype) for x in operands(1, 2, 4, 5))
+    for result in hm.dot_product_attention(q, k, v, mask_spec=DEAD, return_scores=True):
+        assert keras.backend.standardize_dtype(result.dtype) == dtype
+    assert tuple(hm.dot_product_attention(q, k, v).shape) == (1, 4, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=NO_FLOAT16)])
+def test_scores_are_taken_in_float32(dtype):
+    """Scores of 300 and 301 differ in float32; bfloat16 has no 301, float16 overflows at 70000."""
+    one = np.ones((1, 1, 1, 2), "float32")
+    k = np.array([[300.0, 0.0], [300.0, 1.0]], "float32").reshape(1, 2, 1, 2)
+    scores = attend(*(ops.cast(x, dtype) for x in (one, k, k)), scale=1.0)[1]
+    np.testing.assert_allclose(scores.ravel(), [0.269, 0.731], atol=5e-3)
+    large = np.full((1, 2, 1, 2), 200.0, "float32")
+    scores = attend(*(ops.cast(x, dtype) for x in (large, large, large)), scale=1.0)[1]
+    np.testing.assert_array_equal(scores.ravel(), [0.5] * 4)
+
+
+def test_dropout_scales_the_rest_up_and_opens_nothing():
+    q, k, _ = operands(2, 2, 40, 50)
+    v = np.ones((2, 50, 2, 3), "float32")
+    more = {"mask_spec": hm.Window(after=0) & ~hm.Queries(3, 5), "return_scores": True}
+    context, scores = hm.dot_product_attention(q, k, v, dropout=0.5, seed=7, **more)
+    plain, plain_scores = hm.dot_product_attention(q, k, v, **more)
+    np.testing.assert_array_equal(numpy(scores), numpy(plain_scores))  # before dropout
+    assert np.abs(numpy(context) - numpy(plain)).max() > 0.1
+    assert abs(numpy(context)[:, 5:].mean() - 1) < 0.05
+    assert (numpy(context)[:, 3:5] == 0).all()
+    again = hm.dot_product_attention(q, k, v, dropout=0.5, seed=7, **more)[0]
+    np.testing.assert_array_equal(numpy(context), numpy(again))
+    other = hm.dot_product_attention(q, k, v, dropout=0.5, seed=8, **more)[0]
+    assert (numpy(context) != numpy(other)).any()
+
+
+def test_one_query_at_a_time_is_the_same_as_all_at_once():
+    ids = np.array([[1, 1, 2, 2, 2]])
+    q, k, v = operands(1, 2, 5, 5)
+    more = {"mask_spec": hm.Window(2, 0) & hm.SameSegment("ids"), "mask_inputs": {"ids": ids}}
+    whole = attend(q, k, v, **more)[0]
+    for i in range(5):
+        # As a tensor, since the int 0 beside one tensor for both sides is taken for a mistake.
+        offset = ops.convert_to_tensor(i, dtype="int32")
+        step = attend(q[:, i : i + 1], k, v, query_offset=offset, **more)[0]
+        np.testing.assert_allclose(step, whole[:, i : i + 1], atol=1e-5)
+
+
+X = np.ones((2, 3, 2, 4), "float32")
+
+
+@pytest.mark.parametrize(
+    ("args", "more", "error", "message"),
+    [
+        (
+            (X[0], X, X),
+            {},
+            ValueError,
+            r"shape \(batch, length, heads, size\).*\(3, 2, 4",
+        ),
+        ((X, X[:1], X), {}, ValueError, r"do not fit. Received: query \(2, 3, 2, 4\), key \(1,"),
+        ((X, X[:, :, :1], X[:, :, :1]), {}, ValueError, "do not fit.*repeat the keys and values"),
+        ((X, X, X[:, :2]), {}, ValueError, r"do not fit.*value \(2, 2, 2, 4\)"),
+        ((X, X[..., :3], X), {}, ValueError, r"do not fit.*key \(2, 3, 2, 3\)"),
+        ((X, X, X), {"mask": np.ones((3, 3))}, TypeError, "`mask` .*from_additive.*cast to bool"),
+        ((X, X, X), {"mask": np.ones((3,), "bool")}, ValueError, r"Received: shape \(3,\)"),
+        ((X, X, X), {"mask": np.ones((4, 3, 3), "bool")}, ValueError, r"4 examples.*mask\[None\]"),
+        ((X, X, X), {"mask": np.ones((2, 3, 3, 3), "bool")}, ValueError, "3 heads .* has 2"),
+        ((X, X, X), {"mask": np.ones((3, 4), "bool")}, ValueError, "4 keys .* has 3"),
+        ((X, X, X), {"mask_spec": {"kind": "full"}}, TypeError, "`mask_spec`.*from_config"),
+        ((X, X, X), {"mask_spec": hm.PerHead({2: hm.Full()})}, ValueError, "names head 2"),
+        ((X, X, X), {"mask_spec": hm.KeyFlag("x")}, ValueError, r"\['x'\] missing"),
+        ((X, X, X), {"mask_inputs": {"x": X}}, ValueError, r"holds \['x'\], which"),
+        ((X, X, X), {"dropout": 1.0}, ValueError, "`dropout` must be at least 0 and below 1"),
+        ((X, X, X), {"dropout": -0.1}, ValueError, "`dropout` must be .* Received: -0.1"),
+    ],
+)
+def test_refused(args, more, error, message):
+    with pytest.raises(error, match=message):
+        hm.dot_product_attention(*args, **more)
+
+
+def test_an_input_of_another_batch_is_refused():
+    inputs = {"x": np.ones((3, 3), "int32")}
+    with pytest.raises(ValueError, match="has 3 examples where the batch has 2"):
+        hm.dot_product_attention(X, X, X, mask_spec=hm.KeyFlag("x"), mask_inputs=inputs)
+
+
+def test_in_a_functional_model():
+    x, ids = keras.Input((4, 2, SIZE)), keras.Input((4,), dtype="int32")
+    spec = hm.PerHead({1: hm.SameSegment("ids")}, default=hm.Window(after=0))
+    out = hm.dot_product_attention(x, x, x, mask_spec=spec, mask_inputs={"ids": ids})
+    q, values = operands(2, 2, 4, 4)[0], np.array([[0, 0, 1, -1], [5, 6, 6, 5]])
+    mask = oracle.mask(spec, 2, 2, 4, 4, {"ids": values})
+    made = numpy(keras.Model([x, ids], out)([q, values]))
+    np.testing.assert_allclose(made, oracle.attention(q, q, q, mask, SIZE**-0.5)[0], atol=1e-5)
+
+
+def test_in_a_functional_model_of_unknown_length():
+    """Found as a bug: an error of the backend, `arange(None)`. (Inside a layer's call it works.)"""
+    x = keras.Input((None, 2, SIZE))
+    with pytest.raises((TypeError, ValueError), match="length"):
+        hm.dot_product_attention(x, x, x, mask_spec=hm.Window(after=0))

@@ -1,0 +1,132 @@
+"""The benchmarks run and what they compare is equal; how fast it is, no test says."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("torch")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
+cases, measure, report, scaling = (
+    importlib.import_module(f"benchmarks.{name}")
+    for name in ("cases", "measure", "report", "scaling")
+)
+pytestmark = pytest.mark.tensorflow
+
+
+def run(module, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    command = [sys.executable, "-m", module, "--quick", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    run("benchmarks", "--out", folder)
+    return folder, json.loads((folder / "record.json").read_text())
+
+
+def test_the_record_holds_every_case_and_ours_equals_stock(quick):
+    _, record = quick
+    assert set(record["cases"]) == {*cases.all_cases(), "training", "layer", "layer-window"}
+    for name, of_case in record["cases"].items():
+        for framework, told in of_case.items():
+            assert not told["errors"], (name, framework)
+            assert told.get("difference", 0) < 1e-4, (name, framework)
+        assert {"ours", "stock"} <= {key.split(",")[0] for key in of_case["keras"]["seconds"]}
+    assert record["cases"]["documents"]["torch"]["difference"] < 1e-4
+    assert {"sdpa", "flex", "flex with its mask"} <= set(
+        record["cases"]["documents"]["torch"]["seconds"]
+    )
+    rows = record["memory"] + record["scaling"]
+    assert not [row for row in rows if "error" in row]
+    assert {(row["peer"], row["step"]) for row in rows} >= {
+        ("ours", "forward"),
+        ("ours", "training"),
+        ("stock", "forward"),
+    }
+
+
+def test_the_report_names_every_goal_and_the_plots_are_there(quick):
+    folder, record = quick
+    text = (folder / "RESULTS.md").read_text(encoding="utf-8")
+    assert all(goal.case in text for goal in report.GOALS)
+    assert "say nothing" in text  # of tiny sizes
+    for plot in ("ratios.png", "scaling.png"):
+        assert plot in text
+        assert (folder / plot).read_bytes().startswith(b"\x89PNG")
+    # A goal whose ratio no record can hold would never be measured.
+    beyond_quick = {goal.ratio for goal in report.GOALS if goal.ratio.endswith("flex")}
+    missing = {goal.ratio for goal in report.GOALS} - set(record["ratios"]) - beyond_quick
+    assert not missing
+
+
+def test_the_readme_table_is_replaced(quick, tmp_path):
+    _, record = quick
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    for _ in range(2):  # the second time over its own table
+        report.update_readme(readme, record)
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{report.START}\n| case |")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text
+    assert text.count("BERT-large layer") == 2
+
+
+def test_a_readme_without_marks_is_left_alone(quick, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="benchmarks:start"):
+        report.update_readme(readme, quick[1])
+    assert readme.read_text() == "no marks"
+
+
+@pytest.mark.parametrize("name", cases.all_cases())
+def test_the_numpy_mask_is_the_rule(name):
+    import numpy as np
+
+    import keras_headmask as hm
+
+    case = cases.all_cases(quick=True)[name]
+    data = case.data()
+    shape = (case.batch, case.heads, case.length, case.length)
+    ours = hm.make_mask(case.spec(), case.length, case.length, case.heads, data or None)
+    expected = np.broadcast_to(case.mask(data), shape)
+    assert 0 < expected.mean() < 1
+    np.testing.assert_array_equal(np.broadcast_to(np.asarray(ours), shape), expected)
+
+
+def test_a_peer_that_fails_is_recorded():
+    def fails():
+        raise RuntimeError("no kernel")
+
+    result = measure.interleaved({"works": lambda: 1, "fails": fails}, repetitions=3)
+    assert list(result["seconds"]) == ["works"]
+    assert result["errors"] == {"fails": "RuntimeError: no kernel"}
+
+
+def test_exponent_of_a_power_law():
+    rows = [{"length": n, "seconds": 3e-9 * n**1.5} for n in (1024, 4096, 8192, 65536)]
+    assert scaling.exponent(rows, "seconds") == pytest.approx(1.5)
+    assert scaling.exponent(rows[:2], "seconds") is None
+
+
+def test_the_gpu_script_runs_without_one(tmp_path):
+    run("benchmarks.gpu", "--out", tmp_path, "--only", "window,documents", "--dtype", "float32")
+    record = json.loads((tmp_path / "record.json").read_text())
+    for name in ("window", "documents"):
+        for backend in ("jax", "torch"):
+            told = record["cases"][name][backend]
+            assert not told["errors"], (name, backend)
+            assert {"ours, dense", "ours, tiles of 64"} <= set(told["seconds"])
+            assert max(told["differences"].values()) < 1e-4, (name, backend)
+    assert "documents" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")

@@ -1,0 +1,536 @@
+"""The layer against NumPy loops, and the traps by name."""
+
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import pytest
+from contract import TOLERANCE, by_hand, gradient, normal, numpy, random_biases
+from keras import ops
+
+import keras_headmask as hm
+
+Layer = hm.PerHeadMaskedMultiHeadAttention
+
+
+def make(num_heads=3, dim=8, dtype=None, **kwargs):
+    """A built layer of `dim` features whose biases are not 0."""
+    layer = Layer(num_heads, key_dim=4, dtype=dtype, **kwargs)
+    layer.build((None, None, dim), (None, None, dim))
+    random_biases(layer)
+    return layer
+
+
+def with_mask(x, mask):
+    """`x` as a tensor that carries an implicit Keras mask."""
+    from keras.src.backend import set_keras_mask
+
+    x = ops.convert_to_tensor(x)
+    set_keras_mask(x, ops.convert_to_tensor(mask))
+    return x
+
+
+def keras_mask(x):
+    return getattr(x, "_keras_mask", None)
+
+
+PADDED = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], bool)  # (B=3, T=5)
+
+
+# ---------------------------------------------------------------- masks merge
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(batch, heads):
+    """B == H, B != H, B == 1, H == 1: stock Keras fails or mis-broadcasts some of them."""
+    layer = make(heads)
+    x = normal(batch, 5, 8)
+    padding = PADDED[:batch]
+    mask = np.random.default_rng(1).random((batch, heads, 5, 5)) < 0.6
+    y, scores = layer(with_mask(x, padding), attention_mask=mask, return_attention_scores=True)
+    merged = mask & padding[:, None, None, :] & padding[:, None, :, None]
+    expected, probabilities = by_hand(layer, x, mask=merged)
+    np.testing.assert_allclose(numpy(y), expected, atol=2e-6)
+    np.testing.assert_allclose(numpy(scores), probabilities, atol=2e-6)
+    assert (numpy(scores)[~merged] == 0).all()
+
+
+def test_everything_that_restricts_is_anded():
+    spec = hm.PerHead({0: hm.SameSegment("ids"), 2: ~hm.Chunk(2)})
+    layer = make(3, mask_spec=spec, sliding_window=4)
+    x, ids = normal(3, 5, 8), np.array([[0, 0, 1, 1, 1]] * 3)
+    explicit = np.random.default_rng(2).random((3, 5, 5)) < 0.8
+    y, scores = layer(
+        with_mask(x, PADDED),
+        attention_mask=explicit,
+        use_causal_mask=True,
+        mask_inputs={"ids": ids},
+        return_attention_scores=True,
+    )
+    i, j = np.arange(5)[:, None], np.arange(5)
+    rule = np.ones((3, 5, 5), bool)
+    rule[0] = ids[0][:, None] == ids[0]
+    rule[2] = i // 2 != j // 2
+    merged = rule[None] & explicit[:, None] & ((j <= i) & (abs(i - j) < 4))
+    merged = merged & PADDED[:, None, None, :] & PADDED[:, None, :, None]
+    expected, probabilities = by_hand(layer, x, mask=merged)
+    np.testing.assert_allclose(numpy(y), expected, atol=2e-6)
+    np.testing.assert_allclose(numpy(scores), probabilities, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", [~hm.Full(), ~hm.Nothing(), hm.Full() | ~hm.Window(0, 0)])
+def test_no_rule_reopens_keras_padding(rule):
+    layer = make(2, mask_spec=rule)
+    _, scores = layer(with_mask(normal(3, 5, 8), PADDED), return_attention_scores=True)
+    hidden = ~(PADDED[:, None, None, :] & PADDED[:, None, :, None])
+    assert (numpy(scores)[np.broadcast_to(hidden, scores.shape)] == 0).all()
+
+
+def test_explicit_keras_masks_count_for_query_value_and_key():
+    layer = make(2)
+    q, v, k = normal(2, 3, 8), normal(2, 4, 8, seed=1), normal(2, 4, 8, seed=2)
+    query_mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
+    value_mask = np.array([[1, 1, 0, 1], [1, 1, 1, 1]], bool)
+    key_mask = np.array([[1, 1, 1, 1], [0, 1, 1, 1]], bool)
+    y, scores = layer(
+        q,
+        v,
+        k,
+        query_mask=query_mask,
+        value_mask=value_mask,
+        key_mask=key_mask,
+        return_attention_scores=True,
+    )
+    merged = query_mask[:, None, :, None] & (value_mask & key_mask)[:, None, None, :]
+    expected, probabilities = by_hand(layer, q, v, k, mask=merged)
+    np.testing.assert_allclose(numpy(y), expected, atol=2e-6)
+    np.testing.assert_allclose(numpy(scores), probabilities, atol=2e-6)
+    np.testing.assert_array_equal(numpy(keras_mask(y)), query_mask)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_explicit_masks_of_rank_2_3_and_4_in_cross_attention(rank):
+    layer = make(3)
+    q, v = normal(2, 4, 8), normal(2, 6, 8, seed=1)
+    mask = np.random.default_rng(3).random((2, 3, 4, 6)[4 - rank :]) < 0.5
+    if rank == 3:
+        mask = np.random.default_rng(3).random((2, 4, 6)) < 0.5
+    y = layer(q, v, attention_mask=mask.astype("int32"))
+    lifted = {2: mask[None, None], 3: mask[:, None], 4: mask}[rank] if rank != 3 else mask[:, None]
+    np.testing.assert_allclose(numpy(y), by_hand(layer, q, v, mask=lifted)[0], atol=2e-6)
+
+
+# ---------------------------------------------------------------- implicit masks
+
+
+def test_one_tensor_feeds_two_layers_and_keeps_its_mask():
+    first, second = make(2), make(2)
+    x = with_mask(normal(3, 5, 8), PADDED)
+    _, a = first(x, x, return_attention_scores=True)
+    _, b = second(x, x, return_attention_scores=True)
+    for scores in (a, b):
+        assert (numpy(scores)[:, :, :, 4][:2] == 0).all()
+    np.testing.assert_array_equal(numpy(keras_mask(x)), PADDED)
+
+
+def test_the_mask_is_back_on_the_tensor_after_an_error():
+    layer = make(2)
+    x = with_mask(normal(3, 5, 8), PADDED)
+    layer._compute_attention = lambda *a, **k: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        layer(x)
+    assert keras_mask(x) is not None
+
+
+def test_more_attention_axes_leave_the_mask_on_the_tensor():
+    """There stock's own `call` runs, which takes it off."""
+    x = with_mask(normal(2, 3, 4, 8), np.array([[1, 1, 0], [1, 1, 1]], bool))
+    Layer(2, 4, attention_axes=(1,))(x)
+    assert keras_mask(x) is not None
+
+
+def test_one_tensor_alone_is_self_attention_with_its_mask():
+    layer = make(2)
+    x = normal(3, 5, 8)
+    alone, pair = layer(with_mask(x, PADDED)), layer(with_mask(x, PADDED), with_mask(x, PADDED))
+    np.testing.assert_array_equal(numpy(alone), numpy(pair))
+    merged = PADDED[:, None, None, :] & PADDED[:, None, :, None]
+    np.testing.assert_allclose(numpy(alone), by_hand(layer, x, mask=merged)[0], atol=2e-6)
+    np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
+
+
+def test_sequential_with_padding_from_an_embedding():
+    tokens = np.array([[3, 4, 5, 0, 0], [3, 0, 0, 0, 0]])
+    model = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32"),
+            keras.layers.Embedding(9, 8, mask_zero=True),
+            Layer(2, 4, mask_spec=hm.PerHead({0: hm.Window(after=0)})),
+        ]
+    )
+    embedding, layer = model.layers
+    x = numpy(embedding(tokens))
+    real = tokens != 0
+    mask = np.ones((2, 2, 5, 5), bool) & real[:, None, None, :] & real[:, None, :, None]
+    mask[:, 0] &= np.tri(5, dtype=bool)
+    np.testing.assert_allclose(
+        model.predict(tokens, verbose=0), by_hand(layer, x, mask=mask)[0], atol=2e-6
+    )
+
+
+def test_a_rule_that_reads_inputs_says_that_sequential_cannot_hold_it():
+    with pytest.raises(ValueError, match=r"\['ids'\] missing.*keras.Sequential cannot pass them"):
+        keras.Sequential([keras.Input((4, 8)), Layer(2, 4, mask_spec=hm.SameSegment("ids"))])
+
+
+# ---------------------------------------------------------------- dead rows and hidden keys
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("how", ["plain", "scores", "dropout"])
+def test_a_row_with_no_allowed_key_is_0_with_finite_gradients(dtype, how):
+    if dtype == "mixed_float16" and keras.backend.backend() == "jax":
+        pytest.skip("XLA on the CPU has no float16 dot")
+    layer = make(2, dtype=dtype, use_bias=False, dropout=0.5 if how == "dropout" else 0.0)
+    mask = np.ones((1, 2, 4, 4), bool)
+    mask[0, :, 2] = False
+
+    def run(x):
+        return layer(
+            x,
+            attention_mask=mask,
+            return_attention_scores=how == "scores",
+            training=how == "dropout",
+        )
+
+    out = run(normal(1, 4, 8))
+    y, scores = out if how == "scores" else (out, None)
+    assert (numpy(y)[0, 2] == 0).all()
+    assert np.isfinite(numpy(y)).all()
+    if scores is not None:
+        assert (numpy(scores)[0, :, 2] == 0).all()
+
+    def loss_of_the_dead_row(x):
+        out = run(x)
+        y = out[0] if how == "scores" else out
+        return ops.sum(ops.cast(y[0, 2], "float32") ** 2 + ops.cast(y[0, 2], "float32"))
+
+    (grad,) = gradient(loss_of_the_dead_row, normal(1, 4, 8))
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_scores_of_a_million_do_not_open_a_hidden_key(dtype):
+    """In float16 such a score is infinite: it must be computed, not only softmaxed, in float32."""
+    if dtype == "mixed_float16" and keras.backend.backend() == "jax":
+        pytest.skip("XLA on the CPU has no float16 dot")
+    layer = Layer(1, 4, dtype=dtype, use_bias=False, mask_spec=~hm.Keys(1, 2))
+    x = np.zeros((1, 3, 4), "float32")
+    x[0, :, 0] = [1.0, 2000.0, 1.0]
+    layer.build(x.shape, x.shape)
+    layer.set_weights([np.eye(4).reshape(w.shape) * 30 for w in layer.get_weights()])
+    y, scores = layer(x, return_attention_scores=True)
+    np.testing.assert_allclose(numpy(scores)[0, 0], [[0.5, 0, 0.5]] * 3, atol=1e-3)
+    assert np.isfinite(numpy(y)[0, ::2]).all()
+
+
+@pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16"], indirect=True)
+def test_ids_255_and_256_stay_apart_under_bfloat16(dtype_policy):
+    tokens = keras.Input((4,), dtype="int32", name="ids")
+    x = keras.Input((4, 8), name="x")
+    layer = Layer(2, 4, mask_spec=hm.SameSegment("ids"))
+    _, scores = layer(x, mask_inputs={"ids": tokens}, return_attention_scores=True)
+    model = keras.Model({"x": x, "ids": tokens}, scores)
+    ids = np.array([[255, 256, 255, 257]], "int32")
+    scores = model.predict({"x": normal(1, 4, 8), "ids": ids}, verbose=0)
+    same = ids[0][:, None] == ids[0]
+    assert ((scores[0, 0] > 0) == same).all()
+
+
+# ---------------------------------------------------------------- offsets and shapes
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_query_offset_moves_rule_causal_mask_and_window(as_tensor):
+    """The last queries alone give the last rows of the whole: decoding with a cache."""
+    spec = hm.PerHead({0: hm.Window(before=1), 1: hm.SameSegment("ids")})
+    layer = make(3, mask_spec=spec, sliding_window=4)
+    x, ids = normal(2, 6, 8), np.array([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 3]])
+    whole = layer(x, use_causal_mask=True, mask_inputs={"ids": ids})
+    offset = ops.convert_to_tensor(4, dtype="int32") if as_tensor else 4
+    tail = layer(x[:, 4:], x, use_causal_mask=True, mask_inputs={"ids": ids}, query_offset=offset)
+    np.testing.assert_allclose(numpy(tail), numpy(whole)[:, 4:], atol=2e-6)
+    assert not np.allclose(
+        numpy(layer(x[:, 4:], x, use_causal_mask=True, mask_inputs={"ids": (ids[:, 4:], ids)})),
+        numpy(tail),
+        atol=1e-3,
+    )
+
+
+def test_cross_attention_takes_a_pair_of_sides():
+    layer = make(2, mask_spec=hm.PerHead({1: hm.SameSegment("ids")}))
+    q, v = normal(2, 3, 8), normal(2, 5, 8, seed=1)
+    ids_q, ids_k = np.array([[0, 1, 1], [0, 0, 2]]), np.array([[0, 0, 1, 1, 1], [0, 0, 0, 0, 5]])
+    y, scores = layer(q, v, mask_inputs={"ids": (ids_q, ids_k)}, return_attention_scores=True)
+    mask = np.ones((2, 2, 3, 5), bool)
+    mask[:, 1] = ids_q[:, :, None] == ids_k[:, None, :]
+    expected, probabilities = by_hand(layer, q, v, mask=mask)
+    np.testing.assert_allclose(numpy(y), expected, atol=1e-5)
+    np.testing.assert_allclose(numpy(scores), probabilities, atol=2e-6)
+
+
+def test_symbolic_shapes_of_cross_attention():
+    q, v = keras.Input((3, 8)), keras.Input((5, 8))
+    y, scores = Layer(2, 4)(q, v, return_attention_scores=True)
+    assert y.shape == (None, 3, 8)
+    assert scores.shape == (None, 2, 3, 5)
+    (alone, scores) = Layer(2, 4, value_dim=3, output_shape=7)(q, return_attention_scores=True)
+    assert (alone.shape, scores.shape) == ((None, 3, 7), (None, 2, 3, 3))
+    model = keras.Model([q, v], Layer(2, 4)(q, v, return_attention_scores=True))
+    assert [a.shape for a in model.predict([normal(2, 3, 8), normal(2, 5, 8)], verbose=0)] == [
+        (2, 3, 8),
+        (2, 2, 3, 5),
+    ]
+
+
+@pytest.mark.parametrize("axes", [None, (1,), (2,), (1, 2)])
+def test_more_attention_axes_work_as_in_stock_keras(axes):
+    ours, stock = (c(2, 4, attention_axes=axes) for c in (Layer, keras.layers.MultiHeadAttention))
+    x = normal(2, 3, 4, 8)
+    stock.build(x.shape, x.shape)
+    ours.build(x.shape, x.shape)
+    ours.set_weights(stock.get_weights())
+    y, scores = ours(x, x, return_attention_scores=True)
+    expected, expected_scores = stock(x, x, return_attention_scores=True)
+    np.testing.assert_allclose(numpy(y), numpy(expected), atol=1e-6)
+    np.testing.assert_allclose(numpy(scores), numpy(expected_scores), atol=1e-6)
+    symbolic = Layer(2, 4, attention_axes=axes)(
+        keras.Input((3, 4, 8)), return_attention_scores=True
+    )
+    assert symbolic[1].shape[1:] == scores.shape[1:]
+
+
+@pytest.mark.parametrize("use_gate", [False, True])
+@pytest.mark.parametrize("spec", [None, hm.Window(1, 1)], ids=repr)
+def test_gate_value_dim_and_no_bias(use_gate, spec):
+    layer = make(2, use_gate=use_gate, value_dim=3, use_bias=False, mask_spec=spec)
+    x = normal(2, 5, 8)
+    i = np.arange(5)
+    mask = None if spec is None else abs(i[:, None] - i) <= 1
+    np.testing.assert_allclose(numpy(layer(x)), by_hand(layer, x, mask=mask)[0], atol=2e-6)
+
+
+def test_two_narrow_layers_side_by_side_equal_one_with_a_rule_per_head():
+    """One head under its rule and fifteen under another, outputs summed, are a 16-head layer."""
+    rules = {0: hm.SameSegment("ids"), "1-15": hm.Window(2, 1)}
+    wide = make(16, use_bias=False, mask_spec=hm.PerHead(rules))
+    x, ids = normal(2, 6, 8), np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
+    first = make(1, use_bias=False, mask_spec=rules[0])
+    rest = make(15, use_bias=False, mask_spec=rules["1-15"])
+    q, k, v, out = wide.get_weights()
+    first.set_weights([q[:, :1], k[:, :1], v[:, :1], out[:1]])
+    rest.set_weights([q[:, 1:], k[:, 1:], v[:, 1:], out[1:]])
+    both = numpy(first(x, mask_inputs={"ids": ids})) + numpy(rest(x))
+    np.testing.assert_allclose(numpy(wide(x, mask_inputs={"ids": ids})), both, atol=1e-5)
+
+
+# ---------------------------------------------------------------- subclasses, LoRA, quantization
+
+
+def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask():
+    class Spy(Layer):
+        def _compute_attention(self, query, key, value, attention_mask=None, *args, **kwargs):
+            self.seen = numpy(attention_mask)
+            return super()._compute_attention(query, key, value, attention_mask, *args, **kwargs)
+
+    spy = Spy(2, 4, mask_spec=hm.PerHead({1: hm.Window(0, 0)}))
+    spy(normal(3, 5, 8), use_causal_mask=True)
+    causal = np.tri(5, dtype=bool)
+    np.testing.assert_array_equal(spy.seen, np.stack([causal, np.eye(5, dtype=bool)])[None])
+    causal_alone = Spy(2, 4)
+    causal_alone(normal(3, 5, 8), use_causal_mask=True)
+    np.testing.assert_array_equal(causal_alone.seen, causal[None, None])
+
+
+def test_hooks_of_stock_that_a_subclass_overrides_are_called():
+    class Hooked(Layer):
+        def _compute_causal_mask(self, query, value=None):
+            return ops.ones((1, query.shape[1], query.shape[1]), "bool")
+
+        def _compute_attention_mask(self, query, value, **masks):  # Keras' own signature
+            assert set(masks) <= {"query_mask", "value_mask", "key_mask", "attention_mask"} | {
+                "use_causal_mask"
+            }
+            return super()._compute_attention_mask(query, value, **masks)
+
+        def _masked_softmax(self, attention_scores, attention_mask=None):
+            return ops.full_like(attention_scores, 0.25)
+
+    x = normal(2, 5, 8)
+    layer = Hooked(2, 4)
+    _, scores = layer(x, use_causal_mask=True, return_attention_scores=True, query_offset=0)
+    np.testing.assert_array_equal(numpy(scores), 0.25)
+
+
+def test_a_thread_of_its_own_does_not_take_a_mask_away():
+    """The mask stays on the caller's tensor during the call, not only after it."""
+    seen = []
+
+    class Looks(Layer):
+        def _compute_attention(self, *args, **kwargs):
+            seen.append(keras_mask(x))
+            return super()._compute_attention(*args, **kwargs)
+
+    x = with_mask(normal(3, 5, 8), PADDED)
+    Looks(2, 4)(x)
+    assert seen[0] is not None
+
+
+def test_lora_and_int8_quantization_come_with_it():
+    x = keras.Input((5, 8))
+    model = keras.Model(x, Layer(2, 4, mask_spec=hm.Window(1, 1), name="attention")(x))
+    layer = model.get_layer("attention")
+    data = normal(4, 5, 8)
+    before = model.predict(data, verbose=0)
+    layer.query_dense.enable_lora(2)
+    assert len(layer.query_dense.trainable_weights) == 3
+    np.testing.assert_allclose(model.predict(data, verbose=0), before, atol=1e-5)
+    model.quantize("int8")
+    after = model.predict(data, verbose=0)
+    np.testing.assert_allclose(after, before, atol=0.05)
+    assert (after != before).any()
+
+
+# ---------------------------------------------------------------- errors
+
+
+def ones(*shape):
+    return np.ones(shape, bool)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, r"float.*from_additive.*cast to bool", {"attention_mask": ones(5, 5) * 1.0}),
+        (ValueError, r"add the batch axis.*\(1, heads", {"attention_mask": ones(4, 5, 5)}),
+        (ValueError, r"has 3 heads where .* has 4", {"attention_mask": ones(2, 3, 5, 5)}),
+        (ValueError, r"has 4 keys where .* has 5", {"attention_mask": ones(5, 4)}),
+        (ValueError, r"shape \(queries, keys\)", {"attention_mask": ones(5)}),
+        (TypeError, r"`mask_inputs` must be a dict", {"mask_inputs": ones(2, 5)}),
+        (
+            ValueError,
+            r"holds \['ids'\], which the mask spec does",
+            {"mask_inputs": {"ids": ones(2, 5)}},
+        ),
+        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": np.float32(1.0)}),
+        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": np.array([0, 1])}),
+        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": 1.5}),
+        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": 2**40}),
+        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": True}),
+        (
+            ValueError,
+            r"`value_mask` must have shape.*\(2, 5\).*\(2, 4\)",
+            {"value_mask": ones(2, 4)},
+        ),
+        (ValueError, r"`query_mask` must have shape.*\(3, 5\)", {"query_mask": ones(3, 5)}),
+        (ValueError, r"`key_mask` must .*an `attention_mask`", {"key_mask": ones(2, 1, 5)}),
+    ],
+)
+def test_bad_calls_of_a_layer_without_a_rule(error, message, call):
+    x = normal(2, 5, 8)
+    with pytest.raises(error, match=message):
+        make(4)(x, x, **call)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, r"\['ids'\] missing", {}),
+        (ValueError, r"\['ids'\] missing. Received: \['idz'\]", {"idz": np.zeros((2, 5), int)}),
+        (TypeError, r"float32.*dtype=\"int32\".*255 and 256", {"ids": np.zeros((2, 5), "f")}),
+        (ValueError, r"must have shape \(batch, length\)", {"ids": np.zeros((2, 5, 1), int)}),
+        (ValueError, "length 4 where the attention has 5", {"ids": np.zeros((2, 4), int)}),
+        (ValueError, "3 examples where the batch has 2", {"ids": np.zeros((3, 5), int)}),
+    ],
+)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_bad_mask_inputs_are_told_at_once_eager_and_symbolic(error, message, call, symbolic):
+    x = normal(2, 5, 8)
+    if symbolic:
+        x = keras.Input(batch_shape=(2, 5, 8))
+        call = {
+            k: keras.Input(batch_shape=v.shape, dtype=str(v.dtype).replace("64", "32"))
+            for k, v in call.items()
+        }
+    with pytest.raises(error, match=message):
+        make(4, mask_spec=hm.SameSegment("ids"))(x, x, mask_inputs=call)
+
+
+BAD_WINDOW = {"kind": "window", "before": "1"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "spec"),
+    [
+        (ValueError, r"names head 4, but there are 4 heads", hm.PerHead({4: hm.Full()})),
+        (ValueError, r"names head 9", hm.Full() & hm.PerHead({9: hm.Window(1, 1)})),
+        (TypeError, r"`mask_spec` must be a mask spec.*MaskInput", ones(5, 5)),
+        (ValueError, r"`heads.0.before`.*whole", {"kind": "per_head", "heads": {"0": BAD_WINDOW}}),
+    ],
+)
+def test_bad_rules_are_told_at_construction(error, message, spec):
+    with pytest.raises(error, match=message):
+        Layer(4, 4, mask_spec=spec)
+
+
+@pytest.mark.parametrize("call", [{"query_offset": 1}, {"mask_inputs": {"ids": ones(2, 3)}}])
+def test_offset_and_mask_inputs_need_one_axis_of_queries(call):
+    with pytest.raises(ValueError, match=r"one axis of queries and one of keys"):
+        Layer(2, 4)(normal(2, 3, 4, 8), **call)
+
+
+def test_a_rule_that_could_not_be_saved_is_told_at_construction():
+    @dataclass(frozen=True)
+    class Unregistered(hm.Window):
+        pass
+
+    with pytest.raises(TypeError, match=r"Unregistered has no kind.*@register_spec"):
+        Layer(2, 4, mask_spec=hm.PerHead({0: Unregistered(1, 1)}))
+
+
+def test_a_rule_with_more_attention_axes_is_an_error():
+    layer = Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))
+    with pytest.raises(ValueError, match=r"one axis of queries and one of keys.*Flatten"):
+        layer(normal(2, 3, 4, 8))
+
+
+@pytest.mark.tensorflow
+def test_flash_attention_says_what_stock_says():
+    with pytest.raises(ValueError, match="Flash attention is not supported in tensorflow"):
+        make(2, flash_attention=True)(normal(1, 3, 8))
+    with pytest.raises(ValueError, match="Dropout is not supported when flash"):
+        Layer(2, 4, flash_attention=True, dropout=0.1)
+
+
+# ---------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_precisions_with_and_without_scores_and_with_idle_dropout(dtype, dropout):
+    if dtype == "mixed_float16" and keras.backend.backend() == "jax":
+        pytest.skip("XLA on the CPU has no float16 dot")
+    if dtype == "float64" and keras.backend.backend() == "jax":
+        pytest.skip("JAX computes in float32 unless x64 is enabled for the whole process")
+    layer = make(3, dtype=dtype, dropout=dropout, mask_spec=hm.PerHead({1: hm.Window(1, 0)}))
+    x = normal(2, 5, 8)
+    i = np.arange(5)
+    mask = np.ones((3, 5, 5), bool)
+    mask[1] = (i - i[:, None] >= -1) & (i <= i[:, None])
+    expected, probabilities = by_hand(layer, x, mask=mask[None])
+    y, scores = layer(x, return_attention_scores=True)
+    assert keras.backend.standardize_dtype(y.dtype) == layer.compute_dtype
+    assert keras.backend.standardize_dtype(scores.dtype) == layer.compute_dtype
+    for got, wanted in ((y, expected), (layer(x), expected), (scores, probabilities)):
+        np.testing.assert_allclose(numpy(got), wanted, atol=TOLERANCE[dtype])

@@ -1,0 +1,101 @@
+"""The arrows between the modules, read from their imports."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import keras_headmask as hm
+
+PACKAGE = Path(hm.__file__).parent
+# No framework at import time; only what reckons with tiles needs NumPy.
+LIGHT = {"config", "specs", "leaves", "per_head", "recipes", "coverage"}
+NEED_NUMPY = {"leaves", "coverage"}
+
+ARROWS = {
+    "config": set(),
+    "specs": {"config"},
+    "leaves": {"specs", "config"},
+    "per_head": {"specs", "leaves", "config"},
+    "recipes": {"leaves", "specs", "config"},
+    "masks": set(),
+    "evaluation": {"config", "masks", "per_head", "specs"},
+    "coverage": {"specs"},
+    "tiled_python": {"coverage", "evaluation", "specs"},
+    "tiled_tensorflow": {"coverage", "evaluation", "leaves", "specs"},
+    "tiling": {"evaluation", "leaves", "per_head", "specs", "tiled_python", "tiled_tensorflow"},
+    "attention": {"evaluation", "leaves", "masks", "specs", "tiling"},
+    "layer": {"attention", "evaluation", "masks", "leaves", "per_head", "specs", "tiling"},
+    "drawing": {"evaluation", "per_head", "specs"},
+}
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+def imported(nodes):
+    """Dotted names that import statements among `nodes` name."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def at_import_time(node):
+    """Every node that runs when the module is imported: all but the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from at_import_time(child)
+
+
+def tree(module):
+    return ast.parse((PACKAGE / f"{module}.py").read_text())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows(module):
+    assert module in ARROWS, f"say in this test what {module} may import"
+    names = set(imported(ast.walk(tree(module))))
+    ours = {name.split(".")[1] for name in names if name.startswith("keras_headmask.")}
+    assert ours <= ARROWS[module]
+    if "keras_headmask" in names:  # `from keras_headmask import config` names a module, not a value
+        assert ours <= set(MODULES)
+
+
+def test_arrows_run_one_way():
+    """Each module can be put after all that it imports."""
+    placed, waiting = set(), dict(ARROWS)
+    while waiting:
+        ready = {module for module, needs in waiting.items() if needs <= placed}
+        assert ready, f"a circle among {sorted(waiting)}"
+        placed |= ready
+        waiting = {m: needs for m, needs in waiting.items() if m not in ready}
+
+
+@pytest.mark.parametrize("module", sorted(LIGHT))
+def test_the_language_needs_no_framework_at_import_time(module):
+    roots = {name.split(".")[0] for name in imported(at_import_time(tree(module)))}
+    assert not roots & {"keras", "tensorflow", "jax", "torch"}
+    assert "numpy" not in roots or module in NEED_NUMPY
+    assert ARROWS[module] <= LIGHT
+
+
+def test_only_tiling_inside_a_function_imports_tensorflow_code():
+    """So that the package can be imported where there is another backend."""
+    for module in set(MODULES) - {"tiled_tensorflow"}:
+        names = set(imported(at_import_time(tree(module))))
+        roots = {name.split(".")[0] for name in names}
+        assert not roots & {"tensorflow", "jax", "torch"}, module
+        assert "keras_headmask.tiled_tensorflow" not in names, module
+
+
+def test_no_module_is_named_like_a_public_function():
+    assert set(MODULES) & set(hm.__all__) <= {"recipes"}  # which is the module itself
+    assert hm.recipes.__name__ == "keras_headmask.recipes"
+
+
+def test_public_names_exist_once_each_and_sorted():
+    assert hm.__all__ == sorted(set(hm.__all__))
+    assert all(hasattr(hm, name) for name in hm.__all__)

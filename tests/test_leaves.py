@@ -1,0 +1,338 @@
+"""Each leaf against matrices drawn by hand, and what its constructor refuses."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import oracle
+import pytest
+from keras import ops
+
+import keras_headmask as hm
+
+
+def drawn(spec, queries, keys=None, **more):
+    """The rule as `"100 110 111"`, a word for each query."""
+    return hm.draw(spec, queries, keys, **more).replace(" ", "").replace("\n", " ")
+
+
+# (rule, queries, keys, query_offset, matrix)
+POSITIONAL = [
+    (hm.Full(), 2, 3, 0, "111 111"),
+    (hm.Full(), 3, 2, 5, "11 11 11"),
+    (hm.Nothing(), 2, 3, 0, "000 000"),
+    (hm.Nothing(), 3, 2, 5, "00 00 00"),
+    (hm.Window(), 2, 4, 0, "1111 1111"),
+    (hm.Window(after=0), 3, 3, 0, "100 110 111"),
+    (hm.Window(after=0), 2, 4, 2, "1110 1111"),
+    (hm.Window(after=1), 3, 4, 0, "1100 1110 1111"),
+    (hm.Window(before=0), 3, 3, 0, "111 011 001"),
+    (hm.Window(before=1), 4, 4, 0, "1111 1111 0111 0011"),
+    (hm.Window(1, 1), 4, 4, 0, "1100 1110 0111 0011"),
+    (hm.Window(2, 0), 4, 5, 0, "10000 11000 11100 01110"),
+    (hm.Window(2, 0), 2, 5, 3, "01110 00111"),
+    (hm.Window(0, 1), 4, 2, 0, "11 01 00 00"),
+    (hm.Window(0, 0), 3, 4, -1, "0000 1000 0100"),
+    (hm.Window(1, -1), 3, 3, 0, "000 100 010"),  # the previous position alone
+    (hm.Window(-1, 2), 3, 4, 0, "0110 0011 0001"),  # starts ahead of the query
+    (hm.Window(step=2), 3, 4, 0, "1010 0101 1010"),
+    (hm.Window(step=2), 2, 4, 1, "0101 1010"),
+    (hm.Window(step=2), 2, 4, -1, "0101 1010"),
+    (hm.Window(2, 2, step=2), 5, 5, 0, "10100 01010 10101 01010 00101"),
+    (hm.Window(3, 0, step=3), 5, 5, 0, "10000 01000 00100 10010 01001"),
+    (hm.Window(2, 2, step=3), 3, 3, 0, "100 010 001"),
+    (hm.Chunk(2), 4, 4, 0, "1100 1100 0011 0011"),
+    (hm.Chunk(3), 5, 4, 0, "1110 1110 1110 0001 0001"),
+    (hm.Chunk(2), 2, 4, 1, "1100 0011"),
+    (hm.Chunk(2), 2, 3, -1, "000 110"),  # position -1 lies in block -1
+    (hm.Chunk(2, before=1), 6, 6, 0, "110000 110000 111100 111100 001111 001111"),
+    (hm.Chunk(2, after=1), 6, 6, 0, "111100 111100 001111 001111 000011 000011"),
+    (hm.Chunk(1, before=2, after=1), 4, 4, 0, "1100 1110 1111 0111"),
+    (hm.Keys(1), 2, 3, 0, "011 011"),
+    (hm.Keys(0, 1), 2, 3, 4, "100 100"),
+    (hm.Keys(1, 3), 2, 4, 0, "0110 0110"),
+    (hm.Keys(2, 9), 2, 3, 0, "001 001"),
+    (hm.Queries(1), 3, 2, 0, "00 11 11"),
+    (hm.Queries(0, 1), 3, 2, 0, "11 00 00"),
+    (hm.Queries(1, 3), 4, 2, 0, "00 11 11 00"),
+    (hm.Queries(4, 5), 3, 2, 3, "00 11 00"),
+]
+
+
+@pytest.mark.parametrize(("spec", "queries", "keys", "offset", "expected"), POSITIONAL, ids=repr)
+def test_positional_leaves_as_drawn(spec, queries, keys, offset, expected):
+    assert drawn(spec, queries, keys, query_offset=offset) == expected
+    # The other way to hand in an offset, and the complement of every entry.
+    flipped = expected.translate(str.maketrans("01", "10"))
+    assert drawn(~spec, queries, keys, query_offset=np.int32(offset)) == flipped
+
+
+# (rule, the one input as a row, or as a pair of rows, matrix)
+READING = [
+    (hm.SameSegment("x"), [7, 7, 0, 0], "1100 1100 0011 0011"),
+    (hm.SameSegment("x"), [4, 0, 4], "101 010 101"),  # segments need not be runs
+    (hm.SameSegment("x"), [-1, 5, -1, -2], "0000 0100 0000 0000"),
+    (~hm.SameSegment("x"), [-1, 5, -1], "111 101 111"),
+    (hm.SameSegment("x"), ([1, 2], [2, 2, 1]), "001 110"),
+    (hm.SameSegment("x"), ([-1, 2, 0], [2, -1]), "00 10 00"),
+    (hm.SameSentence(9, "x"), [5, 9, 4, 9], "1100 1100 0011 0011"),
+    (hm.SameSentence(9, "x"), [5, 9, 9, 4], "1100 1100 0010 0001"),  # a run of ends
+    (hm.SameSentence(9, "x"), [9, 9, 9], "100 010 001"),
+    (hm.SameSentence(9, "x"), [9, 4, 2, 0, 0], "10000 01111 01111 01111 01111"),  # the tail
+    (hm.SameSentence(9, "x"), [1, 2, 3], "111 111 111"),
+    (hm.SameSentence((9, 8), "x"), [1, 8, 2, 9, 3], "11000 11000 00110 00110 00001"),
+    (hm.SameSentence(-1, "x"), [-1, 0], "10 01"),
+    (hm.SameSentence(9, "x"), ([1, 9, 2], [9, 3]), "10 10 01"),  # first with first, and so on
+    (hm.KeyFlag("x"), [1, 0, 1], "101 101 101"),
+    (hm.KeyFlag("x"), [-3, 0, 2], "101 101 101"),
+    (hm.KeyFlag("x"), ([0, 0], [1, 0, 1]), "101 101"),
+    (hm.KeyFlag("x"), (None, [1, 0, 1]), "101 101 101"),
+    (hm.QueryFlag("x"), [1, 0, 2], "111 000 111"),
+    (hm.QueryFlag("x"), ([0, 1], [0, 0, 0]), "000 111"),
+    (hm.QueryFlag("x"), ([0, 1, 1], None), "000 111 111"),
+    (hm.KeyIn("x", (3, 5)), [5, 4, 3], "101 101 101"),
+    (hm.KeyIn("x", -1), ([5, 5], [-1, 0, 1]), "100 100"),
+    (~hm.KeyIn("x", 4), [5, 4, 3], "101 101 101"),
+    (hm.QueryIn("x", (3, 5)), [5, 4, 3], "111 000 111"),
+    (hm.QueryIn("x", 5), ([5, 4], [5, 5, 5]), "111 000"),
+]
+
+
+def batch_of_one(rows):
+    if isinstance(rows, tuple):
+        return tuple(None if row is None else np.array([row]) for row in rows)
+    return np.array([rows])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "int8"])
+@pytest.mark.parametrize(("spec", "rows", "expected"), READING, ids=repr)
+def test_reading_leaves_as_drawn(spec, rows, expected, dtype):
+    queries, keys = len(expected.split()), len(expected.split()[0])
+    value = batch_of_one(rows)
+    if isinstance(value, tuple):
+        value = tuple(None if side is None else side.astype(dtype) for side in value)
+    else:
+        value = value.astype(dtype)
+    assert drawn(spec, queries, keys, mask_inputs={"x": value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (hm.SameSegment("x"), "10010 00001"),
+        (hm.SameSentence(7, "x"), "01110 00001"),  # counted over the whole row, then cut
+        (hm.QueryFlag("x"), "11111 00000"),
+        (hm.QueryIn("x", 0), "00000 11111"),
+        (hm.KeyFlag("x"), "11110 11110"),
+    ],
+    ids=repr,
+)
+def test_a_row_as_long_as_the_keys_serves_the_queries_at_their_positions(spec, expected):
+    ids = np.array([[7, 4, 4, 7, 0]])
+    assert drawn(spec, 2, 5, mask_inputs={"x": ids}, query_offset=3) == expected
+
+
+def test_unsigned_ids_stay_apart():
+    """255 is a segment of its own, not -1."""
+    ids = np.array([[255, 255, 1]], "uint8")
+    assert drawn(hm.SameSegment("x"), 3, mask_inputs={"x": ids}) == "110 110 001"
+    assert drawn(hm.KeyIn("x", -1), 3, mask_inputs={"x": ids}) == "000 000 000"
+
+
+def test_boolean_ids_and_flags():
+    flags = np.array([[True, False, True]])
+    assert drawn(hm.SameSegment("x"), 3, mask_inputs={"x": flags}) == "101 010 101"
+    assert drawn(hm.KeyFlag("x"), 3, mask_inputs={"x": flags}) == "101 101 101"
+
+
+@pytest.mark.parametrize(
+    ("shape", "per_example", "per_head"),
+    [
+        ((2, 3), False, False),
+        ((4, 2, 3), True, False),
+        ((4, 5, 2, 3), True, True),
+        ((1, 5, 2, 3), False, True),
+        ((4, 1, 2, 3), True, False),
+    ],
+)
+def test_mask_input_ranks(shape, per_example, per_head):
+    whole = np.random.default_rng(0).integers(0, 2, shape).astype("bool")
+    made = hm.make_mask(hm.MaskInput("m"), 2, 3, num_heads=5, mask_inputs={"m": whole})
+    assert tuple(made.shape) == (4 if per_example else 1, 5 if per_head else 1, 2, 3)
+    expected = whole if whole.ndim == 4 else whole.reshape((-1, 1, 2, 3))
+    np.testing.assert_array_equal(ops.convert_to_numpy(made), expected)
+
+
+# --- RandomBlocks ---
+
+# Fixed once: the same on every backend, for every release.
+GOLDEN_BLOCKS = [
+    (
+        hm.RandomBlocks(1, 0.5, 0),
+        "01101001 11101000 10110000 10101110 01101000 01111011 11101100 01010000",
+    ),
+    (
+        hm.RandomBlocks(2, 0.25, 7),
+        "00110000 00110000 00000000 00000000 11001100 11001100 00000000 00000000",
+    ),
+    (
+        hm.RandomBlocks(1, 0.3, 10**12),
+        "00100000 00010100 11100000 10000000 00101010 00100101 00000001 10111000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "expected"), GOLDEN_BLOCKS, ids=repr)
+def test_random_blocks_are_what_they_always_were(spec, expected):
+    assert drawn(spec, 8) == expected
+    assert oracle.picture(oracle.mask(spec, 1, 1, 8, 8)[0, 0]) == expected
+
+
+def blocks(size, density, seed, queries, keys):
+    spec = hm.RandomBlocks(size, density, seed)
+    return ops.convert_to_numpy(hm.make_mask(spec, queries, keys))[0, 0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_random_blocks_do_not_change_with_the_length(size):
+    long = blocks(size, 0.5, 3, 40, 50)
+    np.testing.assert_array_equal(blocks(size, 0.5, 3, 11, 17), long[:11, :17])
+    np.testing.assert_array_equal(blocks(size, 0.5, 3, 40, 1), long[:, :1])
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.3, 0.5, 0.9, 1.0])
+def test_random_blocks_hold_their_density(density):
+    shares = [blocks(1, density, seed, 150, 150).mean() for seed in range(5)]
+    deviation = np.sqrt(density * (1 - density) / (5 * 150 * 150))
+    assert abs(np.mean(shares) - density) <= 4 * deviation
+
+
+def test_random_blocks_look_independent():
+    """Between seeds, neighbours, and a pair and its mirror image, half the entries agree."""
+    one = blocks(1, 0.5, 1, 150, 150)
+    others = {
+        "next seed": blocks(1, 0.5, 2, 150, 150),
+        "seed + prime": blocks(1, 0.5, 1 + 46337, 150, 150),
+        "next key": np.roll(one, 1, axis=1),
+        "next query": np.roll(one, 1, axis=0),
+        "mirrored": one.T,
+    }
+    for name, other in others.items():
+        assert abs((one == other).mean() - 0.5) < 0.02, name
+
+
+def test_random_blocks_are_the_same_in_a_fresh_process():
+    code = "import keras_headmask as hm; print(hm.draw(hm.RandomBlocks(2, 0.4, 123456), 20))"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.strip() == hm.draw(hm.RandomBlocks(2, 0.4, 123456), 20)
+    assert {"0", "1"} <= set(run.stdout)
+
+
+BIG_SEED = oracle.mask(hm.RandomBlocks(1, 0.5, 2**200), 1, 1, 3, 3)[0, 0]
+
+# --- what constructors refuse ---
+
+WHOLE = "must be a whole number. Received: "
+NAME = "is the name under which the tensor is handed in"
+REFUSED = [
+    (lambda: hm.Window(before=1.0), TypeError, f"`before` {WHOLE}1.0"),
+    (lambda: hm.Window(after=True), TypeError, f"`after` {WHOLE}True"),
+    (lambda: hm.Window(after="0"), TypeError, f"`after` {WHOLE}'0'"),
+    (lambda: hm.Window(step=0), ValueError, "`step` must be at least 1. Received: 0"),
+    (lambda: hm.Window(step=None), TypeError, f"`step` {WHOLE}None"),
+    (lambda: hm.Window(1, -2), ValueError, r"No distance lies from -1 to -2.*Write Nothing\(\)"),
+    (lambda: hm.Window(-3, 2), ValueError, "No distance lies from 3 to 2"),
+    (lambda: hm.Chunk(0), ValueError, "`size` must be at least 1. Received: 0"),
+    (lambda: hm.Chunk(2.5), TypeError, f"`size` {WHOLE}2.5"),
+    (lambda: hm.Chunk(2, before=-1), ValueError, "`before` must be at least 0. Received: -1"),
+    (lambda: hm.Chunk(2, after=-1), ValueError, "`after` must be at least 0. Received: -1"),
+    (lambda: hm.Keys(-1), ValueError, "`start` must be at least 0. Received: -1"),
+    (lambda: hm.Keys(2, 2), ValueError, r"no position lies in \[2, 2\). Write Nothing\(\)"),
+    (lambda: hm.Queries(3, 1), ValueError, r"no position lies in \[3, 1\). Write Nothing\(\)"),
+    (lambda: hm.Queries(None), TypeError, f"`start` {WHOLE}None"),
+    (lambda: hm.Queries(0, 1.5), TypeError, f"`stop` {WHOLE}1.5"),
+    (lambda: hm.RandomBlocks(0, 0.5, 1), ValueError, "`size` must be at least 1"),
+    (lambda: hm.RandomBlocks(1, 1.5, 1), ValueError, "`density` must lie between 0 and 1.*1.5"),
+    (lambda: hm.RandomBlocks(1, -0.1, 1), ValueError, "`density` must lie between 0 and 1.*-0.1"),
+    (lambda: hm.RandomBlocks(1, float("nan"), 1), ValueError, "`density` must lie between.*nan"),
+    (lambda: hm.RandomBlocks(1, "0.5", 1), TypeError, "`density` must be a number from 0 to 1"),
+    (lambda: hm.RandomBlocks(1, True, 1), TypeError, "`density` must be a number from 0 to 1"),
+    (lambda: hm.RandomBlocks(1, 0.5, -1), ValueError, "`seed` must be at least 0"),
+    (lambda: hm.RandomBlocks(1, 0.5, 0.5), TypeError, f"`seed` {WHOLE}0.5"),
+    (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one token id"),
+    (lambda: hm.SameSentence("."), TypeError, "`end_ids` must be token ids"),
+    (lambda: hm.SameSentence([1.5]), TypeError, f"`end_ids` {WHOLE}1.5"),
+    (lambda: hm.SameSentence(None), TypeError, "`end_ids` must be token ids"),
+    (lambda: hm.SameSentence({9: 1}), TypeError, "`end_ids` must be token ids"),
+    (lambda: hm.KeyIn("x", ()), ValueError, "`ids` must hold at least one token id"),
+    (lambda: hm.QueryIn("x", [True]), TypeError, f"`ids` {WHOLE}True"),
+    *[
+        (make, TypeError, f"`input` {NAME}.*Received: {shown}")
+        for make, shown in [
+            (lambda: hm.SameSegment(3), "3"),
+            (lambda: hm.SameSegment(""), "''"),
+            (lambda: hm.SameSentence(9, None), "None"),
+            (lambda: hm.KeyFlag(["x"]), r"\['x'\]"),
+            (lambda: hm.QueryFlag(0), "0"),
+            (lambda: hm.KeyIn(9, "x"), "9"),
+            (lambda: hm.QueryIn((1,), 2), r"\(1,\)"),
+            (lambda: hm.MaskInput(np.ones((1, 1))), r"array"),
+        ]
+    ],
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_constructors_refuse(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+# Found as a bug: these wrapped around modulo 2**32 on TensorFlow and PyTorch, so that
+# Window(before=2**40) hid keys, Keys(0, 2**40) hid all, and 2**40 was taken for the id 0.
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hm.Window(before=2**31),
+        lambda: hm.Window(after=-(2**40)),
+        lambda: hm.Window(step=2**40),
+        lambda: hm.Chunk(2**40),
+        lambda: hm.Chunk(1, before=2**40),
+        lambda: hm.Keys(2**40),
+        lambda: hm.Queries(0, 2**40),
+        lambda: hm.RandomBlocks(2**40, 0.5, 1),
+        lambda: hm.KeyIn("x", 2**40),
+        lambda: hm.SameSentence(-(2**40)),
+    ],
+)
+def test_numbers_beyond_int32_are_refused(make):
+    with pytest.raises(ValueError, match=r"214748364[78]"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (hm.Window(before=2**31 - 1), "111 111 111"),
+        (hm.Window(after=2**31 - 1), "111 111 111"),
+        (hm.Keys(0, 2**31 - 1), "111 111 111"),
+        (hm.Chunk(2**31 - 1), "111 111 111"),
+        (hm.RandomBlocks(1, 0.5, 2**200), oracle.picture(BIG_SEED)),
+    ],
+    ids=repr,
+)
+def test_the_largest_numbers(spec, expected):
+    assert drawn(spec, 3) == expected
+
+
+def test_numpy_integers_are_numbers():
+    assert hm.Window(np.int64(2), np.int32(0)) == hm.Window(2, 0)
+    assert hm.KeyIn("x", [np.int64(3), 1, 3]) == hm.KeyIn("x", (1, 3))
+    assert hm.KeyIn("x", np.array([3, 1])) == hm.KeyIn("x", (1, 3))

@@ -1,0 +1,54 @@
+"""The README's Python snippets run from top to bottom and print what the README says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_snippets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace, printed, compared = {"__name__": "readme"}, "", 0
+    for language, body in FENCE.findall(README.read_text()):
+        if language == "python":
+            assert not printed, f"printed, but not shown in the README:\n{printed}"
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(body, str(README), "exec"), namespace)
+            printed = out.getvalue()
+        elif language == "text":
+            assert printed == body
+            printed, compared = "", compared + 1
+    assert compared >= 4
+
+
+@pytest.mark.parametrize("name", ["demo", "test"])
+def test_the_two_commands_exist(name):
+    assert f"make {name} " in README.read_text()
+    assert re.search(rf"^{name}:", (README.parent / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_readme():
+    import keras_headmask as hm
+
+    internal = {"Sides"}  # what `allowed` unpacks; named in docstrings
+    text = README.read_text()
+    assert [name for name in hm.__all__ if name not in internal and name not in text] == []
+
+
+def test_every_kind_is_in_the_language_table():
+    from keras_headmask import config
+
+    text = README.read_text()
+    kinds = {cls.__name__ for kind, cls in config.known_kinds().items()}
+    ours = {k for k in kinds if k[0] != "_"} - {"And", "Or", "Not", "WithinSeconds"}
+    documented = set(re.findall(r"\b([A-Z][A-Za-z]+)\(", text))
+    builtin = {
+        c.__name__ for c in config.known_kinds().values() if "keras_headmask" in c.__module__
+    }
+    assert (ours & builtin) - documented == set()

@@ -1,0 +1,85 @@
+"""Each recipe against a matrix drawn by hand, and what it refuses."""
+
+import numpy as np
+import pytest
+
+import keras_headmask as hm
+from keras_headmask import recipes
+
+FLAGS = {"g": np.array([[0, 0, 1, 0, 0, 0]])}
+PADDING = {"padding_mask": np.array([[1, 1, 0]])}
+
+DRAWN = [
+    (recipes.causal(), "1000 1100 1110 1111", {}),
+    (recipes.padding(), "110 110 110", PADDING),
+    (recipes.padding("p"), "101 101 101", {"p": np.array([[1, 0, 1]])}),
+    (recipes.prefix_lm(2), "11000 11000 11100 11110 11111", {}),
+    (recipes.prefix_lm(1), "1000 1100 1110 1111", {}),  # the first key is causal's anyway
+    (recipes.longformer(1, "g"), "111000 111000 111111 001110 001111 001011", FLAGS),
+    (recipes.longformer(0, "g"), "101000 011000 111111 001100 001010 001001", FLAGS),
+    (recipes.streaming(1, 2), "10000 11000 11100 10110 10011", {}),
+    (recipes.streaming(2, 1), "10000 11000 11100 11010 11001", {}),
+    (recipes.sparse_transformer(1), "1000 1100 1110 1111", {}),
+    (recipes.sparse_transformer(2), "10000 11000 11100 01110 10111", {}),
+    (recipes.sparse_transformer(3), "1000000 1100000 1110000 1111000 0111100 0011110 1001111", {}),
+    (
+        recipes.bigbird(block=1, density=0.0, global_blocks=0, seed=3),
+        "11000 11100 01110 00111 00011",
+        {},
+    ),
+    (
+        recipes.bigbird(block=1, density=0.0, global_blocks=1, seed=3),
+        "11111 11100 11110 10111 10011",
+        {},
+    ),
+    (
+        recipes.bigbird(block=2, density=0.0, global_blocks=1, seed=3),
+        "11111111 11111111 11111100 11111100 11111111 11111111 11001111 11001111",
+        {},
+    ),
+    (recipes.bigbird(block=1, density=1.0, global_blocks=0, seed=3), "1111 " * 3 + "1111", {}),
+]
+
+
+@pytest.mark.parametrize(("spec", "expected", "inputs"), DRAWN, ids=repr)
+def test_as_drawn(spec, expected, inputs):
+    queries, keys = len(expected.split()), len(expected.split()[0])
+    drawn = hm.draw(spec, queries, keys, mask_inputs=inputs)
+    assert drawn.replace(" ", "").split("\n") == expected.split()
+
+
+@pytest.mark.parametrize(("spec", "expected", "inputs"), DRAWN, ids=repr)
+def test_a_recipe_is_a_spec_like_any_other(spec, expected, inputs):
+    assert hm.MaskSpec.from_config(spec.get_config()) == spec
+    assert spec.inputs.keys() == inputs.keys()
+
+
+def test_bigbird_draws_its_random_blocks_from_the_seed():
+    def spec(seed):
+        return recipes.bigbird(block=2, density=0.5, global_blocks=0, seed=seed)
+
+    neighbours = hm.Chunk(2, before=1, after=1)
+    assert spec(1) == neighbours | hm.RandomBlocks(2, 0.5, 1)
+    assert hm.draw(spec(1), 20) != hm.draw(spec(2), 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: recipes.prefix_lm(0), ValueError, "`length` must be at least 1"),
+        (lambda: recipes.prefix_lm(1.5), TypeError, "must be a whole number. Received: 1.5"),
+        (lambda: recipes.longformer(-1, "g"), ValueError, "`each_side` must be at least 0"),
+        (lambda: recipes.longformer(1, 2), TypeError, "is the name under which the tensor"),
+        (lambda: recipes.streaming(1, 0), ValueError, "`window` must be at least 1"),
+        (lambda: recipes.streaming(1, None), TypeError, "`window` must be a whole number"),
+        (lambda: recipes.streaming(-1, 1), ValueError, "`sinks` must be at least 0"),
+        (lambda: recipes.sparse_transformer(0), ValueError, "`stride` must be at least 1"),
+        (lambda: recipes.bigbird(0, 0.1, 1, 0), ValueError, "`block` must be at least 1"),
+        (lambda: recipes.bigbird(1, 2, 1, 0), ValueError, "`density` must lie between 0 and 1"),
+        (lambda: recipes.bigbird(1, 0.1, -1, 0), ValueError, "`global_blocks` must be at least 0"),
+        (lambda: recipes.bigbird(1, 0.1, 1, -1), ValueError, "`seed` must be at least 0"),
+    ],
+)
+def test_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

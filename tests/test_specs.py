@@ -1,0 +1,335 @@
+"""The algebra: equality, immutability, printing, heads, inputs, and rules of one's own."""
+
+import dataclasses
+import json
+
+import numpy as np
+import oracle
+import pytest
+import strategies
+from hypothesis import given
+from keras import ops
+
+import keras_headmask as hm
+
+NAMES = {name: getattr(hm, name) for name in hm.__all__}
+
+A, B, C = hm.Window(after=0), hm.SameSegment("ids"), hm.KeyIn("ids", (1, 2))
+
+
+@strategies.FEW
+@given(strategies.specs(), strategies.specs(), strategies.specs())
+def test_joins_compare_as_sets(a, b, c):
+    for join in (lambda x, y: x & y, lambda x, y: x | y):
+        same = [join(join(a, b), c), join(a, join(b, c)), join(join(c, a), b), join(join(a, b), a)]
+        assert same[0] == same[1] == same[2]
+        assert hash(same[0]) == hash(same[1]) == hash(same[2])
+        assert same[3] == join(a, b)
+        assert join(a, a) == a
+
+
+@strategies.MANY
+@given(strategies.specs())
+def test_printing_reads_back(spec):
+    assert eval(repr(spec), dict(NAMES)) == spec
+
+
+@strategies.FEW
+@given(strategies.specs())
+def test_complement_of_the_complement(spec):
+    assert ~~spec == spec
+    assert ~spec != spec
+
+
+def test_different_rules_are_unequal():
+    different = [A, B, C, A & B, A | B, ~A, ~(A & B), ~A & ~B, (A & B) | C, A & (B | C)]
+    different += [hm.Window(before=0), hm.Window(after=0, step=2), hm.Keys(0), hm.Queries(0)]
+    different += [kind("x") for kind in (hm.KeyFlag, hm.QueryFlag, hm.SameSegment, hm.MaskInput)]
+    different += [hm.Full(), hm.Nothing(), hm.PerHead({0: A}), hm.PerHead({1: A})]
+    different += [hm.PerHead({0: A}, default=B), hm.PerHead({}, default=A)]
+    different += [hm.PerHead({0: A, 1: hm.Full()})]  # names head 1, which must then exist
+    assert len(set(different)) == len(different)
+    for i, one in enumerate(different):
+        assert [other == one for other in different].index(True) == i
+    assert A != "Window(after=0)"
+
+
+def test_the_order_of_writing_is_kept_for_the_reader():
+    assert repr(B & A) == "SameSegment('ids') & Window(after=0)"
+    assert repr((A | B) & ~(A & C)) == (
+        "(Window(after=0) | SameSegment('ids')) & ~(Window(after=0) & KeyIn('ids', (1, 2)))"
+    )
+    assert repr(~hm.PerHead({(0, 2): A, 1: A, 5: A}, default=B)) == (
+        "~PerHead({'0-2': Window(after=0), 5: Window(after=0)}, default=SameSegment('ids'))"
+    )
+
+
+@pytest.mark.parametrize("spec", [A, A & B, ~B, hm.PerHead({0: A})], ids=repr)
+@pytest.mark.parametrize("use", [bool, lambda s: s and B, lambda s: not s, lambda s: 1 if s else 0])
+def test_no_truth_value(spec, use):
+    with pytest.raises(TypeError, match=r"no truth value. Combine specs with & \| ~.*`is None`"):
+        use(spec)
+
+
+@pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: b & a, lambda a, b: a | b])
+@pytest.mark.parametrize("other", [True, None, 1, {"kind": "full"}])
+def test_only_specs_are_joined(join, other):
+    with pytest.raises(TypeError, match="unsupported operand type"):
+        join(A, other)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"), [(A, "after"), (A & B, "specs"), (~B, "spec"), (hm.PerHead({0: A}), "heads")]
+)
+def test_specs_are_immutable(spec, field):
+    before = hash(spec)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=field):
+        setattr(spec, field, None)
+    with pytest.raises(dataclasses.FrozenInstanceError, match=field):
+        delattr(spec, field)
+    assert hash(spec) == before
+
+
+# --- PerHead ---
+
+
+@pytest.mark.parametrize(
+    ("key", "heads"),
+    [
+        (3, [3]),
+        (np.int64(3), [3]),
+        ("3", [3]),
+        ("1-3", [1, 2, 3]),
+        ("2-2", [2]),
+        ("0,4-6", [0, 4, 5, 6]),
+        (" 4 - 5 , 1 ", [1, 4, 5]),
+        ((4, 0), [0, 4]),
+        ((1, "3-4"), [1, 3, 4]),
+    ],
+)
+def test_head_keys(key, heads):
+    spec = hm.PerHead({key: A}, default=B)
+    assert spec == hm.PerHead(dict.fromkeys(heads, A), default=B)
+    assert [h for h in range(9) if spec.for_head(h) == A] == heads
+    assert all(spec.for_head(h) == B for h in range(9) if h not in heads)
+
+
+def test_heads_named_in_any_order():
+    assert hm.PerHead({2: A, 0: B}) == hm.PerHead({0: B, 2: A})
+
+
+NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received: "
+
+
+@pytest.mark.parametrize(
+    ("heads", "error", "message"),
+    [
+        ({0: A, "0-1": B}, ValueError, "Head 0 has two rules; name it once"),
+        ({1: A, (0, 1): A}, ValueError, "Head 1 has two rules"),
+        ({"1,1": A}, ValueError, "Head 1 has two rules"),
+        ({"1-3,2": A}, ValueError, "Head 2 has two rules"),
+        ({"3-1": A}, ValueError, "The range '3-1' of heads runs backwards"),
+        ({"": A}, ValueError, f"{NAMED}''"),
+        ({"1-": A}, ValueError, f"{NAMED}'1-'"),
+        ({"-1": A}, ValueError, f"{NAMED}'-1'"),
+        ({"1-2-3": A}, ValueError, f"{NAMED}'1-2-3'"),
+        ({"1,,2": A}, ValueError, f"{NAMED}'1,,2'"),
+        ({"first": A}, ValueError, f"{NAMED}'first'"),
+        ({-1: A}, ValueError, "Heads are counted from 0. Received: head -1"),
+        ({(1, -2): A}, ValueError, "Heads are counted from 0. Received: head -2"),
+        ({True: A}, TypeError, r"Heads are named 3, .* Received: True"),
+        ({1.0: A}, TypeError, r"Heads are named 3, .* Received: 1.0"),
+        ({None: A}, TypeError, r"Heads are named 3, .* Received: None"),
+        ([A], TypeError, "`heads` must map head numbers to specs"),
+        ({0: True}, TypeError, r"`heads.0` must be a mask spec. Received: True.*Write Full\(\)"),
+        ({0: {"kind": "full"}}, TypeError, "becomes a spec by `MaskSpec.from_config`"),
+        ({0: np.ones((2, 2))}, TypeError, r"A mask tensor enters a spec by MaskInput\(name\)"),
+    ],
+)
+def test_heads_refused(heads, error, message):
+    with pytest.raises(error, match=message):
+        hm.PerHead(heads)
+
+
+@pytest.mark.parametrize("default", [None, False, "full"])
+def test_default_refused(default):
+    with pytest.raises(TypeError, match=f"`default` must be a mask spec. Received: {default!r}"):
+        hm.PerHead({0: A}, default=default)
+
+
+def test_not_of_no_spec():
+    with pytest.raises(TypeError, match=r"`spec` must be a mask spec. Received: 3"):
+        type(~A)(3)
+
+
+def test_nested_heads_are_resolved_at_the_same_head():
+    inner = hm.PerHead({0: A, 1: B}, default=C)
+    assert hm.PerHead({1: inner}).for_head(1) == B
+    assert hm.PerHead({0: B}, default=inner).for_head(1) == B
+    assert hm.PerHead({0: B}, default=inner).for_head(2) == C
+    assert (inner & hm.Full()).for_head(0) == A & hm.Full()
+    assert (~inner | A).for_head(1) == ~B | A
+    assert (inner & A).for_head(0) == A  # a repeat, at this head
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        hm.PerHead({3: A}),
+        hm.PerHead({3: hm.Full()}),  # equal to the default, and still wrong
+        hm.PerHead({"0-3": A}, default=A),
+        ~(hm.PerHead({3: A}) | B) & C,
+        hm.PerHead({0: hm.PerHead({3: A})}),
+        hm.PerHead({}, default=hm.PerHead({3: A})),
+    ],
+    ids=repr,
+)
+def test_a_head_that_does_not_exist(spec):
+    inputs = {name: np.zeros((1, 2), "int32") for name in spec.inputs}
+    message = "names head 3, but there are 3 heads, numbered 0 to 2"
+    with pytest.raises(ValueError, match=message):
+        hm.make_mask(spec, 2, 2, num_heads=3, mask_inputs=inputs)
+    hm.make_mask(spec, 2, 2, num_heads=4, mask_inputs=inputs)
+
+
+# --- inputs ---
+
+
+def test_inputs_of_a_joined_rule():
+    spec = hm.PerHead({0: hm.KeyFlag("a") & B}, default=~hm.QueryIn("q", 1) | hm.MaskInput("m"))
+    assert {name: (kind.rank, set(kind.sides)) for name, kind in spec.inputs.items()} == {
+        "a": (2, {"key"}),
+        "ids": (2, {"query", "key"}),
+        "q": (2, {"query"}),
+        "m": (None, {"query", "key"}),
+    }
+    both = hm.KeyFlag("x") & hm.QueryFlag("x")
+    assert both.inputs["x"] == hm.InputType(2, "bool", frozenset({"query", "key"}))
+    assert (both | hm.KeyIn("x", 1)).inputs["x"].dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hm.MaskInput("x") & hm.KeyFlag("x"),
+        lambda: hm.SameSegment("x") | ~hm.MaskInput("x"),
+        lambda: hm.PerHead({0: hm.MaskInput("x")}, default=hm.QueryIn("x", 1)),
+        lambda: hm.PerHead({0: hm.MaskInput("x"), 1: hm.KeyFlag("x")}),
+    ],
+)
+def test_one_name_read_in_two_ways(make):
+    message = "'x' is read both as a whole mask and as one value per position.*two names"
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- rules of one's own ---
+
+
+@hm.register_spec("test_specs_same_rest")
+@dataclasses.dataclass(frozen=True)
+class SameRest(hm.MaskSpec):
+    """Positions of the same remainder."""
+
+    modulus: int
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return ~((key_positions - query_positions) % self.modulus != 0)
+
+
+@hm.register_spec("test_specs_earlier_date")
+@dataclasses.dataclass(frozen=True, repr=False)
+class EarlierDate(hm.MaskSpec):
+    """Keys dated at least `days` before the query."""
+
+    input: str
+    days: int = 1
+
+    @property
+    def inputs(self):
+        return {self.input: hm.InputType()}
+
+    def prepare(self, inputs):
+        return {name: hm.Sides(query - self.days, key) for name, (query, key) in inputs.items()}
+
+    def allowed(self, query_positions, key_positions, inputs):
+        query, key = inputs[self.input]
+        return key <= query
+
+
+def test_a_rule_of_ones_own_joins_the_language():
+    spec = hm.PerHead({0: SameRest(2) & ~EarlierDate("day", days=2)}, default=SameRest(3))
+    config = json.loads(json.dumps(spec.get_config()))
+    assert config["heads"]["0"]["specs"][0] == {"kind": "test_specs_same_rest", "modulus": 2}
+    loaded = hm.MaskSpec.from_config(config)
+    assert loaded == spec
+    assert eval(repr(spec), NAMES | {"SameRest": SameRest, "EarlierDate": EarlierDate}) == spec
+    day = np.array([[0, 2, 5, 9]])
+    mask = ops.convert_to_numpy(hm.make_mask(loaded, 4, 4, num_heads=2, mask_inputs={"day": day}))
+    assert oracle.picture(mask[0, 0]) == "1010 0101 0010 0001"
+    assert oracle.picture(mask[0, 1]) == "1001 0100 0010 1001"
+
+
+def test_registering_what_is_no_spec():
+    @dataclasses.dataclass
+    class Thawed:
+        pass
+
+    with pytest.raises(TypeError, match="must be a frozen dataclass that subclasses MaskSpec"):
+        hm.register_spec("test_specs_thawed")(Thawed)
+    with pytest.raises(TypeError, match="frozen dataclass"):  # inherits the marks of a dataclass
+        hm.register_spec("test_specs_heir")(type("Heir", (hm.Full,), {}))
+    with pytest.raises(TypeError, match="frozen dataclass"):
+        hm.register_spec("test_specs_plain")(lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["", "same speaker", "my.kind", 3])
+def test_registering_under_a_bad_name(kind):
+    with pytest.raises(ValueError, match=f"A kind is a name such as .* Received: {kind!r}"):
+        hm.register_spec(kind)(SameRest)
+
+
+@pytest.mark.parametrize("kind", ["window", "test_specs_earlier_date"])
+def test_registering_a_name_twice(kind):
+    with pytest.raises(ValueError, match=f"{kind!r} already names .*; saved rules rely on it"):
+        hm.register_spec(kind)(SameRest)
+
+
+def test_the_same_class_defined_again_takes_its_place():
+    """A notebook cell run twice."""
+
+    def cell(number):
+        @hm.register_spec("test_specs_cell")
+        @dataclasses.dataclass(frozen=True)
+        class Cell(hm.MaskSpec):
+            run = number
+
+        return Cell
+
+    first, second = cell(1), cell(2)
+    assert first is not second
+    assert type(hm.MaskSpec.from_config({"kind": "test_specs_cell"})) is second
+
+
+def _returning(result):
+    """A rule whose `allowed` is wrong."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(hm.MaskSpec):
+        def allowed(self, query_positions, key_positions, inputs):
+            return result(query_positions, key_positions)
+
+    return Wrong()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (_returning(lambda q, k: True), "`Wrong.allowed` must return a boolean tensor.*True"),
+        (_returning(lambda q, k: k - q), "`Wrong.allowed` must return booleans. Received dtype"),
+        (hm.MaskSpec(), "MaskSpec must define `allowed`"),
+    ],
+)
+def test_a_rule_of_ones_own_that_is_wrong(spec, message):
+    with pytest.raises(TypeError, match=message):
+        hm.make_mask(spec, 2, 2)

@@ -54,8 +54,9 @@ def dot_product_attention(
             allowed keys; no bias can open a hidden one.
         seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all scores
-            (`False`). By default the faster of the two, by size and rule. Scores, a bias and
-            dropout need all scores, and so do symbolic Keras tensors.
+            (`False`). By default the faster of the two, by size and rule. Returned scores and a
+            bias need all scores, and so do symbolic Keras tensors. The two ways draw different
+            dropouts from one seed.
 
     Returns:
         The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
@@ -94,9 +95,10 @@ def dot_product_attention(
         bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset)
         # A symbolic Keras tensor cannot enter a loop of the backend's.
         symbolic = keras.backend.is_keras_tensor(query)
-        needs_scores = return_scores or bool(dropout) or bias is not None or symbolic
+        needs_scores = return_scores or bias is not None or symbolic
         if way_is_tiled(tiled, needs_scores, rule, lengths, query_offset):
-            return tiled_attention(query, key, value, rule, bound, scale, query_offset)
+            operands = query, key, value
+            return tiled_attention(*operands, rule, bound, scale, query_offset, dropout, seed)
     drop = None
     if dropout:
 
@@ -151,7 +153,7 @@ def way_is_tiled(
         raise ValueError(
             "`tiled=True` cannot be: "
             + (
-                "scores, a bias or dropout in training need all scores."
+                "returned scores, a bias and symbolic Keras tensors need all scores."
                 if needs_scores
                 else "off TensorFlow's graphs the tiled way needs known lengths and an int offset. "
                 f"Received: queries={sizes[0]}, keys={sizes[1]}, query_offset={query_offset!r}."
@@ -182,7 +184,7 @@ def dense_attention(
     # (`result_type` would make float64 float32 on JAX and torch.)
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
-    query, key = ops.cast(query, dtype) * ops.cast(scale, dtype), ops.cast(key, dtype)
+    query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
     scores = ops.einsum("bthd,bshd->bhts", query, key)
     if bias is not None:
         scores = scores + ops.cast(bias, dtype)

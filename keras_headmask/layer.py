@@ -51,8 +51,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         mask_spec: Which keys each query may attend to: a `MaskSpec`, its config (a dict), or `None`
             for no rule.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all scores
-            (`False`); by default the faster of the two. Scores, and dropout in training, always
-            compute all.
+            (`False`); by default the faster of the two. Returned scores always compute all.
         value_dim, dropout, ..., seed: As in `keras.layers.MultiHeadAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -271,11 +270,13 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             bound = evaluation.bind(rule, inputs, queries, keys, query_offset)
             batch, queries, heads, _ = query.shape
             lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
-            needs_scores = return_attention_scores or bool(self._dropout > 0 and training)
-            tiled = None if needs_scores else self._tiled
-            if way_is_tiled(tiled, needs_scores, rule, lengths, query_offset):
+            tiled = None if return_attention_scores else self._tiled
+            if way_is_tiled(tiled, return_attention_scores, rule, lengths, query_offset):
+                drop = {}
+                if self._dropout > 0 and training:
+                    drop = {"dropout": self._dropout, "seed": self._dropout_layer.seed_generator}
                 scale = self._inverse_sqrt_key_dim
-                return tiled_attention(*projected, rule, bound, scale, query_offset), None
+                return tiled_attention(*projected, rule, bound, scale, query_offset, **drop), None
             mask = evaluation.mask_of_all_heads(rule, bound, heads)
         return self._compute_attention(*projected, mask, training, return_attention_scores)
 

@@ -1,21 +1,40 @@
 """The tiled way where lengths are known: a Python loop over tiles of queries, on every backend.
 
 Each tile meets the runs of keys that the positions alone allow; what a rule reads from data is
-masked, not skipped. Gradients are the backend's own: keys and values are split into blocks once and
-each tile joins the blocks it needs, since the gradient of a slice would be as long as the sequence.
+masked, not skipped. The backward pass computes each tile again instead of keeping it.
 """
 
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 from keras import ops
 
 from keras_headmask import coverage
 from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.specs import MaskSpec
+from keras_headmask.tiled_dropout import Dropout
 
+HIDDEN = -3e38  # added to a hidden score: float32 holds none that it would not hide
 _BLOCK = 64  # keys that are kept or skipped together
-_HIDDEN = -1e9  # in place of a hidden score, so that none is too large to be hidden
+
+
+class Part(NamedTuple):
+    """The heads that obey one rule, its mask inputs, and how many queries make a tile.
+
+    `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
+    """
+
+    rule: MaskSpec
+    heads: tuple[int, ...]
+    bound: Bound
+    tile: int
+    scale: float
+    is_local: bool = False
+    dropout: Dropout | None = None
 
 
 class Plan(NamedTuple):
@@ -25,6 +44,11 @@ class Plan(NamedTuple):
     block: int
     runs: list[list[tuple[int, int]]]
     needs_no_mask: list[bool]
+
+    def blocks(self, number: int) -> list[int]:
+        """The numbers of the blocks of keys that a tile looks at."""
+        edges = ((a // self.block, -(-b // self.block)) for a, b in self.runs[number])
+        return [block for first, stop in edges for block in range(first, stop)]
 
     def share(self, keys: int) -> float:
         """The share of the score matrix that is computed."""
@@ -44,41 +68,129 @@ def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) 
     return Plan(tile, block, runs, needs_no_mask.tolist())
 
 
-def attend(
-    rule: MaskSpec,
-    heads: tuple[int, ...],
-    bound: Bound,
+def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
+    if keras.backend.backend() == "jax":
+        # Its custom gradients cannot read what is traced outside of them, as mask inputs are; its
+        # own way to compute again what a gradient needs can.
+        return _forward(part, plan, query, key, value, computed_again=keras.remat)
+
+    @ops.custom_gradient
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        context = _forward(part, plan, query, key, value)
+        kept = ops.stop_gradient(context)  # on torch, keeping the result itself would leak it
+
+        def backward(*arguments: Any, upstream: Any = None) -> Any:
+            # TensorFlow hands in the gradient alone, torch the operands too.
+            upstream = arguments[0] if upstream is None else upstream
+            return _gradient(part, plan, query, key, value, kept, upstream)
+
+        return context, backward
+
+    return attention(query, key, value)
+
+
+def _forward(
+    part: Part,
     plan: Plan,
     query: Any,
     key: Any,
     value: Any,
+    computed_again: Callable[[Callable], Callable] = lambda function: function,
 ) -> Any:
-    """The context `(B, H, T, Dv)` for `query` `(B, H, T, D)`, already scaled, `key` and `value`."""
-    tiles = _split(query, plan.tile)
-    keys, values = _split(key, plan.block), _split(value, plan.block)
-    parts = []
-    for number, (tile, runs) in enumerate(zip(tiles, plan.runs, strict=True)):
-        start, stop = number * plan.tile, number * plan.tile + tile.shape[2]
+    queries = _split(_heads_first(query) * part.scale, plan.tile)
+    keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
+
+    def attended(number: int, queries: Any, *blocks: Any) -> Any:
+        half = len(blocks) // 2
+        tile = _Tile.of(part, plan, number, queries, blocks[:half])
+        probabilities = tile.dropped(tile.probabilities)
+        return tile.alive_or_0(ops.einsum("bhts,bhsd->bhtd", probabilities, _joined(blocks[half:])))
+
+    contexts = []
+    for number, rows in enumerate(queries):
+        blocks = [of[i] for of in (keys, values) for i in plan.blocks(number)]
+        contexts.append(computed_again(functools.partial(attended, number))(rows, *blocks))
+    return _heads_first(ops.concatenate(contexts, axis=2))
+
+
+def _gradient(
+    part: Part, plan: Plan, query: Any, key: Any, value: Any, context: Any, upstream: Any
+) -> tuple[Any, Any, Any]:
+    """The gradients of `query`, `key` and `value`, given `context` and its gradient."""
+    keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
+    delta = _heads_first(ops.sum(upstream * context, axis=-1, keepdims=True))
+    d_queries = []
+    d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
+    d_values: list[list] = [[] for _ in values]
+    rows = (_heads_first(query) * part.scale, _heads_first(upstream), delta)
+    rows = zip(*(_split(x, plan.tile) for x in rows), strict=True)
+    for number, (queries, d_context, delta_of_tile) in enumerate(rows):
+        blocks = plan.blocks(number)
+        tile = _Tile.of(part, plan, number, queries, [keys[i] for i in blocks])
+        d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
+        tile_values = _joined([values[i] for i in blocks])
+        d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
+        d_scores = tile.probabilities * (tile.dropped(d_probabilities) - delta_of_tile)
+        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile.keys) * part.scale)
+        d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
+        d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
+        for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
+            for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
+                of_blocks[block].append(d_block)
+    return (
+        _heads_first(ops.concatenate(d_queries, axis=2)),
+        *(
+            _heads_first(ops.concatenate(list(map(_sum, of_blocks, blocks)), axis=2))
+            for of_blocks, blocks in ((d_keys, keys), (d_values, values))
+        ),
+    )
+
+
+class _Tile(NamedTuple):
+    """The queries of one tile with the keys they may see, and their probabilities.
+
+    `alive` tells which queries see something, and is `None` where all do; the probabilities of the
+    others mean nothing.
+    """
+
+    part: Part
+    cuts: Cuts
+    keys: Any
+    probabilities: Any
+    alive: Any
+
+    @classmethod
+    def of(cls, part: Part, plan: Plan, number: int, queries: Any, blocks: Sequence) -> "_Tile":
+        start, runs = number * plan.tile, plan.runs[number]
+        stop = start + queries.shape[2]
+        cuts = Cuts(
+            lambda x, axis: x[(slice(None),) * axis + (slice(start, stop),)],
+            lambda x, axis: _cut_runs(x, axis, runs),
+            lambda x, axis: x,
+        )
+        needed = _joined(blocks)
         # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
-        scores = ops.einsum("bhtd,bhsd->bhts", tile, _join_blocks(keys, runs, plan.block))
+        scores = ops.einsum("bhtd,bhsd->bhts", queries, needed)
         alive = None
         if not plan.needs_no_mask[number]:
-            cuts = Cuts(
-                lambda x, axis, a=start, b=stop: x[(slice(None),) * axis + (slice(a, b),)],
-                lambda x, axis, runs=runs: _join(x, axis, runs),
-                lambda x, axis: x,
-            )
-            allowed = allowed_tile(rule, bound, heads, cuts)
-            scores = ops.where(allowed, scores, ops.cast(_HIDDEN, scores.dtype))
+            allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
+            hidden = ops.cast(HIDDEN, scores.dtype)
+            scores += ops.where(allowed, ops.zeros_like(hidden), hidden)
             alive = ops.any(allowed, axis=-1, keepdims=True)
-        probabilities = ops.softmax(scores, axis=-1)
-        context = ops.einsum(
-            "bhts,bhsd->bhtd", probabilities, _join_blocks(values, runs, plan.block)
-        )
-        if alive is not None:
-            context = ops.where(alive, context, ops.zeros_like(context))
-        parts.append(context)
-    return ops.concatenate(parts, axis=2)
+        return cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive)
+
+    def alive_or_0(self, rows: Any) -> Any:
+        return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))
+
+    def dropped(self, probabilities: Any) -> Any:
+        dropout = self.part.dropout
+        return probabilities if dropout is None else dropout.apply(probabilities, self.cuts)
+
+
+def _heads_first(tensor: Any) -> Any:
+    """`(B, L, H, D)` to `(B, H, L, D)`, and back."""
+    return ops.transpose(tensor, (0, 2, 1, 3))
 
 
 def _split(tensor: Any, size: int) -> list:
@@ -87,11 +199,14 @@ def _split(tensor: Any, size: int) -> list:
     return ops.split(tensor, edges, axis=2) if edges else [tensor]
 
 
-def _join_blocks(blocks: list, runs: list[tuple[int, int]], size: int) -> Any:
-    needed = [block for start, stop in runs for block in blocks[start // size : -(-stop // size)]]
-    return needed[0] if len(needed) == 1 else ops.concatenate(needed, axis=2)
+def _joined(blocks: Sequence) -> Any:
+    return blocks[0] if len(blocks) == 1 else ops.concatenate(blocks, axis=2)
 
 
-def _join(tensor: Any, axis: int, runs: list[tuple[int, int]]) -> Any:
+def _sum(gradients: list, block: Any) -> Any:
+    return functools.reduce(operator.add, gradients) if gradients else ops.zeros_like(block)
+
+
+def _cut_runs(tensor: Any, axis: int, runs: list[tuple[int, int]]) -> Any:
     pieces = [tensor[(slice(None),) * axis + (slice(a, b),)] for a, b in runs]
     return pieces[0] if len(pieces) == 1 else ops.concatenate(pieces, axis=axis)

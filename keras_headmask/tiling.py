@@ -9,11 +9,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import tiled_python
+from keras_headmask import tiled_dropout, tiled_python
 from keras_headmask.evaluation import Bound
 from keras_headmask.leaves import Chunk, SameSegment, SameSentence, Window
 from keras_headmask.per_head import head_groups
 from keras_headmask.specs import And, MaskSpec, Or
+from keras_headmask.tiled_python import Part
 
 # Measured on a CPU: small tiles follow a narrow rule closely, large ones multiply faster.
 _LOCAL_TILE, _WIDE_TILE = 128, 256
@@ -66,60 +67,49 @@ def tiled_attention(
     bound: Bound,
     scale: float,
     query_offset: Any = 0,
+    dropout: float = 0.0,
+    seed: Any = None,
 ) -> Any:
     """The context `(B, T, H, Dv)` under `spec`, for `query` `(B, T, H, D)`, `key` and `value`."""
     heads_of_all = query.shape[2]
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
-    dtype = "float64" if is_double else "float32"
-    groups = head_groups(spec, heads_of_all)
+    operands = [ops.cast(x, "float64" if is_double else "float32") for x in (query, key, value)]
+    drop = None
+    if dropout:
+        drop = tiled_dropout.dropout(dropout, seed, ops.shape(query)[0], heads_of_all, bound)
     contexts, order = [], []
-    for rule, heads in groups:
-        q, k, v = (_heads_first(x, heads, dtype) for x in (query, key, value))
-        q = q * ops.cast(scale, dtype)
-        contexts.append(_attend(rule, heads, bound, q, k, v, query_offset))
+    for rule, heads in head_groups(spec, heads_of_all):
+        local = is_local(rule)
+        tile = _LOCAL_TILE if local else _WIDE_TILE
+        part = Part(rule, heads, bound, tile, scale, local, drop and drop.for_heads(heads))
+        contexts.append(_attend(part, *(_of_heads(x, heads) for x in operands), query_offset))
         order.extend(heads)
-    context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=1)
+    context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
     if order != sorted(order):
-        context = ops.take(context, [order.index(head) for head in range(heads_of_all)], axis=1)
-    return ops.cast(ops.transpose(context, (0, 2, 1, 3)), value.dtype)
+        context = ops.take(context, [order.index(head) for head in range(heads_of_all)], axis=2)
+    return ops.cast(context, value.dtype)
 
 
-def _attend(
-    rule: MaskSpec, heads: tuple[int, ...], bound: Bound, q: Any, k: Any, v: Any, offset: Any
-) -> Any:
-    tile = _LOCAL_TILE if is_local(rule) else _WIDE_TILE
-    if (
-        keras.backend.backend() == "tensorflow"
-        and not _in_xla()
-        and _wants_loop(rule, q, k, offset)
-    ):
+def _attend(part: Part, query: Any, key: Any, value: Any, offset: Any) -> Any:
+    queries, keys = query.shape[1], key.shape[1]
+    known = None not in (queries, keys) and isinstance(offset, int)
+    # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph of
+    # one size. Unrolled in Python, the same tiles train in less time if they are few.
+    wants_loop = not known or part.rule.inputs or queries > _MOST_UNROLLED * part.tile
+    if wants_loop and keras.backend.backend() == "tensorflow" and not _in_xla():
         from keras_headmask import tiled_tensorflow
 
-        return tiled_tensorflow.attend(tiled_tensorflow.Part(rule, heads, bound, tile), q, k, v)
-    plan = tiled_python.plan(rule, q.shape[2], k.shape[2], tile, offset)
-    return tiled_python.attend(rule, heads, bound, plan, q, k, v)
+        return tiled_tensorflow.attend(part, query, key, value)
+    plan = tiled_python.plan(part.rule, queries, keys, part.tile, offset)
+    return tiled_python.attend(part, plan, query, key, value)
 
 
-def _wants_loop(rule: MaskSpec, q: Any, k: Any, offset: Any) -> bool:
-    """Whether TensorFlow's own loop is needed, or the better way.
-
-    It can do what depends on data and on lengths not known yet, in a graph of one size. Unrolled in
-    Python, the same tiles train in half the time, as long as they are few.
-    """
-    if None in (q.shape[2], k.shape[2]) or not isinstance(offset, int):
-        return True
-    return bool(rule.inputs) or q.shape[2] > _MOST_UNROLLED * _LOCAL_TILE
-
-
-def _heads_first(tensor: Any, heads: tuple[int, ...], dtype: str) -> Any:
-    """`(B, T, H, D)` to `(B, these heads, T, D)`."""
+def _of_heads(tensor: Any, heads: tuple[int, ...]) -> Any:
+    """The part of `(B, L, H, D)` that belongs to some heads."""
     first, last = heads[0], heads[-1]
-    if heads == tuple(range(first, last + 1)):
-        if len(heads) != tensor.shape[2]:
-            tensor = tensor[:, :, first : last + 1]
-    else:
-        tensor = ops.take(tensor, list(heads), axis=2)
-    return ops.cast(ops.transpose(tensor, (0, 2, 1, 3)), dtype)
+    if heads != tuple(range(first, last + 1)):
+        return ops.take(tensor, list(heads), axis=2)
+    return tensor if len(heads) == tensor.shape[2] else tensor[:, :, first : last + 1]
 
 
 def _in_xla() -> bool:

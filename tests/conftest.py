@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# JAX compiles more than it runs here.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import keras
 import pytest
@@ -21,9 +23,10 @@ def pytest_configure(config):
         tiling._LOCAL_TILE, tiling._WIDE_TILE = 2, 3
         tiled_python._BLOCK = 2
         if keras.backend.backend() == "tensorflow":
-            from keras_headmask import tiled_tensorflow
+            from keras_headmask import tile_ranges
 
-            tiled_tensorflow._BLOCK = 2
+            tile_ranges._BLOCK = 2
+            tile_ranges._LARGEST_SHARE = 2
 
 
 def pytest_collection_modifyitems(items):
@@ -46,3 +49,12 @@ def dtype_policy(request):
     keras.config.set_dtype_policy(request.param)
     yield request.param
     keras.config.set_dtype_policy(before)
+
+
+@pytest.fixture
+def tiny():
+    """Tiny tiles of the tiled way, so that short sequences have several."""
+    from tiled_contract import tiles
+
+    with tiles():
+        yield

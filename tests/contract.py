@@ -72,7 +72,8 @@ def gradient(function, *arrays):
     elif backend == "jax":
         import jax
 
-        grads = jax.grad(function, argnums=tuple(range(len(tensors))))(*tensors)
+        # One compilation, not one for each operation.
+        grads = jax.jit(jax.grad(function, argnums=tuple(range(len(tensors)))))(*tensors)
     else:
         tensors = [t.clone().requires_grad_(True) for t in tensors]
         function(*tensors).backward()

@@ -21,9 +21,19 @@ ARROWS = {
     "masks": set(),
     "evaluation": {"config", "masks", "per_head", "specs"},
     "coverage": {"specs"},
-    "tiled_python": {"coverage", "evaluation", "specs"},
-    "tiled_tensorflow": {"coverage", "evaluation", "leaves", "specs"},
-    "tiling": {"evaluation", "leaves", "per_head", "specs", "tiled_python", "tiled_tensorflow"},
+    "tiled_python": {"coverage", "evaluation", "specs", "tiled_dropout"},
+    "tile_ranges": {"coverage", "evaluation", "leaves", "specs", "tiled_python"},
+    "tiled_dropout": {"evaluation"},
+    "tiled_tensorflow": {"evaluation", "leaves", "specs", "tile_ranges", "tiled_python"},
+    "tiling": {
+        "evaluation",
+        "leaves",
+        "per_head",
+        "specs",
+        "tiled_dropout",
+        "tiled_python",
+        "tiled_tensorflow",
+    },
     "attention": {"evaluation", "leaves", "masks", "specs", "tiling"},
     "layer": {"attention", "evaluation", "masks", "leaves", "per_head", "specs", "tiling"},
     "drawing": {"evaluation", "per_head", "specs"},
@@ -84,11 +94,12 @@ def test_the_language_needs_no_framework_at_import_time(module):
 
 def test_only_tiling_inside_a_function_imports_tensorflow_code():
     """So that the package can be imported where there is another backend."""
-    for module in set(MODULES) - {"tiled_tensorflow"}:
+    of_tensorflow = {"tiled_tensorflow", "tile_ranges"}
+    for module in set(MODULES) - of_tensorflow:
         names = set(imported(at_import_time(tree(module))))
         roots = {name.split(".")[0] for name in names}
         assert not roots & {"tensorflow", "jax", "torch"}, module
-        assert "keras_headmask.tiled_tensorflow" not in names, module
+        assert not names & {f"keras_headmask.{m}" for m in of_tensorflow}, module
 
 
 def test_no_module_is_named_like_a_public_function():

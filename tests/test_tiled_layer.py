@@ -1,0 +1,101 @@
+"""The layer goes the tiled way by itself, and trains, saves and serves by it."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from tiled_contract import (
+    BACKEND,
+    PADDING,
+    SORTED_IDS,
+    UNSORTED_IDS,
+    close,
+)
+
+import keras_headmask as hm
+
+# ---------------------------------------------------------------- the layer
+
+
+def layer_of(spec, tiled, **rest):
+    return hm.PerHeadMaskedMultiHeadAttention(3, 4, mask_spec=spec, tiled=tiled, **rest)
+
+
+def test_the_argument_is_saved_only_where_set(tmp_path, tiny):
+    spec = hm.Window(2, 2)
+    assert "tiled" not in layer_of(spec, None).get_config()
+    for tiled in (True, False):
+        layer = layer_of(spec, tiled)
+        assert layer.get_config()["tiled"] is tiled
+        again = hm.PerHeadMaskedMultiHeadAttention.from_config(layer.get_config())
+        assert again.get_config() == layer.get_config()
+        x = keras.Input((9, 8))
+        model = keras.Model(x, layer(x))
+        model.save(tmp_path / "model.keras")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+        assert loaded.layers[-1].get_config()["tiled"] is tiled
+        data = np.random.default_rng(0).normal(size=(2, 9, 8)).astype("float32")
+        close(loaded(data), model(data))
+
+
+@pytest.mark.parametrize("tiled", ["yes", 2, 0.5])
+def test_the_argument_of_a_wrong_type(tiled):
+    with pytest.raises(TypeError, match=r"`tiled` must be True, False or None\. Received: "):
+        layer_of(hm.Window(1, 1), tiled)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "float64"])
+def test_the_layer_gives_the_same_either_way(tiny, policy):
+    spec = hm.PerHead({0: hm.SameSegment("ids"), 1: hm.Window(2, 1)}, hm.Queries(3) | hm.Keys(0, 2))
+    if policy == "float64" and BACKEND == "jax":
+        pytest.skip("JAX holds 32 bits")
+    x = np.random.default_rng(0).normal(size=(3, 11, 8)).astype("float32")
+    call = {
+        "mask_inputs": {"ids": SORTED_IDS[:, :11]},
+        "query_mask": PADDING[:, 1:12],
+        "use_causal_mask": True,
+    }
+    results = []
+    for tiled in (True, False):
+        keras.utils.set_random_seed(1)
+        layer = layer_of(spec, tiled, dtype=policy)
+        results.append(layer(x, **call))
+        # In training with scores the dense way is taken.
+        _, scores = layer(x, return_attention_scores=True, **call)
+        assert tuple(scores.shape) == (3, 3, 11, 11)
+    assert results[0].dtype == results[1].dtype
+    atol = {"float32": 1e-5, "float64": 1e-6, "mixed_float16": 3e-3, "mixed_bfloat16": 3e-2}[policy]
+    np.testing.assert_allclose(*map(numpy, results), atol=atol)
+
+
+def test_a_layer_trains_the_same_either_way(tiny):
+    x = np.random.default_rng(0).normal(size=(4, 11, 8)).astype("float32")
+    results = []
+    for tiled in (True, False):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((11, 8))
+        model = keras.Model(inputs, layer_of(hm.recipes.streaming(1, 3), tiled)(inputs))
+        model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
+        model.fit(x, x, epochs=3, batch_size=2, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    for got, wanted in zip(*results, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.tensorflow
+def test_a_saved_model_serves_any_length(tiny, tmp_path):
+    import tensorflow as tf
+
+    spec = hm.PerHead({0: hm.SameSegment("ids")}, hm.recipes.streaming(1, 3))
+    x, ids = keras.Input((None, 8), name="x"), keras.Input((None,), dtype="int32", name="ids")
+    model = keras.Model({"x": x, "ids": ids}, layer_of(spec, True)(x, mask_inputs={"ids": ids}))
+    model.export(tmp_path / "saved", verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "saved"))
+    layer = model.layers[-1]
+    for batch, length in ((1, 1), (3, 23), (2, 10)):
+        data = {
+            "x": np.random.default_rng(0).normal(size=(batch, length, 8)).astype("float32"),
+            "ids": UNSORTED_IDS[:batch, :length],
+        }
+        layer._tiled = False
+        close(served.serve(data), layer(data["x"], mask_inputs={"ids": data["ids"]}))

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
-_WITH_MASK = ("flex with its mask", "flex with its mask, compiled")
 
 _INTRODUCTION = (
     "Ratios are ours over theirs, so below 1 is faster or smaller. Attention alone, forward, "
@@ -39,6 +38,12 @@ GOALS = (
         "documents / flex with its mask",
         0.33,
     ),
+    Goal(
+        "packed documents, T=4096",
+        "FlexAttention, with its mask, that compiled too",
+        "documents / flex with its mask, compiled",
+        0.33,
+    ),
     Goal("mixed heads, T=2048", "stock Keras", "mixed / stock", 0.33),
     Goal("mixed heads, T=2048", "FlexAttention", "mixed / flex", 0.60),
     Goal("Longformer, first 16 global, T=4096", "stock Keras", "longformer / stock", 0.20),
@@ -65,10 +70,6 @@ def ratios(record: dict[str, Any]) -> dict[str, float]:
             **of_case.get("keras", {}).get("seconds", {}),
             **of_case.get("torch", {}).get("seconds", {}),
         }
-        with_mask = [times[key] for key in _WITH_MASK if key in times]
-        if with_mask:  # the faster of the two, in the peer's favour
-            times["flex with its mask"] = min(with_mask)
-        times.pop("flex with its mask, compiled", None)
         mine = [key for key in times if key.startswith("ours")]
         others = [key for key in times if key not in mine]
         for key in mine:

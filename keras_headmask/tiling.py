@@ -18,7 +18,7 @@ from keras_headmask.tiled_python import Part
 
 # Measured on a CPU: small tiles follow a narrow rule closely, large ones multiply faster.
 _LOCAL_TILE, _WIDE_TILE = 128, 256
-_MOST_UNROLLED = 64  # tiles; each adds nodes to the graph, and time to trace it
+_MOST_UNROLLED = 32  # tiles; each adds nodes to the graph, and time to trace it
 _SMALLEST = 2**16  # queries x keys; below it one dense product is faster than any loop
 _LARGEST_SHARE = 0.5  # of the score matrix, where the loop is Python's
 

@@ -30,6 +30,7 @@ from keras_headmask.masks import (
     to_additive,
 )
 from keras_headmask.per_head import PerHead
+from keras_headmask.retrofit import apply_head_masks
 from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "Sides",
     "Window",
     "and_masks",
+    "apply_head_masks",
     "dot_product_attention",
     "draw",
     "from_additive",

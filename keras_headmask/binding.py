@@ -1,0 +1,366 @@
+"""A rule bound for one forward of a model, and the hook by which its attention layers obey it.
+
+The model's `call` prepares what the rules read and binds it; inside, each attention layer finds the
+binding when it computes. No binding, no attention: a layer that runs outside its model is an error,
+and so is a rule that no layer used.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
+
+from keras_headmask import evaluation, masks
+from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.leaves import Full, Window
+from keras_headmask.per_head import head_groups
+from keras_headmask.selectors import AttentionLayer
+from keras_headmask.specs import MaskSpec
+from keras_headmask.tiling import tiled_attention
+
+_HOOK = "_compute_attention"
+_REMAT = "rematerialized_call"
+_Stock = keras.layers.MultiHeadAttention
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRule:
+    """The rule of one attention layer, and where its inputs come from.
+
+    `sources` maps each name the rule reads to the name of a model input, or to a pair of them,
+    `(query_side, key_side)`.
+    """
+
+    entry: AttentionLayer
+    spec: MaskSpec
+    sources: Mapping[str, str | tuple[str | None, str | None]]
+    replaces: bool = False
+
+    @property
+    def layer(self) -> keras.Layer:
+        return self.entry.layer
+
+    @property
+    def heads(self) -> int:
+        return self.layer._num_heads
+
+    @property
+    def restricts(self) -> bool:
+        return [rule for rule, _ in head_groups(self.spec, self.heads)] != [Full()]
+
+    def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The mask inputs of this rule, out of the model's inputs by name."""
+
+        def side(name: str | None) -> Any:
+            return None if name is None else tensors[name]
+
+        return {
+            name: side(source) if isinstance(source, str) else tuple(map(side, source))
+            for name, source in self.sources.items()
+        }
+
+
+class Plan:
+    """The rules of one model. Holds what is bound while the model runs, for each thread."""
+
+    def __init__(self, model_name: str, rules: list[LayerRule]):
+        self.model_name = model_name
+        self.rules = {id(rule.layer): rule for rule in rules}
+        self.replaced: set[int] = set()  # layers that an outer model's rule took over
+        self._running = threading.local()
+
+    @property
+    def reads_inputs(self) -> list[str]:
+        return sorted({name for rule in self.rules.values() for name in rule.spec.inputs})
+
+    @property
+    def current(self) -> "Binding | None":
+        """What is bound in this thread; `None` outside the model."""
+        return getattr(self._running, "binding", None)
+
+    @property
+    def only_shapes(self) -> bool:
+        """Whether the model runs for the shapes of its outputs alone."""
+        return getattr(self._running, "only_shapes", False)
+
+    @contextlib.contextmanager
+    def bound(self, tensors: Mapping[str, Any], query_offset: Any = 0) -> Iterator[None]:
+        """Evaluate what the rules read and keep it for the layers; then see that they used it."""
+        binding = Binding(self, tensors, query_offset)
+        with self.again(binding):
+            yield
+        unused = [r for i, r in self.rules.items() if i not in binding.used | self.replaced]
+        if unused and not in_symbolic_scope():
+            raise RuntimeError(
+                f"The rule of the attention layer {unused[0].entry} was not used in this forward "
+                f"of the model '{self.model_name}': either the layer did not run, or its class "
+                "computes attention without `_compute_attention`. Leave it out by `layers=`."
+            )
+
+    @contextlib.contextmanager
+    def again(self, binding: "Binding | None") -> Iterator[None]:
+        """Bind what an earlier `bound` made: code run again for the gradient needs it."""
+        before, self._running.binding = self.current, binding
+        try:
+            yield
+        finally:
+            self._running.binding = before
+
+    @contextlib.contextmanager
+    def shapes(self) -> Iterator[None]:
+        """Let the layers run for their shapes, without a rule."""
+        before, self._running.only_shapes = self.only_shapes, True
+        try:
+            yield
+        finally:
+            self._running.only_shapes = before
+
+
+class Binding:
+    """The rules of a plan for one forward: the mask inputs, and what was made of them so far."""
+
+    def __init__(self, plan: Plan, tensors: Mapping[str, Any], query_offset: Any):
+        self.plan, self.tensors, self.query_offset = plan, tensors, query_offset
+        self.used: set[int] = set()
+        self._bounds: dict[Any, evaluation.Bound] = {}
+        self._masks: dict[Any, Any] = {}
+        for rule in plan.rules.values():
+            self._prepare(rule)
+
+    def _prepare(self, rule: LayerRule) -> None:
+        """Bind a rule that reads ids before any layer runs: so all share it, in any scope.
+
+        (A tensor made inside a rematerialised layer may not leave it.)
+        """
+        key = _key(rule)
+        kinds = rule.spec.inputs
+        names = [name for name in kinds if kinds[name].rank is not None]
+        if not rule.restricts or not names or key in self._bounds:
+            return
+        given = rule.given(self.tensors)
+        lengths = dict.fromkeys(("query", "key"))
+        for name in names:
+            pair = evaluation.as_pair(given[name]) or (given[name], given[name])
+            for side, tensor in zip(lengths, pair, strict=True):
+                if tensor is not None and lengths[side] is None:
+                    lengths[side] = ops.shape(tensor)[1]
+        if None in lengths.values():
+            return  # of a cross-attention that reads one side: known when the layer runs
+        self._bounds[key] = evaluation.bind(rule.spec, given, *lengths.values())
+
+    def attend(self, rule: LayerRule, compute: Callable, arguments: Mapping[str, Any]) -> Any:
+        """Context and scores of one layer under its rule; `compute` is what it would do without."""
+        self.used.add(id(rule.layer))
+        if not rule.restricts:
+            return compute(**arguments)
+        query, key, value = (arguments[name] for name in ("query", "key", "value"))
+        if len(query.shape) != 4:
+            raise ValueError(
+                f"The attention layer {rule.entry} attends over several axes: a mask spec speaks "
+                "of one axis of queries and one of keys. Leave it out by `layers=`."
+            )
+        training, offset = arguments["training"], self.query_offset
+        lengths = evaluation.Lengths(query.shape[0], rule.heads, query.shape[1], key.shape[1])
+        bound = self._bound(rule, query, key, lengths)
+        window = Window(after=0) if arguments.get("use_causal_mask") else None
+        attention_mask = arguments["attention_mask"]
+        left = _is_left_to(rule, compute)
+        drops = rule.layer._dropout > 0 and training
+        needs_scores = bool(arguments["return_attention_scores"] or drops or left)
+        outside, given = all_that_restricts(
+            None, None, **_as_argument(attention_mask, lengths), window=window
+        )
+        joined = rule.spec if outside is None else rule.spec & outside
+        if way_is_tiled(_tiled_argument(rule, needs_scores), needs_scores, joined, lengths, offset):
+            if outside is not None:
+                sizes = ops.shape(query)[1], ops.shape(key)[1]
+                beside = evaluation.bind(outside, given, *sizes, offset).leaf_inputs
+                bound = bound._replace(leaf_inputs=bound.leaf_inputs | beside)
+            scale = rule.layer._inverse_sqrt_key_dim
+            return tiled_attention(query, key, value, joined, bound, scale, offset), None
+        mask = masks.and_masks(self._mask(rule, bound, lengths, query), attention_mask)
+        if window is not None:
+            causal = evaluation.make_mask(window, ops.shape(query)[1], ops.shape(key)[1])
+            mask = masks.and_masks(mask, causal)
+        if left:
+            merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
+            context, scores = compute(**merged | {"attention_mask": mask})
+            alive = ops.transpose(ops.any(mask, axis=-1), (0, 2, 1))[..., None]
+            return ops.where(alive, context, ops.zeros_like(context)), scores
+
+        def drop(probabilities: Any) -> Any:
+            return rule.layer._dropout_layer(probabilities, training=training)
+
+        scale = rule.layer._inverse_sqrt_key_dim
+        return dense_attention(query, key, value, mask, scale, drop=drop if drops else None)
+
+    def _bound(self, rule: LayerRule, query: Any, key: Any, lengths: evaluation.Lengths) -> Any:
+        given = rule.given(self.tensors)
+        try:
+            evaluation.check_inputs(rule.spec, given, lengths, self.query_offset)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"In the attention layer {rule.entry}: {error}") from error
+        bound = self._bounds.get(_key(rule))
+        if bound is None:
+            sizes = ops.shape(query)[1], ops.shape(key)[1]
+            bound = evaluation.bind(rule.spec, given, *sizes, self.query_offset)
+        return bound
+
+    def _mask(
+        self, rule: LayerRule, bound: evaluation.Bound, lengths: evaluation.Lengths, query: Any
+    ) -> Any:
+        """The mask of the rule, made once for all layers that share it where that can be."""
+        scope = _scope(query)
+        sizes = None if _key(rule) in self._bounds else (lengths.queries, lengths.keys)
+        key = (_key(rule), rule.heads, sizes, scope)
+        if scope is None or (sizes is not None and None in sizes):
+            return evaluation.mask_of_all_heads(rule.spec, bound, rule.heads)
+        if key not in self._masks:
+            self._masks[key] = evaluation.mask_of_all_heads(rule.spec, bound, rule.heads)
+        return self._masks[key]
+
+
+def _key(rule: LayerRule) -> Any:
+    """Equal for layers that can share what is made of a rule."""
+    return rule.spec, tuple(sorted(rule.sources.items(), key=lambda item: item[0]))
+
+
+def _scope(tensor: Any) -> Any:
+    """Where a tensor made now may be used again: a graph of TensorFlow's, or anywhere.
+
+    `None` inside a trace of JAX's, which has no name for it; XLA merges equal masks there.
+    """
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return "eager" if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if backend == "jax":
+        import jax
+
+        return None if isinstance(tensor, jax.core.Tracer) else "eager"
+    return "eager"
+
+
+def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:
+    """The merged mask a layer hands to `_compute_attention`, by what it restricts."""
+    if attention_mask is None:
+        return {}
+    shape = tuple(attention_mask.shape)
+    if len(shape) == 3 and shape[1] == 1 and lengths.queries != 1:
+        return {"key_mask": attention_mask[:, 0]}  # padding alone: whole ranges can be skipped
+    return {"attention_mask": attention_mask}
+
+
+def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
+    """Whether a class, or a rule bound before, computes attention in a way of its own."""
+    known = (_Stock._compute_attention, PerHeadMaskedMultiHeadAttention._compute_attention)
+    return bool(
+        rule.layer._flash_attention
+        or getattr(compute, "__func__", None) not in known
+        or type(rule.layer)._masked_softmax is not _Stock._masked_softmax
+    )
+
+
+def _tiled_argument(rule: LayerRule, needs_scores: bool) -> bool | None:
+    return None if needs_scores else getattr(rule.layer, "_tiled", None)
+
+
+def install(plan: Plan, model: keras.Model) -> None:
+    """Hook the attention layers of `plan`, and rebind where code may run again for a gradient.
+
+    The hooks are attributes of the layer objects: classes, weights and configs stay stock's.
+    """
+    for layer in model._flatten_layers(include_self=False):
+        if layer._remat_mode is not None:
+            vars(layer)[_REMAT] = _rebinding(plan, layer)
+    for rule in plan.rules.values():
+        inner = vars(rule.layer).get(_HOOK)
+        if rule.replaces:
+            if inner is not None:
+                inner.plan.replaced.add(id(rule.layer))
+                inner = None
+            if isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
+                vars(rule.layer)["_restricts"] = False
+        vars(rule.layer)[_HOOK] = _hook(plan, rule, inner)
+
+
+def uninstall(plan: Plan, model: keras.Model) -> None:
+    """Take the hooks of `plan` off again."""
+    for layer in model._flatten_layers(include_self=False):
+        vars(layer).pop(_REMAT, None)
+    for rule in plan.rules.values():
+        hook = vars(rule.layer).pop(_HOOK)
+        if hook.inner is not None:
+            vars(rule.layer)[_HOOK] = hook.inner
+        if rule.replaces and isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
+            vars(rule.layer)["_restricts"] = True
+
+
+def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
+    """The `rematerialized_call` of a layer whose second run finds what the first one had bound."""
+    inner = vars(layer).get(_REMAT) or getattr(type(layer), _REMAT).__get__(layer)
+
+    def rematerialized_call(layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
+        binding = plan.current
+
+        @functools.wraps(layer_call)
+        def call_again(*args: Any, **kwargs: Any) -> Any:
+            with plan.again(binding):
+                return layer_call(*args, **kwargs)
+
+        return inner(call_again, *args, **kwargs)
+
+    return rematerialized_call
+
+
+def hooked_spec(layer: keras.Layer) -> MaskSpec | None:
+    """The rule that a masked model put on `layer`."""
+    hook = vars(layer).get(_HOOK)
+    return None if hook is None else hook.rule.spec
+
+
+def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
+    layer = rule.layer
+
+    def compute_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        compute = getattr(type(layer), _HOOK).__get__(layer) if inner is None else inner
+        arguments = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attention_mask": attention_mask,
+            "training": training,
+            "return_attention_scores": return_attention_scores,
+        }
+        if use_causal_mask:  # else left out: subclasses of old do not know it
+            arguments["use_causal_mask"] = True
+        if plan.current is not None:
+            return plan.current.attend(rule, compute, arguments)
+        if plan.only_shapes or in_symbolic_scope():
+            return compute(**arguments)
+        raise RuntimeError(
+            f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "
+            "ran outside it, where the rule is not known. Call that model; for its layers without "
+            "the rule, or parts of its graph, use those of `model.unmasked()`. For `generate()`, "
+            "give the rule to the task, not to its backbone."
+        )
+
+    compute_attention.plan, compute_attention.rule = plan, rule
+    compute_attention.inner = inner
+    return compute_attention

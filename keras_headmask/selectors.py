@@ -1,0 +1,205 @@
+"""Which attention layers a model holds, and which of them a selector names."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+
+from keras_headmask.specs import MaskSpec, check_spec
+
+_NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
+
+
+class AttentionLayer(NamedTuple):
+    """An attention layer and the names of the layers around it, outermost first."""
+
+    layer: keras.layers.MultiHeadAttention
+    path: str
+    is_cross: bool
+
+    def __str__(self) -> str:
+        return f"'{self.path}' ({type(self.layer).__name__})"
+
+
+class Found(NamedTuple):
+    """The attention layers of a model in forward order, and those whose masks nobody can reach."""
+
+    known: list[AttentionLayer]
+    unknown: list[AttentionLayer]
+
+
+def find_attention(model: keras.Model) -> Found:
+    """Every attention layer inside `model`, in nested layers and models too, each once."""
+    found = Found([], [])
+    seen: set[int] = set()
+    cross = _called_on_two_tensors(model)
+    for path, layer in _walk(model, ""):
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        cross |= _called_on_two_tensors(layer)
+        entry = AttentionLayer(layer, path, id(layer) in cross or "cross" in path.lower())
+        if isinstance(layer, keras.layers.MultiHeadAttention):
+            (found.known if _calls_the_hook(type(layer)) else found.unknown).append(entry)
+        elif _is_attention_by_name(layer) and not any(
+            _is_attention_by_name(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
+            for _, inner in _walk(layer, "")
+        ):
+            found.unknown.append(entry)
+    return found
+
+
+def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
+    """Paths and layers inside `layer`, in forward order as far as the graph tells it."""
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        return  # its projections are no attention of their own
+    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
+    seen = {id(x) for x in inner}
+    inner += [x for x in getattr(layer, "_layers", ()) if id(x) not in seen]
+    for child in inner:
+        place = f"{path}/{child.name}" if path else child.name
+        yield place, child
+        yield from _walk(child, place)
+
+
+def _is_attention_by_name(layer: keras.Layer) -> bool:
+    return "attention" in type(layer).__name__.lower()
+
+
+def _calls_the_hook(cls: type) -> bool:
+    """Whether `call` runs `_compute_attention`, as far as its code tells.
+
+    A class that hides it better is told by the first forward, in which its rule is not used.
+    """
+    code = getattr(cls.call, "__code__", None)
+    return code is None or bool({"_compute_attention", "super"} & set(code.co_names))
+
+
+def _called_on_two_tensors(model: keras.Layer) -> set[int]:
+    """The ids of the attention layers in a functional graph whose value is not their query."""
+    cross = set()
+    for operation in getattr(model, "_operations", ()):
+        if not isinstance(operation, keras.layers.MultiHeadAttention):
+            continue
+        for node in operation._inbound_nodes:
+            given = dict(zip(("query", "value"), node.arguments.args, strict=False))
+            given |= node.arguments.kwargs
+            value = given.get("value")
+            if value is not None and value is not given.get("query"):
+                cross.add(id(operation))
+    return cross
+
+
+def specs_by_layer(
+    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, found: Found
+) -> dict[int, MaskSpec]:
+    """The spec of each selected layer, by its number among `found.known`."""
+    is_config = isinstance(mask_spec, Mapping) and "kind" in mask_spec
+    if isinstance(mask_spec, Mapping) and not is_config:
+        if layers is not None:
+            raise ValueError(
+                "`layers` and a mapping from layers to specs say the same twice: give one of them. "
+                f"Received: layers={layers!r}."
+            )
+        if not mask_spec:
+            raise ValueError("`mask_spec` is an empty mapping: it names no layer.")
+        pairs = list(mask_spec.items())
+    else:
+        pairs = [(layers, mask_spec)]
+    chosen: dict[int, MaskSpec] = {}
+    for selector, spec in pairs:
+        if isinstance(spec, Mapping):
+            spec = MaskSpec.from_config(spec)
+        check_spec(spec, "mask_spec")
+        for number in select(found, selector):
+            if number in chosen:
+                raise ValueError(
+                    f"The layer {found.known[number]} has two rules, the second from "
+                    f"{selector!r}. Name each layer once, or combine the rules with &."
+                )
+            chosen[number] = spec
+    return dict(sorted(chosen.items()))
+
+
+def select(found: Found, selector: Any) -> list[int]:
+    """The numbers of the layers that `selector` names: see `apply_head_masks`."""
+    of_self = [i for i, entry in enumerate(found.known) if not entry.is_cross]
+    if selector is None:
+        if found.unknown:
+            raise ValueError(
+                f"The attention layer {found.unknown[0]} is of a class whose masks cannot be "
+                "reached: the rule would not hold there. Known are keras.layers."
+                "MultiHeadAttention and its subclasses that compute by `_compute_attention`."
+                + (
+                    f" To leave that layer as it is, name the others in `layers`: {_names(found)}."
+                    if found.known
+                    else ""
+                )
+            )
+        if not of_self:
+            raise ValueError(
+                "The model holds no self-attention layer (keras.layers.MultiHeadAttention or a "
+                f"subclass). Attention layers: {_names(found) or 'none'}. Cross-attention is "
+                "masked only when `layers` names it."
+            )
+        return of_self
+    if isinstance(selector, (tuple, list)):
+        numbers: set[int] = set()
+        numbers.update(*(select(found, part) for part in selector))
+        if not numbers:
+            raise ValueError(f"{selector!r} names no layer.")
+        return sorted(numbers)
+    if isinstance(selector, str) and not _NUMBERS.fullmatch(selector):
+        return _matching(found, selector)
+    return [of_self[n] for n in _numbers(selector, len(of_self))]
+
+
+def _numbers(selector: Any, count: int) -> list[int]:
+    """3, "3", "1-3" or "0,2-3" as numbers below `count`."""
+    if isinstance(selector, bool) or not (
+        isinstance(selector, str) or hasattr(type(selector), "__index__")
+    ):
+        raise TypeError(
+            "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
+            f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."
+        )
+    numbers = []
+    for part in str(selector).split(","):
+        first, dash, last = part.strip().partition("-")
+        if not dash or not first:  # one number, a negative one perhaps
+            first = last = part
+        numbers.extend(range(int(first), int(last) + 1))
+    if not numbers:
+        raise ValueError(f"The range {selector!r} of layers runs backwards.")
+    beyond = [n for n in numbers if not 0 <= n < count]
+    if beyond:
+        raise ValueError(
+            f"There is no self-attention layer {beyond[0]}: the model has {count}, numbered from 0 "
+            f"in forward order. Received: {selector!r}."
+        )
+    return numbers
+
+
+def _matching(found: Found, pattern: str) -> list[int]:
+    try:
+        regex = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"`layers` is no regex: {pattern!r} ({error}).") from error
+    unknown = [entry for entry in found.unknown if regex.search(entry.path)]
+    if unknown:
+        raise ValueError(
+            f"The attention layer {unknown[0]}, which {pattern!r} names, is of a class whose masks "
+            "cannot be reached: the rule would not hold there."
+        )
+    numbers = [i for i, entry in enumerate(found.known) if regex.search(entry.path)]
+    if not numbers:
+        raise ValueError(
+            f"No attention layer's path matches {pattern!r}. Paths: {_names(found) or 'none'}."
+        )
+    return numbers
+
+
+def _names(found: Found) -> str:
+    paths = [repr(entry.path) for entry in found.known]
+    return ", ".join(paths if len(paths) <= 8 else [*paths[:7], f"... ({len(paths)} layers)"])

@@ -431,7 +431,7 @@ def _stock_copy(model: keras.Model) -> keras.Model:
         ) from error
     if [w.shape for w in twin.weights] == [w.shape for w in model.weights]:
         for target, source in zip(twin.weights, model.weights, strict=True):
-            target.assign(source.value)
+            target.assign(keras.ops.copy(source.value))  # JAX and torch would share the memory
     else:  # LoRA's, say, which files merge into the kernels
         with tempfile.TemporaryDirectory() as folder:
             file = str(pathlib.Path(folder) / "model.weights.h5")

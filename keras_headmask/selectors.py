@@ -64,7 +64,8 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
 
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:
-    return "attention" in type(layer).__name__.lower()
+    name = type(layer).__name__.lower()
+    return "attention" in name and "mask" not in name  # a layer that makes masks attends to nothing
 
 
 def _calls_the_hook(cls: type) -> bool:

@@ -344,6 +344,10 @@ class _HeadMasked:
         )
         return _masked(model, _rules_from_config(config["mask_specs"], find_attention(model)))
 
+    def __reduce__(self) -> Any:
+        _, arguments = super().__reduce__()
+        return Functional._unpickle_model, arguments  # a class that pickle finds by its name
+
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
             "KerasHub loads a preset by the exact class of its config, so the rule would be lost "

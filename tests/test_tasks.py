@@ -1,0 +1,262 @@
+"""KerasHub's tasks under a rule: classifiers, generation with a cache, encoder and decoder."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+
+import keras_headmask as hm
+
+keras_hub = pytest.importorskip("keras_hub")
+BACKEND = keras.backend.backend()
+SIZES = {"num_layers": 2, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 16}
+TEXT = SIZES | {"vocabulary_size": 30, "max_sequence_length": 16, "dropout": 0.0}
+BY_SEGMENT = hm.PerHead({0: hm.SameSegment("sentence_ids")})
+LABELS = np.array([0, 1], "int32")
+
+
+def lively(model):
+    """Larger weights than a fresh model has, so that differences are seen."""
+    rng = np.random.default_rng(2)
+    for weight in model.weights:
+        if "float" in keras.backend.standardize_dtype(weight.dtype):
+            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.3)
+    return model
+
+
+def bert():
+    keras.utils.set_random_seed(0)
+    return lively(keras_hub.models.BertBackbone(**TEXT))
+
+
+def features(**more):
+    rng = np.random.default_rng(0)
+    return {
+        "token_ids": rng.integers(2, 28, (2, 8)).astype("int32"),
+        "segment_ids": np.zeros((2, 8), "int32"),
+        "padding_mask": np.array([[1] * 8, [1] * 6 + [0] * 2], "int32"),
+    } | more
+
+
+SENTENCES = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * 2, "int32")
+
+
+def fitted(model, given):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+    history = model.fit(given, LABELS, epochs=3, verbose=0).history["loss"]
+    assert np.isfinite(history).all()
+    return history
+
+
+@pytest.mark.parametrize("masks", ["the backbone", "the task"])
+def test_a_classifier_fits_saves_and_loads(masks, tmp_path):
+    classifier = keras_hub.models.BertTextClassifier
+    if masks == "the backbone":
+        task = classifier(backbone=hm.apply_head_masks(bert(), BY_SEGMENT), num_classes=2)
+        backbone = task.backbone
+    else:
+        task = hm.apply_head_masks(classifier(backbone=bert(), num_classes=2), BY_SEGMENT)
+        backbone = task
+    assert isinstance(task, classifier)
+    assert "sentence_ids" in task.input
+    given = features(sentence_ids=SENTENCES)
+    losses = fitted(task, given)
+    assert losses[-1] < losses[0]
+    assert set(backbone.mask_specs.values()) == {BY_SEGMENT}
+    task.save(tmp_path / "task.keras")
+    again = keras.saving.load_model(tmp_path / "task.keras", compile=False)
+    np.testing.assert_array_equal(numpy(again(given)), numpy(task(given)))
+    moved = given | {"sentence_ids": SENTENCES[:, ::-1].copy()}
+    assert abs(numpy(again(moved)) - numpy(again(given))).max() > 1e-5
+
+
+def test_a_backbone_of_another_task():
+    masked = hm.apply_head_masks(bert(), hm.Chunk(4))
+    task = keras_hub.models.BertMaskedLM(backbone=masked, preprocessor=None)
+    out = task(features(mask_positions=np.array([[1, 2], [3, 4]], "int32")))
+    assert out.shape == (2, 2, 30)
+
+
+def test_a_preset_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"`model.unmasked\(\)` as a preset"):
+        hm.apply_head_masks(bert(), hm.Chunk(4)).save_to_preset(tmp_path)
+    hm.apply_head_masks(bert(), hm.Chunk(4)).unmasked().save_to_preset(str(tmp_path / "preset"))
+    again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))
+    out = hm.apply_head_masks(again, hm.Full())(features())["sequence_output"]
+    np.testing.assert_array_equal(numpy(out), numpy(bert()(features())["sequence_output"]))
+
+
+def test_lora(tmp_path):
+    results = {}
+    for name, rule in (("stock", None), ("full", hm.Full()), ("rule", hm.Chunk(4))):
+        backbone = bert() if rule is None else hm.apply_head_masks(bert(), rule)
+        backbone.enable_lora(2)
+        keras.utils.set_random_seed(4)
+        task = keras_hub.models.BertTextClassifier(backbone=backbone, num_classes=2, dropout=0.0)
+        fitted(task, features())
+        backbone.save_lora_weights(tmp_path / f"{name}.lora.h5")
+        results[name] = numpy(backbone(features())["sequence_output"])
+        if rule is not None:
+            backbone.save(tmp_path / f"{name}.keras")  # merges, as stock does
+            again = keras.saving.load_model(tmp_path / f"{name}.keras")
+            again = numpy(again(features())["sequence_output"])
+            np.testing.assert_allclose(again, results[name], atol=1e-5)
+            stock = numpy(backbone.unmasked()(features())["sequence_output"])
+            agrees = np.allclose(stock, results[name], atol=1e-5)
+            assert agrees == (name == "full")
+    np.testing.assert_allclose(results["full"], results["stock"], atol=1e-6)
+    assert abs(results["rule"] - results["stock"]).max() > 1e-2
+
+
+def test_int8(tmp_path):
+    stock, full, rule = (
+        bert(),
+        hm.apply_head_masks(bert(), hm.Full()),
+        hm.apply_head_masks(bert(), hm.PerHead({0: hm.Chunk(4)})),
+    )
+    outputs = []
+    for model in (stock, full, rule):
+        model.quantize("int8")
+        outputs.append(numpy(model(features())["sequence_output"]))
+    np.testing.assert_array_equal(outputs[1], outputs[0])
+    assert abs(outputs[2] - outputs[0]).max() > 1e-2
+    rule.save(tmp_path / "int8.keras")
+    again = keras.saving.load_model(tmp_path / "int8.keras")
+    assert again.transformer_layers[0]._self_attention_layer.query_dense.quantization_mode == "int8"
+    np.testing.assert_array_equal(numpy(again(features())["sequence_output"]), outputs[2])
+
+
+# --- Generation -----------------------------------------------------------------------------------
+
+POSITIONS = hm.PerHead({0: hm.Window(before=1), 1: hm.Window(before=2, step=2) | hm.Keys(0, 1)})
+TASKS = {"GPT2": ("GPT2Backbone", "GPT2CausalLM"), "OPT": ("OPTBackbone", "OPTCausalLM")}
+PROMPT = np.array([[3, 7, 5, 11] + [0] * 6, [8, 2, 9, 0] + [0] * 6], "int32")
+GIVEN = np.array([[1] * 4 + [0] * 6, [1] * 3 + [0] * 7], "int32")
+
+
+def causal_lm(name):
+    backbone, task = (getattr(keras_hub.models, part) for part in TASKS[name])
+    return task(backbone=lively(backbone(**TEXT)), preprocessor=None)
+
+
+def generated(task, run_eagerly):
+    task.compile(sampler="greedy", run_eagerly=run_eagerly)
+    given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
+    return task.generate(given, stop_token_ids=None)["token_ids"]
+
+
+def without_cache(task):
+    """Greedy decoding by whole forwards."""
+    ids = PROMPT.copy()
+    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
+        logits = numpy(task({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
+        best = logits[:, position - 1].argmax(-1)
+        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
+    return ids
+
+
+@pytest.mark.parametrize(("name", "run_eagerly"), [("GPT2", False), ("OPT", True)])
+def test_generation_is_the_uncached_forward(name, run_eagerly):
+    stock = causal_lm(name)
+    masked = hm.apply_head_masks(stock, POSITIONS)
+    assert isinstance(masked, getattr(keras_hub.models, TASKS[name][1]))
+    np.testing.assert_array_equal(generated(masked, run_eagerly), without_cache(masked))
+    assert (without_cache(masked) != without_cache(stock)).any()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_cache_index_is_the_offset(name):
+    """Token by token, the logits of each step are those of the whole forward."""
+    masked = hm.apply_head_masks(causal_lm(name), POSITIONS)
+    ids = np.random.default_rng(3).integers(2, 28, (2, 7)).astype("int32")
+    whole = numpy(masked({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
+    cache = keras.ops.zeros((2, 2, 2, 7, 2, 4))
+    for position in range(7):
+        index = keras.ops.convert_to_tensor(position, "int32") if position % 2 else position
+        logits, _, cache = masked.call_with_cache(ids[:, position : position + 1], cache, index)
+        np.testing.assert_allclose(numpy(logits)[:, 0], whole[:, position], atol=2e-5)
+
+
+def test_generation_that_could_not_hold_the_rule_is_refused():
+    by_ids = hm.apply_head_masks(causal_lm("GPT2"), hm.PerHead({0: hm.SameSentence(9)}))
+    with pytest.raises(NotImplementedError, match=r"reads \['token_ids'\], and generation"):
+        generated(by_ids, run_eagerly=True)
+    backbone = hm.apply_head_masks(causal_lm("GPT2").backbone, POSITIONS)
+    task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+    with pytest.raises(RuntimeError, match="give the rule to the task, not to its backbone"):
+        generated(task, run_eagerly=True)
+    masked = hm.apply_head_masks(causal_lm("GPT2"), POSITIONS)
+    with pytest.raises(RuntimeError, match="ran outside it"):
+        masked.backbone({"token_ids": PROMPT, "padding_mask": GIVEN})
+
+
+# --- Encoder and decoder --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bart():
+    return lively(keras_hub.models.BartBackbone(**TEXT))
+
+
+def both_sides(**more):
+    rng = np.random.default_rng(1)
+    return {
+        "encoder_token_ids": rng.integers(2, 28, (2, 8)).astype("int32"),
+        "encoder_padding_mask": np.ones((2, 8), "int32"),
+        "decoder_token_ids": rng.integers(2, 28, (2, 5)).astype("int32"),
+        "decoder_padding_mask": np.ones((2, 5), "int32"),
+    } | more
+
+
+def test_each_attention_of_bart_has_an_address(bart):
+    specs = hm.apply_head_masks(bart, hm.Chunk(4)).mask_specs
+    self_attention = [f"transformer_encoder_layer_{i}/self_attention_layer" for i in (0, 1)]
+    self_attention += [f"transformer_decoder_layer_{i}/self_attention" for i in (0, 1)]
+    assert list(specs) == self_attention
+    a, b, c = hm.Chunk(4), hm.Window(1, 0), hm.Keys(0, 4)
+    masked = hm.apply_head_masks(bart, {"0-1": a, "decoder.*/self": b, "cross_attention": c})
+    assert list(masked.mask_specs.values()) == [a, a, b, c, b, c]
+
+
+def felt(model, changed, position, output, **more):
+    """How far a change of one token of input `changed` moves each row of `output`."""
+    before = both_sides(**more)
+    after = {name: value.copy() for name, value in before.items()}
+    after[changed][:, position] = 1
+    moved = numpy(model(before)[output]) - numpy(model(after)[output])
+    return abs(moved).max(axis=(0, 2))
+
+
+def test_a_rule_on_cross_attention(bart):
+    """The decoder looks at the first chunk alone, which the second cannot reach."""
+    rules = {"encoder": hm.Chunk(4), "cross": hm.Keys(0, 4)}
+    both = hm.apply_head_masks(bart, {"0-1": rules["encoder"], "cross_attention": rules["cross"]})
+    one = hm.apply_head_masks(bart, rules["encoder"], layers="encoder_layer")
+    arguments = "encoder_token_ids", 6, "decoder_sequence_output"
+    assert felt(both, *arguments).max() == 0 < felt(one, *arguments).min()
+    assert felt(both, "encoder_token_ids", 2, "decoder_sequence_output").min() > 0
+
+
+def test_cross_attention_by_sentences_of_both_sides(bart):
+    """Each side's ids come from the inputs that BART has: no input is added."""
+    by_sentence = hm.SameSentence(29)
+    rules = {
+        "0-1": hm.SameSentence(29, input="encoder_token_ids"),
+        "decoder.*/self": hm.SameSentence(29, input="decoder_token_ids") & hm.Window(after=0),
+        "cross_attention": by_sentence,
+    }
+    masked = hm.apply_head_masks(bart, rules)
+    assert sorted(masked.input) == sorted(bart.input)
+    given = both_sides()
+    given["encoder_token_ids"][:, 3] = given["decoder_token_ids"][:, 1] = 29
+    sides = {k: given[k] for k in ("encoder_token_ids", "decoder_token_ids")}
+    output = "decoder_sequence_output"
+    in_first = felt(masked, "encoder_token_ids", 1, output, **sides)
+    in_second = felt(masked, "encoder_token_ids", 6, output, **sides)
+    assert (in_first[:2] > 0).all()
+    assert (in_first[2:] == 0).all()
+    assert (in_second[:2] == 0).all()
+    assert (in_second[2:] > 0).all()
+    named = hm.apply_head_masks(bart, hm.SameSegment("ids"), layers="cross_attention")
+    assert set(named.input) - set(bart.input) == {"query_ids", "key_ids"}

@@ -546,7 +546,7 @@ def test_clone_model_refuses_and_config_clones():
 def test_a_rule_that_no_layer_used():
     @keras.saving.register_keras_serializable("test_retrofit")
     class Bypass(layers.MultiHeadAttention):
-        def call(self, query, value):
+        def call(self, query, value, key=None):
             return self.hidden_way(query, value)
 
         def hidden_way(self, query, value):
@@ -554,7 +554,7 @@ def test_a_rule_that_no_layer_used():
 
     @keras.saving.register_keras_serializable("test_retrofit")
     class HidesIt(Bypass):
-        def call(self, query, value):
+        def call(self, query, value, key=None):
             return super().call(query, value)
 
     x = keras.Input((7, 8))

@@ -135,9 +135,7 @@ def _own_rules(model: keras.Model, found: Found) -> Rules:
     }
 
 
-def _with_existing(
-    own: Rules, specs: Mapping[int, MaskSpec], found: Found, existing: str
-) -> Rules:
+def _with_existing(own: Rules, specs: Mapping[int, MaskSpec], found: Found, existing: str) -> Rules:
     rules = dict(own)
     for i, spec in specs.items():
         layer = found.known[i].layer
@@ -428,20 +426,24 @@ def _stock_copy(model: keras.Model) -> keras.Model:
         twin = keras.saving.deserialize_keras_object(
             config, custom_objects=unregistered, safe_mode=False
         )
+        _copy_weights(model, twin)
     except Exception as error:  # whatever a layer's own config raises
         raise ValueError(
             f"The model '{model.name}' cannot be copied: {error} Make its layers serializable, or "
             "pass copy=False, which uses the model up."
         ) from error
-    if [w.shape for w in twin.weights] == [w.shape for w in model.weights]:
-        for target, source in zip(twin.weights, model.weights, strict=True):
-            target.assign(keras.ops.copy(source.value))  # JAX and torch would share the memory
-    else:  # LoRA's, say, which files merge into the kernels
-        with tempfile.TemporaryDirectory() as folder:
-            file = str(pathlib.Path(folder) / "model.weights.h5")
-            model.save_weights(file)
-            twin.load_weights(file)
     return twin
+
+
+def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+    if [w.shape for w in target.weights] == [w.shape for w in source.weights]:
+        for new, weight in zip(target.weights, source.weights, strict=True):
+            new.assign(keras.ops.copy(weight.value))  # JAX and torch would share the memory
+        return
+    with tempfile.TemporaryDirectory() as folder:  # LoRA's, say, which files merge into the kernels
+        file = str(pathlib.Path(folder) / "model.weights.h5")
+        source.save_weights(file)
+        target.load_weights(file)
 
 
 def _moved(model: keras.Model) -> keras.Model:

@@ -125,9 +125,7 @@ REFUSED = [
     Refused("BloomBackbone", _TEXT, "BloomAttention"),
     Refused("GPTNeoXBackbone", _TEXT, "GPTNeoXAttention"),
     Refused("XLNetBackbone", _TEXT, "TwoStreamRelativeAttention"),
-    Refused(
-        "FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None
-    ),
+    Refused("FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None),
 ]
 
 

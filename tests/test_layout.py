@@ -36,6 +36,19 @@ ARROWS = {
     },
     "attention": {"evaluation", "leaves", "masks", "specs", "tiling"},
     "layer": {"attention", "evaluation", "masks", "leaves", "per_head", "specs", "tiling"},
+    "selectors": {"specs"},
+    "binding": {
+        "attention",
+        "evaluation",
+        "layer",
+        "leaves",
+        "masks",
+        "per_head",
+        "selectors",
+        "specs",
+        "tiling",
+    },
+    "retrofit": {"binding", "per_head", "selectors", "specs"},
     "drawing": {"evaluation", "per_head", "specs"},
 }
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

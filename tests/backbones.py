@@ -28,7 +28,7 @@ _GROUPED = {
     "intermediate_dim": 16,
 }
 _ELECTRA = {k: v for k, v in _TEXT_SHORT.items() if k != "vocabulary_size"}
-_WHISPER = {k: v for k, v in _TEXT.items()} | {
+_WHISPER = _TEXT | {
     "num_mels": 4,
     "max_encoder_sequence_length": 16,
     "max_decoder_sequence_length": 8,

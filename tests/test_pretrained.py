@@ -1,4 +1,4 @@
-"""A real pretrained BERT under a rule, against Hugging Face's implementation of the same weights."""
+"""A real pretrained BERT under a rule, against Hugging Face's code on the same weights."""
 
 import os
 import subprocess

@@ -43,7 +43,8 @@ SENTENCES = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * 2, "int32")
 
 def fitted(model, given):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+    eagerly = BACKEND == "jax"  # whose compiler takes longer than these steps
+    model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=eagerly, jit_compile=False)
     history = model.fit(given, LABELS, epochs=3, verbose=0).history["loss"]
     assert np.isfinite(history).all()
     return history

@@ -51,8 +51,9 @@ class LayerRule:
     def heads(self) -> int:
         return self.layer._num_heads
 
-    @property
+    @functools.cached_property
     def restricts(self) -> bool:
+        """Whether any head is kept from any key."""
         return [rule for rule, _ in head_groups(self.spec, self.heads)] != [Full()]
 
     def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -372,13 +372,28 @@ class _HeadMaskedGenerator(_HeadMasked):
             return super().call_with_cache(token_ids, cache, cache_update_index, *args, **kwargs)
 
 
+class _HeadMaskedTranslator(_HeadMasked):
+    """A masked model whose task runs encoder and decoder by hand to generate."""
+
+    def generate_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"`{type(self).__name__}` generates by running its encoder and its decoder on their "
+            "own, where the rule is not bound. Rules hold in its forward and in training, and in "
+            "`generate()` of decoders alone, such as GPT2CausalLM."
+        )
+
+
 _classes: dict[type, type] = {}
 
 
 def _masked_class(cls: type) -> type:
     """`cls` under a rule. One for each class; all are filed under one name and load alike."""
     if cls not in _classes:
-        mixin = _HeadMaskedGenerator if hasattr(cls, "call_with_cache") else _HeadMasked
+        mixin = _HeadMasked
+        if hasattr(cls, "call_with_cache"):
+            mixin = _HeadMaskedGenerator
+        elif hasattr(cls, "generate_step"):
+            mixin = _HeadMaskedTranslator
         # The name stays stock's: Keras files weights under it.
         body = {"__module__": __name__, "__qualname__": f"HeadMasked[{cls.__name__}]"}
         _classes[cls] = type(cls)(cls.__name__, (mixin, cls), body)

@@ -33,12 +33,16 @@ def find_attention(model: keras.Model) -> Found:
     """Every attention layer inside `model`, in nested layers and models too, each once."""
     found = Found([], [])
     seen: set[int] = set()
+    paths: dict[str, int] = {}
     cross = _called_on_two_tensors(model)
     for path, layer in _walk(model, ""):
         if id(layer) in seen:
             continue
         seen.add(id(layer))
         cross |= _called_on_two_tensors(layer)
+        paths[path] = paths.get(path, 0) + 1
+        if paths[path] > 1:  # layers inside a layer may share a name
+            path = f"{path}#{paths[path]}"
         entry = AttentionLayer(layer, path, id(layer) in cross or "cross" in path.lower())
         if isinstance(layer, keras.layers.MultiHeadAttention):
             (found.known if _calls_the_hook(type(layer)) else found.unknown).append(entry)

@@ -430,6 +430,25 @@ def test_cross_attention_reads_a_pair(decoder):
     np.testing.assert_allclose(got, by_hand(last, x)[0], atol=2e-5)
 
 
+def test_layers_of_one_name_are_told_apart():
+    @keras.saving.register_keras_serializable("test_retrofit")
+    class Twins(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.twins = [layers.MultiHeadAttention(4, 3, name="twin") for _ in range(2)]
+
+        def build(self, shape):
+            for layer in self.twins:
+                layer.build(shape, shape)
+
+        def call(self, x):
+            return self.twins[1](y := self.twins[0](x, x), y)
+
+    x = keras.Input((7, 8))
+    masked = hm.apply_head_masks(keras.Model(x, Twins(name="pair")(x)), {0: CHUNK, 1: hm.Full()})
+    assert masked.mask_specs == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
+
+
 # --- Layers that have a rule ----------------------------------------------------------------------
 
 

@@ -264,3 +264,13 @@ def test_cross_attention_by_sentences_of_both_sides(bart):
     assert (in_second[2:] > 0).all()
     named = hm.apply_head_masks(bart, hm.SameSegment("ids"), layers="cross_attention")
     assert set(named.input) - set(bart.input) == {"query_ids", "key_ids"}
+
+
+def test_a_translator_computes_under_a_rule_but_does_not_generate(bart):
+    task = keras_hub.models.BartSeq2SeqLM(backbone=bart, preprocessor=None)
+    masked = hm.apply_head_masks(task, hm.Chunk(4))
+    effect = numpy(masked(both_sides())) - numpy(task(both_sides()))
+    assert abs(effect).max() > 1e-3
+    masked.compile(run_eagerly=True)
+    with pytest.raises(NotImplementedError, match="`BartSeq2SeqLM` generates by running"):
+        masked.generate(both_sides(), stop_token_ids=None)

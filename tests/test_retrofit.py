@@ -153,6 +153,22 @@ def test_full_is_bit_equal_to_stock_in_training_too():
     assert max(abs(a - b).max() for a, b in differs) > 1e-4
 
 
+def test_full_leaves_the_work_to_the_class(monkeypatch):
+    """At sizes, and on machines, where another way would round otherwise, too."""
+
+    def never(*arguments, **keywords):
+        raise AssertionError("a layer that nothing restricts computes as it did")
+
+    for way in ("dense_attention", "tiled_attention"):
+        monkeypatch.setattr(binding, way, never)
+    stock = one_layer()
+    for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
+        full = hm.apply_head_masks(stock, spec)
+        np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
+    with pytest.raises(AssertionError, match="as it did"):
+        hm.apply_head_masks(stock, CHUNK)(TOKENS)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_causal_flag_and_its_shortcut_are_kept(causal):
     x = keras.Input((7, 8))

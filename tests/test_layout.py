@@ -48,7 +48,9 @@ ARROWS = {
         "specs",
         "tiling",
     },
-    "retrofit": {"binding", "per_head", "selectors", "specs"},
+    "consumed": set(),
+    "masked_model": {"binding", "selectors", "specs"},
+    "retrofit": {"binding", "consumed", "masked_model", "per_head", "selectors", "specs"},
     "drawing": {"evaluation", "per_head", "specs"},
 }
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

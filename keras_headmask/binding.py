@@ -174,7 +174,7 @@ class Binding:
         attention_mask = arguments["attention_mask"]
         left = _is_left_to(rule, compute)
         drops = rule.layer._dropout > 0 and training
-        needs_scores = bool(arguments["return_attention_scores"] or drops or left)
+        needs_scores = bool(arguments["return_attention_scores"] or left)
         outside, given = all_that_restricts(
             None, None, **_as_argument(attention_mask, lengths), window=window
         )
@@ -184,8 +184,14 @@ class Binding:
                 sizes = ops.shape(query)[1], ops.shape(key)[1]
                 beside = evaluation.bind(outside, given, *sizes, offset).leaf_inputs
                 bound = bound._replace(leaf_inputs=bound.leaf_inputs | beside)
+            drop = {}
+            if drops:
+                drop = {
+                    "dropout": rule.layer._dropout,
+                    "seed": rule.layer._dropout_layer.seed_generator,
+                }
             scale = rule.layer._inverse_sqrt_key_dim
-            return tiled_attention(query, key, value, joined, bound, scale, offset), None
+            return tiled_attention(query, key, value, joined, bound, scale, offset, **drop), None
         mask = masks.and_masks(self._mask(rule, bound, lengths, query), attention_mask)
         if window is not None:
             causal = evaluation.make_mask(window, ops.shape(query)[1], ops.shape(key)[1])

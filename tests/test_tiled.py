@@ -1,12 +1,13 @@
 """The tiled way equals the definition: any rule, any lengths, any backend, forward and gradient."""
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
 import oracle
 import pytest
-from contract import numpy
+from contract import gradient, numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
@@ -23,6 +24,7 @@ from tiled_contract import (
     seeds,
     sizes,
     tiles,
+    weighted,
 )
 
 import keras_headmask as hm
@@ -229,3 +231,63 @@ def test_a_rule_that_says_nothing_of_tiles(tiny):
     close(attend(qkv, spec, {"day": days}), attend(qkv, spec, {"day": days}, tiled=False))
     for name, grad, wanted in both_gradients(qkv, spec, {"day": days}):
         close(grad, wanted, name)
+
+
+# ---------------------------------------------------------------- memory, off TensorFlow
+
+
+def largest_in_jax(function, *arrays):
+    """The size of the largest array that a traced function makes, in what it calls too."""
+    import jax
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (math.prod(out.aval.shape) for out in equation.outvars)
+            for inner in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(function)(*arrays).jaxpr))
+
+
+def largest_in_torch(function, *arrays):
+    """The size of the largest tensor that any operation gives while the function runs."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            out = operation(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    largest[0] = max(largest[0], tensor.numel())
+            return out
+
+    with Watch():
+        function(*arrays)
+    return largest[0]
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="its graphs are looked through elsewhere")
+def test_nothing_of_size_queries_x_keys_is_made_off_tensorflow():
+    length = 1024
+    qkv = operands(1, length, length, 2)
+    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
+
+    def forward_and_gradient(tiled):
+        def loss(*x):
+            return weighted(hm.dot_product_attention(*x, mask_spec=spec, tiled=tiled))
+
+        if BACKEND == "jax":
+            import jax
+
+            return largest_in_jax(jax.grad(loss, argnums=(0, 1, 2)), *qkv)
+        return largest_in_torch(lambda *x: gradient(loss, *x), *qkv)
+
+    assert forward_and_gradient(tiled=False) >= length * length
+    assert forward_and_gradient(tiled=True) < length * length / 4

@@ -12,6 +12,7 @@ from keras import ops
 from strategies import FEW, cases
 from tiled_contract import (
     BACKEND,
+    FLAGS,
     LONG,
     SCALE,
     TRACED,
@@ -242,6 +243,36 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
                 np.testing.assert_array_equal(seen, hull[:23])
         if name == "streaming" and not by_key:
             np.testing.assert_array_equal(seen, np.repeat(blocks, 3)[:23])
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("spec", "queries", "keys"),
+    [
+        (hm.recipes.longformer(2, "f"), True, True),
+        (hm.Window(2, 2) | hm.KeyFlag("f"), False, True),
+        ((hm.Window(2, 2) | hm.QueryFlag("f")) & hm.KeyFlag("f"), True, False),
+        (hm.Window(2, 2) & hm.KeyFlag("f"), False, False),  # padding: ranges are cut instead
+        (hm.Window(2, 2) & ~hm.KeyFlag("f"), False, False),
+        (hm.Window(2, 2) | ~hm.KeyFlag("f"), False, False),  # what is not flagged is not few
+    ],
+    ids=repr,
+)
+def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
+    from keras_headmask import tile_ranges
+
+    bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
+    with tiles(4, 4, 3):
+        found = tile_ranges.ranges_of(
+            tiled_python.Part(spec, (0,), bound, 4, SCALE), by_key=False, batch=3
+        )
+    for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
+        assert (flagged is not None) == is_taken
+        if is_taken:
+            for example, wanted in enumerate(FLAGS):
+                np.testing.assert_array_equal(
+                    numpy(flagged.of(example)), np.flatnonzero(wanted) if wanted.any() else []
+                )
 
 
 def shapes_in(graph, seen=None):

@@ -55,8 +55,8 @@ def dot_product_attention(
         seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all scores
             (`False`). By default the faster of the two, by size and rule. Returned scores and a
-            bias need all scores, and so do symbolic Keras tensors. The two ways draw different
-            dropouts from one seed.
+            bias need all scores, and so do symbolic Keras tensors; where nothing restricts there is
+            nothing to skip. The two ways draw different dropouts from one seed.
 
     Returns:
         The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
@@ -86,6 +86,8 @@ def dot_product_attention(
         check_spec(mask_spec, "mask_spec")
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
+    if tiled is not None and not isinstance(tiled, bool):
+        raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
     evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset)
     scale = 1 / math.sqrt(size) if scale is None else scale
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)

@@ -319,14 +319,21 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
     """A prepared mask input, cut to a tile and shaped to broadcast over it."""
     if isinstance(value, Sides):
         query, key = value
-        if query is not None:
-            query = cuts.queries(cuts.batch(query, 0), 1)[:, None, :, None]
+        if query is not None:  # of length 1 it serves every position
+            query = cuts.batch(query, 0)
+            query = query if query.shape[1] == 1 else cuts.queries(query, 1)
+            query = query[:, None, :, None]
         if key is not None:
-            key = cuts.keys(cuts.batch(key, 0), 1)[:, None, None, :]
+            key = cuts.batch(key, 0)
+            key = key if key.shape[1] == 1 else cuts.keys(key, 1)
+            key = key[:, None, None, :]
         return Sides(query, key)
     value = cuts.batch(value, 0)
     value = cuts.queries(value, 2) if value.shape[2] != 1 else value
     value = cuts.keys(value, 3) if value.shape[3] != 1 else value
+    if value.shape[1] is None:  # 1 or all, as the run tells
+        place = ops.minimum(ops.convert_to_tensor(heads, "int32"), ops.shape(value)[1] - 1)
+        return ops.take(value, place, axis=1)
     return value if value.shape[1] in (1, len(heads)) else ops.take(value, list(heads), axis=1)
 
 

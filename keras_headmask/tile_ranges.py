@@ -67,7 +67,7 @@ def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
     other, block = (queries, size["query"]) if by_key else (keys, size["key"])
     runs = tf.minimum(blocks * block, other)
     needs_mask = None if taken_out or part.is_local else _needs_mask(blocks, certain)
-    of_examples = runs.shape[0] != 1
+    of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
     if of_examples:  # it may still be 1 when run
         runs = tf.broadcast_to(runs, [batch, *tf.unstack(tf.shape(runs)[1:])])

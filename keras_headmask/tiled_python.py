@@ -18,7 +18,7 @@ from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_dropout import Dropout
 
-HIDDEN = -3e38  # added to a hidden score: float32 holds none that it would not hide
+HIDDEN = -3e38  # in place of a hidden score: whatever that is, inf or NaN, it is hidden
 _BLOCK = 64  # keys that are kept or skipped together
 
 
@@ -78,7 +78,8 @@ def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
     @ops.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:
         context = _forward(part, plan, query, key, value)
-        kept = ops.stop_gradient(context)  # on torch, keeping the result itself would leak it
+        # On torch, a result that its own gradient keeps would never be freed.
+        kept = context if keras.backend.backend() == "tensorflow" else None
 
         def backward(*arguments: Any, upstream: Any = None) -> Any:
             # TensorFlow hands in the gradient alone, torch the operands too.
@@ -117,21 +118,29 @@ def _forward(
 def _gradient(
     part: Part, plan: Plan, query: Any, key: Any, value: Any, context: Any, upstream: Any
 ) -> tuple[Any, Any, Any]:
-    """The gradients of `query`, `key` and `value`, given `context` and its gradient."""
+    """The gradients of `query`, `key` and `value`, given that of `context`, which may be `None`."""
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
-    delta = _heads_first(ops.sum(upstream * context, axis=-1, keepdims=True))
+    delta = None
+    if context is not None:
+        delta = _heads_first(ops.sum(upstream * context, axis=-1, keepdims=True))
+        delta = _split(delta, plan.tile)
     d_queries = []
     d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
     d_values: list[list] = [[] for _ in values]
-    rows = (_heads_first(query) * part.scale, _heads_first(upstream), delta)
+    rows = (_heads_first(query) * part.scale, _heads_first(upstream))
     rows = zip(*(_split(x, plan.tile) for x in rows), strict=True)
-    for number, (queries, d_context, delta_of_tile) in enumerate(rows):
+    for number, (queries, d_context) in enumerate(rows):
         blocks = plan.blocks(number)
         tile = _Tile.of(part, plan, number, queries, [keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
         tile_values = _joined([values[i] for i in blocks])
         d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
-        d_scores = tile.probabilities * (tile.dropped(d_probabilities) - delta_of_tile)
+        d_probabilities = tile.dropped(d_probabilities)
+        if delta is None:
+            of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
+        else:
+            of_tile = delta[number]
+        d_scores = tile.probabilities * (d_probabilities - of_tile)
         d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile.keys) * part.scale)
         d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
         d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
@@ -175,8 +184,7 @@ class _Tile(NamedTuple):
         alive = None
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
-            hidden = ops.cast(HIDDEN, scores.dtype)
-            scores += ops.where(allowed, ops.zeros_like(hidden), hidden)
+            scores = ops.where(allowed, scores, ops.cast(HIDDEN, scores.dtype))
             alive = ops.any(allowed, axis=-1, keepdims=True)
         return cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive)
 
@@ -196,7 +204,11 @@ def _heads_first(tensor: Any) -> Any:
 def _split(tensor: Any, size: int) -> list:
     """`tensor` cut along its axis of positions, every `size`."""
     edges = list(range(size, tensor.shape[2], size))
-    return ops.split(tensor, edges, axis=2) if edges else [tensor]
+    if not edges:
+        return [tensor]
+    if keras.backend.backend() == "torch":  # views; and `torch.compile` cannot read Keras' split
+        return [tensor[:, :, a : a + size] for a in (0, *edges)]
+    return ops.split(tensor, edges, axis=2)
 
 
 def _joined(blocks: Sequence) -> Any:

@@ -26,15 +26,25 @@ def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
 
     @tf.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:
-        context = _forward(part, query, key, value)
+        something = (tf.size(query) > 0) & (tf.size(key) > 0)
+
+        def nothing() -> Any:
+            return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
+
+        context = tf.cond(something, lambda: _forward(part, query, key, value), nothing)
         context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
 
         def gradient(upstream: Any) -> Any:
             upstream = tf.ensure_shape(upstream, context.shape)
             delta = tf.reduce_sum(upstream * context, axis=-1)  # (B, T, H)
-            d_query, log_sum = _backward_to_queries(part, query, key, value, upstream, delta)
-            d_key, d_value = _backward_to_keys(part, query, key, value, upstream, delta, log_sum)
-            return d_query, d_key, d_value
+
+            def run() -> tuple:
+                given = part, query, key, value, upstream, delta
+                d_query, log_sum = _backward_to_queries(*given)
+                return d_query, *_backward_to_keys(*given, log_sum)
+
+            operands = query, key, value
+            return tf.cond(something, run, lambda: tuple(map(tf.zeros_like, operands)))
 
         return context, gradient
 
@@ -104,14 +114,15 @@ def _backward_to_keys(
     query, upstream, delta, log_sum = map(_heads_first, (query, upstream, delta, log_sum))
 
     def tile(visit: Visit) -> tuple:
-        queries, d_context = visit.runs(query), visit.runs(upstream)
-        scores, _ = _scores(part, visit, queries, visit.rows(key) * part.scale)
+        # Scaled as where `log_sum` was made: other roundings would tell in large scores.
+        queries, d_context = visit.runs(query) * part.scale, visit.runs(upstream)
+        scores, _ = _scores(part, visit, queries, visit.rows(key))
         probabilities = tf.exp(scores - visit.runs(log_sum)[..., None])
         d_probabilities = tf.matmul(d_context, visit.rows(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
         d_scores = probabilities * (d_probabilities - visit.runs(delta)[..., None])
         return (
-            tf.matmul(d_scores, queries, transpose_a=True) * part.scale,
+            tf.matmul(d_scores, queries, transpose_a=True),
             tf.matmul(_dropped(part, visit, probabilities), d_context, transpose_a=True),
         )
 
@@ -128,10 +139,8 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any) -> tuple:
         allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
-        # A sum is faster than a choice between two, which broadcasts slowly.
-        zero, hidden = tf.constant(0, queries.dtype), tf.constant(HIDDEN, queries.dtype)
         alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-        return plain() + tf.where(allowed, zero, hidden), alive
+        return tf.where(allowed, plain(), tf.constant(HIDDEN, queries.dtype)), alive
 
     if part.rule == Full():
         return plain(), None
@@ -287,5 +296,5 @@ def _pick(tensor: Any, example: Any) -> Any:
     """One example, the batch axis kept; a batch axis of size 1 serves every example."""
     if tensor.shape[0] == 1:
         return tensor
-    example = tf.minimum(example, tf.shape(tensor)[0] - 1)
+    example = tf.where(tf.equal(tf.shape(tensor)[0], 1), 0, example)
     return tensor[example : example + 1]

@@ -8,6 +8,7 @@ and so is a rule that no layer used.
 import contextlib
 import dataclasses
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from keras_headmask.specs import MaskSpec
 from keras_headmask.tiling import tiled_attention
 
 _HOOK = "_compute_attention"
+_CONFIG = "get_config"
 _REMAT = "rematerialized_call"
 _Stock = keras.layers.MultiHeadAttention
 
@@ -113,6 +115,20 @@ class Plan:
             yield
         finally:
             self._running.binding = before
+
+    @property
+    def in_config(self) -> bool:
+        """Whether the model's own config is being made, which holds the rules beside its layers."""
+        return getattr(self._running, "in_config", False)
+
+    @contextlib.contextmanager
+    def config(self) -> Iterator[None]:
+        """Let the layers give their stock configs."""
+        before, self._running.in_config = self.in_config, True
+        try:
+            yield
+        finally:
+            self._running.in_config = before
 
     @contextlib.contextmanager
     def shapes(self) -> Iterator[None]:
@@ -288,6 +304,8 @@ def install(plan: Plan, model: keras.Model) -> None:
     for layer in model._flatten_layers(include_self=False):
         if layer._remat_mode is not None:
             vars(layer)[_REMAT] = _rebinding(plan, layer)
+    for layer in _around(plan, model):
+        vars(layer)[_CONFIG] = _guarded_config(plan, layer)
     for rule in plan.rules.values():
         inner = vars(rule.layer).get(_HOOK)
         if rule.replaces:
@@ -303,12 +321,43 @@ def uninstall(plan: Plan, model: keras.Model) -> None:
     """Take the hooks of `plan` off again."""
     for layer in model._flatten_layers(include_self=False):
         vars(layer).pop(_REMAT, None)
+    for layer in _around(plan, model):
+        guard = vars(layer).pop(_CONFIG)
+        if guard.inner is not None:
+            vars(layer)[_CONFIG] = guard.inner
     for rule in plan.rules.values():
         hook = vars(rule.layer).pop(_HOOK)
         if hook.inner is not None:
             vars(rule.layer)[_HOOK] = hook.inner
         if rule.replaces and isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
             vars(rule.layer)["_restricts"] = True
+
+
+def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
+    """The masked attention layers and every layer inside `model` that holds one."""
+    return [
+        layer
+        for layer in model._flatten_layers(include_self=False)
+        if any(id(inner) in plan.rules for inner in layer._flatten_layers())
+    ]
+
+
+def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
+    """A `get_config` that lets no file, clone or copy of a masked layer drop its rule."""
+    inner = vars(layer).get(_CONFIG)
+
+    def get_config() -> dict[str, Any]:
+        if not plan.in_config:
+            raise RuntimeError(
+                f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}'; saved, "
+                "cloned or copied without that model it would lose the rule. To build on the "
+                "model, call it: `outputs = masked_model(inputs)`. For layers without the rule use "
+                "those of `model.unmasked()`."
+            )
+        return getattr(type(layer), _CONFIG)(layer) if inner is None else inner()
+
+    get_config.inner = inner
+    return get_config
 
 
 def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
@@ -328,10 +377,18 @@ def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
     return rematerialized_call
 
 
-def hooked_spec(layer: keras.Layer) -> MaskSpec | None:
-    """The rule that a masked model put on `layer`."""
+def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | None:
+    """The rule that `layer` obeys beside that of `plan`: its own, or of a masked model inside."""
     hook = vars(layer).get(_HOOK)
-    return None if hook is None else hook.rule.spec
+    if hook is not None and hook.plan is plan:
+        hook = hook.inner
+    own = getattr(layer, "mask_spec", None)
+    if hook is None:
+        return own
+    specs = [hook.rule.spec]
+    if not hook.rule.replaces and (deeper := spec_beneath(layer, hook.plan)) is not None:
+        specs.insert(0, deeper)
+    return functools.reduce(operator.and_, specs)
 
 
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
@@ -363,9 +420,10 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
             return compute(**arguments)
         raise RuntimeError(
             f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "
-            "ran outside it, where the rule is not known. Call that model; for its layers without "
-            "the rule, or parts of its graph, use those of `model.unmasked()`. For `generate()`, "
-            "give the rule to the task, not to its backbone."
+            "ran outside it, where the rule is not known. Call that model, and build on what it "
+            "gives: `outputs = masked_model(inputs)`. For its layers without the rule, or parts of "
+            "its graph, use those of `model.unmasked()`. For `generate()`, give the rule to the "
+            "task, not to its backbone."
         )
 
     compute_attention.plan, compute_attention.rule = plan, rule

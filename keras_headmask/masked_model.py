@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
 from keras_headmask import binding
 from keras_headmask.binding import LayerRule, Plan
@@ -34,13 +35,7 @@ Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the 
 
 def masked(model: keras.Model, rules: Rules) -> keras.Model:
     """`model` itself, a stock one of ours alone, under `rules`."""
-    found = find_attention(model)
-    available = {tensor.name: tensor for tensor in model.inputs}
-    chosen = [(found.known[i], spec, replaces) for i, (spec, replaces) in rules.items()]
-    layer_rules = [
-        LayerRule(entry, spec, _sources(entry, spec, available), replaces)
-        for entry, spec, replaces in chosen
-    ]
+    layer_rules, available = _layer_rules(model, rules, find_attention(model))
     stock_graph = {name: vars(model)[name] for name in _GRAPH}
     new = _new_inputs(layer_rules, available)
     if new:
@@ -58,6 +53,41 @@ def masked(model: keras.Model, rules: Rules) -> keras.Model:
         vars(model)["supports_jit"] = False
     object.__setattr__(model, "__class__", _masked_class(type(model)))
     return model
+
+
+def _layer_rules(
+    model: keras.Model, rules: Rules, found: Found
+) -> tuple[list[LayerRule], dict[str, Any]]:
+    """The rules with their layers and sources, and the inputs that the model has, by name."""
+    available = {tensor.name: tensor for tensor in model.inputs}
+    chosen = [(found.known[i], spec, replaces) for i, (spec, replaces) in rules.items()]
+    layer_rules = [
+        LayerRule(entry, spec, _sources(entry, spec, available), replaces)
+        for entry, spec, replaces in chosen
+    ]
+    return layer_rules, available
+
+
+def check_inputs(model: keras.Model, rules: Rules, found: Found) -> None:
+    """Raise for what the inputs of `model` cannot give its rules."""
+    layer_rules, available = _layer_rules(model, rules, found)
+    inputs = model._inputs_struct if isinstance(model, Functional) else None
+    if isinstance(inputs, dict):
+        read = {name for rule in layer_rules for name in rule.spec.inputs}
+        other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}
+        if wrong := sorted(k for k, name in other.items() if k in read or name in read):
+            raise ValueError(
+                f"The model takes its input {wrong[0]!r} under that key, but the tensor is named "
+                f"{other[wrong[0]]!r}: which of them the rule means cannot be told. Give "
+                "keras.Input the name of its key."
+            )
+    new = _new_inputs(layer_rules, available)
+    taken = {layer.name for layer in getattr(model, "layers", ())}
+    if clash := sorted(taken & set(new)):
+        raise ValueError(
+            f"The rule reads {clash[0]!r}, which the model has no input of, and one cannot be "
+            "added: a layer of the model has that name. Give the mask input another name."
+        )
 
 
 class _Untracked:
@@ -144,7 +174,7 @@ class HeadMasked:
     @property
     def mask_specs(self) -> dict[str, MaskSpec]:
         """The spec of each masked attention layer, by the path of the layer."""
-        return {rule.entry.path: rule.spec for rule in self._head_masks.rules.values()}
+        return {rule.entry.path: _in_force(rule, self) for rule in self._head_masks.rules.values()}
 
     def summary_masks(self, print_fn: Callable[[str], Any] = print) -> None:
         """Print each attention layer: number, path, class, heads, self or cross, rule.
@@ -163,7 +193,7 @@ class HeadMasked:
                     type(entry.layer).__name__,
                     f"{getattr(entry.layer, '_num_heads', '?')} heads",
                     "cross" if entry.is_cross else "self",
-                    repr(getattr(entry.layer, "mask_spec", None) if rule is None else rule.spec),
+                    repr(_spec_of(entry.layer) if rule is None else _in_force(rule, self)),
                 )
             )
             number += counted
@@ -173,10 +203,14 @@ class HeadMasked:
             print_fn("  ".join(cells).rstrip())
 
     def unmasked(self) -> keras.Model:
-        """A stock model with the same weights, which knows no rule. (This one stays masked.)"""
+        """A stock model with the same weights, without the rules of `apply_head_masks`.
+
+        This one stays masked. A rule that a layer, or a masked model inside, has of its own stays.
+        """
         return stock_copy(self)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_floats(inputs, self)
         flat = self._standardize_inputs(inputs)
         named = {tensor.name: value for tensor, value in zip(self._inputs, flat, strict=True)}
         inputs = keras.tree.pack_sequence_as(self._inputs_struct, flat)
@@ -218,6 +252,37 @@ class HeadMasked:
         )
 
 
+def _spec_of(layer: keras.Layer) -> MaskSpec | None:
+    return binding.spec_beneath(layer)
+
+
+def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:
+    """All that restricts a layer: the rule, and what it has of its own unless that is replaced."""
+    beneath = None if rule.replaces else binding.spec_beneath(rule.layer, model._head_masks)
+    return rule.spec if beneath is None else beneath & rule.spec
+
+
+def _refuse_floats(inputs: Any, model: Any) -> None:
+    """Keras would cast them: an additive mask would be inverted, and ids rounded."""
+    if isinstance(inputs, Mapping):
+        given = inputs
+    elif isinstance(inputs, (list, tuple)):
+        given = {t.name: x for t, x in zip(model._inputs, inputs, strict=False)}
+    else:
+        given = {model._inputs[0].name: inputs}
+    for rule in model._head_masks.rules.values():
+        for source in rule.sources.values():
+            for place in (source,) if isinstance(source, str) else source:
+                dtype = getattr(given.get(place), "dtype", None)
+                if dtype is not None and "float" in keras.backend.standardize_dtype(dtype):
+                    raise TypeError(
+                        f"The input {place!r}, which the mask spec of '{rule.entry.path}' reads, "
+                        "must be integer or boolean, since floats get rounded and an additive mask "
+                        f"read as booleans is inverted. Received dtype {dtype}. An additive mask "
+                        "becomes booleans by `from_additive`."
+                    )
+
+
 class _HeadMaskedGenerator(HeadMasked):
     """A masked model that decodes token by token, with a cache of earlier keys and values."""
 
@@ -247,6 +312,7 @@ class _HeadMaskedTranslator(HeadMasked):
         )
 
 
+_FILED_AS = "keras_headmask>HeadMaskedModel"
 _classes: dict[type, type] = {}
 
 
@@ -261,7 +327,8 @@ def _masked_class(cls: type) -> type:
         # The name stays stock's: Keras files weights under it.
         body = {"__module__": __name__, "__qualname__": f"HeadMasked[{cls.__name__}]"}
         _classes[cls] = type(cls)(cls.__name__, (mixin, cls), body)
-        keras.saving.register_keras_serializable("keras_headmask", "HeadMaskedModel")(_classes[cls])
+        # By name alone: KerasHub would take a class among the custom objects for one of its own.
+        GLOBAL_CUSTOM_NAMES[_classes[cls]] = _FILED_AS
     return _classes[cls]
 
 
@@ -284,7 +351,7 @@ def _as_stock(model: keras.Model) -> Iterator[None]:
 
 def _stock_config(model: keras.Model) -> dict[str, Any]:
     if isinstance(model, HeadMasked):
-        with _as_stock(model):
+        with model._head_masks.config(), _as_stock(model):
             return _stock_config(model)
     config = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)
@@ -294,17 +361,24 @@ def _stock_config(model: keras.Model) -> dict[str, Any]:
 def stock_copy(model: keras.Model) -> keras.Model:
     """A model of its own with the weights of `model` and without the rules of a masked one."""
     config = _stock_config(model)
-    classes = {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
-    unregistered = {
-        name: cls
-        for name, cls in classes.items()
-        if keras.saving.get_registered_name(cls) == name
-        and not cls.__module__.startswith(("keras.", "keras_hub."))
-    }
+    unregistered: dict[str, type] = {}
+    for cls in map(type, model._flatten_layers()):
+        name = cls.__name__
+        is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
+            ("keras.", "keras_hub.")
+        )
+        if not is_known and unregistered.setdefault(name, cls) is not cls:
+            raise ValueError(
+                f"The model '{model.name}' cannot be copied: it holds two classes named "
+                f"'{name}', which its config does not tell apart. Register them by "
+                "keras.saving.register_keras_serializable under two names, or pass copy=False, "
+                "which uses the model up."
+            )
     try:
         twin = keras.saving.deserialize_keras_object(
             config, custom_objects=unregistered, safe_mode=False
         )
+        _copy_training_state(model, twin)
         _copy_weights(model, twin)
     except Exception as error:  # whatever a layer's own config raises
         raise ValueError(
@@ -312,6 +386,21 @@ def stock_copy(model: keras.Model) -> keras.Model:
             "pass copy=False, which uses the model up."
         ) from error
     return twin
+
+
+def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
+    """Adapters, and which layers are frozen: configs hold neither."""
+    layers, twins = (list(model._flatten_layers())[1:] for model in (source, target))
+    if list(map(type, layers)) != list(map(type, twins)):
+        return
+    target.trainable = source.trainable
+    pairs = list(zip(layers, twins, strict=True))
+    for layer, twin in pairs:
+        if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
+            twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
+    for layer, twin in pairs:  # from the outside in, as setting it reaches all inside
+        if twin.trainable != layer.trainable:
+            twin.trainable = layer.trainable
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:
@@ -330,7 +419,7 @@ def unhooked(model: keras.Model) -> keras.Model:
     if isinstance(model, HeadMasked):
         binding.uninstall(model._head_masks, model)
         vars(model).update(model._stock_graph.value)
-        vars(model).pop("supports_jit", None)
+        vars(model)["supports_jit"] = True
         object.__setattr__(model, "__class__", type(model).__bases__[1])
     return model
 
@@ -360,4 +449,4 @@ def _rules_from_config(config: Any, found: Found) -> Rules:
 
 
 # The name under which masked models of any class are filed; known before the first one is made.
-keras.saving.register_keras_serializable("keras_headmask", "HeadMaskedModel")(HeadMasked)
+keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(HeadMasked)

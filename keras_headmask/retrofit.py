@@ -9,7 +9,14 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 
 from keras_headmask import binding
 from keras_headmask.consumed import moved
-from keras_headmask.masked_model import HeadMasked, Rules, masked, stock_copy, unhooked
+from keras_headmask.masked_model import (
+    HeadMasked,
+    Rules,
+    check_inputs,
+    masked,
+    stock_copy,
+    unhooked,
+)
 from keras_headmask.per_head import check_heads
 from keras_headmask.selectors import Found, find_attention, specs_by_layer
 from keras_headmask.specs import MaskSpec
@@ -76,11 +83,19 @@ def apply_head_masks(
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
     if isinstance(mask_spec, str):
-        mask_spec = json.loads(mask_spec)
+        try:
+            mask_spec = json.loads(mask_spec)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"`mask_spec` is a text, so it must be a rule's JSON, but it is none: {error}. "
+                f"Received: {mask_spec[:80]!r}."
+            ) from error
     found = find_attention(model)
     specs = specs_by_layer(mask_spec, layers, found)
-    rules = _with_existing(_own_rules(model, found), specs, found, existing)
+    plan = model._head_masks if isinstance(model, HeadMasked) else None
+    rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_heads(rules, found)
+    check_inputs(model, rules, found)  # before anything is changed
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)
@@ -119,15 +134,17 @@ def _own_rules(model: keras.Model, found: Found) -> Rules:
     }
 
 
-def _with_existing(own: Rules, specs: Mapping[int, MaskSpec], found: Found, existing: str) -> Rules:
+def _with_existing(
+    own: Rules,
+    specs: Mapping[int, MaskSpec],
+    found: Found,
+    existing: str,
+    plan: binding.Plan | None,
+) -> Rules:
     rules = dict(own)
     for i, spec in specs.items():
-        layer = found.known[i].layer
         earlier, was_replaced = own.get(i, (None, False))
-        beneath = None  # a rule of the layer's own, or of a masked model inside this one
-        if i not in own:
-            beneath = binding.hooked_spec(layer)
-            beneath = getattr(layer, "mask_spec", None) if beneath is None else beneath
+        beneath = None if was_replaced else binding.spec_beneath(found.known[i].layer, plan)
         if existing == "error" and (earlier is not None or beneath is not None):
             raise ValueError(
                 f"The attention layer {found.known[i]} has a rule already: "

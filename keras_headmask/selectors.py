@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+from keras.src.models.functional import Functional  # Keras publishes no name for it
 
 from keras_headmask.specs import MaskSpec, check_spec
 
@@ -43,7 +44,7 @@ def find_attention(model: keras.Model) -> Found:
         paths[path] = paths.get(path, 0) + 1
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
-        entry = AttentionLayer(layer, path, id(layer) in cross or "cross" in path.lower())
+        entry = AttentionLayer(layer, path, id(layer) in cross or "cross" in layer.name.lower())
         if isinstance(layer, keras.layers.MultiHeadAttention):
             (found.known if _calls_the_hook(type(layer)) else found.unknown).append(entry)
         elif _is_attention_by_name(layer) and not any(
@@ -61,6 +62,8 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
     inner = list(layer.layers) if isinstance(layer, keras.Model) else []
     seen = {id(x) for x in inner}
     inner += [x for x in getattr(layer, "_layers", ()) if id(x) not in seen]
+    # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
+    inner += [x for x in getattr(layer, "_operations", ()) if not isinstance(x, keras.Layer)]
     for child in inner:
         place = f"{path}/{child.name}" if path else child.name
         yield place, child
@@ -69,7 +72,10 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:
     name = type(layer).__name__.lower()
-    return "attention" in name and "mask" not in name  # a layer that makes masks attends to nothing
+    _, found, rest = name.partition("attention")
+    return (
+        bool(found) and "mask" not in rest
+    )  # a layer that makes attention masks attends to nothing
 
 
 def _calls_the_hook(cls: type) -> bool:
@@ -82,17 +88,28 @@ def _calls_the_hook(cls: type) -> bool:
 
 
 def _called_on_two_tensors(model: keras.Layer) -> set[int]:
-    """The ids of the attention layers in a functional graph whose value is not their query."""
+    """The ids of the attention layers in a functional graph that read another sequence.
+
+    Value and query stem from the same inputs in self-attention, however they were made; in
+    cross-attention the query stems from inputs of its own.
+    """
+    if not isinstance(model, Functional):
+        return set()
+    origins = {id(tensor): frozenset({id(tensor)}) for tensor in model._inputs}
     cross = set()
-    for operation in getattr(model, "_operations", ()):
-        if not isinstance(operation, keras.layers.MultiHeadAttention):
-            continue
-        for node in operation._inbound_nodes:
-            given = dict(zip(("query", "value"), node.arguments.args, strict=False))
-            given |= node.arguments.kwargs
-            value = given.get("value")
-            if value is not None and value is not given.get("query"):
-                cross.add(id(operation))
+    for depth in sorted(model._nodes_by_depth, reverse=True):
+        for node in model._nodes_by_depth[depth]:
+            if node.is_input:
+                continue
+            read = [origins.get(id(x), frozenset()) for x in node.arguments.keras_tensors]
+            for output in node.outputs:
+                origins[id(output)] = frozenset().union(*read)
+            if isinstance(node.operation, keras.layers.MultiHeadAttention):
+                given = dict(zip(("query", "value"), node.arguments.args, strict=False))
+                given |= node.arguments.kwargs
+                query, value = given.get("query"), given.get("value")
+                if value is not None and origins.get(id(query)) != origins.get(id(value)):
+                    cross.add(id(node.operation))
     return cross
 
 
@@ -149,6 +166,8 @@ def select(found: Found, selector: Any) -> list[int]:
                 "masked only when `layers` names it."
             )
         return of_self
+    if selector == "":
+        raise ValueError("`layers` is an empty text: it names no layer. None names all.")
     if isinstance(selector, (tuple, list)):
         numbers: set[int] = set()
         numbers.update(*(select(found, part) for part in selector))
@@ -162,9 +181,8 @@ def select(found: Found, selector: Any) -> list[int]:
 
 def _numbers(selector: Any, count: int) -> list[int]:
     """3, "3", "1-3" or "0,2-3" as numbers below `count`."""
-    if isinstance(selector, bool) or not (
-        isinstance(selector, str) or hasattr(type(selector), "__index__")
-    ):
+    is_number = hasattr(type(selector), "__index__") and getattr(selector, "shape", ()) == ()
+    if isinstance(selector, bool) or not (isinstance(selector, str) or is_number):
         raise TypeError(
             "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
             f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."

@@ -119,7 +119,7 @@ def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
         monkeypatch.setattr(tiling, "_LARGEST_SHARE", 1.0)
     went = []
     real = binding.tiled_attention
-    monkeypatch.setattr(binding, "tiled_attention", lambda *a: went.append(1) or real(*a))
+    monkeypatch.setattr(binding, "tiled_attention", lambda *a, **k: went.append(1) or real(*a, **k))
     spec, inputs = RULES[rule]
     stock = one_layer(dropout=dropout)
     masked = hm.apply_head_masks(stock, spec)

@@ -1,0 +1,185 @@
+"""A masked model never loses its rule in silence, nor does any attention escape one."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from keras import layers
+from test_retrofit import CHUNK, TOKENS, leak, one_layer, stack
+
+import keras_headmask as hm
+
+LOST = "obeys a rule of the model .*saved, cloned or copied without that model"
+
+
+def cut_out(masked):
+    """A model of a masked one's tensors, as one builds a head on a stock model."""
+    return keras.Model(masked.inputs, layers.Dense(2)(masked.output))
+
+
+WAYS = {
+    "save": lambda model, file: model.save(file),
+    "clone": lambda model, file: keras.models.clone_model(model),
+    "config": lambda model, file: model.get_config(),
+    "deepcopy": lambda model, file: copy.deepcopy(model),
+    "pickle": lambda model, file: pickle.dumps(model),
+    "a rule on top": lambda model, file: hm.apply_head_masks(model, hm.Full(), existing="and"),
+}
+
+
+@pytest.mark.parametrize("make", [one_layer, stack], ids=["layer", "composite layers"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_of_masked_layers_is_not_filed_without_the_rule(way, make, tmp_path):
+    model = cut_out(hm.apply_head_masks(make(), CHUNK))
+    with pytest.raises((RuntimeError, ValueError), match=LOST):
+        WAYS[way](model, tmp_path / "model.keras")
+
+
+def test_nor_is_a_masked_layer():
+    layer = hm.apply_head_masks(one_layer(), CHUNK).get_layer("attention")
+    for way in (copy.deepcopy, pickle.dumps, lambda x: x.get_config()):
+        with pytest.raises(RuntimeError, match=LOST):
+            way(layer)
+
+
+def test_what_is_built_on_a_call_keeps_the_rule(tmp_path):
+    masked = hm.apply_head_masks(one_layer(), CHUNK)
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    model = keras.Model(ids, layers.Dense(2)(masked(ids)))
+    assert leak(model) == 0
+    model.save(tmp_path / "model.keras")
+    assert leak(keras.saving.load_model(tmp_path / "model.keras")) == 0
+    assert leak(hm.apply_head_masks(model, hm.Window(5, 5), existing="and")) == 0
+
+
+def test_the_masked_model_itself_is_filed_and_copied(tmp_path):
+    masked = hm.apply_head_masks(stack(), CHUNK)
+    masked.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    for other in (loaded, copy.deepcopy(masked), pickle.loads(pickle.dumps(masked))):
+        np.testing.assert_array_equal(numpy(other(TOKENS)), numpy(masked(TOKENS)))
+    assert leak(masked.unmasked()) > 1e-3
+    masked.unmasked().get_config()  # the layers of a stock copy are free
+
+
+def test_replace_after_and_replaces_all():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    own = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=CHUNK, name="attention")
+    both = hm.apply_head_masks(keras.Model(ids, own(x)), hm.Window(5, 5), existing="and")
+    assert both.mask_specs == {"attention": CHUNK & hm.Window(5, 5)}
+    assert leak(both) == 0
+    replaced = hm.apply_head_masks(both, hm.Full(), existing="replace")
+    assert replaced.mask_specs == {"attention": hm.Full()}
+    assert leak(replaced) > 1e-4
+
+
+def test_floats_for_a_mask_input_are_refused():
+    masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"))
+    allowed = np.tril(np.ones((2, 4, 7, 7), bool))
+    masked([TOKENS, allowed])
+    additive = np.where(allowed, 0, -1e9).astype("float32")
+    for given in ([TOKENS, additive], {"token_ids": TOKENS, "mask": additive}):
+        with pytest.raises(TypeError, match=r"'mask'.* must be integer or boolean.*from_additive"):
+            masked(given)
+
+
+class MaskedSelfAttention(layers.Layer):
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("attend", "told"),
+    [
+        (MaskedSelfAttention(), "MaskedSelfAttention"),
+        (
+            lambda x: keras.ops.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None])[
+                :, :, 0
+            ],
+            "DotProductAttention",
+        ),
+    ],
+    ids=["a class of its own", "an operation"],
+)
+def test_attention_that_no_rule_reaches_is_told(attend, told):
+    x = keras.Input((7, 8))
+    model = keras.Model(x, attend(layers.MultiHeadAttention(2, 4)(x, x)))
+    with pytest.raises(ValueError, match=f"{told}.*cannot be reached"):
+        hm.apply_head_masks(model, CHUNK)
+
+
+def test_self_and_cross_are_told_by_where_the_tensors_come_from():
+    """Positions added to the query alone, a norm applied twice: still the same sequence."""
+    x, memory = keras.Input((7, 8), name="x"), keras.Input((7, 8), name="memory")
+    norm = layers.LayerNormalization()
+    h = layers.MultiHeadAttention(2, 4, name="as_in_detr")(x + 1.0, x, key=x + 1.0)
+    h = layers.MultiHeadAttention(2, 4, name="norm_twice")(norm(h), norm(h))
+    h = layers.MultiHeadAttention(2, 4, name="to_memory")(h, memory)
+    h = layers.MultiHeadAttention(2, 4, name="after_memory")(h, h)
+    masked = hm.apply_head_masks(keras.Model([x, memory], h), CHUNK)
+    assert set(masked.mask_specs) == {"as_in_detr", "norm_twice", "after_memory"}
+
+
+def test_a_failed_call_leaves_the_model_alone():
+    model = one_layer()
+    for spec in (hm.SameSegment("embedding"), hm.PerHead({9: CHUNK})):
+        with pytest.raises(ValueError, match=r"Give the mask input another name|head 9"):
+            hm.apply_head_masks(model, spec, copy=False)
+        model(TOKENS)
+    for bad, match in (("no json", "rule's JSON"), (CHUNK, "names no layer")):
+        with pytest.raises(ValueError, match=match):
+            hm.apply_head_masks(model, bad, layers="" if bad is CHUNK else None)
+
+
+def test_a_key_that_is_not_the_name_of_its_tensor():
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model({"token_ids": ids}, layers.MultiHeadAttention(2, 4)(x, x))
+    with pytest.raises(ValueError, match=r"'token_ids' under that key, but .* named 'ids'"):
+        hm.apply_head_masks(model, hm.SameSentence(9))
+
+
+def test_frozen_layers_and_adapters_stay_so():
+    stock = stack(2)
+    stock.get_layer("embedding").trainable = False
+    stock.get_layer("block_1").attention.query_dense.enable_lora(2)
+    adapter = stock.get_layer("block_1").attention.query_dense.lora_kernel_b
+    adapter.assign(normal(*adapter.shape))
+    masked = hm.apply_head_masks(stock, hm.Full())
+    np.testing.assert_array_equal(numpy(masked(TOKENS)), numpy(stock(TOKENS)))
+    ours, theirs = ([(w.shape, w.trainable) for w in m.weights] for m in (masked, stock))
+    assert ours == theirs
+    assert len(masked.trainable_weights) == len(stock.trainable_weights) < len(stock.weights)
+
+
+def test_two_classes_of_one_name_are_not_mixed_up():
+    def scale(by):
+        class Scale(layers.Layer):
+            def call(self, x):
+                return x * by
+
+        return Scale()
+
+    x = keras.Input((7, 8))
+    model = keras.Model(x, scale(3)(scale(2)(layers.MultiHeadAttention(2, 4)(x, x))))
+    with pytest.raises(ValueError, match="two classes named 'Scale'"):
+        hm.apply_head_masks(model, CHUNK)
+    hm.apply_head_masks(model, CHUNK, copy=False)
+
+
+def test_keras_hub_still_finds_its_own_classes(tmp_path):
+    keras_hub = pytest.importorskip("keras_hub")
+    from backbones import COVERED
+
+    backbone = keras_hub.models.BertBackbone(**COVERED[0].arguments)
+    backbone.save_to_preset(tmp_path)
+    task = keras_hub.models.BertTextClassifier(backbone, num_classes=2)
+    assert "BertTextClassifier" in type(hm.apply_head_masks(task, CHUNK)).__name__
+    loaded = keras_hub.models.TextClassifier.from_preset(
+        str(tmp_path), preprocessor=None, num_classes=2
+    )
+    assert type(loaded) is keras_hub.models.BertTextClassifier

@@ -382,13 +382,16 @@ def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | Non
     hook = vars(layer).get(_HOOK)
     if hook is not None and hook.plan is plan:
         hook = hook.inner
-    own = getattr(layer, "mask_spec", None)
-    if hook is None:
-        return own
-    specs = [hook.rule.spec]
-    if not hook.rule.replaces and (deeper := spec_beneath(layer, hook.plan)) is not None:
-        specs.insert(0, deeper)
-    return functools.reduce(operator.and_, specs)
+    specs = []
+    while hook is not None:
+        specs.insert(0, hook.rule.spec)
+        if hook.rule.replaces:
+            break
+        hook = hook.inner
+    else:
+        own = getattr(layer, "mask_spec", None)
+        specs[:0] = [] if own is None else [own]
+    return functools.reduce(operator.and_, specs) if specs else None
 
 
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:

@@ -193,7 +193,9 @@ class HeadMasked:
                     type(entry.layer).__name__,
                     f"{getattr(entry.layer, '_num_heads', '?')} heads",
                     "cross" if entry.is_cross else "self",
-                    repr(_spec_of(entry.layer) if rule is None else _in_force(rule, self)),
+                    repr(
+                        binding.spec_beneath(entry.layer) if rule is None else _in_force(rule, self)
+                    ),
                 )
             )
             number += counted
@@ -250,10 +252,6 @@ class HeadMasked:
             "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
             "`model.unmasked()` as a preset and apply the rule again after `from_preset`."
         )
-
-
-def _spec_of(layer: keras.Layer) -> MaskSpec | None:
-    return binding.spec_beneath(layer)
 
 
 def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:

@@ -77,6 +77,18 @@ def test_replace_after_and_replaces_all():
     assert leak(replaced) > 1e-4
 
 
+def test_a_rule_over_a_masked_model_inside_tells_both():
+    inner = hm.apply_head_masks(one_layer(), CHUNK)
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    both = hm.apply_head_masks(keras.Model(ids, inner(ids)), hm.Window(5, 5), existing="and")
+    assert list(both.mask_specs.values()) == [CHUNK & hm.Window(5, 5)]
+    lines = []
+    both.summary_masks(lines.append)
+    assert "Chunk(3) & Window" in lines[0]
+    replaced = hm.apply_head_masks(both, hm.Full(), existing="replace")
+    assert list(replaced.mask_specs.values()) == [hm.Full()]
+
+
 def test_floats_for_a_mask_input_are_refused():
     masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"))
     allowed = np.tril(np.ones((2, 4, 7, 7), bool))

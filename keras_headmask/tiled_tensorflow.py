@@ -5,6 +5,7 @@ the ids of packed documents, on padding, on flags. The backward pass computes th
 instead of keeping them, so that peak memory grows with length x tile.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,34 @@ _DEAD = 1e30  # the log-sum of a row that sees nothing: exp(score - _DEAD) is 0
 @tf.autograph.experimental.do_not_convert
 def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
+    if tf.executing_eagerly() or part.dropout is not None:
+        return _attend(part, query, key, value)
+    # In a graph, layers with the same rule share one function: a model of 24 layers holds, exports
+    # and loads each loop once.
+    bound = part.bound
+    names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
+    values = [list(values.values()) for values in bound.leaf_inputs.values()]
+    shared = _shared(part._replace(bound=None), names)
+    return shared(bound.query_positions, bound.key_positions, values, query, key, value)
+
+
+@functools.lru_cache(maxsize=128)
+def _shared(part: Part, names: tuple) -> Callable:
+    """`_attend` as a function of tensors alone, for a part without its `bound`."""
+
+    # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
+    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    def attend(queries: Any, keys: Any, values: list, *operands: Any) -> Any:
+        inputs = {
+            leaf: dict(zip(of_leaf, given, strict=True))
+            for (leaf, of_leaf), given in zip(names, values, strict=True)
+        }
+        return _attend(part._replace(bound=Bound(queries, keys, inputs)), *operands)
+
+    return attend
+
+
+def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     part = part._replace(bound=_widened(part.bound))
 
     @tf.custom_gradient

@@ -321,6 +321,26 @@ def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
     assert largest[True] < length * length / 4
 
 
+@pytest.mark.tensorflow
+def test_layers_with_one_rule_share_their_loop(tiny):
+    import tensorflow as tf
+
+    rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
+    operand, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec((None, None), "int32")
+
+    def loops(layers):
+        @tf.function(input_signature=[operand, ids])
+        def stack(x, ids):
+            for _ in range(layers):
+                x = attend((x, x, x), rule, {"ids": ids})
+            return x
+
+        library = stack.get_concrete_function().graph.as_graph_def().library
+        return sum(node.op.endswith("While") for f in library.function for node in f.node_def)
+
+    assert loops(1) == loops(3) == 2  # one for each group of heads
+
+
 # ---------------------------------------------------------------- what cannot be
 
 

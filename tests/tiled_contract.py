@@ -32,10 +32,11 @@ def tiles(local=4, wide=6, block=3):
         patch.setattr(tiling, "_WIDE_TILE", wide)
         patch.setattr(tiled_python, "_BLOCK", block)
         if BACKEND == "tensorflow":
-            from keras_headmask import tile_ranges
+            from keras_headmask import tile_ranges, tiled_tensorflow
 
             patch.setattr(tile_ranges, "_BLOCK", block)
             patch.setattr(tile_ranges, "_LARGEST_SHARE", 4)
+            tiled_tensorflow._shared.cache_clear()  # traced with blocks of another size
         yield
 
 

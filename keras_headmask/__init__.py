@@ -1,7 +1,7 @@
 """A mask for every attention head, written as a value, in Keras 3."""
 
 from keras_headmask import recipes
-from keras_headmask.attention import dot_product_attention
+from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
@@ -57,6 +57,7 @@ __all__ = [
     "Window",
     "and_masks",
     "apply_head_masks",
+    "dense_scope",
     "dot_product_attention",
     "draw",
     "from_additive",

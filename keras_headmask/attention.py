@@ -4,10 +4,12 @@ Booleans are merged first; -1e9 is added once, in at least float32, before the s
 has probability exactly 0, and a row with no allowed key gives exactly 0.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -143,13 +145,39 @@ def all_that_restricts(
     return (functools.reduce(operator.and_, parts) if parts else None), inputs
 
 
+_in_dense_scope: contextvars.ContextVar[bool] = contextvars.ContextVar("dense", default=False)
+
+
+@contextlib.contextmanager
+def dense_scope() -> Iterator[None]:
+    """Attention that is run or traced inside computes all scores, whatever its `tiled` says.
+
+    The tiled way is a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do
+    not run: a model is exported for them in this scope, by `model.export("model.onnx",
+    format="onnx")`. What was traced before stays as it is.
+
+    >>> import numpy as np
+    >>> from keras_headmask import Window
+    >>> x = np.ones((1, 512, 2, 4), "float32")
+    >>> with dense_scope():
+    ...     context = dot_product_attention(x, x, x, mask_spec=Window(2, 2))
+    >>> context.shape == (1, 512, 2, 4)
+    True
+    """
+    token = _in_dense_scope.set(True)
+    try:
+        yield
+    finally:
+        _in_dense_scope.reset(token)
+
+
 def way_is_tiled(
     tiled: bool | None, needs_scores: bool, rule: MaskSpec, lengths: Lengths, query_offset: Any
 ) -> bool:
     """Which way to go; an error where `tiled=True` asks for what cannot be."""
     sizes = lengths.queries, lengths.keys
-    if 0 in sizes:
-        return False  # nothing to skip
+    if 0 in sizes or _in_dense_scope.get():
+        return False
     possible = not needs_scores and can_tile(*sizes, query_offset)
     if tiled and not possible:
         raise ValueError(

@@ -322,11 +322,11 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
         if query is not None:  # of length 1 it serves every position
             query = cuts.batch(query, 0)
             query = query if query.shape[1] == 1 else cuts.queries(query, 1)
-            query = query[:, None, :, None]
+            query = ops.expand_dims(query, (1, 3))  # LiteRT has no slice with two new axes
         if key is not None:
             key = cuts.batch(key, 0)
             key = key if key.shape[1] == 1 else cuts.keys(key, 1)
-            key = key[:, None, None, :]
+            key = ops.expand_dims(key, (1, 2))
         return Sides(query, key)
     value = cuts.batch(value, 0)
     value = cuts.queries(value, 2) if value.shape[2] != 1 else value

@@ -45,9 +45,7 @@ def masked(model: keras.Model, rules: Rules) -> keras.Model:
     for name in ("train_function", "test_function", "predict_function", "generate_function"):
         if getattr(model, name, None) is not None:
             vars(model)[name] = None  # compiled without the rule
-    vars(model).update(
-        _head_masks=plan, _stock_graph=_Untracked(stock_graph), _mask_rules=_Untracked(rules)
-    )
+    vars(model).update(_head_masks=plan, _stock_graph=_Untracked(stock_graph))
     if keras.backend.backend() == "tensorflow" and any(r.restricts for r in layer_rules):
         # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
         vars(model)["supports_jit"] = False
@@ -103,7 +101,7 @@ def _sources(
     """Which inputs of the model each name of `spec` is read from."""
     sources: dict[str, Any] = {}
     for name, kind in spec.inputs.items():
-        if not entry.is_cross or kind.rank is None:
+        if entry.kind == "self" or kind.rank is None:
             sources[name] = name
         elif kind.sides == {"query"}:
             sources[name] = (name, None)
@@ -177,7 +175,7 @@ class HeadMasked:
         return {rule.entry.path: _in_force(rule, self) for rule in self._head_masks.rules.values()}
 
     def summary_masks(self, print_fn: Callable[[str], Any] = print) -> None:
-        """Print each attention layer: number, path, class, heads, self or cross, rule.
+        """Print each attention layer: number, path, class, heads, self, cross or unclear, rule.
 
         The numbers are those by which `layers` names self-attention.
         """
@@ -185,14 +183,14 @@ class HeadMasked:
         number, rows = 0, []
         for entry in (*found.known, *found.unknown):
             rule = self._head_masks.rules.get(id(entry.layer))
-            counted = not entry.is_cross and entry in found.known
+            counted = entry.kind == "self" and entry in found.known
             rows.append(
                 (
                     str(number) if counted else "-",
                     entry.path,
                     type(entry.layer).__name__,
                     f"{getattr(entry.layer, '_num_heads', '?')} heads",
-                    "cross" if entry.is_cross else "self",
+                    entry.kind,
                     repr(
                         binding.spec_beneath(entry.layer) if rule is None else _in_force(rule, self)
                     ),
@@ -212,6 +210,9 @@ class HeadMasked:
         return stock_copy(self)
 
     def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(map(keras.backend.is_keras_tensor, keras.tree.flatten(inputs))):  # see `tracing`
+            with self._head_masks.shapes():
+                return super().call(inputs, *args, **kwargs)
         _refuse_floats(inputs, self)
         flat = self._standardize_inputs(inputs)
         named = {tensor.name: value for tensor, value in zip(self._inputs, flat, strict=True)}
@@ -233,7 +234,8 @@ class HeadMasked:
         return super()._run_through_graph(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        return {"model": _stock_config(self), "mask_specs": _rules_config(self._mask_rules.value)}
+        rules = {rule.entry.place: rule for rule in self._head_masks.rules.values()}
+        return {"model": _stock_config(self), "mask_specs": _rules_config(rules)}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
@@ -422,27 +424,29 @@ def unhooked(model: keras.Model) -> keras.Model:
     return model
 
 
-def _rules_config(rules: Rules) -> list[dict[str, Any]]:
-    """JSON: each rule with the numbers of its layers, counted over all attention layers."""
+def _rules_config(rules: Mapping[int, LayerRule]) -> list[dict[str, Any]]:
+    """JSON: each rule with the places of its layers."""
     layers: dict[tuple[MaskSpec, bool], list[int]] = {}
-    for i, rule in rules.items():
-        layers.setdefault(rule, []).append(i)
+    for place, rule in sorted(rules.items()):
+        layers.setdefault((rule.spec, rule.replaces), []).append(place)
     return [
-        {"layers": numbers, "spec": spec.get_config()} | ({"replaces": True} if replaces else {})
-        for (spec, replaces), numbers in layers.items()
+        {"layers": places, "spec": spec.get_config()} | ({"replaces": True} if replaces else {})
+        for (spec, replaces), places in layers.items()
     ]
 
 
 def _rules_from_config(config: Any, found: Found) -> Rules:
+    numbers = {entry.place: i for i, entry in enumerate(found.known)}
     rules: Rules = {}
-    for place in config:
-        for i in place["layers"]:
-            if i >= len(found.known):
+    for part in config:
+        for place in part["layers"]:
+            if place not in numbers:
                 raise ValueError(
-                    f"The saved rules name attention layer {i}, but the model has "
+                    f"The saved rules name attention layer {place}, but the model has "
                     f"{len(found.known)}. Was it saved with another version of its code?"
                 )
-            rules[i] = MaskSpec.from_config(place["spec"]), place.get("replaces", False)
+            spec = MaskSpec.from_config(part["spec"])
+            rules[numbers[place]] = spec, part.get("replaces", False)
     return dict(sorted(rules.items()))
 
 

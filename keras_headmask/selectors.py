@@ -5,19 +5,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import tracing
 from keras_headmask.specs import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
 
 
 class AttentionLayer(NamedTuple):
-    """An attention layer and the names of the layers around it, outermost first."""
+    """An attention layer and the names of the layers around it, outermost first.
+
+    `kind` is "self", "cross", or "unclear". `place` is its number in files: it counts the layers by
+    the attributes that hold them, which is the same wherever a model is loaded.
+    """
 
     layer: keras.layers.MultiHeadAttention
     path: str
-    is_cross: bool
+    kind: str
+    place: int = -1
 
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.layer).__name__})"
@@ -35,24 +40,45 @@ def find_attention(model: keras.Model) -> Found:
     found = Found([], [])
     seen: set[int] = set()
     paths: dict[str, int] = {}
-    cross = _called_on_two_tensors(model)
+    shown: dict[int, list[str | None]] = {}  # in forward order
+    for call in tracing.attention_calls(model):
+        shown.setdefault(id(call.layer), []).append(call.shows)
     for path, layer in _walk(model, ""):
         if id(layer) in seen:
             continue
         seen.add(id(layer))
-        cross |= _called_on_two_tensors(layer)
         paths[path] = paths.get(path, 0) + 1
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
-        entry = AttentionLayer(layer, path, id(layer) in cross or "cross" in layer.name.lower())
+        entry = AttentionLayer(layer, path, _kind(layer.name.lower(), shown.get(id(layer), [None])))
         if isinstance(layer, keras.layers.MultiHeadAttention):
-            (found.known if _calls_the_hook(type(layer)) else found.unknown).append(entry)
+            if _calls_the_hook(type(layer)):
+                found.known.append(entry._replace(place=len(found.known)))
+            else:
+                found.unknown.append(entry)
         elif _is_attention_by_name(layer) and not any(
             _is_attention_by_name(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
             for _, inner in _walk(layer, "")
         ):
             found.unknown.append(entry)
+    if all(id(entry.layer) in shown for entry in found.known):
+        order = {layer: number for number, layer in enumerate(shown)}
+        found.known.sort(key=lambda entry: order[id(entry.layer)])
     return found
+
+
+def _kind(name: str, shown: list[str | None]) -> str:
+    """Whether a layer attends to its own sequence, by what its calls show, and then by its name.
+
+    A layer of which nothing is seen counts as self-attention unless its name says otherwise.
+    """
+    if tracing.OTHER in shown:
+        return "cross"
+    if set(shown) == {tracing.SAME}:
+        return "self"
+    if "cross" in name:
+        return "cross"
+    return "unclear" if tracing.UNKNOWN in shown and "self" not in name else "self"
 
 
 def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
@@ -85,32 +111,6 @@ def _calls_the_hook(cls: type) -> bool:
     """
     code = getattr(cls.call, "__code__", None)
     return code is None or bool({"_compute_attention", "super"} & set(code.co_names))
-
-
-def _called_on_two_tensors(model: keras.Layer) -> set[int]:
-    """The ids of the attention layers in a functional graph that read another sequence.
-
-    Value and query stem from the same inputs in self-attention, however they were made; in
-    cross-attention the query stems from inputs of its own.
-    """
-    if not isinstance(model, Functional):
-        return set()
-    origins = {id(tensor): frozenset({id(tensor)}) for tensor in model._inputs}
-    cross = set()
-    for depth in sorted(model._nodes_by_depth, reverse=True):
-        for node in model._nodes_by_depth[depth]:
-            if node.is_input:
-                continue
-            read = [origins.get(id(x), frozenset()) for x in node.arguments.keras_tensors]
-            for output in node.outputs:
-                origins[id(output)] = frozenset().union(*read)
-            if isinstance(node.operation, keras.layers.MultiHeadAttention):
-                given = dict(zip(("query", "value"), node.arguments.args, strict=False))
-                given |= node.arguments.kwargs
-                query, value = given.get("query"), given.get("value")
-                if value is not None and origins.get(id(query)) != origins.get(id(value)):
-                    cross.add(id(node.operation))
-    return cross
 
 
 def specs_by_layer(
@@ -146,7 +146,7 @@ def specs_by_layer(
 
 def select(found: Found, selector: Any) -> list[int]:
     """The numbers of the layers that `selector` names: see `apply_head_masks`."""
-    of_self = [i for i, entry in enumerate(found.known) if not entry.is_cross]
+    of_self = [i for i, entry in enumerate(found.known) if entry.kind == "self"]
     if selector is None:
         if found.unknown:
             raise ValueError(
@@ -159,6 +159,7 @@ def select(found: Found, selector: Any) -> list[int]:
                     else ""
                 )
             )
+        _check_all_clear(found)
         if not of_self:
             raise ValueError(
                 "The model holds no self-attention layer (keras.layers.MultiHeadAttention or a "
@@ -176,7 +177,19 @@ def select(found: Found, selector: Any) -> list[int]:
         return sorted(numbers)
     if isinstance(selector, str) and not _NUMBERS.fullmatch(selector):
         return _matching(found, selector)
+    _check_all_clear(found)
     return [of_self[n] for n in _numbers(selector, len(of_self))]
+
+
+def _check_all_clear(found: Found) -> None:
+    """Raise if what is self-attention, and so its numbers, is not known of all layers."""
+    if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
+        raise ValueError(
+            f"Whether the attention layer {unclear[0]} attends to its own sequence or to another "
+            "cannot be told: the layer around it hands it two tensors, and computes them in a way "
+            "that shows not from what. Name the layers by regexes on their paths in `layers`: "
+            f"{_names(found)}."
+        )
 
 
 def _numbers(selector: Any, count: int) -> list[int]:

@@ -36,7 +36,8 @@ ARROWS = {
     },
     "attention": {"evaluation", "leaves", "masks", "specs", "tiling"},
     "layer": {"attention", "evaluation", "masks", "leaves", "per_head", "specs", "tiling"},
-    "selectors": {"specs"},
+    "tracing": set(),
+    "selectors": {"specs", "tracing"},
     "binding": {
         "attention",
         "evaluation",

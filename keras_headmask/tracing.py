@@ -1,0 +1,224 @@
+"""How a model calls its attention layers: in which order, and on one sequence or on two.
+
+The model is run once on symbolic tensors, by Keras' shape inference, with the bodies of composite
+layers in place of the layers: so what they do with their inputs is seen as a graph is.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+from keras.src.models.functional import Functional  # Keras publishes no name for it
+
+_BATCH, _SIZES = 2, (8, 64, 256)  # in place of unknown dimensions: the first that the model takes
+
+# What a call shows of its query and its value or key.
+SAME = "same tensor"
+ALIKE = "made of the same inputs"
+OTHER = "made of other inputs"
+UNKNOWN = "two tensors whose origin is out of sight"
+
+
+class Call(NamedTuple):
+    layer: keras.Layer
+    shows: str | None  # one of the above; None: not even the tensors are known
+
+
+def attention_calls(model: keras.Model) -> list[Call]:
+    """The calls of attention layers in one forward of `model`, in their order.
+
+    A model that cannot be run on symbolic tensors gives those that its graph shows.
+    """
+    for size in _SIZES:
+        try:
+            return _Trace(model).run(size)
+        except Exception:  # whatever a layer raises at this size
+            continue
+    return _Trace(model).read_graphs()
+
+
+class _Trace:
+    def __init__(self, model: keras.Model):
+        self.model = model
+        self.calls: list[Call] = []
+        self._origins: dict[int, frozenset[int]] = {}
+        self._kept: list[Any] = []  # so that no id is used twice
+        self._by_shapes = False  # inside a layer whose body takes no symbolic tensors
+        self._thread = threading.get_ident()
+
+    def run(self, size: int) -> list[Call]:
+        def symbolic(x: Any) -> Any:
+            sizes = [_BATCH] + [size] * len(x.shape)
+            shape = [
+                n if known is None else known for known, n in zip(x.shape, sizes, strict=False)
+            ]
+            return keras.KerasTensor(shape, x.dtype, name=x.name)
+
+        inputs = keras.tree.map_structure(symbolic, self.model.input)
+        with self._in_place(), keras.StatelessScope():  # no variable is changed
+            self.model.call(inputs)
+        return self.calls
+
+    def read_graphs(self) -> list[Call]:
+        """The calls in the graphs of functional models, without looking into layers."""
+        for model in self.model._flatten_layers():
+            if isinstance(model, Functional):
+                for depth in sorted(model._nodes_by_depth, reverse=True):
+                    for node in model._nodes_by_depth[depth]:
+                        if isinstance(node.operation, keras.layers.MultiHeadAttention):
+                            given = _operands(node.arguments.args, node.arguments.kwargs)
+                            query, *_ = self._record(node.operation, *given)
+                            self._of_query(node.outputs, query)
+        return self.calls
+
+    # --- Bodies in place of layers ---------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Let layers with attention inside run their bodies, and attention layers tell."""
+        layers = list(self.model._flatten_layers())
+        operations = {id(x): x for x in layers}
+        for layer in layers:
+            operations |= {id(x): x for x in getattr(layer, "_operations", ())}
+        nodes = [(x, name) for x in operations.values() for name in _NODES]
+        before = [vars(x)[name] for x, name in nodes]
+        hooks = [(x, *hook) for x in layers[1:] for hook in self._hooks(x)]
+        for (x, name), held in zip(nodes, before, strict=True):
+            vars(x)[name] = list(held)  # a symbolic call adds to it
+        for x, name, hook in hooks:
+            vars(x)[name] = hook
+        try:
+            yield
+        finally:
+            for x, name, _ in hooks:
+                del vars(x)[name]
+            for (x, name), held in zip(nodes, before, strict=True):
+                vars(x)[name] = held
+
+    def _hooks(self, layer: keras.Layer) -> list[tuple[str, Callable]]:
+        if isinstance(layer, keras.layers.MultiHeadAttention):
+            return [("symbolic_call", self._attention(layer)), ("call", self._recorded(layer))]
+        if _attention_inside(layer):
+            return [("symbolic_call", self._body(layer))]
+        return []
+
+    def _body(self, layer: keras.Layer) -> Callable:
+        def symbolic_call(*args: Any, **kwargs: Any) -> Any:
+            before = len(self.calls)
+            try:
+                outputs = layer.call(*args, **kwargs)
+                for tensor in keras.tree.flatten(outputs):
+                    if not keras.backend.is_keras_tensor(tensor):
+                        raise TypeError("not a tensor that has a history")
+                    self._origin(tensor)  # now: the layer itself becomes its history
+                return outputs
+            except Exception:  # TensorFlow's or JAX's own functions in the body, say
+                del self.calls[before:]
+            try:
+                return self._of_shapes(layer, args, kwargs)
+            except Exception:  # whatever such a body raises
+                del self.calls[before:]
+                inner = layer._flatten_layers(include_self=False)
+                attention = (x for x in inner if isinstance(x, keras.layers.MultiHeadAttention))
+                self.calls += [Call(x, None) for x in attention]
+                return type(layer).symbolic_call(layer, *args, **kwargs)
+
+        return symbolic_call
+
+    def _of_shapes(self, layer: keras.Layer, args: Any, kwargs: Any) -> Any:
+        """Run `layer` on stand-ins of the backend, which show whether two are one, but no more."""
+        before, self._by_shapes = self._by_shapes, True
+        try:
+            return keras.Operation.compute_output_spec(layer, *args, **kwargs)
+        finally:
+            self._by_shapes = before
+
+    def _attention(self, layer: keras.Layer) -> Callable:
+        def symbolic_call(*args: Any, **kwargs: Any) -> Any:
+            query, value, key = self._record(layer, *_operands(args, kwargs))
+            shapes = [tuple(x.shape) for x in (query, value, key)]
+            outputs = keras.KerasTensor(layer.compute_output_shape(*shapes), layer.compute_dtype)
+            self._of_query([outputs], query)
+            if not kwargs.get("return_attention_scores"):
+                return outputs
+            scores = (shapes[0][0], layer._num_heads, shapes[0][1], shapes[2][1])
+            return outputs, keras.KerasTensor(scores, layer.compute_dtype)
+
+        return symbolic_call
+
+    def _recorded(self, layer: keras.Layer) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self._thread:  # another may serve the model meanwhile
+                self._record(layer, *_operands(args, kwargs))
+            return type(layer).call(layer, *args, **kwargs)
+
+        return call
+
+    # --- What a call shows -----------------------------------------------------------------------
+
+    def _record(self, layer: keras.Layer, query: Any, value: Any, key: Any) -> tuple:
+        value = query if value is None else value
+        key = value if key is None else key
+        self.calls.append(Call(layer, self._shown(query, value, key)))
+        return query, value, key
+
+    def _shown(self, query: Any, value: Any, key: Any) -> str | None:
+        if query is None:
+            return None
+        if query is value or query is key:
+            return SAME
+        lengths = {x.shape[1] for x in (query, value) if len(x.shape) > 1}
+        if len(lengths - {None}) > 1:
+            return OTHER
+        if self._by_shapes:
+            return UNKNOWN
+        origin = self._origin(query)
+        return ALIKE if origin in (self._origin(value), self._origin(key)) else OTHER
+
+    def _of_query(self, outputs: Any, query: Any) -> None:
+        """What attention gives stands at the places of its queries, whatever it looked at."""
+        for tensor in outputs:
+            self._origins[id(tensor)] = self._origin(query)
+            self._kept.append(tensor)
+
+    def _origin(self, tensor: Any) -> frozenset[int]:
+        """The inputs of the model of which a tensor is made; none for one made of weights alone."""
+        waiting = [tensor]
+        while waiting:
+            last = waiting[-1]
+            if id(last) not in self._origins:
+                read = _made_of(last)
+                if missing := [x for x in read or () if id(x) not in self._origins]:
+                    waiting += missing
+                    continue
+                origins = [self._origins[id(x)] for x in read or ()]
+                of_itself = {id(last)} if read is None else ()
+                self._origins[id(last)] = frozenset(of_itself).union(*origins)
+                self._kept.append(last)
+            waiting.pop()
+        return self._origins[id(tensor)]
+
+
+_NODES = "_inbound_nodes", "_outbound_nodes"
+
+
+def _made_of(tensor: Any) -> list[Any] | None:
+    """The symbolic tensors from which `tensor` was computed; `None` for an input."""
+    if not keras.backend.is_keras_tensor(tensor):
+        return []
+    operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
+    if operation is None or isinstance(operation, keras.layers.InputLayer):
+        return None
+    return operation._inbound_nodes[index].input_tensors
+
+
+def _attention_inside(layer: keras.Layer) -> bool:
+    inner = layer._flatten_layers(include_self=False)
+    return any(isinstance(x, keras.layers.MultiHeadAttention) for x in inner)
+
+
+def _operands(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    given = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
+    return given.get("query"), given.get("value"), given.get("key")

@@ -1,0 +1,286 @@
+"""Which attention of a model is self-attention and in which order it runs, by how it is called."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from keras import layers, ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+import keras_headmask as hm
+from keras_headmask import tracing
+from keras_headmask.selectors import find_attention
+
+registered = keras.saving.register_keras_serializable("test_tracing")
+CHUNK = hm.Chunk(3)
+
+
+def attention(name=None):
+    return layers.MultiHeadAttention(2, 4, name=name)
+
+
+class Composite(layers.Layer):
+    """Attention layers that no name tells apart; `names` in the order of the attributes."""
+
+    names = ()
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for name in self.names:
+            setattr(self, name, attention(name))
+        self.norm = layers.LayerNormalization()
+
+    def build(self, x_shape):
+        for name in self.names:
+            getattr(self, name).build((None, None, 8), (None, None, 8))
+        self.norm.build((None, None, 8))
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
+
+
+class OfTwo(Composite):
+    def build(self, x_shape, memory_shape):
+        super().build(x_shape)
+
+    def compute_output_shape(self, x_shape, memory_shape):
+        return x_shape
+
+
+@registered
+class Decoder(OfTwo):
+    """Calls `b` on its own sequence first, then `a` on the memory."""
+
+    names = "a", "b"
+
+    def call(self, x, memory):
+        x = self.norm(x + self.b(x, x))
+        return self.norm(x + self.a(x, memory))
+
+
+@registered
+class Opaque(Decoder):
+    """In functions of the backend's own, which take no symbolic tensors."""
+
+    def call(self, x, memory):
+        if keras.backend.is_keras_tensor(x):
+            raise TypeError("a function of the backend's own")
+        return super().call(x, memory)
+
+
+@registered
+class Twins(Composite):
+    """Self-attention in the ways in which people write it, and the size of its input known."""
+
+    names = "plain", "as_in_detr", "norm_twice", "nested_mask"
+
+    def call(self, x):
+        batch, length = ops.shape(x)[:2]
+        x = x + self.plain(x, x, attention_mask=ops.ones((batch, length, length), "bool"))
+        x = x + self.as_in_detr(x + 1.0, x, key=x + 1.0)
+        x = x + self.norm_twice(self.norm(x), self.norm(x))
+        _, scores = self.nested_mask(x * 2.0, x, return_attention_scores=True)
+        return x + ops.sum(scores[:, 0], -1)[..., None]
+
+
+@registered
+class Latents(Composite):
+    """Queries that are weights look at the input twice, and at themselves."""
+
+    names = "second", "first", "among"
+
+    def build(self, shape):
+        super().build(shape)
+        self.latents = self.add_weight(shape=(8, 8), name="latents")
+
+    def call(self, x):
+        latents = ops.broadcast_to(self.latents, (ops.shape(x)[0], 8, 8))
+        latents = latents + self.among(latents, latents)
+        latents = ops.add(latents, self.first(latents, x))  # JAX takes no symbolic tensor in a sum
+        return latents + self.second(latents, x)
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 8, 8)
+
+
+@registered
+class Around(OfTwo):
+    """A composite layer inside another."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inside = Decoder(name="inside")
+
+    def build(self, x_shape, memory_shape):
+        self.inside.build(x_shape, memory_shape)
+
+    def call(self, x, memory):
+        return self.inside(memory=memory * 1.0, x=x) * 1.0
+
+
+def two_inputs(*blocks):
+    x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
+    y = x
+    for block in blocks:
+        y = block(y, memory)
+    return keras.Model([x, memory], y, name="model")
+
+
+def one_input(*blocks):
+    x = y = keras.Input((None, 8), name="x")
+    for block in blocks:
+        y = block(y)
+    return keras.Model(x, y)
+
+
+def kinds(model):
+    return [(entry.path, entry.kind) for entry in find_attention(model).known]
+
+
+@pytest.mark.parametrize("dtype_policy", ["float32", "mixed_bfloat16"], indirect=True)
+def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention(dtype_policy):
+    model = two_inputs(Decoder(name="one"), Decoder(name="two"))
+    found = [("one/b", "self"), ("one/a", "cross"), ("two/b", "self"), ("two/a", "cross")]
+    assert kinds(model) == found
+    masked = hm.apply_head_masks(model, CHUNK)
+    assert list(masked.mask_specs) == ["one/b", "two/b"]
+    assert kinds(masked) == found  # a masked model is traced as it was without the rule
+    assert list(hm.apply_head_masks(model, CHUNK, layers=1).mask_specs) == ["two/b"]
+    given = [normal(2, 7, 8), normal(2, 7, 8, seed=1)]
+    moved = [given[0], given[1].copy()]
+    moved[1][:, 6] += 1.0
+    felt = abs(numpy(masked(moved)) - numpy(masked(given)))
+    assert felt[:, 0].max() > 1e-4  # the memory is seen from anywhere
+
+
+def test_composite_layers_in_each_other_and_shared():
+    shared = Around(name="around")
+    model = two_inputs(shared, shared)
+    assert kinds(model) == [("around/inside/b", "self"), ("around/inside/a", "cross")]
+    swapped = keras.Model(model.inputs, shared(model.inputs[1], model.inputs[0]))
+    assert kinds(swapped) == kinds(model)
+    mixed = one_input(lambda x: Decoder(name="one")(x, x))
+    assert kinds(mixed) == [("one/b", "self"), ("one/a", "self")]  # a memory that is the sequence
+
+
+def test_self_attention_as_people_write_it():
+    assert kinds(one_input(Twins(name="t"))) == [(f"t/{name}", "self") for name in Twins.names]
+
+
+def test_weights_that_look_at_the_input():
+    found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
+    assert kinds(one_input(Latents(name="l"))) == found
+    masked = hm.apply_head_masks(one_input(Latents(name="l")), CHUNK)
+    assert list(masked.mask_specs) == ["l/among"]
+    assert masked(normal(2, 5, 8)).shape == (2, 8, 8)
+
+
+def test_one_length_or_another():
+    """Of one input, but not of one length: the first token looks at all."""
+    x = keras.Input((None, 8))
+    model = keras.Model(x, attention("pool")(x[:, :1], x))
+    assert kinds(model) == [("pool", "cross")]
+
+
+def test_a_body_that_shows_nothing_but_its_tensors():
+    """The same tensor twice is self-attention; of two tensors, a name may tell."""
+    model = two_inputs(Opaque(name="one"))
+    assert kinds(model) == [("one/b", "self"), ("one/a", "unclear")]
+    for layers_ in (None, 0):
+        with pytest.raises(ValueError, match=r"'one/a' .*cannot be told.*Name the layers by regex"):
+            hm.apply_head_masks(model, CHUNK, layers=layers_)
+    masked = hm.apply_head_masks(model, {"one/b": CHUNK, "/a": hm.SameSegment("ids")})
+    assert [x.name for x in masked.inputs] == ["x", "memory", "key_ids", "query_ids"]
+    lines = []
+    masked.summary_masks(lines.append)
+    assert [line.split()[5] for line in lines] == ["self", "unclear"]
+
+    model.get_layer("one").a.name = "to_memory_by_cross_attention"
+    assert kinds(model)[1] == ("one/to_memory_by_cross_attention", "cross")
+    model.get_layer("one").a.name = "late_self_attention"
+    assert kinds(model)[1] == ("one/late_self_attention", "self")
+
+
+def test_a_body_that_shows_nothing_at_all_is_read_by_names():
+    class Closed(OfTwo):
+        names = "a_cross", "b"
+
+        def call(self, x, memory):
+            if in_symbolic_scope() or keras.backend.is_keras_tensor(x):
+                raise TypeError("numbers are needed")
+            return self.b(self.a_cross(x, memory), x)
+
+    found = [("one/a_cross", "cross"), ("one/b", "self")]
+    assert kinds(two_inputs(Closed(name="one"))) == found
+
+
+def test_lengths_that_the_model_can_take():
+    """A convolution over more steps than the first length that is tried has."""
+    x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
+    y = layers.Conv1D(8, 20)(x)
+    model = keras.Model([x, memory], Decoder(name="one")(y, memory))
+    assert kinds(model) == [("one/b", "self"), ("one/a", "cross")]
+
+
+def test_a_model_that_takes_no_known_lengths_is_read_by_its_graph():
+    class Unknown(layers.Layer):
+        def call(self, x):
+            return x * 1.0
+
+        def compute_output_shape(self, shape):
+            if shape[1] is not None:
+                raise ValueError("lengths are never known here")
+            return shape
+
+    x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
+    y = attention("to_itself")(Unknown()(x), x)
+    y = attention("to_memory")(y, memory)
+    y = attention("again")(y, memory)
+    model = keras.Model([x, memory], y)
+    assert tracing._Trace(model).read_graphs() == tracing.attention_calls(model)
+    found = [("to_itself", "self"), ("to_memory", "cross"), ("again", "cross")]
+    assert kinds(model) == found
+
+
+def test_no_trace_is_left_of_the_trace():
+    @registered
+    class Counts(Composite):
+        names = ("a",)
+
+        def build(self, shape):
+            super().build(shape)
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.calls.assign_add(1.0)
+            return self.a(x, x)
+
+    model = one_input(Counts(name="counts"))
+    held = [
+        (len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x)))
+        for x in model._flatten_layers()
+    ]
+    assert kinds(model) == [("counts/a", "self")]
+    assert float(model.get_layer("counts").calls) == 0
+    assert held == [
+        (len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x)))
+        for x in model._flatten_layers()
+    ]
+
+
+def test_files_name_layers_by_their_attributes(tmp_path):
+    """A number in a file means the same layer wherever it is loaded, and however it is traced."""
+    model = two_inputs(Decoder(name="one"), Decoder(name="two"))
+    masked = hm.apply_head_masks(
+        model, {0: CHUNK, "two/a": hm.Window(1, 1), "one/a": hm.Keys(0, 2)}
+    )
+    rules = json.loads(masked.to_json())["config"]["mask_specs"]
+    assert [rule["layers"] for rule in rules] == [[0], [1], [2]]
+    masked.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert again.mask_specs == masked.mask_specs
+    assert list(again.mask_specs) == ["one/b", "one/a", "two/a"]
+    given = [normal(2, 7, 8), normal(2, 5, 8, seed=1)]
+    np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))

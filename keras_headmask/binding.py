@@ -1,4 +1,4 @@
-"""A rule bound for one forward of a model, and the hook by which its attention layers obey it.
+"""A rule bound for one forward of a model.
 
 The model's `call` prepares what the rules read and binds it; inside, each attention layer finds the
 binding when it computes. No binding, no attention: a layer that runs outside its model is an error,
@@ -6,11 +6,8 @@ and so is a rule that no layer used.
 """
 
 import contextlib
-import dataclasses
-import functools
-import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import keras
@@ -20,54 +17,11 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no publ
 from keras_headmask import evaluation, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.leaves import Full, Window
-from keras_headmask.per_head import head_groups
-from keras_headmask.selectors import AttentionLayer
-from keras_headmask.specs import MaskSpec
+from keras_headmask.layer_rules import LayerRule
+from keras_headmask.leaves import Window
 from keras_headmask.tiling import tiled_attention
 
-_HOOK = "_compute_attention"
-_CONFIG = "get_config"
-_REMAT = "rematerialized_call"
 _Stock = keras.layers.MultiHeadAttention
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerRule:
-    """The rule of one attention layer, and where its inputs come from.
-
-    `sources` maps each name the rule reads to the name of a model input, or to a pair of them,
-    `(query_side, key_side)`.
-    """
-
-    entry: AttentionLayer
-    spec: MaskSpec
-    sources: Mapping[str, str | tuple[str | None, str | None]]
-    replaces: bool = False
-
-    @property
-    def layer(self) -> keras.Layer:
-        return self.entry.layer
-
-    @property
-    def heads(self) -> int:
-        return self.layer._num_heads
-
-    @functools.cached_property
-    def restricts(self) -> bool:
-        """Whether any head is kept from any key."""
-        return [rule for rule, _ in head_groups(self.spec, self.heads)] != [Full()]
-
-    def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """The mask inputs of this rule, out of the model's inputs by name."""
-
-        def side(name: str | None) -> Any:
-            return None if name is None else tensors[name]
-
-        return {
-            name: side(source) if isinstance(source, str) else tuple(map(side, source))
-            for name, source in self.sources.items()
-        }
 
 
 class Plan:
@@ -77,29 +31,37 @@ class Plan:
         self.model_name = model_name
         self.rules = {id(rule.layer): rule for rule in rules}
         self.replaced: set[int] = set()  # layers that an outer model's rule took over
-        self._running = threading.local()
+        self.running = _Running()
 
     @property
     def reads_inputs(self) -> list[str]:
         return sorted({name for rule in self.rules.values() for name in rule.spec.inputs})
 
-    @property
-    def current(self) -> "Binding | None":
-        """What is bound in this thread; `None` outside the model."""
-        return getattr(self._running, "binding", None)
+    @contextlib.contextmanager
+    def bound(
+        self, tensors: Mapping[str, Any], query_offset: Any = 0, whole: bool = True
+    ) -> Iterator[None]:
+        """Evaluate what the rules read and keep it for the layers; then see that they used it.
 
-    @property
-    def only_shapes(self) -> bool:
-        """Whether the model runs for the shapes of its outputs alone."""
-        return getattr(self._running, "only_shapes", False)
+        With `whole=False` it is a part of a forward, in which not all layers run: see `in_parts`.
+        """
+        binding = Binding(self, tensors, query_offset)
+        with self.running.having(binding=binding):
+            yield
+        if whole:
+            self._check_used(binding.used)
+        else:
+            self.running.used_in_parts |= binding.used
 
     @contextlib.contextmanager
-    def bound(self, tensors: Mapping[str, Any], query_offset: Any = 0) -> Iterator[None]:
-        """Evaluate what the rules read and keep it for the layers; then see that they used it."""
-        binding = Binding(self, tensors, query_offset)
-        with self.again(binding):
+    def in_parts(self) -> Iterator[None]:
+        """A forward of several `bound`, at whose end all rules must have been used."""
+        with self.running.having(used_in_parts=set()):
             yield
-        unused = [r for i, r in self.rules.items() if i not in binding.used | self.replaced]
+            self._check_used(self.running.used_in_parts)
+
+    def _check_used(self, used: Set[int]) -> None:
+        unused = [r for i, r in self.rules.items() if i not in used | self.replaced]
         if unused and not in_symbolic_scope():
             raise RuntimeError(
                 f"The rule of the attention layer {unused[0].entry} was not used in this forward "
@@ -107,37 +69,24 @@ class Plan:
                 "computes attention without `_compute_attention`. Leave it out by `layers=`."
             )
 
+
+class _Running(threading.local):
+    """What a model is doing, in each thread: one may save it while others call it."""
+
+    binding: "Binding | None" = None  # None outside the model
+    used_in_parts: Set[int] = frozenset()  # the layers that parts of a forward ran so far
+    only_shapes = False  # whether it runs for the shapes of its outputs alone, without a rule
+    in_config = False  # whether its own config is made, which holds the rules beside its layers
+
     @contextlib.contextmanager
-    def again(self, binding: "Binding | None") -> Iterator[None]:
-        """Bind what an earlier `bound` made: code run again for the gradient needs it."""
-        before, self._running.binding = self.current, binding
+    def having(self, **values: Any) -> Iterator[None]:
+        """Set these in this thread for a while."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self._running.binding = before
-
-    @property
-    def in_config(self) -> bool:
-        """Whether the model's own config is being made, which holds the rules beside its layers."""
-        return getattr(self._running, "in_config", False)
-
-    @contextlib.contextmanager
-    def config(self) -> Iterator[None]:
-        """Let the layers give their stock configs."""
-        before, self._running.in_config = self.in_config, True
-        try:
-            yield
-        finally:
-            self._running.in_config = before
-
-    @contextlib.contextmanager
-    def shapes(self) -> Iterator[None]:
-        """Let the layers run for their shapes, without a rule."""
-        before, self._running.only_shapes = self.only_shapes, True
-        try:
-            yield
-        finally:
-            self._running.only_shapes = before
+            vars(self).update(before)
 
 
 class Binding:
@@ -215,8 +164,7 @@ class Binding:
         if left:
             merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
             context, scores = compute(**merged | {"attention_mask": mask})
-            alive = ops.transpose(ops.any(mask, axis=-1), (0, 2, 1))[..., None]
-            return ops.where(alive, context, ops.zeros_like(context)), scores
+            return masks.zero_dead_rows(context, mask), scores
 
         def drop(probabilities: Any) -> Any:
             return rule.layer._dropout_layer(probabilities, training=training)
@@ -294,141 +242,3 @@ def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
 
 def _tiled_argument(rule: LayerRule, needs_scores: bool) -> bool | None:
     return None if needs_scores else getattr(rule.layer, "_tiled", None)
-
-
-def install(plan: Plan, model: keras.Model) -> None:
-    """Hook the attention layers of `plan`, and rebind where code may run again for a gradient.
-
-    The hooks are attributes of the layer objects: classes, weights and configs stay stock's.
-    """
-    for layer in model._flatten_layers(include_self=False):
-        if layer._remat_mode is not None:
-            vars(layer)[_REMAT] = _rebinding(plan, layer)
-    for layer in _around(plan, model):
-        vars(layer)[_CONFIG] = _guarded_config(plan, layer)
-    for rule in plan.rules.values():
-        inner = vars(rule.layer).get(_HOOK)
-        if rule.replaces:
-            if inner is not None:
-                inner.plan.replaced.add(id(rule.layer))
-                inner = None
-            if isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
-                vars(rule.layer)["_restricts"] = False
-        vars(rule.layer)[_HOOK] = _hook(plan, rule, inner)
-
-
-def uninstall(plan: Plan, model: keras.Model) -> None:
-    """Take the hooks of `plan` off again."""
-    for layer in model._flatten_layers(include_self=False):
-        vars(layer).pop(_REMAT, None)
-    for layer in _around(plan, model):
-        guard = vars(layer).pop(_CONFIG)
-        if guard.inner is not None:
-            vars(layer)[_CONFIG] = guard.inner
-    for rule in plan.rules.values():
-        hook = vars(rule.layer).pop(_HOOK)
-        if hook.inner is not None:
-            vars(rule.layer)[_HOOK] = hook.inner
-        if rule.replaces and isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
-            vars(rule.layer)["_restricts"] = True
-
-
-def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
-    """The masked attention layers and every layer inside `model` that holds one."""
-    return [
-        layer
-        for layer in model._flatten_layers(include_self=False)
-        if any(id(inner) in plan.rules for inner in layer._flatten_layers())
-    ]
-
-
-def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
-    """A `get_config` that lets no file, clone or copy of a masked layer drop its rule."""
-    inner = vars(layer).get(_CONFIG)
-
-    def get_config() -> dict[str, Any]:
-        if not plan.in_config:
-            raise RuntimeError(
-                f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}'; saved, "
-                "cloned or copied without that model it would lose the rule. To build on the "
-                "model, call it: `outputs = masked_model(inputs)`. For layers without the rule use "
-                "those of `model.unmasked()`."
-            )
-        return getattr(type(layer), _CONFIG)(layer) if inner is None else inner()
-
-    get_config.inner = inner
-    return get_config
-
-
-def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
-    """The `rematerialized_call` of a layer whose second run finds what the first one had bound."""
-    inner = vars(layer).get(_REMAT) or getattr(type(layer), _REMAT).__get__(layer)
-
-    def rematerialized_call(layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
-        binding = plan.current
-
-        @functools.wraps(layer_call)
-        def call_again(*args: Any, **kwargs: Any) -> Any:
-            with plan.again(binding):
-                return layer_call(*args, **kwargs)
-
-        return inner(call_again, *args, **kwargs)
-
-    return rematerialized_call
-
-
-def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | None:
-    """The rule that `layer` obeys beside that of `plan`: its own, or of a masked model inside."""
-    hook = vars(layer).get(_HOOK)
-    if hook is not None and hook.plan is plan:
-        hook = hook.inner
-    specs = []
-    while hook is not None:
-        specs.insert(0, hook.rule.spec)
-        if hook.rule.replaces:
-            break
-        hook = hook.inner
-    else:
-        own = getattr(layer, "mask_spec", None)
-        specs[:0] = [] if own is None else [own]
-    return functools.reduce(operator.and_, specs) if specs else None
-
-
-def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
-    layer = rule.layer
-
-    def compute_attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> Any:
-        compute = getattr(type(layer), _HOOK).__get__(layer) if inner is None else inner
-        arguments = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "attention_mask": attention_mask,
-            "training": training,
-            "return_attention_scores": return_attention_scores,
-        }
-        if use_causal_mask:  # else left out: subclasses of old do not know it
-            arguments["use_causal_mask"] = True
-        if plan.current is not None:
-            return plan.current.attend(rule, compute, arguments)
-        if plan.only_shapes or in_symbolic_scope():
-            return compute(**arguments)
-        raise RuntimeError(
-            f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "
-            "ran outside it, where the rule is not known. Call that model, and build on what it "
-            "gives: `outputs = masked_model(inputs)`. For its layers without the rule, or parts of "
-            "its graph, use those of `model.unmasked()`. For `generate()`, give the rule to the "
-            "task, not to its backbone."
-        )
-
-    compute_attention.plan, compute_attention.rule = plan, rule
-    compute_attention.inner = inner
-    return compute_attention

@@ -8,12 +8,17 @@ import keras
 def moved(model: keras.Model) -> keras.Model:
     """The same model as another object; `model` keeps nothing but an error that says so."""
     cls = type(model)
-    new = cls.__new__(cls)
-    wrappers = {name for name, value in vars(new).items() if callable(value)}  # of the object
-    vars(new).update({k: v for k, v in vars(model).items() if k not in wrappers})
+    new, own = empty(cls)
+    vars(new).update({k: v for k, v in vars(model).items() if k not in own})
     vars(model).clear()
     object.__setattr__(model, "__class__", type(cls.__name__, (_UsedUp, cls), {}))
     return new
+
+
+def empty(cls: type) -> tuple[keras.Model, set[str]]:
+    """A model without parts, and the names of the attributes that belong to the object itself."""
+    new = cls.__new__(cls)
+    return new, {name for name, value in vars(new).items() if callable(value)}  # Keras' wrappers
 
 
 class _UsedUp:

@@ -367,9 +367,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 query, key, value, attention_mask, training, return_attention_scores
             )
             if attention_mask is not None:
-                alive = ops.any(attention_mask, axis=-1)  # (B or 1, H or 1, T or 1)
-                alive = ops.transpose(alive, (0, 2, 1))[..., None]
-                context = ops.where(alive, context, ops.zeros_like(context))
+                context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
 
         def drop(probabilities: Any) -> Any:

@@ -220,6 +220,13 @@ def from_torch(mask: Any, num_heads: int | None = None) -> Any:
     return ops.reshape(allowed, (-1, num_heads, sizes[1], sizes[2]))
 
 
+def zero_dead_rows(context: Any, mask: Any) -> Any:
+    """`context` (B, T, H, D), with 0 where a query has no key in `mask` (boolean, rank 4)."""
+    alive = ops.any(mask, axis=-1)  # (B or 1, H or 1, T or 1)
+    alive = ops.transpose(alive, (0, 2, 1))[..., None]
+    return ops.where(alive, context, ops.zeros_like(context))
+
+
 def _check_positive(number: Any, name: str) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"`{name}` must be a positive whole number. Received: {number!r}.")

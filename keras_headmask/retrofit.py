@@ -7,16 +7,11 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import binding
+from keras_headmask import hooks
+from keras_headmask.binding import Plan
 from keras_headmask.consumed import moved
-from keras_headmask.masked_model import (
-    HeadMasked,
-    Rules,
-    check_inputs,
-    masked,
-    stock_copy,
-    unhooked,
-)
+from keras_headmask.layer_rules import Rules, check_inputs, rules_of_layers
+from keras_headmask.masked_model import HeadMasked, masked, stock_copy, unhooked
 from keras_headmask.per_head import check_heads
 from keras_headmask.selectors import Found, find_attention, specs_by_layer
 from keras_headmask.specs import MaskSpec
@@ -95,7 +90,7 @@ def apply_head_masks(
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_heads(rules, found)
-    check_inputs(model, rules, found)  # before anything is changed
+    check_inputs(model, rules_of_layers(model, rules, found))  # before anything is changed
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)
@@ -139,12 +134,12 @@ def _with_existing(
     specs: Mapping[int, MaskSpec],
     found: Found,
     existing: str,
-    plan: binding.Plan | None,
+    plan: Plan | None,
 ) -> Rules:
     rules = dict(own)
     for i, spec in specs.items():
         earlier, was_replaced = own.get(i, (None, False))
-        beneath = None if was_replaced else binding.spec_beneath(found.known[i].layer, plan)
+        beneath = None if was_replaced else hooks.spec_beneath(found.known[i].layer, plan)
         if existing == "error" and (earlier is not None or beneath is not None):
             raise ValueError(
                 f"The attention layer {found.known[i]} has a rule already: "

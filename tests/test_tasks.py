@@ -266,11 +266,88 @@ def test_cross_attention_by_sentences_of_both_sides(bart):
     assert set(named.input) - set(bart.input) == {"query_ids", "key_ids"}
 
 
-def test_a_translator_computes_under_a_rule_but_does_not_generate(bart):
-    task = keras_hub.models.BartSeq2SeqLM(backbone=bart, preprocessor=None)
-    masked = hm.apply_head_masks(task, hm.Chunk(4))
-    effect = numpy(masked(both_sides())) - numpy(task(both_sides()))
-    assert abs(effect).max() > 1e-3
-    masked.compile(run_eagerly=True)
-    with pytest.raises(NotImplementedError, match="`BartSeq2SeqLM` generates by running"):
-        masked.generate(both_sides(), stop_token_ids=None)
+# --- Encoder and decoder generate -----------------------------------------------------------------
+
+IN_EACH = {
+    "encoder": hm.PerHead({0: hm.Window(1, 1)}),
+    "decoder.*/self": hm.PerHead({0: hm.Window(before=1), 1: hm.Keys(0, 2) | hm.Window(0, 0)}),
+    # By the place in the translation: with another offset other keys are seen.
+    "cross": hm.PerHead({0: hm.Window(1, 1)}, default=hm.Queries(3) | hm.Keys(0, 3)),
+}
+
+
+def translator(bart):
+    return keras_hub.models.BartSeq2SeqLM(backbone=bart, preprocessor=None)
+
+
+def translated(task, run_eagerly=True):
+    task.compile(sampler="greedy", run_eagerly=run_eagerly)
+    given = both_sides(decoder_token_ids=PROMPT[:, :8], decoder_padding_mask=GIVEN[:, :8])
+    return task.generate(given, stop_token_ids=None)["decoder_token_ids"]
+
+
+def translated_without_cache(task):
+    ids = PROMPT[:, :8].copy()
+    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
+        given = both_sides(decoder_token_ids=ids, decoder_padding_mask=np.ones_like(ids))
+        best = numpy(task(given))[:, position - 1].argmax(-1)
+        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
+    return ids
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_translation_is_the_uncached_forward(bart, run_eagerly):
+    stock = translator(bart)
+    masked = hm.apply_head_masks(stock, IN_EACH)
+    assert isinstance(masked, keras_hub.models.BartSeq2SeqLM)
+    np.testing.assert_array_equal(translated(masked, run_eagerly), translated_without_cache(masked))
+    assert (translated_without_cache(masked) != translated_without_cache(stock)).any()
+
+
+@pytest.mark.parametrize("part", IN_EACH)
+def test_each_step_of_a_translation_has_its_place(bart, part):
+    """Token by token, the logits of each step are those of the whole forward."""
+    stock = translator(bart)
+    masked = hm.apply_head_masks(stock, IN_EACH[part], layers=part)
+    ids = PROMPT[:, :8]
+    given = both_sides(decoder_token_ids=ids, decoder_padding_mask=np.ones_like(ids))
+    whole = numpy(masked(given))
+    assert abs(whole - numpy(stock(given))).max() > 1e-2
+    encoded = masked.call_encoder(given["encoder_token_ids"], given["encoder_padding_mask"])
+    first = masked._build_cache(given["encoder_token_ids"], given["encoder_padding_mask"], ids)
+    *_, own, cross = first
+    for position in range(8):
+        index = keras.ops.convert_to_tensor(position, "int32") if position % 2 else position
+        logits, _, own, _ = masked.call_decoder_with_cache(
+            encoded,
+            given["encoder_padding_mask"],
+            ids[:, position : position + 1],
+            own,
+            index,
+            cross,
+        )
+        np.testing.assert_allclose(numpy(logits)[:, 0], whole[:, position], atol=5e-5)
+
+
+def test_translation_that_could_not_hold_the_rule_is_refused(bart):
+    task = translator(bart)
+    by_ids = hm.SameSentence(29, input="encoder_token_ids")
+    with pytest.raises(NotImplementedError, match=r"reads \['encoder_token_ids'\], and generation"):
+        translated(hm.apply_head_masks(task, by_ids, layers="encoder"))
+    backbone = hm.apply_head_masks(bart, hm.Chunk(4))
+    with pytest.raises(RuntimeError, match="give the rule to the task, not to its backbone"):
+        translated(translator(backbone))
+    masked = hm.apply_head_masks(task, IN_EACH)
+    encode = type(masked).__bases__[1].call_encoder
+    vars(masked)["call_encoder"] = lambda **given: encode(masked.unmasked(), **given)
+    with pytest.raises(RuntimeError, match=r"'.*encoder_layer_0/.* was not used in this forward"):
+        translated(masked)
+
+
+def test_generation_in_another_way_is_refused(bart):
+    class ByHand(type(translator(bart))):
+        call_encoder = property()  # which has no value: `hasattr` is false
+
+    masked = hm.apply_head_masks(ByHand(backbone=bart, preprocessor=None), hm.Chunk(4), copy=False)
+    with pytest.raises(NotImplementedError, match="`ByHand` generates by running its layers"):
+        translated(masked)

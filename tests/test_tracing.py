@@ -169,6 +169,18 @@ def test_self_attention_as_people_write_it():
     assert kinds(one_input(Twins(name="t"))) == [(f"t/{name}", "self") for name in Twins.names]
 
 
+def test_places_added_to_query_and_key_alone():
+    """As in DETR; the places come by an input of their own."""
+    x, places = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="places")
+    moved = x + places
+    one = attention("one_tensor")(moved, x, key=moved)
+    two = attention("two_tensors")(x + places, x, key=x + places)
+    assert kinds(keras.Model([x, places], one + two)) == [
+        ("one_tensor", "self"),
+        ("two_tensors", "self"),
+    ]
+
+
 def test_weights_that_look_at_the_input():
     found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
     assert kinds(one_input(Latents(name="l"))) == found

@@ -131,6 +131,8 @@ class HeadMasked:
         return super()._run_through_graph(*args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
+        if _is_part_of_a_preset():
+            self.save_to_preset()
         rules = {rule.entry.place: rule for rule in self._head_masks.rules.values()}
         return {"model": _stock_config(self), "mask_specs": _rules_config(rules)}
 
@@ -151,6 +153,14 @@ class HeadMasked:
             "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
             "`model.unmasked()` as a preset and apply the rule again after `from_preset`."
         )
+
+
+def _is_part_of_a_preset() -> bool:
+    """Whether a KerasHub task, unmasked itself, is being saved: it tells no model what for."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "save_to_preset":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:

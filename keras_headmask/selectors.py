@@ -56,10 +56,7 @@ def find_attention(model: keras.Model) -> Found:
                 found.known.append(entry._replace(place=len(found.known)))
             else:
                 found.unknown.append(entry)
-        elif _is_attention_by_name(layer) and not any(
-            _is_attention_by_name(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
-            for _, inner in _walk(layer, "")
-        ):
+        elif _attends_by_itself(layer):
             found.unknown.append(entry)
     if all(id(entry.layer) in shown for entry in found.known):
         order = {layer: number for number, layer in enumerate(shown)}
@@ -94,6 +91,33 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
         place = f"{path}/{child.name}" if path else child.name
         yield place, child
         yield from _walk(child, place)
+
+
+def _attends_by_itself(layer: keras.Layer) -> bool:
+    """Whether a layer computes attention that no hook reaches, as far as names and code tell.
+
+    One named for attention does, unless it leaves that to layers inside, and so does one whose code
+    names an operation for attention, or a softmax if it is named for attention itself.
+    """
+    named = _is_attention_by_name(layer)
+    if named and not any(
+        _is_attention_by_name(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
+        for _, inner in _walk(layer, "")
+    ):
+        return True
+    reads = _names_in_code(type(layer))
+    return any("dot_product_attention" in name for name in reads) or (named and "softmax" in reads)
+
+
+def _names_in_code(cls: type) -> set[str]:
+    """What the methods of a class, and of those it is made from up to Keras' own, refer to."""
+    names: set[str] = set()
+    for part in cls.__mro__:
+        if part.__module__.split(".")[0] == "keras":
+            break
+        for value in vars(part).values():
+            names.update(getattr(getattr(value, "__code__", None), "co_names", ()))
+    return names
 
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:

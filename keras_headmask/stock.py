@@ -50,7 +50,8 @@ class Stock:
 
     def seen_through(self, model: keras.Model) -> keras.Model:
         """The stock model, with the parts that the masked `model` has now."""
-        parts = {k: v for k, v in vars(model).items() if k not in self._own}
+        own = self._own | {"get_config"}  # the masked one's, where a masked model holds it
+        parts = {k: v for k, v in vars(model).items() if k not in own}
         vars(self._model).update(parts | self.graph)
         return self._model
 

@@ -124,6 +124,49 @@ def test_attention_that_no_rule_reaches_is_told(attend, told):
         hm.apply_head_masks(model, CHUNK)
 
 
+class AttentionWithMore(layers.Layer):
+    """Attention of Keras', and some that it computes itself beside it."""
+
+    def __init__(self, operation, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.MultiHeadAttention(2, 4)
+        self.operation = operation
+
+    def call(self, x):
+        return self.inner(x, x) + getattr(self, self.operation)(x)
+
+    def of_scores(self, x):
+        return keras.ops.softmax(x @ keras.ops.swapaxes(x, 1, 2)) @ x
+
+
+class Mixer(AttentionWithMore):
+    def of_an_operation(self, x):
+        x = x[:, :, None]
+        return keras.ops.dot_product_attention(x, x, x)[:, :, 0]
+
+
+class Wraps(layers.Layer):
+    """A softmax that is no attention's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.MultiHeadAttention(2, 4, name="inner")
+
+    def call(self, x):
+        return self.inner(x, x) * keras.ops.softmax(x)
+
+
+def test_attention_beside_that_of_an_inner_layer_is_told():
+    x = keras.Input((7, 8))
+    for layer in (AttentionWithMore("of_scores"), Mixer("of_an_operation")):
+        model = keras.Model(x, layer(x))
+        with pytest.raises(ValueError, match=f"{type(layer).__name__}.*cannot be reached"):
+            hm.apply_head_masks(model, CHUNK)
+        masked = hm.apply_head_masks(model, CHUNK, layers="/multi_head", copy=False)
+        assert len(masked.mask_specs) == 1
+    assert hm.apply_head_masks(keras.Model(x, Wraps()(x)), CHUNK, copy=False).mask_specs
+
+
 def test_self_and_cross_are_told_by_where_the_tensors_come_from():
     """Positions added to the query alone, a norm applied twice: still the same sequence."""
     x, memory = keras.Input((7, 8), name="x"), keras.Input((7, 8), name="memory")

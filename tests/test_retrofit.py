@@ -769,8 +769,8 @@ def test_compiled_by_xla():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("where", ["block", "attention"])
-def test_rematerialised_layers_find_the_rule_again(where):
+@pytest.mark.parametrize(("where", "copy"), [("block", True), ("attention", False)])
+def test_rematerialised_layers_find_the_rule_again(where, copy):
     """Gradients are those of plain training: the second run has the same rule."""
 
     def trained(remat):
@@ -781,8 +781,10 @@ def test_rematerialised_layers_find_the_rule_again(where):
             ids = keras.Input((7,), dtype="int32", name="token_ids")
             x = block(layers.Embedding(12, 8)(ids))
         model = hm.apply_head_masks(
-            keras.Model(ids, x), hm.PerHead({0: hm.SameSentence(9)}, default=CHUNK), copy=False
+            keras.Model(ids, x), hm.PerHead({0: hm.SameSentence(9)}, default=CHUNK), copy=copy
         )
+        for layer in (model.get_layer("block"), model.get_layer("block").attention):
+            assert getattr(layer._remat_mode, "mode", None) == mode  # in a copy, too
         model.compile(
             keras.optimizers.SGD(0.1), "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False
         )

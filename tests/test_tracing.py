@@ -139,8 +139,7 @@ def kinds(model):
     return [(entry.path, entry.kind) for entry in find_attention(model).known]
 
 
-@pytest.mark.parametrize("dtype_policy", ["float32", "mixed_bfloat16"], indirect=True)
-def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention(dtype_policy):
+def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():
     model = two_inputs(Decoder(name="one"), Decoder(name="two"))
     found = [("one/b", "self"), ("one/a", "cross"), ("two/b", "self"), ("two/a", "cross")]
     assert kinds(model) == found
@@ -153,6 +152,13 @@ def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention(dtype_policy)
     moved[1][:, 6] += 1.0
     felt = abs(numpy(masked(moved)) - numpy(masked(given)))
     assert felt[:, 0].max() > 1e-4  # the memory is seen from anywhere
+
+
+@pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16"], indirect=True)
+def test_tensors_that_are_cast_on_the_way(dtype_policy):
+    """Each argument by itself: one tensor becomes two."""
+    model = two_inputs(Decoder(name="one"))
+    assert kinds(model) == [("one/b", "self"), ("one/a", "cross")]
 
 
 def test_composite_layers_in_each_other_and_shared():

@@ -5,7 +5,8 @@ model, and the rules, which are applied again when it is loaded.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -14,23 +15,22 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for 
 
 from keras_headmask import hooks, stock
 from keras_headmask.binding import Plan
-from keras_headmask.layer_rules import LayerRule, Rules, new_inputs, rules_of_layers
-from keras_headmask.selectors import Found, find_attention
+from keras_headmask.layer_rules import LayerRule, new_inputs
+from keras_headmask.selectors import find_attention
 from keras_headmask.specs import MaskSpec
 
 
-def masked(model: keras.Model, rules: Rules) -> keras.Model:
+def masked(model: keras.Model, rules: list[LayerRule]) -> keras.Model:
     """`model` itself, a stock one of ours alone, under `rules`."""
-    layer_rules = rules_of_layers(model, rules, find_attention(model))
-    plan = Plan(model.name, layer_rules)
+    plan = Plan(model.name, rules)
     vars(model).update(_head_masks=plan, _stock=stock.Stock(model))
-    if new := new_inputs(model, layer_rules):
+    if new := new_inputs(model, rules):
         stock.add_inputs(model, new)
     hooks.install(plan, model)
     for name in ("train_function", "test_function", "predict_function", "generate_function"):
         if getattr(model, name, None) is not None:
             vars(model)[name] = None  # compiled without the rule
-    if keras.backend.backend() == "tensorflow" and any(r.restricts for r in layer_rules):
+    if keras.backend.backend() == "tensorflow" and any(rule.restricts for rule in rules):
         # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
         vars(model)["supports_jit"] = False
     object.__setattr__(model, "__class__", _masked_class(type(model)))
@@ -133,15 +133,15 @@ class HeadMasked:
     def get_config(self) -> dict[str, Any]:
         if _is_part_of_a_preset():
             self.save_to_preset()
-        rules = {rule.entry.place: rule for rule in self._head_masks.rules.values()}
-        return {"model": _stock_config(self), "mask_specs": _rules_config(rules)}
+        rules = _rules_config(self._head_masks.rules.values())
+        return {"model": _stock_config(self), "mask_specs": rules}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
         model = keras.saving.deserialize_keras_object(
             config["model"], custom_objects=custom_objects
         )
-        return masked(model, _rules_from_config(config["mask_specs"], find_attention(model)))
+        return masked(model, _rules_from_config(config["mask_specs"], model))
 
     def __reduce__(self) -> Any:
         _, arguments = super().__reduce__()
@@ -270,30 +270,37 @@ def _masked_class(cls: type) -> type:
 # --- Rules in files ------------------------------------------------------------------------------
 
 
-def _rules_config(rules: Mapping[int, LayerRule]) -> list[dict[str, Any]]:
-    """JSON: each rule with the places of its layers."""
-    layers: dict[tuple[MaskSpec, bool], list[int]] = {}
-    for place, rule in sorted(rules.items()):
-        layers.setdefault((rule.spec, rule.replaces), []).append(place)
-    return [
-        {"layers": places, "spec": spec.get_config()} | ({"replaces": True} if replaces else {})
-        for (spec, replaces), places in layers.items()
-    ]
+def _rules_config(rules: Iterable[LayerRule]) -> list[dict[str, Any]]:
+    """JSON: each rule with the places of its layers, and the inputs of the model that it reads."""
+    parts: dict[str, tuple[dict[str, Any], list[int]]] = {}
+    for rule in sorted(rules, key=lambda rule: rule.entry.place):
+        part: dict[str, Any] = {"spec": rule.spec.get_config()}
+        if rule.sources:
+            part["inputs"] = dict(rule.sources)
+        if rule.replaces:
+            part["replaces"] = True
+        _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
+        places.append(rule.entry.place)
+    return [{"layers": places} | part for part, places in parts.values()]
 
 
-def _rules_from_config(config: Any, found: Found) -> Rules:
-    numbers = {entry.place: i for i, entry in enumerate(found.known)}
-    rules: Rules = {}
+def _rules_from_config(config: Any, model: keras.Model) -> list[LayerRule]:
+    known = find_attention(model).known
+    by_place = {entry.place: entry for entry in known}
+    rules: dict[int, LayerRule] = {}
     for part in config:
+        inputs = part.get("inputs", {}).items()
+        sources = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in inputs}
         for place in part["layers"]:
-            if place not in numbers:
+            if place not in by_place:
                 raise ValueError(
                     f"The saved rules name attention layer {place}, but the model has "
-                    f"{len(found.known)}. Was it saved with another version of its code?"
+                    f"{len(known)}. Was it saved with another version of its code?"
                 )
             spec = MaskSpec.from_config(part["spec"])
-            rules[numbers[place]] = spec, part.get("replaces", False)
-    return dict(sorted(rules.items()))
+            replaces = part.get("replaces", False)
+            rules[place] = LayerRule(by_place[place], spec, sources, replaces)
+    return [rules[entry.place] for entry in known if entry.place in rules]
 
 
 # The name under which masked models of any class are filed; known before the first one is made.

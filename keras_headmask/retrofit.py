@@ -38,6 +38,9 @@ def apply_head_masks(
     cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
     `encoder_x` if the model has them, and else gets `query_x` and `key_x`.
 
+    One limit: a layer that computes attention of its own beside an attention layer inside it is
+    found by what its code names, a softmax or `dot_product_attention`. Else that part escapes.
+
     Args:
         model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a
             subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
@@ -47,7 +50,7 @@ def apply_head_masks(
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, the one way to name cross-attention; a tuple or list of
-            those.
+            those. Self and cross, and the order, are told by how the model calls its layers.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             weights stay in place and `model` is used up: what it was is now the result.
@@ -59,7 +62,8 @@ def apply_head_masks(
     Raises:
         TypeError: for a model without a graph, or a spec or selector that is none.
         ValueError: for a selector that names no layer, an attention class whose masks cannot be
-            reached, a layer with two rules, or a head that `mask_spec` names and a layer lacks.
+            reached, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
+            layer of which it cannot be told whether it is self-attention, unless a regex names it.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
             rule.
 
@@ -94,7 +98,7 @@ def apply_head_masks(
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)
-    return masked(model, rules)
+    return masked(model, rules_of_layers(model, rules, find_attention(model)))
 
 
 def _check_model(model: Any) -> None:

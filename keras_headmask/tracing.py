@@ -20,6 +20,8 @@ ALIKE = "made of the same inputs"
 OTHER = "made of other inputs"
 UNKNOWN = "two tensors whose origin is out of sight"
 
+_ONE_AT_A_TIME = threading.RLock()  # a trace hooks the model's layers for a while
+
 
 class Call(NamedTuple):
     layer: keras.Layer
@@ -31,11 +33,12 @@ def attention_calls(model: keras.Model) -> list[Call]:
 
     A model that cannot be run on symbolic tensors gives those that its graph shows.
     """
-    for size in _SIZES:
-        try:
-            return _Trace(model).run(size)
-        except Exception:  # whatever a layer raises at this size
-            continue
+    with _ONE_AT_A_TIME:
+        for size in _SIZES:
+            try:
+                return _Trace(model).run(size)
+            except Exception:  # whatever a layer raises at this size
+                continue
     return _Trace(model).read_graphs()
 
 

@@ -84,7 +84,7 @@ COVERED = [
             Leak("encoder_token_ids", (slice(None), 1), "encoder_sequence_output", slice(4, 8)),
             Leak("decoder_token_ids", (slice(None), 1), "decoder_sequence_output", slice(4, 8)),
         ),
-        "encoder, decoder; cross-attention by name",
+        "encoder, decoder; cross-attention by name; `generate()`",
     ),
     Covered(
         "WhisperBackbone",

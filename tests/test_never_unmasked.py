@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
-from test_retrofit import CHUNK, TOKENS, leak, one_layer, stack
+from small_models import CHUNK, TOKENS, leak, one_layer, stack
 
 import keras_headmask as hm
 
@@ -238,3 +238,76 @@ def test_keras_hub_still_finds_its_own_classes(tmp_path):
         str(tmp_path), preprocessor=None, num_classes=2
     )
     assert type(loaded) is keras_hub.models.BertTextClassifier
+
+
+def test_a_layer_or_a_part_outside_its_model():
+    masked = hm.apply_head_masks(stack(2), CHUNK)
+    block = masked.get_layer("block_1")
+    part = keras.Model(masked.input, masked.get_layer("block_0").output)
+    for run in (
+        lambda: block(normal(1, 4, 8)),
+        lambda: part(TOKENS),
+        lambda: part.predict(TOKENS, verbose=0),
+    ):
+        with pytest.raises(Exception, match=r"'block_\d/.*\(MultiHeadAttention\) obeys a rule"):
+            run()
+    assert part.output.shape == (None, None, 8)
+
+
+def test_clone_model_refuses_and_config_clones():
+    masked = hm.apply_head_masks(stack(2), CHUNK)
+    with pytest.raises(RuntimeError, match=r"`clone_model` would drop the rule"):
+        keras.models.clone_model(masked)
+    clone = masked.from_config(masked.get_config())
+    assert clone.mask_specs == masked.mask_specs
+    clone.set_weights(masked.get_weights())
+    np.testing.assert_array_equal(numpy(clone(TOKENS)), numpy(masked(TOKENS)))
+    outer = keras.Model(masked.input, layers.Dense(2)(masked.output))
+    clone = keras.models.clone_model(keras.Model(x := keras.Input((None,)), masked(x)))
+    assert clone.layers[-1].mask_specs == masked.mask_specs
+    with pytest.raises(RuntimeError, match="ran outside it"):
+        outer(TOKENS)
+
+
+def test_a_rule_that_no_layer_used():
+    @keras.saving.register_keras_serializable("test_never_unmasked")
+    class Bypass(layers.MultiHeadAttention):
+        def call(self, query, value, key=None):
+            return self.hidden_way(query, value)
+
+        def hidden_way(self, query, value):
+            return query
+
+    @keras.saving.register_keras_serializable("test_never_unmasked")
+    class HidesIt(Bypass):
+        def call(self, query, value, key=None):
+            return super().call(query, value)
+
+    x = keras.Input((7, 8))
+    with pytest.raises(ValueError, match=r"\(Bypass\) is of a class whose masks cannot be"):
+        hm.apply_head_masks(keras.Model(x, Bypass(4, 3)(x, x)), CHUNK)
+    masked = hm.apply_head_masks(keras.Model(x, HidesIt(4, 3)(x, x)), CHUNK)
+    with pytest.raises(RuntimeError, match=r"\(HidesIt\) was not used in this forward"):
+        masked(normal(2, 7, 8))
+
+
+@pytest.mark.parametrize(
+    "attention", [layers.GroupQueryAttention(3, 4, 2, name="g"), layers.Attention(name="g")]
+)
+def test_an_attention_class_we_do_not_know(attention):
+    x = keras.Input((7, 8))
+    y = attention(x, x) if "Group" in type(attention).__name__ else attention([x, x])
+    model = keras.Model(x, layers.MultiHeadAttention(4, 3, name="known")(y, y))
+    name = type(attention).__name__
+    with pytest.raises(ValueError, match=rf"'g' \({name}\).*name the others in `layers`: 'known'"):
+        hm.apply_head_masks(model, CHUNK)
+    with pytest.raises(ValueError, match=rf"'g' \({name}\), which 'g' names"):
+        hm.apply_head_masks(model, CHUNK, layers="g")
+    assert list(hm.apply_head_masks(model, CHUNK, layers="known").mask_specs) == ["known"]
+
+
+def test_several_attention_axes_are_refused():
+    x = keras.Input((4, 4, 8))
+    model = keras.Model(x, layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))(x, x))
+    with pytest.raises(ValueError, match="attends over several axes"):
+        hm.apply_head_masks(model, CHUNK)(normal(1, 4, 4, 8))

@@ -1,0 +1,125 @@
+"""Which layers a selector names, and what is told of them."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from contract import by_hand, normal, numpy
+from keras import layers
+from oracle import mask as mask_by_loops
+from small_models import CHUNK, PARTS
+
+import keras_headmask as hm
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Two self-attentions and, between them, attention to another sequence."""
+    q = keras.Input((7, 8), name="q")
+    v = keras.Input((5, 8), name="v")
+    x = layers.MultiHeadAttention(4, 3, name="first")(q, q)
+    x = layers.MultiHeadAttention(4, 3, name="looks_over")(x, value=v)
+    x = layers.MultiHeadAttention(4, 3, name="last")(x, x)
+    return keras.Model([q, v], x, name="decoder")
+
+
+@pytest.mark.parametrize(
+    ("selector", "paths"),
+    [
+        (None, ["first", "last"]),
+        (1, ["last"]),
+        (np.int64(0), ["first"]),
+        ("1", ["last"]),
+        ("0-1", ["first", "last"]),
+        ("0,1", ["first", "last"]),
+        ((0, "las"), ["first", "last"]),
+        ([0, "0-1"], ["first", "last"]),
+        ("looks", ["looks_over"]),
+        ("^(first|looks_over)$", ["first", "looks_over"]),
+    ],
+)
+def test_selectors(decoder, selector, paths):
+    assert list(hm.apply_head_masks(decoder, CHUNK, layers=selector).mask_specs) == paths
+
+
+@pytest.mark.parametrize(
+    ("selector", "error", "told"),
+    [
+        (2, ValueError, r"no self-attention layer 2: the model has 2"),
+        (-1, ValueError, r"no self-attention layer -1"),
+        ("1-2", ValueError, r"no self-attention layer 2"),
+        ("1-0", ValueError, r"runs backwards"),
+        ("second", ValueError, r"No attention layer's path matches 'second'. Paths: 'first'"),
+        ("(", ValueError, r"`layers` is no regex"),
+        ((), ValueError, r"\(\) names no layer"),
+        (True, TypeError, r"Layers are named by .* Received: True"),
+        (0.0, TypeError, r"Layers are named by .* Received: 0.0"),
+    ],
+)
+def test_selectors_that_name_nothing(decoder, selector, error, told):
+    with pytest.raises(error, match=told):
+        hm.apply_head_masks(decoder, CHUNK, layers=selector)
+
+
+def test_rules_by_layer(decoder):
+    a, b = hm.Window(1, 1), hm.PerHead({3: CHUNK})
+    masked = hm.apply_head_masks(decoder, {0: a, "looks": b.get_config(), (1,): b})
+    assert masked.mask_specs == {"first": a, "looks_over": b, "last": b}
+    with pytest.raises(ValueError, match=r"'last' \(MultiHeadAttention\) has two rules"):
+        hm.apply_head_masks(decoder, {"0-1": a, 1: b})
+    with pytest.raises(ValueError, match="say the same twice"):
+        hm.apply_head_masks(decoder, {0: a}, layers=0)
+    with pytest.raises(ValueError, match="empty mapping"):
+        hm.apply_head_masks(decoder, {})
+    with pytest.raises(TypeError, match="must be a mask spec"):
+        hm.apply_head_masks(decoder, np.ones((7, 7), bool))
+    with pytest.raises(ValueError, match=r"In the attention layer 'first'.*names head 4"):
+        hm.apply_head_masks(decoder, hm.PerHead({4: a}))
+    for config in (a.get_config(), json.dumps(a.get_config())):
+        assert set(hm.apply_head_masks(decoder, config).mask_specs.values()) == {a}
+
+
+def test_cross_attention_reads_a_pair(decoder):
+    rule = hm.SameSegment("ids") & hm.KeyFlag("open")
+    masked = hm.apply_head_masks(decoder, rule, layers="looks")
+    assert [x.name for x in masked.inputs] == ["q", "v", "key_ids", "open", "query_ids"]
+    given = {"q": normal(2, 7, 8), "v": normal(2, 5, 8, seed=1)}
+    ids = {"query_ids": PARTS, "key_ids": PARTS[:, 1:6], "open": np.array([[1, 1, 0, 1, 1]] * 2)}
+    got = numpy(masked(given | ids))
+    first, over, last = (decoder.get_layer(name) for name in ("first", "looks_over", "last"))
+    x = by_hand(first, given["q"])[0]
+    pairs = {"ids": (PARTS, PARTS[:, 1:6]), "open": (None, ids["open"])}
+    x = by_hand(over, x, given["v"], mask=mask_by_loops(rule, 2, 4, 7, 5, pairs))[0]
+    np.testing.assert_allclose(got, by_hand(last, x)[0], atol=2e-5)
+
+
+def test_layers_of_one_name_are_told_apart():
+    @keras.saving.register_keras_serializable("test_selectors")
+    class Twins(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.twins = [layers.MultiHeadAttention(4, 3, name="twin") for _ in range(2)]
+
+        def build(self, shape):
+            for layer in self.twins:
+                layer.build(shape, shape)
+
+        def call(self, x):
+            return self.twins[1](y := self.twins[0](x, x), y)
+
+    x = keras.Input((7, 8))
+    masked = hm.apply_head_masks(keras.Model(x, Twins(name="pair")(x)), {0: CHUNK, 1: hm.Full()})
+    assert masked.mask_specs == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
+
+
+def test_the_report(decoder):
+    lines = []
+    hm.apply_head_masks(decoder, hm.PerHead({0: CHUNK}), layers=1).summary_masks(lines.append)
+    assert [line.split()[:6] for line in lines] == [
+        ["0", "first", "MultiHeadAttention", "4", "heads", "self"],
+        ["-", "looks_over", "MultiHeadAttention", "4", "heads", "cross"],
+        ["1", "last", "MultiHeadAttention", "4", "heads", "self"],
+    ]
+    assert lines[0].endswith("None")
+    assert lines[2].endswith("PerHead({0: Chunk(3)})")

@@ -158,9 +158,12 @@ class HeadMasked:
 def _is_part_of_a_preset() -> bool:
     """Whether a KerasHub task, unmasked itself, is being saved: it tells no model what for."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name != "save_to_preset":
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "save_to_preset" and module.startswith("keras_hub."):
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:
@@ -219,7 +222,12 @@ class _HeadMaskedTranslator(HeadMasked):
         given = inspect.signature(super().call_decoder_with_cache).bind(*args, **kwargs).arguments
         # The place of the first query, which looks at whole sequences: its own, and the encoder's.
         offset = given.get("self_attention_cache_update_index")
-        with self._head_masks.bound({}, 0 if offset is None else offset, whole=False):
+        if offset is None:
+            raise ValueError(
+                f"The rule of the model '{self.name}' needs the place of the first token: pass "
+                "`self_attention_cache_update_index`."
+            )
+        with self._head_masks.bound({}, offset, whole=False):
             return super().call_decoder_with_cache(*args, **kwargs)
 
 

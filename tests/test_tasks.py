@@ -89,6 +89,11 @@ def test_a_preset_is_refused_with_the_way_out(tmp_path):
         with pytest.raises(NotImplementedError, match=r"`model.unmasked\(\)` as a preset"):
             model.save_to_preset(str(tmp_path))
     assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+    def save_to_preset():  # of a name that is not KerasHub's alone
+        return masked.get_config()
+
+    assert save_to_preset() == masked.get_config()
     hm.apply_head_masks(bert(), hm.Chunk(4)).unmasked().save_to_preset(str(tmp_path / "preset"))
     again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))
     out = hm.apply_head_masks(again, hm.Full())(features())["sequence_output"]
@@ -324,6 +329,8 @@ def test_each_step_of_a_translation_has_its_place(bart):
         token = ids[:, position : position + 1]
         logits, *_ = masked.call_decoder_with_cache(encoded, padding, token, own, index, cross)
         np.testing.assert_allclose(numpy(logits)[:, 0], whole[:, position], atol=5e-5)
+    with pytest.raises(ValueError, match="needs the place of the first token"):
+        masked.call_decoder_with_cache(encoded, padding, token, own, None, cross)
 
 
 def test_translation_that_could_not_hold_the_rule_is_refused(bart):

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-_BATCH, _SIZES = 2, (8, 64, 256)  # in place of unknown dimensions: the first that the model takes
+# In place of unknown dimensions. 83 is what Keras itself puts there; layers may be built for it.
+_BATCH, _SIZES = 2, (83, 8, 256)
 
 # What a call shows of its query and its value or key.
 SAME = "same tensor"
@@ -33,13 +34,22 @@ def attention_calls(model: keras.Model) -> list[Call]:
 
     A model that cannot be run on symbolic tensors gives those that its graph shows.
     """
+    best: list[Call] | None = None
     with _ONE_AT_A_TIME:
         for size in _SIZES:
             try:
-                return _Trace(model).run(size)
+                calls = _Trace(model).run(size)
             except Exception:  # whatever a layer raises at this size
                 continue
-    return _Trace(model).read_graphs()
+            if best is None or _unseen(calls) < _unseen(best):
+                best = calls
+            if not _unseen(best):
+                break
+    return _Trace(model).read_graphs() if best is None else best
+
+
+def _unseen(calls: list[Call]) -> int:
+    return sum(call.shows in (UNKNOWN, None) for call in calls)
 
 
 class _Trace:

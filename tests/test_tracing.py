@@ -236,12 +236,41 @@ def test_a_body_that_shows_nothing_at_all_is_read_by_names():
     assert kinds(two_inputs(Closed(name="one"))) == found
 
 
-def test_lengths_that_the_model_can_take():
-    """A convolution over more steps than the first length that is tried has."""
+class UpTo16(Decoder):
+    def call(self, x, memory):
+        if x.shape[1] is not None and x.shape[1] > 16:
+            raise ValueError("too long")
+        return super().call(x, memory)
+
+
+@pytest.mark.parametrize(("block", "kernel"), [(UpTo16, 1), (Decoder, 100)])
+def test_lengths_that_the_model_can_take(block, kernel):
+    """Some take no long ones; a convolution over many steps takes no short ones."""
     x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
-    y = layers.Conv1D(8, 20)(x)
-    model = keras.Model([x, memory], Decoder(name="one")(y, memory))
+    y = layers.Conv1D(8, kernel)(x)
+    model = keras.Model([x, memory], block(name="one")(y, memory))
     assert kinds(model) == [("one/b", "self"), ("one/a", "cross")]
+
+
+def test_layers_that_were_built_for_the_length_that_keras_puts_in():
+    """PyTorch's backend builds what a body holds at the length with which it tries the body."""
+
+    class BuildsInside(Composite):
+        names = ("a", "b")
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.Sequential([layers.Dense(8)])
+
+        def build(self, x_shape, memory_shape):
+            super().build(x_shape)
+
+        def call(self, x, memory):
+            return self.dense(self.b(x, self.a(x, memory)))
+
+        compute_output_shape = layers.Layer.compute_output_shape
+
+    assert kinds(two_inputs(BuildsInside(name="one"))) == [("one/a", "cross"), ("one/b", "self")]
 
 
 def test_a_model_that_takes_no_known_lengths_is_read_by_its_graph():

@@ -31,6 +31,7 @@ from keras_headmask.masks import (
 )
 from keras_headmask.per_head import PerHead
 from keras_headmask.retrofit import apply_head_masks
+from keras_headmask.serving import write_serving_config
 from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec
 
 __version__ = "0.1.0"
@@ -68,4 +69,5 @@ __all__ = [
     "recipes",
     "register_spec",
     "to_additive",
+    "write_serving_config",
 ]

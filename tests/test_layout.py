@@ -63,6 +63,12 @@ ARROWS = {
         "specs",
     },
     "drawing": {"evaluation", "per_head", "specs"},
+    "saved_versions": set(),
+    "serving": {"saved_versions"},
+    "predict_requests": set(),
+    "served_versions": {"predict_requests", "saved_versions"},
+    "kserve_app": {"predict_requests"},
+    "server": {"kserve_app", "served_versions", "serving"},
 }
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 

@@ -1,0 +1,119 @@
+"""A development server: a base path of SavedModel versions over HTTP, on KServe's SDK.
+
+    pip install "keras-headmask[server]"
+    python -m keras_headmask.server saved_models/bert --name bert
+
+It speaks the REST dialect of TensorFlow Serving, `POST /v1/models/<name>:predict`, and KServe's V2,
+`POST /v2/models/<name>/infer`. It takes up new versions without dropping requests, answers a bad
+request with 400 and the rule it breaks, and keeps metrics for Prometheus at `/metrics`. It does not
+batch, and has neither TLS nor users: for production there is TensorFlow Serving.
+"""
+
+import argparse
+import functools
+import pathlib
+import signal
+import sys
+
+from keras_headmask.served_versions import ServedVersions
+from keras_headmask.serving import check_model_name
+
+_MIB = 2**20
+
+
+def serve(
+    base_path,
+    *,
+    name=None,
+    host="127.0.0.1",
+    port=8501,
+    poll_seconds=1.0,
+    max_request_bytes=64 * _MIB,
+    grace_seconds=30,
+):
+    """Serve `base_path` until SIGTERM or SIGINT, then finish the requests under way and return.
+
+    Args:
+        base_path: the folder that holds `<integer>/` versions, one at least.
+        name: the model's name in URLs; by default the folder's.
+        host: the address to listen on. On anything but loopback, whoever can reach it may ask.
+        port: the port to listen on; 0 takes a free one, which is printed.
+        poll_seconds: how often to look for a new version.
+        max_request_bytes: a larger request is answered with 413.
+        grace_seconds: how long requests under way may take after the signal.
+
+    Raises:
+        ImportError: the extra `server` is not installed.
+        FileNotFoundError: `base_path` is no folder of versions.
+        ValueError: no version loads, or a value is out of its range.
+    """
+    name = check_model_name(pathlib.Path(base_path).resolve().name if name is None else name)
+    for key, value in (
+        ("poll_seconds", poll_seconds),
+        ("max_request_bytes", max_request_bytes),
+        ("grace_seconds", grace_seconds),
+    ):
+        if not value > 0:
+            raise ValueError(f"`{key}` must be positive. Received: {value!r}")
+    create_app, uvicorn = _import_extra()
+
+    report = functools.partial(print, flush=True)
+    versions = ServedVersions(base_path, report)
+    config = uvicorn.Config(
+        create_app(versions, name, max_request_bytes),
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=grace_seconds,
+    )
+    socket = config.bind_socket()
+    # uvicorn acts on these and then raises them again, which would end the process with an error.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    versions.watch(poll_seconds)
+    socket.listen()  # from here on clients wait where they were refused before
+    address = f"[{host}]" if ":" in host else host
+    report(f"Listening on http://{address}:{socket.getsockname()[1]}/v1/models/{name}")
+    uvicorn.Server(config).run(sockets=[socket])
+    versions.close()
+    report("Stopped")
+
+
+def _import_extra():
+    arguments, sys.argv[1:] = sys.argv[1:], []  # KServe parses them when it is imported
+    try:
+        import uvicorn
+
+        from keras_headmask.kserve_app import create_app
+    except ImportError as error:
+        raise ImportError(
+            f"The development server needs KServe's SDK. Install it with `pip install "
+            f'"keras-headmask[server]"`. ({error})'
+        ) from error
+    finally:
+        sys.argv[1:] = arguments
+    return create_app, uvicorn
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m keras_headmask.server",
+        description="Serve the newest version under a base path, for development.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("base_path", help="the folder that holds <integer>/ versions")
+    parser.add_argument("--name", help="the model's name in URLs (default: the folder's)")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--port", default=8501, type=int, help="0 takes a free one")
+    parser.add_argument("--poll-seconds", default=1.0, type=float, help="between looks")
+    parser.add_argument("--max-request-bytes", default=64 * _MIB, type=int, help="413 above")
+    parser.add_argument("--grace-seconds", default=30, type=int, help="to finish after SIGTERM")
+    args = vars(parser.parse_args(argv))
+    try:
+        serve(args.pop("base_path"), **args)
+    except (ImportError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

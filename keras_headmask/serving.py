@@ -1,0 +1,222 @@
+"""The text files with which TensorFlow Serving takes up a base path of versions."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import tempfile
+
+from keras_headmask.saved_versions import read_signatures, version_folders
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
+PADDED = "serve_padded"  # the signature that is told how long each row really is
+
+_ALIKE = """\
+# Requests of different lengths are never batched together: one that differs from its batch is
+# answered with an error (FAILED_PRECONDITION). Clients pad to a few agreed lengths, or call
+# `serve_padded` of a server whose file says `pad_variable_length_inputs: true`."""
+_PADDED = """\
+# Requests of different lengths are padded, ALL inputs of ALL signatures, each with its own FIRST
+# element: padding of a mask that begins with `true` is attended to, and the answer is wrong with
+# status OK. So clients must call `serve_padded` with the real `lengths`, and cut their answers to
+# those; `serving_default` only for requests of one and the same length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingConfig:
+    """What `write_serving_config` wrote: two paths, and the flags for `tensorflow_model_server`."""
+
+    models: pathlib.Path
+    batching: pathlib.Path
+    flags: tuple
+
+
+def write_serving_config(
+    base_path,
+    *,
+    name=None,
+    served_path=None,
+    max_batch_size=32,
+    allowed_batch_sizes=(),
+    batch_timeout_micros=2000,
+    num_batch_threads=None,
+    max_enqueued_batches=100,
+    pad_variable_length_inputs=False,
+    folder=None,
+):
+    """Write `models.config` and `batching.txt` for TensorFlow Serving.
+
+    Each file is written whole or not at all; one that is there is replaced.
+
+    `pad_variable_length_inputs=True` makes the server batch requests of different lengths. It pads
+    every input with that input's FIRST element, so a mask that begins with `True` lets padding in,
+    and answers are wrong with status OK. Only a signature that is told the real lengths stands
+    that: so the newest version must have `serve_padded` with `lengths: int32 (batch,)`, and clients
+    must call it. Without padding, a request whose length differs from its batch's gets an error.
+
+    Args:
+        base_path: the folder that holds `<integer>/` versions, one at least.
+        name: the model's name in URLs; by default the folder's.
+        served_path: `base_path` as the server sees it (`/models/bert` in a container), absolute;
+            by default where it is here.
+        max_batch_size: rows in a batch; a request of more is refused by the server.
+        allowed_batch_sizes: batches are filled up to one of these: rising, the last one equal to
+            `max_batch_size`. Empty: any size.
+        batch_timeout_micros: how long a request waits for others, in microseconds.
+        num_batch_threads: batches computed at once; by default the number of CPUs here.
+        max_enqueued_batches: batches that may wait before requests are refused.
+        pad_variable_length_inputs: see above.
+        folder: where the files go, by default `base_path` (the server passes over names that are
+            no integers).
+
+    Returns:
+        `ServingConfig(models, batching, flags)`: the two paths, and the flags for the server, with
+        paths as it sees them.
+
+    Raises:
+        FileNotFoundError: `base_path` is no folder, or has no version.
+        ValueError: a value is out of its range; the newest version cannot be read; padding without
+            a fit `serve_padded`.
+
+    >>> import pathlib, tempfile, keras
+    >>> base = pathlib.Path(tempfile.mkdtemp()) / "bert"
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.export(base / "1", verbose=False)
+    >>> config = write_serving_config(base, served_path="/models/bert", max_batch_size=8)
+    >>> config.flags[0]
+    '--model_config_file=/models/bert/models.config'
+    >>> print(config.models.read_text())
+    model_config_list {
+      config {
+        name: "bert"
+        base_path: "/models/bert"
+        model_platform: "tensorflow"
+      }
+    }
+    <BLANKLINE>
+    """
+    base = pathlib.Path(base_path)
+    versions = version_folders(base)
+    if not versions:
+        raise FileNotFoundError(
+            f"{str(base)!r} holds no version. Export one first: `model.export(base_path + '/1')`."
+        )
+    name = check_model_name(base.resolve().name if name is None else name)
+    served_path = _absolute_path(base.resolve() if served_path is None else served_path)
+    numbers = {
+        "max_batch_size": max_batch_size,
+        "batch_timeout_micros": batch_timeout_micros,
+        "num_batch_threads": os.cpu_count() if num_batch_threads is None else num_batch_threads,
+        "max_enqueued_batches": max_enqueued_batches,
+    }
+    for key, value in numbers.items():
+        least = 0 if key == "batch_timeout_micros" else 1
+        if type(value) is not int or value < least:
+            raise ValueError(f"`{key}` must be an integer of at least {least}. Received: {value!r}")
+    sizes = list(allowed_batch_sizes)
+    if any(type(size) is not int or size < 1 for size in sizes) or sizes != sorted(set(sizes)):
+        raise ValueError(
+            f"`allowed_batch_sizes` must be integers of at least 1 that rise. Received: {sizes}"
+        )
+    if sizes and sizes[-1] != max_batch_size:
+        raise ValueError(
+            f"The last of `allowed_batch_sizes` must equal `max_batch_size`, or the server does "
+            f"not start. Received: {sizes} and {max_batch_size}."
+        )
+    version, newest = next(iter(versions.items()))
+    signatures = read_signatures(newest)
+    if pad_variable_length_inputs:
+        _check_padded(signatures, version)
+
+    folder = base if folder is None else pathlib.Path(folder)
+    seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
+    models = _write(folder / "models.config", _model_config(name, served_path))
+    batching = _write(
+        folder / "batching.txt", _batching(numbers, sizes, bool(pad_variable_length_inputs))
+    )
+    flags = (
+        f"--model_config_file={seen / models.name}",
+        "--enable_batching=true",
+        f"--batching_parameters_file={seen / batching.name}",
+    )
+    if any(signature.startswith("serve_xla") for signature in signatures):
+        # Else a call of such a signature fails: "XLA compilation disabled".
+        flags += ("--xla_cpu_compilation_enabled=true", "--xla_gpu_compilation_enabled=true")
+    return ServingConfig(models, batching, flags)
+
+
+def check_model_name(name):
+    """`name`, or a ValueError that says what a model's name is made of."""
+    if not (isinstance(name, str) and MODEL_NAME.fullmatch(name)):
+        raise ValueError(
+            f"`name` must be made of letters, digits and `_ . -`, since it stands in URLs. "
+            f"Received: {name!r}"
+        )
+    return name
+
+
+def _absolute_path(path):
+    path = str(path)
+    if not path.startswith("/") or not path.isprintable():
+        raise ValueError(
+            f"`served_path` must be an absolute path of printable characters, where the server "
+            f"finds the versions. Received: {path!r}"
+        )
+    return path.rstrip("/") or "/"
+
+
+def _check_padded(signatures, version):
+    import tensorflow as tf
+
+    lengths = signatures[PADDED].inputs.get("lengths") if PADDED in signatures else None
+    if (
+        lengths is None
+        or lengths.dtype != tf.int32.as_datatype_enum
+        or lengths.tensor_shape.unknown_rank
+        or len(lengths.tensor_shape.dim) != 1
+    ):
+        raise ValueError(
+            f"`pad_variable_length_inputs` needs a signature `{PADDED}` with an input `lengths`, "
+            f"int32 of shape (batch,): the server pads each input with its first element, and "
+            f"where that is a true mask, padding would be attended to. Version {version} has "
+            f"{sorted(signatures)}. Export that signature, or leave padding off and let clients "
+            f"pad to agreed lengths."
+        )
+
+
+def _model_config(name, served_path):
+    from google.protobuf.text_encoding import CEscape
+
+    return f"""\
+model_config_list {{
+  config {{
+    name: "{name}"
+    base_path: "{CEscape(served_path, as_utf8=True)}"
+    model_platform: "tensorflow"
+  }}
+}}
+"""
+
+
+def _batching(numbers, sizes, pad):
+    lines = [f"{key} {{ value: {value} }}" for key, value in numbers.items()]
+    lines += [f"allowed_batch_sizes: {size}" for size in sizes]
+    lines += [_PADDED if pad else _ALIKE]
+    lines += [f"pad_variable_length_inputs: {'true' if pad else 'false'}"]
+    return "\n".join(lines) + "\n"
+
+
+def _write(path, text):
+    """Into a temporary file beside `path`, then renamed: no reader ever sees half a file."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's 0600 would keep a server of another user out
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return path

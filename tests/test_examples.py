@@ -72,3 +72,16 @@ def test_pretrained_bert(tmp_path):
     assert all(0.5 < float(cosine) < 0.9999 for cosine in cosines)
     assert len(rows(run.stdout, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
     check_files(run, tmp_path)
+
+
+@pytest.mark.tensorflow
+def test_serve_bert(tmp_path):
+    pytest.importorskip("keras_hub")
+    pytest.importorskip("kserve")
+    pytest.importorskip("requests")
+    run = run_quick("serve_bert", tmp_path)
+    assert len(re.findall(r"^ +-?\d\.\d{4}  \w.*\.$", run.stdout, re.M)) == 3, run.stdout
+    assert re.search(r"^Version 1, 4 texts of \d+ tokens .* median [\d.]+ ms", run.stdout, re.M)
+    assert "this client imported: none" in run.stdout
+    assert "server: ended with 0" in run.stdout
+    assert (tmp_path / "1" / "saved_model.pb").is_file()

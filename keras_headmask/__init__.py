@@ -4,6 +4,7 @@ from keras_headmask import recipes
 from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
+from keras_headmask.export import ExportReport, export_saved_model
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.leaves import (
     Chunk,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Chunk",
+    "ExportReport",
     "Full",
     "InputType",
     "KeyFlag",
@@ -61,6 +63,7 @@ __all__ = [
     "dense_scope",
     "dot_product_attention",
     "draw",
+    "export_saved_model",
     "from_additive",
     "from_torch",
     "make_mask",

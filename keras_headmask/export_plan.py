@@ -1,0 +1,172 @@
+"""The signatures of one export: decided, traced and written, and held against the model."""
+
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from keras_headmask import export_check, fresh_process, signatures, warmup
+from keras_headmask.interventions import rules_of
+from keras_headmask.position_mixing import what_mixes
+from keras_headmask.samples import Arrays
+from keras_headmask.signatures import LENGTHS, PADDING, Input, Interface
+
+EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
+_DEFAULT = "serving_default"
+_XLA = "serve_xla_"
+
+
+class Plan:
+    """The signatures of one export: their functions and inputs, as they are written and tried."""
+
+    def __init__(
+        self,
+        face: Interface,
+        entries: list[Any],
+        buckets: list[tuple[int, int]],
+        precision: str | None,
+    ):
+        self.face, self.precision = face, precision
+        self.left_out: dict[str, str] = {}
+        self.paths = {entry.path for entry in entries}
+        self.functions: dict[str, Callable] = {_DEFAULT: face.call}
+        self.inputs: dict[str, dict[str, Input]] = {_DEFAULT: dict(face.inputs)}
+        self.traced: dict[str, Any] = {}
+        self.padded_case: export_check.Case | None = None
+        self.tolerance = export_check.tolerance_of(face.model, precision)
+        if entries:
+            self.functions["serve_scores"] = signatures.with_scores(face, entries)
+            self.inputs["serve_scores"] = dict(face.inputs)
+        for bucket in buckets:
+            name = f"{_XLA}{bucket[0]}x{bucket[1]}"
+            self.functions[name] = face.call
+            self.inputs[name] = {
+                key: Input(
+                    (bucket[0], *(bucket[1] if n is None else n for n in x.shape[1:])), x.dtype
+                )
+                for key, x in face.inputs.items()
+            }
+
+    def offer_padded(self, given: Sequence[Arrays]) -> None:
+        """Add `serve_padded`, or the reason why not: by the graph, and by trying it."""
+        face = self.face
+        sequences = [x for x in face.inputs.values() if x.is_sequence]
+        mixes = None if PADDING in face.inputs else what_mixes(face.model)
+        if not sequences:
+            reason = "no input has a length that varies"
+        elif LENGTHS in face.inputs:
+            reason = f"the model has an input named {LENGTHS!r} of its own"
+        elif mixes is not None:
+            reason = f"{mixes}, so that padding would be seen"
+        else:
+            length = max((_length(face, one) for one in given), default=8)
+            self.padded_case, reason = export_check.try_padding(face, length, self.tolerance)
+        if reason is not None:
+            self.left_out["serve_padded"] = reason
+            return
+        self.functions["serve_padded"] = signatures.padded(face)
+        self.inputs["serve_padded"] = face.inputs | {LENGTHS: Input((None,), "int32")}
+
+    def write(self, folder: pathlib.Path) -> dict[str, float]:
+        """Trace each signature and write them all; milliseconds of the two.
+
+        By TensorFlow's own saver: Keras' ExportArchive hands it functions that it traces again.
+        """
+        import tensorflow as tf
+
+        start = time.perf_counter()
+        for name, function in self.functions.items():
+            specs = {
+                key: tf.TensorSpec(x.shape, x.dtype, name=key)
+                for key, x in self.inputs[name].items()
+            }
+            compiled = True if name.startswith(_XLA) else None
+            traced = tf.function(function, autograph=False, jit_compile=compiled)
+            self.traced[name] = traced.get_concrete_function(specs)
+        took = {"trace": milliseconds_since(start)}
+        start = time.perf_counter()
+        root = tf.Module()
+        root.read = _read_by(self.traced.values(), self.face.model)
+        # What is served is never differentiated: traced gradients are most of a graph with rules.
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+        tf.saved_model.save(root, str(folder), signatures=self.traced, options=options)
+        return took | {"write": milliseconds_since(start)}
+
+    def write_warmup(self, folder: pathlib.Path, requests: list[Arrays]) -> int:
+        """Records for the signatures that run anywhere: a failing one fails the whole version."""
+        records = []
+        for given in requests:
+            tensors = export_check.as_tensors(self.face, given)
+            export_check.answer(self.face, given)  # what the model refuses is told here
+            records.append((_DEFAULT, tensors))
+            if "serve_padded" in self.functions:
+                batch, length = len(next(iter(given.values()))), _length(self.face, given)
+                lengths = keras.ops.full((batch,), length, "int32")
+                records.append(("serve_padded", tensors | {LENGTHS: lengths}))
+        return warmup.write(folder / EXTRA, records) if records else 0
+
+    def checked(
+        self, folder: pathlib.Path, given: Sequence[Arrays], reference: Sequence[Arrays]
+    ) -> export_check.CheckResult:
+        face = self.face
+        cases = export_check.default_cases(face, given)
+        apart = [
+            fresh_process.distance(case.answer, of_float32)
+            for case, of_float32 in zip(cases, reference, strict=False)
+        ]
+        seen = export_check.looked_at(face, given[0]) if rules_of(face.model) else []
+        if "serve_scores" in self.functions:
+            cases.append(export_check.scores_case(face, given[0], seen, self.paths))
+        if self.padded_case is not None:
+            cases.append(self.padded_case)
+        specs = tuple(rules_of(face.model).values())
+        for name in self.functions:
+            if name.startswith(_XLA):
+                batch, length = map(int, name.removeprefix(_XLA).split("x"))
+                one = export_check.request(face, (batch, length), specs)
+                cases.append(export_check.Case(name, one, export_check.answer(face, one)))
+        found = export_check.run_fresh(folder, cases)
+        return export_check.judged(
+            found,
+            cases,
+            self.tolerance,
+            export_check.mass_outside(seen),
+            max(apart, default=None),
+        )
+
+    def told(self) -> dict[str, dict[str, Any]]:
+        """The inputs and outputs of each signature: (dtype, shape) by name."""
+        return {
+            name: {
+                "inputs": {key: (x.dtype, x.shape) for key, x in self.inputs[name].items()},
+                "outputs": {
+                    key: (x.dtype.name, tuple(x.shape))
+                    for key, x in traced.structured_outputs.items()
+                },
+            }
+            for name, traced in self.traced.items()
+        }
+
+
+def _read_by(functions: Any, model: keras.Model) -> list[Any]:
+    """The variables that functions read, and the tables of Keras' lookup layers."""
+    import tensorflow as tf
+
+    variables = {id(v): v for function in functions for v in function.variables}
+    tables = [
+        value
+        for layer in model._flatten_layers()
+        for value in vars(layer).values()
+        if isinstance(value, tf.saved_model.experimental.TrackableResource)
+    ]
+    return [*variables.values(), *tables]
+
+
+def _length(face: Interface, given: Arrays) -> int:
+    return next((given[k].shape[1] for k, x in face.inputs.items() if x.is_sequence), 1)
+
+
+def milliseconds_since(start: float) -> float:
+    return 1000 * (time.perf_counter() - start)

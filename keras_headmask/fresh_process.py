@@ -1,0 +1,144 @@
+"""A SavedModel tried in a process that has TensorFlow and nothing of this package.
+
+Run as a script, with the folder of the SavedModel and one of cases: `cases.json` lists, for each,
+its `signature` and the `.npz` files with its `request` and what to hold against what comes back:
+`answer`, `twin` (the answer of a model without rules), `allowed` (for scores: what rules allow).
+Prints what was found as JSON, and judges nothing.
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+_BLOCKED = "keras_headmask"
+# What runs Python code, or a compiler that a server does not have unless told.
+_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_COMPILED = ("XlaCallModule", "XlaLaunch", "XlaLaunchV2")
+
+
+class _Block:
+    """Lets no import of this package through."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == _BLOCKED:
+            raise ImportError(f"{_BLOCKED} must not be needed")
+
+
+def main(folder: pathlib.Path, cases: pathlib.Path) -> None:
+    sys.meta_path.insert(0, _Block())
+    import numpy as np
+    import tensorflow as tf
+
+    def read(name):
+        with np.load(cases / name) as file:
+            return {key[1:]: value for key, value in file.items()}
+
+    start = time.perf_counter()
+    loaded = tf.saved_model.load(str(folder))
+    found = {"load_milliseconds": _since(start), "cases": []}
+    for case in json.loads((cases / "cases.json").read_text()):
+        function = loaded.signatures[case["signature"]]
+        request = {k: tf.constant(v) for k, v in read(case["request"]).items()}
+        dtypes = {spec.name: spec.dtype for spec in function.structured_input_signature[1].values()}
+        request = {k: tf.cast(v, dtypes[k]) for k, v in request.items()}
+        function(**request)  # the first call of a shape plans it
+        start = time.perf_counter()
+        got = {k: v.numpy() for k, v in function(**request).items()}
+        told = {"milliseconds": _since(start)}
+        for name in ("answer", "twin"):
+            if name in case:
+                told[name] = distance(got, read(case[name]))
+        if "allowed" in case:
+            allowed = read(case["allowed"])
+            told["outside"] = max(
+                float(np.where(allowed[name], 0, got[name].astype("float64")).max(initial=0))
+                for name in allowed
+            )
+        found["cases"].append(told)
+    found["graphs"] = scan(folder)
+    if _BLOCKED in sys.modules:
+        raise RuntimeError(f"{_BLOCKED} was imported")
+    print(json.dumps(found))
+
+
+def _since(start: float) -> float:
+    return 1000 * (time.perf_counter() - start)
+
+
+def distance(got: dict, wanted: dict) -> float:
+    """The largest difference; infinite where names, shapes or what is finite are not the same."""
+    import numpy as np
+
+    if got.keys() != wanted.keys():
+        return float("inf")
+    worst = 0.0
+    for name, value in wanted.items():
+        if got[name].shape != value.shape:
+            return float("inf")
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(got[name].astype("float64") - value.astype("float64"))
+        same = (got[name] == value) | (np.isnan(got[name]) & np.isnan(value))
+        apart = np.where(same, 0, apart)
+        worst = max(worst, float(np.nan_to_num(apart, nan=np.inf).max(initial=0)))
+    return worst
+
+
+def scan(folder: pathlib.Path) -> dict[str, dict]:
+    """For each signature, what its graph holds: nodes, Python code, compiled code, CPU pins."""
+    from tensorflow.core.protobuf import saved_model_pb2
+
+    model = saved_model_pb2.SavedModel.FromString((folder / "saved_model.pb").read_bytes())
+    (graph,) = model.meta_graphs
+    functions = {f.signature.name: f for f in graph.graph_def.library.function}
+    nodes = {node.name: node for node in graph.graph_def.node}
+    told = {}
+    for name, signature in graph.signature_def.items():
+        if name.startswith("__"):
+            continue
+        wanted = [t.name.partition(":")[0] for t in signature.outputs.values()]
+        seen = list(_reached(wanted, nodes, functions))
+        told[name] = {
+            "nodes": len(seen),
+            "python": sorted({node.op for node in seen if node.op in _PYTHON}),
+            "compiled": sorted({_compiled(node, functions) for node in seen} - {None}),
+            "pinned": sorted({node.name for node in seen if "CPU" in node.device.upper()}),
+        }
+    return told
+
+
+def _reached(names, nodes, functions):
+    """All nodes that make the named ones, those inside functions too, each function once."""
+    waiting, done, entered = list(names), set(), set()
+    while waiting:
+        name = waiting.pop().lstrip("^").partition(":")[0]
+        if name in done:
+            continue
+        done.add(name)
+        node = nodes[name]
+        waiting.extend(node.input)
+        inner = [node]
+        while inner:
+            node = inner.pop()
+            yield node
+            for called in _called(node):
+                if called in functions and called not in entered:
+                    entered.add(called)
+                    inner.extend(functions[called].node_def)
+
+
+def _called(node):
+    yield node.op
+    for value in node.attr.values():
+        yield from (value.func.name, *(f.name for f in value.list.func))
+
+
+def _compiled(node, functions):
+    if node.op in _COMPILED:
+        return node.op
+    marks = [node.attr, *(functions[f].attr for f in _called(node) if f in functions)]
+    return "_XlaMustCompile" if any(mark["_XlaMustCompile"].b for mark in marks) else None
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))

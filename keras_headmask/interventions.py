@@ -1,0 +1,185 @@
+"""What an export does to the attention layers of a model while it runs: see, limit, free them.
+
+Each is a context; the layers are as before when it ends. Attributes of the layer objects are
+replaced, as `binding` does it, so a layer is found however deep in the model it stands.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask import binding, evaluation, masks
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.leaves import Full
+from keras_headmask.masked_model import HeadMasked
+from keras_headmask.per_head import head_groups
+from keras_headmask.selectors import AttentionLayer, find_attention
+from keras_headmask.specs import MaskSpec
+
+_HOOK = "_compute_attention"
+
+
+def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
+    """The rule of each attention layer that has one, by the layer's path."""
+    specs = {e.path: binding.spec_beneath(e.layer) for e in find_attention(model).known}
+    return {path: spec for path, spec in specs.items() if spec is not None}
+
+
+def restricts(spec: MaskSpec, num_heads: int) -> bool:
+    return [rule for rule, _ in head_groups(spec, num_heads)] != [Full()]
+
+
+@contextlib.contextmanager
+def without_rules(model: keras.Model) -> Iterator[None]:
+    """Let `model` run as its twin in which every rule is `Full()`."""
+    holders: list[Any] = []
+    for layer in model._flatten_layers():
+        if isinstance(layer, PerHeadMaskedMultiHeadAttention):
+            holders.append((layer, "_restricts"))
+        if isinstance(layer, HeadMasked):
+            holders.extend((rule, "restricts") for rule in layer._head_masks.rules.values())
+    with contextlib.ExitStack() as stack:
+        for holder, name in holders:
+            stack.enter_context(_replaced(holder, name, False))
+        yield
+
+
+@contextlib.contextmanager
+def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
+    """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
+    with contextlib.ExitStack() as stack:
+        for entry in find_attention(model).known:
+            layer = entry.layer
+            if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
+                name, wrapper = "call", _limited_call(layer.call, live)
+            else:
+                name, wrapper = _HOOK, _limited_attention(getattr(layer, _HOOK), live)
+            stack.enter_context(_replaced(layer, name, wrapper))
+        yield
+
+
+def _is_our_own(layer: keras.Layer) -> bool:
+    ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and _HOOK not in vars(layer)
+    return ours and "key_mask" in inspect.signature(layer.call).parameters
+
+
+def _limited_call(inner: Callable, live: Any) -> Callable:
+    signature = inspect.signature(inner)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        key_mask = bound.arguments.get("key_mask")
+        limited = live if key_mask is None else ops.logical_and(masks.as_bool(key_mask), live)
+        bound.arguments["key_mask"] = limited
+        return inner(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _limited_attention(inner: Callable, live: Any) -> Callable:
+    signature = inspect.signature(inner)
+
+    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        mask = bound.arguments.get("attention_mask")
+        if mask is None or len(mask.shape) == 3:
+            limit = live[:, None, :]  # of rank 3 a rule tells it for padding, and skips tiles
+            limited = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
+        else:
+            limited = masks.and_masks(mask, live[:, None, None, :])
+        bound.arguments["attention_mask"] = limited
+        return inner(*bound.args, **bound.kwargs)
+
+    return compute_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One run of one attention layer."""
+
+    path: str  # of the layer; with [1], [2], ... where it runs more than once
+    scores: Any  # the probabilities (B, H, T, S)
+    allowed: Any  # what its rule allows, boolean (B or 1, H or 1, T, S); None without a rule
+
+
+@contextlib.contextmanager
+def watched(
+    model: keras.Model, entries: list[AttentionLayer], with_rules: bool = False
+) -> Iterator[list[Seen]]:
+    """Fill a list with what the attention layers of `entries` compute, in the order they run."""
+    seen: list[Seen] = []
+    runs: dict[str, int] = {}
+
+    def see(entry: AttentionLayer, scores: Any, allowed: Any) -> None:
+        count = runs[entry.path] = runs.get(entry.path, -1) + 1
+        seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, scores, allowed))
+
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            stack.enter_context(_watched(entry, see, with_rules))
+        yield seen
+
+
+@contextlib.contextmanager
+def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator[None]:
+    layer = entry.layer
+    hook = vars(layer).get(_HOOK)
+    inner, call = getattr(layer, _HOOK), layer.call
+    signature, of_call = inspect.signature(inner), inspect.signature(call)
+    given: dict[str, Any] = {}
+
+    def remembering(*args: Any, **kwargs: Any) -> Any:
+        arguments = of_call.bind(*args, **kwargs).arguments
+        given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
+        return call(*args, **kwargs)
+
+    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["return_attention_scores"] = True
+        context, scores = inner(*bound.args, **bound.kwargs)
+        allowed = None
+        if with_rules:
+            sizes = (ops.shape(bound.arguments[name])[1] for name in ("query", "key"))
+            allowed = _allowed(layer, hook, given, *sizes)
+        see(entry, scores, allowed)
+        return context, scores
+
+    with _replaced(layer, _HOOK, compute_attention), _replaced(layer, "call", remembering):
+        yield
+
+
+def _allowed(layer: Any, hook: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
+    """The mask of all rules that hold in `layer`, from what they read in this run."""
+    mask, heads = None, layer._num_heads
+    while hook is not None:
+        read = hook.plan.current
+        inputs, offset = hook.rule.given(read.tensors), read.query_offset
+        made = evaluation.make_mask(hook.rule.spec, queries, keys, heads, inputs, offset)
+        mask = masks.and_masks(mask, made)
+        hook = hook.inner
+    if getattr(layer, "_restricts", False):
+        offset = given.get("query_offset") or 0
+        inputs = given.get("mask_inputs")
+        made = evaluation.make_mask(layer.mask_spec, queries, keys, heads, inputs, offset)
+        mask = masks.and_masks(mask, made)
+    return mask
+
+
+@contextlib.contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of this object alone, past the trackers of Keras and TensorFlow."""
+    attributes = vars(holder)
+    had, before = name in attributes, attributes.get(name)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            attributes[name] = before
+        else:
+            attributes.pop(name, None)

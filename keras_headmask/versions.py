@@ -1,0 +1,160 @@
+"""Versions of a model in a folder, `<base>/<integer>/`, each published whole or not at all.
+
+A version is written into a hidden sibling, which no server takes for a version, and appears by one
+rename. The writer holds a lock on that folder, which the system drops when the process dies: so the
+next writer knows what was left behind from what is still being written.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+try:
+    import fcntl
+except ImportError:  # Windows: what killed writers leave behind stays
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX = ".export-"
+
+
+def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
+    """`base_path` as a folder of versions, there already or not."""
+    text = os.fspath(base_path)
+    if "://" in text:
+        raise ValueError(
+            f"`base_path` must be a local folder, where a version appears by one rename. Received: "
+            f"{text!r}. Export to a local folder and copy the finished version, its "
+            "saved_model.pb last."
+        )
+    base = pathlib.Path(text)
+    told = f"`base_path` must be a folder of versions, <base>/1, <base>/2, ... Received: {text!r}"
+    if base.exists() and not base.is_dir():
+        raise ValueError(f"{told}, which is a file.")
+    if (base / "saved_model.pb").exists():
+        raise ValueError(
+            f"{told}, which is a SavedModel itself. Pass the folder above it, or a new one."
+        )
+    folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
+    others = sorted(name for name in folders if not _is_version(name) and name[0] != ".")
+    if others:
+        raise ValueError(
+            f"{told}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
+        )
+    return base
+
+
+def checked_version(version: int | None, base: pathlib.Path) -> None:
+    if version is None:
+        return
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 2**63:
+        raise ValueError(f"`version` must be a whole number from 0. Received: {version!r}.")
+    if version in versions(base):
+        raise FileExistsError(
+            f"Version {version} exists in '{base}', and servers hold a version for final. Pass "
+            "another number, or version=None for the next free one."
+        )
+
+
+def versions(base: pathlib.Path) -> list[int]:
+    """The versions that are there, as a server reads them: "0003" is 3."""
+    if not base.is_dir():
+        return []
+    return sorted(int(p.name) for p in base.iterdir() if _is_version(p.name))
+
+
+def _is_version(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+@contextlib.contextmanager
+def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A hidden folder beside the versions, gone at the end unless it was published."""
+    existed = base.exists()
+    _clean(base)
+    folder, lock = _new_folder(base)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        if not existed:
+            with contextlib.suppress(OSError):  # something was published into it
+                base.rmdir()
+
+
+def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> int:
+    """Give `folder` its number, by one rename; the number.
+
+    A rename onto a folder that holds something fails, so two writers never share a version.
+    """
+    folder.chmod(0o777 & ~_umask())
+    for file in folder.rglob("*"):
+        _to_disk(file)
+    _to_disk(folder)
+    while True:
+        number = max(versions(base), default=0) + 1 if version is None else version
+        checked_version(number, base)
+        try:
+            os.rename(folder, base / str(number))
+        except OSError:
+            if not (base / str(number)).exists():
+                raise
+            continue  # another writer was faster
+        _to_disk(base)
+        return number
+
+
+def _new_folder(base: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    while True:
+        base.mkdir(parents=True, exist_ok=True)
+        try:
+            folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            if fcntl is None:
+                return folder, None
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # cleaned by another writer, between two of these lines
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks: nobody cleans there
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, lock
+        os.close(lock)
+
+
+def _clean(base: pathlib.Path) -> None:
+    """Remove what writers left that were killed: folders that no living process has locked."""
+    for folder in base.glob(f"{_PREFIX}*") if fcntl is not None else ():
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # it is being written
+        finally:
+            os.close(lock)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """A version that is seen must be whole after a power cut, too."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system that cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    """What new folders of this process may not be: `mkdtemp` makes them private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

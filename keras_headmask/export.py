@@ -189,17 +189,12 @@ def _refuse_graph(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _failures_told(base: pathlib.Path) -> Iterator[None]:
-    """What the disk refuses, in one kind of error, whoever wrote."""
-    import tensorflow as tf
-
+    """What the disk refuses, with what became of the export."""
     try:
         yield
     except FileExistsError:
         raise
-    except (OSError, tf.errors.OpError) as error:
-        disk = (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError)
-        if not isinstance(error, (OSError, *disk, tf.errors.UnknownError)):
-            raise
+    except OSError as error:
         raise OSError(
             f"The export could not be written to '{base}', and nothing was published: {error}"
         ) from error

@@ -91,7 +91,10 @@ class Plan:
         root.read = _read_by(self.traced.values(), self.face.model)
         # What is served is never differentiated: traced gradients are most of a graph with rules.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-        tf.saved_model.save(root, str(folder), signatures=self.traced, options=options)
+        try:
+            tf.saved_model.save(root, str(folder), signatures=self.traced, options=options)
+        except tf.errors.OpError as error:  # a full disk has many names there
+            raise OSError(error.message) from error
         return took | {"write": milliseconds_since(start)}
 
     def write_warmup(self, folder: pathlib.Path, requests: list[Arrays]) -> int:

@@ -98,11 +98,14 @@ def scan(folder: pathlib.Path) -> dict[str, dict]:
             continue
         wanted = [t.name.partition(":")[0] for t in signature.outputs.values()]
         seen = list(_reached(wanted, nodes, functions))
+        pinned = {node.name for node in seen if "CPU" in node.device.upper()}
+        if any(node.op.startswith("LookupTable") for node in seen):
+            pinned = set()  # tables of text live there, and Keras says so
         told[name] = {
             "nodes": len(seen),
             "python": sorted({node.op for node in seen if node.op in _PYTHON}),
             "compiled": sorted({_compiled(node, functions) for node in seen} - {None}),
-            "pinned": sorted({node.name for node in seen if "CPU" in node.device.upper()}),
+            "pinned": sorted(pinned),
         }
     return told
 

@@ -96,8 +96,8 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
         _to_disk(file)
     _to_disk(folder)
     while True:
+        checked_version(version, base)
         number = max(versions(base), default=0) + 1 if version is None else version
-        checked_version(number, base)
         try:
             os.rename(folder, base / str(number))
         except OSError:

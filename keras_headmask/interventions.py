@@ -50,6 +50,15 @@ def without_rules(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def computed(model: keras.Model, tiled: bool | None) -> Iterator[None]:
+    """Let all attention go the tiled way, or compute all scores; `None`: as each layer has it."""
+    with contextlib.ExitStack() as stack:
+        for entry in find_attention(model).known if tiled is not None else ():
+            stack.enter_context(_replaced(entry.layer, "_tiled", tiled))
+        yield
+
+
+@contextlib.contextmanager
 def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
     """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
     with contextlib.ExitStack() as stack:

@@ -1,0 +1,100 @@
+"""Files of every earlier format are read for ever after: rules, `.keras`, SavedModels."""
+
+import json
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+
+import keras_headmask as hm
+from keras_headmask import config
+from keras_headmask.export import FORMAT_VERSION
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "saved_models" / "golden"
+FORMATS = sorted(GOLDEN.glob("format-*"))
+each_format = pytest.mark.parametrize("folder", FORMATS, ids=lambda folder: folder.name)
+
+
+def arrays(folder, name):
+    with np.load(folder / f"{name}.npz") as file:
+        return dict(file)
+
+
+def configs(folder):
+    return json.loads((folder / "rules.json").read_text(encoding="utf-8"))
+
+
+def test_every_format_version_has_its_folder_and_no_file_is_large():
+    assert {f.name for f in FORMATS} == {f"format-{n + 1}" for n in range(FORMAT_VERSION)}
+    for folder in FORMATS:
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        assert size < 300_000, folder
+
+
+@each_format
+def test_rules_mean_what_they_meant(folder):
+    inputs, masks = arrays(folder, "mask_inputs"), arrays(folder, "masks")
+    assert masks.keys() == configs(folder).keys()
+    for name, of_rule in configs(folder).items():
+        spec = hm.MaskSpec.from_config(of_rule)
+        read = {key: inputs[key] for key in spec.inputs}
+        mask = hm.make_mask(spec, *masks[name].shape[2:], 3, read)
+        np.testing.assert_array_equal(numpy(mask), masks[name], err_msg=name)
+        assert hm.MaskSpec.from_config(spec.get_config()) == spec
+
+
+def test_the_newest_rules_hold_every_kind():
+    def kinds(value):
+        if isinstance(value, dict):
+            yield from [value["kind"]] if "kind" in value else []
+            for part in value.values():
+                yield from kinds(part)
+        elif isinstance(value, list):
+            for part in value:
+                yield from kinds(part)
+
+    ours = {k for k, c in config.known_kinds().items() if c.__module__.startswith("keras_headmask")}
+    assert set(kinds(configs(FORMATS[-1]))) >= ours
+
+
+@each_format
+def test_a_keras_file_loads_and_answers_as_it_did(folder):
+    model = keras.saving.load_model(folder / "model.keras")
+    ids = arrays(folder, "mask_inputs")["token_ids"]
+    wanted = arrays(folder, "outputs")["output_0"]
+    np.testing.assert_allclose(numpy(model(ids)), wanted, atol=1e-6)
+    assert list(model.mask_specs.values()) == [hm.Window(1, 0)]
+
+
+@pytest.mark.tensorflow
+@each_format
+def test_a_saved_model_loads_and_answers_as_it_did(folder):
+    import tensorflow as tf
+
+    path = folder / "saved_model" / "1"
+    loaded = tf.saved_model.load(str(path))
+    ids = arrays(folder, "mask_inputs")["token_ids"]
+    wanted = arrays(folder, "outputs")["output_0"]
+    got = loaded.signatures["serving_default"](token_ids=ids)["output_0"]
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    lengths = np.full(len(ids), ids.shape[1], "int32")
+    got = loaded.signatures["serve_padded"](token_ids=ids, lengths=lengths)["output_0"]
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    (scores,) = loaded.signatures["serve_scores"](token_ids=ids).values()
+    described = json.loads((path / "assets.extra" / "keras_headmask.json").read_text())
+    spec = hm.MaskSpec.from_config(described["rules"]["a"])
+    allowed = numpy(hm.make_mask(spec, *scores.shape[2:], 3, {"token_ids": ids}))
+    assert scores.numpy()[~allowed].max() == 0
+
+
+@pytest.mark.tensorflow
+def test_golden_files_are_never_written_again(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # which the script sets
+    import write_golden
+
+    before = {p: p.stat().st_mtime_ns for p in GOLDEN.rglob("*")}
+    with pytest.raises(SystemExit, match="never written again"):
+        write_golden.main()
+    assert {p: p.stat().st_mtime_ns for p in GOLDEN.rglob("*")} == before

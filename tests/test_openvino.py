@@ -1,0 +1,28 @@
+"""OpenVINO, which shares no code with TensorFlow, reads an exported version and agrees."""
+
+import numpy as np
+import pytest
+from contract import numpy
+from export_models import masked, ours, tokens
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+openvino = pytest.importorskip("openvino")
+
+
+@pytest.mark.parametrize("tiled", [False, None], ids=["all scores", "tiled"])
+def test_it_reads_the_same_folder_and_agrees(tiled, tmp_path):
+    """Its loops fail where there is more than one tile: there `tiled=False` is the way."""
+    core = openvino.Core()
+    for i, model in enumerate((ours(tiled=tiled), masked(with_padding=False))):
+        report = hm.export_saved_model(model, tmp_path / str(i), tiled=tiled, check=False)
+        read = core.read_model(str(report.path))
+        compiled = core.compile_model(read, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        for shape in [(1, 1), (2, 6), (3, 40), *([(2, 300)] if tiled is False else [])]:
+            ids = tokens(*shape)
+            wanted = model({"token_ids": ids} if isinstance(model.input, dict) else ids)
+            wanted = wanted if isinstance(wanted, dict) else {"output_0": wanted}
+            got = compiled({"token_ids": ids})
+            for name, value in wanted.items():
+                np.testing.assert_allclose(got[name], numpy(value), atol=2e-6, err_msg=str(shape))

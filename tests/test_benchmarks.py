@@ -164,3 +164,14 @@ def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     assert not record["errors"]
     assert set(record["ratios"]) == set(record["goals"])
     assert record["differences"]["full"] == 0 < 1e-3 < record["differences"]["head 0 same sentence"]
+
+
+def test_the_bytes_of_a_request_are_those_in_the_readme():
+    pytest.importorskip("tensorflow_serving")
+    request_bytes = importlib.import_module("benchmarks.request_bytes")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("<!-- bytes:start -->")[1].split("<!-- bytes:end -->")[0]
+    rows = [row for row in table.splitlines() if "bytes" in row]
+    for row, inputs in zip(rows, request_bytes.requests().values(), strict=True):
+        for count in request_bytes.sizes(inputs).values():
+            assert f" {count:,} bytes " in row

@@ -175,3 +175,11 @@ def test_the_bytes_of_a_request_are_those_in_the_readme():
     for row, inputs in zip(rows, request_bytes.requests().values(), strict=True):
         for count in request_bytes.sizes(inputs).values():
             assert f" {count:,} bytes " in row
+
+
+def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_path):
+    run("benchmarks.serving", "--python-only", "--out", tmp_path / "serving.json")
+    record = json.loads((tmp_path / "serving.json").read_text())
+    assert all(difference < 1e-4 for difference in record["python"]["differences"].values())
+    assert not record["python"]["errors"]
+    assert len(record["python"]["ratios"]) == 4

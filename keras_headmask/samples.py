@@ -45,7 +45,10 @@ def _one(
 ) -> np.ndarray:
     shape = [batch, *(length if size is None else size for size in x.shape[1:])]
     if x.dtype == "string":
-        raise TypeError(f"The input {name!r} holds text, of which no examples can be made up.")
+        raise TypeError(
+            f"The input {name!r} holds text, of which no examples can be made up. Pass some, "
+            "check=[{name: array, ...}, ...], or check=False."
+        )
     if "float" in x.dtype:
         return rng.normal(size=shape).astype(x.dtype if x.dtype != "bfloat16" else "float32")
     if len(shape) == 4:  # a whole mask: every query sees itself, and more or less half of the rest

@@ -406,6 +406,15 @@ REFUSED = {
         ValueError,
         "'token_ids' must be int32",
     ),
+    "a check of text": (
+        lambda: keras.Model(
+            x := keras.Input((None,), dtype="string", name="words"),
+            layers.StringLookup(vocabulary=["a"])(x),
+        ),
+        {},
+        TypeError,
+        r"'words' holds text.*check=\[",
+    ),
     "a check on nothing": (ours, {"check": ["x"]}, TypeError, "or a pair"),
 }
 

@@ -18,7 +18,7 @@ def checked_precision(precision: str | None) -> None:
 
 @contextlib.contextmanager
 def computing_in(model: keras.Model, precision: str | None) -> Iterator[None]:
-    """Let every layer compute in `precision`, and softmax layers in float32.
+    """Let every layer compute in `precision`, and those that end in a softmax in float32.
 
     Attention under a rule, and stock attention without dropout, have their softmax in float32 in
     any precision. Layers that compute with integer weights stay as they are.
@@ -29,7 +29,8 @@ def computing_in(model: keras.Model, precision: str | None) -> Iterator[None]:
             if layer.quantization_mode is not None:
                 continue
             before.append((layer, layer._dtype_policy))
-            is_softmax = isinstance(layer, keras.layers.Softmax)
+            ends_in_softmax = getattr(layer, "activation", None) is keras.activations.softmax
+            is_softmax = isinstance(layer, keras.layers.Softmax) or ends_in_softmax
             name = "float32" if is_softmax else f"mixed_{precision}"
             layer._dtype_policy = keras.DTypePolicy(name)
         yield

@@ -138,8 +138,10 @@ def test_softmax_layers_of_stock_attention_stay_in_float32():
     """With dropout, stock attention goes through one."""
     attention = layers.MultiHeadAttention(2, 4, dropout=0.5)
     x = keras.Input((None, 8), name="x")
-    model = keras.Model(x, attention(x, x))
+    head = layers.Dense(3, activation="softmax")
+    model = keras.Model(x, head(attention(x, x)))
     with computing_in(model, "float16"):
+        assert head.compute_dtype == "float32"
         assert attention._softmax.compute_dtype == "float32"
         assert attention._query_dense.compute_dtype == "float16"
     assert attention._query_dense.compute_dtype == "float32"

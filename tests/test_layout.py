@@ -73,8 +73,8 @@ ARROWS = {
     "fresh_process": set(),
     "precision": set(),
     "interventions": {
-        "binding",
         "evaluation",
+        "hooks",
         "layer",
         "leaves",
         "masked_model",

@@ -80,6 +80,14 @@ def check_inputs(model: keras.Model, rules: list[LayerRule]) -> None:
                 f"{other[wrong[0]]!r}: which of them the rule means cannot be told. Give "
                 "keras.Input the name of its key."
             )
+    for rule in rules:
+        read = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
+        if read and rule.entry.runs_on_two:
+            raise ValueError(
+                f"The attention layer {rule.entry} is called on two sequences, and the rule reads "
+                f"{read}, which belong to one of them. Give the rule to the model that both share "
+                "(`apply_head_masks(encoder, ...)`), and call the result on each with its own ids."
+            )
     new = new_inputs(model, rules)
     taken = {layer.name for layer in getattr(model, "layers", ())}
     if clash := sorted(taken & set(new)):

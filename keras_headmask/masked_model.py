@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
@@ -109,12 +110,27 @@ class HeadMasked:
         if any(map(keras.backend.is_keras_tensor, keras.tree.flatten(inputs))):  # see `tracing`
             with self._head_masks.running.having(only_shapes=True):
                 return super().call(inputs, *args, **kwargs)
-        _refuse_floats(inputs, self)
-        flat = self._standardize_inputs(inputs)
+        wide: dict[str, Any] = {}
+        with self._head_masks.running.having(wide_ids=wide):
+            flat = self._standardize_inputs(inputs)
         named = {tensor.name: value for tensor, value in zip(self._inputs, flat, strict=True)}
+        named |= wide
         inputs = keras.tree.pack_sequence_as(self._inputs_struct, flat)
         with self._head_masks.bound(named):
             return super().call(inputs, *args, **kwargs)
+
+    def _convert_inputs_to_tensors(self, flat_inputs: list[Any]) -> list[Any]:
+        """As given, before Keras casts: a float is refused, and ids of 64 bits are kept whole."""
+        given = {t.name: x for t, x in zip(self._inputs, flat_inputs, strict=True)}
+        _refuse_floats(given, self)
+        for tensor in self._inputs:
+            x = given[tensor.name]
+            dtype = getattr(x, "dtype", None)
+            is_wide = dtype is not None and keras.backend.standardize_dtype(dtype) == "int64"
+            if is_wide and tensor.dtype == "int32" and len(x.shape) == len(tensor.shape):
+                _refuse_wrapping(tensor.name, x)
+                self._head_masks.running.wide_ids[tensor.name] = keras.ops.convert_to_tensor(x)
+        return super()._convert_inputs_to_tensors(flat_inputs)
 
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         with self._head_masks.running.having(only_shapes=True):
@@ -172,14 +188,8 @@ def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:
     return rule.spec if beneath is None else beneath & rule.spec
 
 
-def _refuse_floats(inputs: Any, model: Any) -> None:
+def _refuse_floats(given: Mapping[str, Any], model: Any) -> None:
     """Keras would cast them: an additive mask would be inverted, and ids rounded."""
-    if isinstance(inputs, Mapping):
-        given = inputs
-    elif isinstance(inputs, (list, tuple)):
-        given = {t.name: x for t, x in zip(model._inputs, inputs, strict=False)}
-    else:
-        given = {model._inputs[0].name: inputs}
     for rule in model._head_masks.rules.values():
         for source in rule.sources.values():
             for place in (source,) if isinstance(source, str) else source:
@@ -191,6 +201,17 @@ def _refuse_floats(inputs: Any, model: Any) -> None:
                         f"read as booleans is inverted. Received dtype {dtype}. An additive mask "
                         "becomes booleans by `from_additive`."
                     )
+
+
+def _refuse_wrapping(name: str, ids: Any) -> None:
+    """JAX cuts 64 bits to 32 unless it is told not to, and two ids may become one."""
+    if keras.backend.backend() == "jax" and isinstance(ids, np.ndarray) and ids.size:
+        limits = np.iinfo("int32")
+        if ids.min() < limits.min or ids.max() > limits.max:
+            raise ValueError(
+                f"The input {name!r} holds {ids.max()}, which does not fit in the 32 bits of JAX' "
+                "integers. Number the ids from 0: np.unique(ids, return_inverse=True)[1]."
+            )
 
 
 class _HeadMaskedGenerator(HeadMasked):

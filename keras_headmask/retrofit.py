@@ -38,8 +38,8 @@ def apply_head_masks(
     cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
     `encoder_x` if the model has them, and else gets `query_x` and `key_x`.
 
-    One limit: a layer that computes attention of its own beside an attention layer inside it is
-    found by what its code names, a softmax or `dot_product_attention`. Else that part escapes.
+    One limit: attention written by hand is found by names alone: of a class named for attention,
+    or of `dot_product_attention` in its code. Built of other layers or in a `Lambda`, it escapes.
 
     Args:
         model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a

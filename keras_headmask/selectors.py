@@ -16,13 +16,15 @@ class AttentionLayer(NamedTuple):
     """An attention layer and the names of the layers around it, outermost first.
 
     `kind` is "self", "cross", or "unclear". `place` is its number in files: it counts the layers by
-    the attributes that hold them, which is the same wherever a model is loaded.
+    the attributes that hold them, which is the same wherever a model is loaded. `runs_on_two`: it
+    is called more than once, on sequences made of different inputs.
     """
 
     layer: keras.layers.MultiHeadAttention
     path: str
     kind: str
     place: int = -1
+    runs_on_two: bool = False
 
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.layer).__name__})"
@@ -41,8 +43,10 @@ def find_attention(model: keras.Model) -> Found:
     seen: set[int] = set()
     paths: dict[str, int] = {}
     shown: dict[int, list[str | None]] = {}  # in forward order
+    origins: dict[int, set[frozenset[int]]] = {}
     for call in tracing.attention_calls(model):
         shown.setdefault(id(call.layer), []).append(call.shows)
+        origins.setdefault(id(call.layer), set()).add(call.origin)
     for path, layer in _walk(model, ""):
         if id(layer) in seen:
             continue
@@ -50,7 +54,10 @@ def find_attention(model: keras.Model) -> Found:
         paths[path] = paths.get(path, 0) + 1
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
-        entry = AttentionLayer(layer, path, _kind(layer.name.lower(), shown.get(id(layer), [None])))
+        kind = _kind(layer.name.lower(), shown.get(id(layer), [None]))
+        seen_on = [x for x in origins.get(id(layer), ()) if x]
+        on_two = any(a.isdisjoint(b) for a in seen_on for b in seen_on)
+        entry = AttentionLayer(layer, path, kind, runs_on_two=on_two)
         if isinstance(layer, keras.layers.MultiHeadAttention):
             if _calls_the_hook(type(layer)):
                 found.known.append(entry._replace(place=len(found.known)))
@@ -65,17 +72,16 @@ def find_attention(model: keras.Model) -> Found:
 
 
 def _kind(name: str, shown: list[str | None]) -> str:
-    """Whether a layer attends to its own sequence, by what its calls show, and then by its name.
-
-    A layer of which nothing is seen counts as self-attention unless its name says otherwise.
-    """
+    """Whether a layer attends to its own sequence, by what its calls show, and then by its name."""
     if tracing.OTHER in shown:
         return "cross"
     if set(shown) == {tracing.SAME}:
         return "self"
     if "cross" in name:
         return "cross"
-    return "unclear" if tracing.UNKNOWN in shown and "self" not in name else "self"
+    if "self" in name or not {tracing.UNKNOWN, None} & set(shown):
+        return "self"
+    return "unclear"
 
 
 def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
@@ -191,9 +197,9 @@ def select(found: Found, selector: Any) -> list[int]:
                 "masked only when `layers` names it."
             )
         return of_self
-    if selector == "":
+    if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
-    if isinstance(selector, (tuple, list)):
+    if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", 0):
         numbers: set[int] = set()
         numbers.update(*(select(found, part) for part in selector))
         if not numbers:
@@ -210,9 +216,9 @@ def _check_all_clear(found: Found) -> None:
     if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
         raise ValueError(
             f"Whether the attention layer {unclear[0]} attends to its own sequence or to another "
-            "cannot be told: the layer around it hands it two tensors, and computes them in a way "
-            "that shows not from what. Name the layers by regexes on their paths in `layers`: "
-            f"{_names(found)}."
+            "cannot be told: from what the two tensors that it gets are made does not show it, or "
+            "the layers around it let nobody see. Name the layers by regexes on their paths in "
+            f"`layers`: {_names(found)}."
         )
 
 
@@ -229,9 +235,9 @@ def _numbers(selector: Any, count: int) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not dash or not first:  # one number, a negative one perhaps
             first = last = part
+        if int(first) > int(last):
+            raise ValueError(f"The range {part.strip()!r} of layers runs backwards.")
         numbers.extend(range(int(first), int(last) + 1))
-    if not numbers:
-        raise ValueError(f"The range {selector!r} of layers runs backwards.")
     beyond = [n for n in numbers if not 0 <= n < count]
     if beyond:
         raise ValueError(

@@ -82,8 +82,10 @@ def copy_by_config(model: keras.Model, config: Mapping[str, Any]) -> keras.Model
         twin = keras.saving.deserialize_keras_object(
             config, custom_objects=unregistered, safe_mode=False
         )
+        _check_all_there(model, twin)
         _copy_training_state(model, twin)
         _copy_weights(model, twin)
+        _copy_other_state(model, twin)
     except Exception as error:  # whatever a layer's own config raises
         raise ValueError(
             f"The model '{model.name}' cannot be copied: {error} Make its layers serializable, or "
@@ -107,6 +109,32 @@ def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
     for layer, twin in pairs:  # from the outside in, as setting it reaches all inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
+
+
+def _check_all_there(source: keras.Model, target: keras.Model) -> None:
+    if len(target.weights) < len(source.weights):
+        inside = {id(w) for x in source.operations for w in getattr(x, "weights", ())}
+        tracked = source._flatten_layers(include_self=False, recursive=False)
+        if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
+            raise ValueError(
+                f"it holds layers outside of its graph, which no config tells of: {missing}."
+            )
+
+
+def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
+    """What layers derive from their weights, and vocabularies, which are none."""
+    for layer, twin in zip(source._flatten_layers(), target._flatten_layers(), strict=False):
+        if type(layer) is not type(twin):
+            continue
+        if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
+            store: dict[str, Any] = {}
+            layer.save_own_variables(store)
+            twin.load_own_variables({k: keras.ops.convert_to_numpy(v) for k, v in store.items()})
+        if hasattr(layer, "save_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                layer.save_assets(folder)
+                if any(pathlib.Path(folder).iterdir()):
+                    twin.load_assets(folder)
 
 
 def _copy_weights(source: keras.Model, target: keras.Model) -> None:

@@ -13,13 +13,14 @@ import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
 # In place of unknown dimensions. 83 is what Keras itself puts there; layers may be built for it.
-_BATCH, _SIZES = 2, (83, 8, 256)
+# (420 and 240: layers may cut lengths into parts.)
+_BATCH, _SIZES = 2, (83, 8, 256, 420, 240)
 
 # What a call shows of its query and its value or key.
 SAME = "same tensor"
 ALIKE = "made of the same inputs"
 OTHER = "made of other inputs"
-UNKNOWN = "two tensors whose origin is out of sight"
+UNKNOWN = "two tensors whose origins do not tell"
 
 _ONE_AT_A_TIME = threading.RLock()  # a trace hooks the model's layers for a while
 
@@ -27,6 +28,7 @@ _ONE_AT_A_TIME = threading.RLock()  # a trace hooks the model's layers for a whi
 class Call(NamedTuple):
     layer: keras.Layer
     shows: str | None  # one of the above; None: not even the tensors are known
+    origin: frozenset[int] = frozenset()  # which inputs the query is made of, as far as seen
 
 
 def attention_calls(model: keras.Model) -> list[Call]:
@@ -69,7 +71,10 @@ class _Trace:
             ]
             return keras.KerasTensor(shape, x.dtype, name=x.name)
 
-        inputs = keras.tree.map_structure(symbolic, self.model.input)
+        graph = (
+            getattr(self.model, "_functional", None) or self.model
+        )  # a Sequential has one inside
+        inputs = keras.tree.map_structure(symbolic, graph._inputs_struct)
         with self._in_place(), keras.StatelessScope():  # no variable is changed
             self.model.call(inputs)
         return self.calls
@@ -174,7 +179,9 @@ class _Trace:
     def _record(self, layer: keras.Layer, query: Any, value: Any, key: Any) -> tuple:
         value = query if value is None else value
         key = value if key is None else key
-        self.calls.append(Call(layer, self._shown(query, value, key)))
+        seen = query is not None and not self._by_shapes
+        origin = self._origin(query) if seen else frozenset()
+        self.calls.append(Call(layer, self._shown(query, value, key), origin))
         return query, value, key
 
     def _shown(self, query: Any, value: Any, key: Any) -> str | None:
@@ -187,8 +194,11 @@ class _Trace:
             return OTHER
         if self._by_shapes:
             return UNKNOWN
-        origin = self._origin(query)
-        return ALIKE if origin in (self._origin(value), self._origin(key)) else OTHER
+        origin, others = self._origin(query), (self._origin(value), self._origin(key))
+        if origin in others:
+            return ALIKE
+        # One sequence, changed by a further input on one side? Or two, one changed by the other?
+        return UNKNOWN if any(x and (origin > x or origin < x) for x in others) else OTHER
 
     def _of_query(self, outputs: Any, query: Any) -> None:
         """What attention gives stands at the places of its queries, whatever it looked at."""

@@ -311,3 +311,104 @@ def test_several_attention_axes_are_refused():
     model = keras.Model(x, layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))(x, x))
     with pytest.raises(ValueError, match="attends over several axes"):
         hm.apply_head_masks(model, CHUNK)(normal(1, 4, 4, 8))
+
+
+# --- What would be wrong in silence ---------------------------------------------------------------
+
+
+def attention_of(query, value):
+    return layers.MultiHeadAttention(2, 4)(query, value)
+
+
+def test_a_copy_has_what_layers_derive_from_their_weights():
+    norm = layers.Normalization()
+    norm.adapt(normal(64, 7, 8) * 3 + 5)
+    x = keras.Input((None, 8))
+    h = norm(x)
+    model = keras.Model(x, attention_of(h, h))
+    given = normal(2, 7, 8) * 3 + 5
+    masked = hm.apply_head_masks(model, hm.Full())
+    np.testing.assert_array_equal(numpy(masked(given)), numpy(model(given)))
+    np.testing.assert_array_equal(numpy(masked.unmasked()(given)), numpy(model(given)))
+
+
+@pytest.mark.tensorflow
+def test_a_copy_has_vocabularies():
+    import tensorflow as tf
+
+    words = layers.TextVectorization(output_sequence_length=6)
+    words.adapt(["drums in the deep"])
+    text = keras.Input((), dtype="string")
+    h = layers.Embedding(20, 8)(words(text))
+    model = keras.Model(text, attention_of(h, h))
+    given = tf.constant(["in the deep"])
+    masked = hm.apply_head_masks(model, hm.Full())
+    np.testing.assert_array_equal(numpy(masked(given)), numpy(model(given)))
+
+
+def test_layers_outside_of_the_graph_cannot_be_copied():
+    model = one_layer()
+    model.head = layers.Dense(3)
+    model.head.build((None, 8))
+    with pytest.raises(ValueError, match=r"outside of its graph.*'dense.*copy=False"):
+        hm.apply_head_masks(model, CHUNK)
+
+
+def test_a_layer_called_on_two_sequences_needs_a_rule_that_reads_neither():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    h = layers.Embedding(12, 8)(ids)
+    encoder = keras.Model(ids, attention_of(h, h), name="encoder")
+
+    def siamese(encoder):
+        both = [keras.Input((None,), dtype="int32", name=n) for n in ("token_ids", "other_ids")]
+        return keras.Model(both, [encoder(x) for x in both])
+
+    with pytest.raises(ValueError, match="is called on two sequences"):
+        hm.apply_head_masks(siamese(encoder), hm.SameSentence(9))
+    hm.apply_head_masks(siamese(encoder), CHUNK)  # reads none
+    model = siamese(hm.apply_head_masks(encoder, hm.SameSentence(9)))  # the way out
+    one, two = np.array([[1, 2, 3, 9, 4, 5]]), np.array([[1, 9, 3, 4, 5, 6]])
+    changed = np.array([[7, 9, 3, 4, 5, 6]])
+    before, after = (numpy(model([one, x])[1])[0] for x in (two, changed))
+    np.testing.assert_array_equal(before[2:], after[2:])
+    assert np.abs(before[1] - after[1]).max() > 1e-3
+
+
+def test_a_query_changed_by_another_input_is_not_taken_for_cross_attention():
+    x, other = keras.Input((None, 8), name="x"), keras.Input((8,), name="other")
+    query = layers.Multiply()([x, layers.Reshape((1, 8))(other)])
+    model = keras.Model([x, other], attention_of(query, x))
+    with pytest.raises(ValueError, match="attends to its own sequence or to another cannot be"):
+        hm.apply_head_masks(model, CHUNK)
+    hm.apply_head_masks(model, CHUNK, layers="multi_head")
+
+
+def test_ids_of_64_bits_stay_apart():
+    x = keras.Input((None, 8))
+    model = keras.Model(x, attention_of(x, x))
+    model = hm.apply_head_masks(model, hm.SameSegment("ids"))
+    given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 3 * 10**9, 5]])
+    expected = numpy(model([given, np.array([[5, 6, 7, 5]])]))
+    if keras.backend.backend() == "jax":
+        with pytest.raises(ValueError, match="does not fit in the 32 bits"):
+            model([given, wide])
+        return
+    np.testing.assert_allclose(numpy(model([given, wide])), expected, atol=1e-6)
+    np.testing.assert_allclose(model.predict([given, wide], verbose=0), expected, atol=1e-6)
+
+
+def test_a_float_mask_in_a_nested_structure_is_refused():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    mask = keras.Input((2, None, None), dtype="bool", name="mask")
+    h = layers.Embedding(12, 8)(ids)
+    model = keras.Model({"text": {"token_ids": ids, "mask": mask}}, attention_of(h, h))
+    model = hm.apply_head_masks(model, hm.MaskInput("mask"))
+    text = {"token_ids": np.ones((1, 3), "int32"), "mask": np.zeros((1, 2, 3, 3), "float32")}
+    with pytest.raises(TypeError, match="must be integer or boolean"):
+        model({"text": text})
+
+
+def test_a_trace_that_shows_nothing_tells_nothing(monkeypatch):
+    monkeypatch.setattr("keras_headmask.tracing._SIZES", ())
+    with pytest.raises(ValueError, match="attends to its own sequence or to another cannot be"):
+        hm.apply_head_masks(stack(), CHUNK)

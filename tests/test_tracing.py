@@ -231,7 +231,7 @@ def test_a_body_that_shows_nothing_at_all_is_read_by_names():
                 raise TypeError("numbers are needed")
             return self.b(self.a_cross(x, memory), x)
 
-    found = [("one/a_cross", "cross"), ("one/b", "self")]
+    found = [("one/a_cross", "cross"), ("one/b", "unclear")]
     assert kinds(two_inputs(Closed(name="one"))) == found
 
 

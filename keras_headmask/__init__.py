@@ -1,6 +1,6 @@
 """A mask for every attention head, written as a value, in Keras 3."""
 
-from keras_headmask import recipes
+from keras_headmask import notebook, recipes
 from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
@@ -31,6 +31,7 @@ from keras_headmask.masks import (
     to_additive,
 )
 from keras_headmask.per_head import PerHead
+from keras_headmask.plotting import plot, plot_attention
 from keras_headmask.retrofit import apply_head_masks
 from keras_headmask.serving import write_serving_config
 from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec
@@ -69,8 +70,12 @@ __all__ = [
     "make_mask",
     "not_mask",
     "or_masks",
+    "plot",
+    "plot_attention",
     "recipes",
     "register_spec",
     "to_additive",
     "write_serving_config",
 ]
+
+notebook.install()

@@ -5,13 +5,13 @@ They are attributes of the layer objects: classes, weights and configs stay stoc
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
-from keras_headmask.binding import Plan
+from keras_headmask.binding import Binding, Plan
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.layer_rules import LayerRule
 from keras_headmask.specs import MaskSpec
@@ -117,6 +117,15 @@ def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | Non
         own = getattr(layer, "mask_spec", None)
         specs[:0] = [] if own is None else [own]
     return functools.reduce(operator.and_, specs) if specs else None
+
+
+def rules_at_work(layer: keras.Layer) -> Iterator[tuple[LayerRule, Binding]]:
+    """The rules of masked models that `layer` obeys in the forward now running in this thread."""
+    hook = vars(layer).get(_HOOK)
+    while getattr(hook, "rule", None) is not None:
+        if hook.plan.running.binding is not None:
+            yield hook.rule, hook.plan.running.binding
+        hook = None if hook.rule.replaces else hook.inner
 
 
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:

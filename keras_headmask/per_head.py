@@ -40,7 +40,7 @@ class PerHead(MaskSpec):
         rules: dict[int, MaskSpec] = {}
         for key, spec in heads.items():
             check_spec(spec, f"heads.{key}")
-            numbers = _head_numbers(key)
+            numbers = head_numbers(key)
             if not numbers:
                 config.fail(ValueError, f"heads.{key}", f"{key!r} names no head.")
             for head in numbers:
@@ -101,11 +101,11 @@ class PerHead(MaskSpec):
         return f"PerHead({{{heads}}}{rest})"
 
 
-def _head_numbers(key: Any) -> list[int]:
+def head_numbers(key: Any) -> list[int]:
     """The heads a key of `PerHead` names: 3, "1-3", "0,4-7" or (4, 7)."""
     field = f"heads.{key}"
     if isinstance(key, tuple):
-        return [head for part in key for head in _head_numbers(part)]
+        return [head for part in key for head in head_numbers(part)]
     if isinstance(key, str):
         numbers = []
         for part in key.split(","):

@@ -80,3 +80,109 @@ def test_an_example_that_does_not_exist(example):
 def test_refused(draw, error, message):
     with pytest.raises(error, match=message):
         draw()
+
+
+def test_tokens():
+    inputs = {"token_ids": [[5, 9, 4, 9]]}
+    drawn = hm.draw(hm.SameSentence(9), mask_inputs=inputs, tokens=["yes", ".", "no", b"."])
+    assert drawn.split("\n") == [
+        "    yes . no .",
+        "yes   1 1  0 0",
+        ".     1 1  0 0",
+        "no    0 0  1 1",
+        ".     0 0  1 1",
+    ]
+
+
+def test_tokens_of_two_sequences():
+    drawn = hm.draw(CAUSAL, tokens=(["a", "b"], ["c", "\n", "x" * 20]))
+    assert drawn.split("\n") == [
+        "  c \\n xxxxxxxxxxx…xxxx",
+        "a 1  0                0",
+        "b 1  1                0",
+    ]
+    assert hm.draw(CAUSAL, 2, tokens=(None, ["a", "b"])) == "a b\n1 0\n1 1"
+
+
+def test_tokens_at_an_offset():
+    drawn = hm.draw(CAUSAL, 1, 3, query_offset=1, tokens=["a", "b", "c"])
+    assert drawn == "  a b c\nb 1 1 0"
+
+
+def test_many_long_tokens_stand_on_end():
+    names = [f"token{i}" for i in range(20)]
+    lines = hm.draw(CAUSAL, tokens=names).split("\n")
+    assert ["".join(column).strip() for column in zip(*lines[:7], strict=False)][8::2] == names
+    assert lines[7] == "token0  1" + " 0" * 19
+
+
+SPECS = {
+    "window": hm.Window(40, 9),
+    "joined": hm.recipes.sparse_transformer(30) | ~hm.Chunk(50),
+    "ids": hm.SameSegment("x") & hm.Window(70, 70),
+    "whole mask": hm.MaskInput("x"),
+}
+IDS = np.arange(2 * 150).reshape(2, 150) // 40
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_long_sequences_are_tiles(name):
+    spec, inputs = SPECS[name], None
+    if name == "ids":
+        inputs = {"x": (IDS[:, 4:134], IDS)}
+    elif name == "whole mask":
+        inputs = {"x": np.random.default_rng(0).random((2, 1, 130, 150)) > 0.1}
+    mask = np.array(hm.make_mask(spec, 130, 150, mask_inputs=inputs, query_offset=4))
+    mask = np.broadcast_to(mask, (2, 1, 130, 150))[1, 0]
+    title, *lines = hm.draw(spec, 130, 150, mask_inputs=inputs, query_offset=4, example=1).split(
+        "\n"
+    )
+    assert title == "tiles of 8 x 8 positions: 1 all, + some, 0 none"
+    for i, line in enumerate(lines):
+        for j, sign in enumerate(line.split()):
+            tile = mask[8 * i : 8 * i + 8, 8 * j : 8 * j + 8]
+            assert sign == ("1" if tile.all() else "+" if tile.any() else "0"), (i, j)
+    assert (i, j) == (16, 18)
+
+
+def test_tiles_of_strips(monkeypatch):
+    """A long sequence is evaluated in several strips."""
+    from keras_headmask import panels
+
+    whole = hm.draw(SPECS["joined"], 130)
+    monkeypatch.setattr(panels, "_MOST_PAIRS", 3000)
+    assert hm.draw(SPECS["joined"], 130) == whole
+
+
+def test_masks_that_look_alike_as_tiles_stay_apart():
+    spec = hm.PerHead({0: hm.Window(9, 1), 1: hm.Window(10, 1)}, default=hm.Window(9, 1))
+    titles = [x for x in hm.draw(spec, 90, num_heads=3).split("\n") if x.startswith("head")]
+    assert titles == ["heads 0, 2:", "head 1:"]
+    masks = np.ones((1, 3, 90, 90), bool)
+    masks[:, 0, 5, 5] = masks[:, 1, 5, 6] = masks[:, 2, 5, 5] = False
+    drawn = hm.draw(hm.MaskInput("x"), 90, num_heads=3, mask_inputs={"x": masks})
+    titles = [x for x in drawn.split("\n") if x.startswith("head")]
+    assert titles == ["heads 0, 2:", "head 1:"]
+
+
+def test_the_size_of_tiles():
+    assert hm.draw(CAUSAL, 4, tile_size=2).split("\n")[1:] == ["+ 0", "1 +"]
+    assert len(hm.draw(CAUSAL, 70, tile_size=1).split("\n")) == 70
+    assert hm.draw(CAUSAL, 2, 70).split("\n")[0].startswith("tiles of 1 x 4 positions")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "Give the number of `queries`, or `tokens`"),
+        ({"tokens": "a b"}, TypeError, r"`tokens` must be a list of labels.*text.split"),
+        ({"tokens": [np.array(["a", "b"])]}, TypeError, "of one example"),
+        ({"queries": 2, "tokens": ["a"]}, ValueError, "1 for 2 queries"),
+        ({"queries": 1, "keys": 2, "tokens": ["a"]}, ValueError, "1 for 2 keys.*pass a pair"),
+        ({"queries": 2, "tile_size": 0}, ValueError, "tile_size"),
+        ({"queries": -1}, ValueError, "queries"),
+    ],
+)
+def test_refused_by_its_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        hm.draw(CAUSAL, **arguments)

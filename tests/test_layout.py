@@ -62,7 +62,12 @@ ARROWS = {
         "selectors",
         "specs",
     },
-    "drawing": {"evaluation", "per_head", "specs"},
+    "panels": {"config", "coverage", "evaluation", "per_head", "specs"},
+    "drawing": {"panels", "specs"},
+    "figures": {"coverage", "panels"},
+    "observing": {"evaluation", "hooks", "leaves", "masks", "selectors", "specs"},
+    "plotting": {"coverage", "figures", "observing", "panels", "per_head", "specs"},
+    "notebook": {"drawing", "figures", "masked_model", "panels", "per_head", "specs"},
     "saved_versions": set(),
     "serving": {"saved_versions"},
     "predict_requests": set(),
@@ -173,6 +178,19 @@ def test_only_tiling_inside_a_function_imports_tensorflow_code():
         roots = {name.split(".")[0] for name in names}
         assert not roots & {"tensorflow", "jax", "torch"}, module
         assert not names & {f"keras_headmask.{m}" for m in of_tensorflow}, module
+
+
+def test_only_figures_imports_matplotlib_and_nothing_imports_figures_at_once():
+    """So that the package can be imported without it."""
+    for module in MODULES:
+        names = set(imported(at_import_time(tree(module))))
+        assert "keras_headmask.figures" not in names, module
+        if module != "figures":
+            names = set(imported(ast.walk(tree(module))))
+            assert "pyplot" not in " ".join(names), module
+            of_types = {"matplotlib.figure", "matplotlib.figure.Figure"}  # under TYPE_CHECKING
+            assert {name for name in names if name.startswith("matplotlib")} <= of_types, module
+    assert not any("pyplot" in name for name in imported(ast.walk(tree("figures"))))
 
 
 def test_no_module_is_named_like_a_public_function():

@@ -1,0 +1,137 @@
+"""What one attention layer of a model attended to in one forward, and what it was allowed to."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import evaluation, hooks, masks
+from keras_headmask.leaves import Window
+from keras_headmask.selectors import AttentionLayer, find_attention, select
+from keras_headmask.specs import MaskSpec
+
+_ONE_AT_A_TIME = threading.RLock()  # a layer is hooked for a while
+
+
+class Observed(NamedTuple):
+    """Probabilities (float32) and what is allowed (bool) of one call of a layer.
+
+    Both `(batch, heads, queries, keys)`. `spec` is the rule that the layer obeys, or `None`.
+    """
+
+    entry: AttentionLayer
+    spec: MaskSpec | None
+    scores: np.ndarray
+    allowed: np.ndarray
+
+
+def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
+    """Run `model` on `inputs` once, as in inference, and keep what `layer` computes.
+
+    What is allowed is evaluated anew, from the rules and the masks that reach the layer, so that
+    the two can be held against each other.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
+    entry = _one_layer(model, layer)
+    kept: list[tuple[Any, Any]] = []
+    with _ONE_AT_A_TIME, _kept(entry, kept):
+        model(inputs, training=False)
+    if not -len(kept) <= call < len(kept):
+        raise ValueError(
+            f"The attention layer {entry} ran {len(kept)} times in this forward, so `call` must "
+            f"be below that. Received: {call}."
+        )
+    scores, allowed = kept[call]
+    spec = hooks.spec_beneath(entry.layer)
+    return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
+
+
+def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
+    found = find_attention(model)
+    numbers = select(found, layer)
+    if len(numbers) != 1:
+        paths = [found.known[number].path for number in numbers]
+        raise ValueError(
+            f"`layer` must name one attention layer; {layer!r} names {len(paths)}: {paths}. Pass a "
+            "number, counted over self-attention in forward order, or a regex on the path."
+        )
+    return found.known[numbers[0]]
+
+
+@contextlib.contextmanager
+def _kept(entry: AttentionLayer, kept: list) -> Iterator[None]:
+    """Let the layer return its scores to us as well, in this thread, and then be as it was."""
+    layer, thread = entry.layer, threading.get_ident()
+    held = vars(layer)
+    before = {name: held[name] for name in (_HOOK, _FLASH) if name in held}
+    usual = getattr(layer, _HOOK)
+
+    def compute_attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        ours = threading.get_ident() == thread  # another may serve the model meanwhile
+        context, scores = usual(
+            query,
+            key,
+            value,
+            attention_mask,
+            training,
+            return_attention_scores or ours,
+            **kwargs,
+        )
+        if ours:
+            if len(query.shape) != 4:
+                raise ValueError(
+                    f"The attention layer {entry} attends over several axes: a picture has one of "
+                    "queries and one of keys."
+                )
+            causal = bool(kwargs.get("use_causal_mask"))
+            kept.append((_numpy(scores), _allowed(layer, scores.shape, attention_mask, causal)))
+        return context, scores if return_attention_scores else None
+
+    for name in ("plan", "rule", "inner"):  # by which a masked model knows its hook
+        if hasattr(usual, name):
+            setattr(compute_attention, name, getattr(usual, name))
+    held[_HOOK] = compute_attention
+    held[_FLASH] = False  # a kernel that returns no scores
+    try:
+        yield
+    finally:
+        for name in (_HOOK, _FLASH):
+            held.pop(name, None)
+        held.update(before)
+
+
+_HOOK, _FLASH = "_compute_attention", "_flash_attention"
+
+
+def _allowed(layer: Any, shape: Any, attention_mask: Any, causal: bool) -> np.ndarray:
+    """Everything that restricts the layer in the forward now running, boolean of rank 4."""
+    _, heads, queries, keys = shape
+    allowed = np.ones((1, 1, queries, keys), bool)
+    if attention_mask is not None:
+        given = masks.lift(ops.cast(attention_mask, "bool"))
+        allowed = allowed & ops.convert_to_numpy(given)
+    if causal:
+        mask = evaluation.make_mask(Window(after=0), queries, keys)
+        allowed = allowed & ops.convert_to_numpy(mask)
+    for rule, binding in hooks.rules_at_work(layer):
+        given = rule.given(binding.tensors)
+        mask = evaluation.make_mask(rule.spec, queries, keys, heads, given, binding.query_offset)
+        allowed = allowed & ops.convert_to_numpy(mask)
+    return allowed
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    return ops.convert_to_numpy(ops.cast(tensor, "float32"))

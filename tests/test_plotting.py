@@ -20,6 +20,9 @@ from matplotlib.colors import to_rgb
 
 from keras_headmask.figures import COLOURS
 
+# A figure's layout is matplotlib's business and ours: the same on each backend.
+once = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="needs one backend")
+
 CAUSAL, SELF = hm.Window(after=0), hm.Window(0, 0)
 NAMES = ["one", ".", "$x$ two", "three", ".", "four", "[PAD]"]
 SENTENCES = hm.PerHead({0: hm.SameSentence(9), 1: CAUSAL})
@@ -66,7 +69,8 @@ def test_tokens_name_queries_and_keys():
     expected = mask_by_loops(SENTENCES, 2, 3, 7, 7, inputs)[1]
     for head, ax in enumerate(figure.axes):
         np.testing.assert_array_equal(cells(ax), 2 * expected[head])
-        assert ticks(ax.xaxis) == ticks(ax.yaxis) == NAMES
+        assert ticks(ax.xaxis) == NAMES
+        assert ticks(ax.yaxis) == ([] if head else NAMES)  # once for a row of panels
         # A dollar sign is no formula.
         assert not any(text.get_parse_math() for text in ax.get_xticklabels())
 
@@ -91,9 +95,8 @@ def test_long_sequences_are_tiles():
     assert legend == ["may attend", "some pairs may", "hidden (tiles of 8 x 8 positions)"]
 
 
-@pytest.mark.parametrize(
-    ("count", "length"), [(1, 4), (2, 30), (2, 60), (5, 24), (16, 12), (16, 60)]
-)
+@once
+@pytest.mark.parametrize(("count", "length"), [(1, 4), (2, 60), (5, 24), (16, 60)])
 def test_nothing_overlaps(count, length):
     """Labels keep apart from each other and from all else, whatever the number of heads."""
     names = [f"token_with_a_name_{i}" for i in range(length)]
@@ -133,6 +136,7 @@ def test_colours_differ_in_grey():
     assert some - every > 40
 
 
+@once
 def test_nothing_is_kept():
     """A figure shows itself; pyplot does not know it, and it goes when it is let go."""
     from matplotlib import pyplot
@@ -316,6 +320,7 @@ def test_a_model_that_fails_is_left_as_it_was():
 # --- In a notebook -------------------------------------------------------------------------------
 
 
+@once
 def test_a_spec_shows_itself():
     html = hm.PerHead({0: hm.SameSegment("<ids>"), 1: hm.Window(100, 0)})._repr_html_()
     assert "SameSegment(&#x27;&lt;ids&gt;&#x27;)" in html
@@ -324,6 +329,7 @@ def test_a_spec_shows_itself():
     assert "<ids>" not in html
 
 
+@once
 def test_what_a_spec_shows(monkeypatch):
     from keras_headmask import figures
 
@@ -340,6 +346,7 @@ def test_what_a_spec_shows(monkeypatch):
     np.testing.assert_array_equal(cells(short.axes[0]), 2 * expected)
 
 
+@once
 def test_a_masked_model_shows_itself():
     masked = hm.apply_head_masks(stack(3), {"0-1": SELF, 2: hm.SameSentence(9)})
     html = masked._repr_html_()
@@ -348,6 +355,7 @@ def test_a_masked_model_shows_itself():
     assert places == sorted(places)
 
 
+@once
 def test_showing_never_raises(monkeypatch):
     from keras_headmask import panels
 
@@ -360,6 +368,7 @@ def test_showing_never_raises(monkeypatch):
     assert "<pre>Window(after=0)</pre>" in masked._repr_html_()
 
 
+@once
 def test_savefig():
     file = io.BytesIO()
     hm.plot(CAUSAL, 2).savefig(file, format="svg")

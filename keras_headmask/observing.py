@@ -39,7 +39,10 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
         raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
     entry = _one_layer(model, layer)
     kept: list[tuple[Any, Any]] = []
-    with _ONE_AT_A_TIME, _kept(entry, kept):
+    rematerialised = [x for x in model._flatten_layers() if x._remat_mode is not None]
+    with _ONE_AT_A_TIME, _kept(entry, kept), contextlib.ExitStack() as stack:
+        for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
+            stack.enter_context(_holding(inner, _remat_mode=None))
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
@@ -67,9 +70,7 @@ def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
 def _kept(entry: AttentionLayer, kept: list) -> Iterator[None]:
     """Let the layer return its scores to us as well, in this thread, and then be as it was."""
     layer, thread = entry.layer, threading.get_ident()
-    held = vars(layer)
-    before = {name: held[name] for name in (_HOOK, _FLASH) if name in held}
-    usual = getattr(layer, _HOOK)
+    usual = layer._compute_attention
 
     def compute_attention(
         query: Any,
@@ -103,17 +104,23 @@ def _kept(entry: AttentionLayer, kept: list) -> Iterator[None]:
     for name in ("plan", "rule", "inner"):  # by which a masked model knows its hook
         if hasattr(usual, name):
             setattr(compute_attention, name, getattr(usual, name))
-    held[_HOOK] = compute_attention
-    held[_FLASH] = False  # a kernel that returns no scores
+    # (A flash kernel returns no scores.)
+    with _holding(layer, _compute_attention=compute_attention, _flash_attention=False):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(layer: keras.Layer, **attributes: Any) -> Iterator[None]:
+    """Attributes of the object `layer` for a while, past what Keras tracks."""
+    held = vars(layer)
+    before = {name: held[name] for name in attributes if name in held}
+    held.update(attributes)
     try:
         yield
     finally:
-        for name in (_HOOK, _FLASH):
+        for name in attributes:
             held.pop(name, None)
         held.update(before)
-
-
-_HOOK, _FLASH = "_compute_attention", "_flash_attention"
 
 
 def _allowed(layer: Any, shape: Any, attention_mask: Any, causal: bool) -> np.ndarray:

@@ -20,7 +20,7 @@ from matplotlib.colors import to_rgb
 
 from keras_headmask.figures import COLOURS
 
-# A figure's layout is matplotlib's business and ours: the same on each backend.
+# A figure is the same on each backend; what it is made of is tested on each.
 once = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="needs one backend")
 
 CAUSAL, SELF = hm.Window(after=0), hm.Window(0, 0)
@@ -39,6 +39,7 @@ def ticks(axis):
 # --- plot ----------------------------------------------------------------------------------------
 
 
+@once
 def test_a_panel_for_each_mask():
     spec = hm.PerHead({0: CAUSAL, "2-3": CAUSAL, 5: SELF})
     figure = hm.plot(spec, 3, 4, num_heads=8)
@@ -54,6 +55,7 @@ def test_a_panel_for_each_mask():
     ]
 
 
+@once
 def test_one_rule_for_all_heads():
     (ax,) = hm.plot(CAUSAL, 3).axes
     assert ax.get_title() == "every head"
@@ -63,6 +65,7 @@ def test_one_rule_for_all_heads():
     assert ax.get_title() == "heads 0-11"
 
 
+@once
 def test_tokens_name_queries_and_keys():
     inputs = {"token_ids": TOKENS}
     figure = hm.plot(SENTENCES, mask_inputs=inputs, example=1, tokens=NAMES)
@@ -75,6 +78,7 @@ def test_tokens_name_queries_and_keys():
         assert not any(text.get_parse_math() for text in ax.get_xticklabels())
 
 
+@once
 def test_two_sequences():
     (ax,) = hm.plot(CAUSAL, tokens=(["a", "b"], NAMES), query_offset=3).axes
     assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["a", "b"], NAMES)
@@ -82,6 +86,7 @@ def test_two_sequences():
     assert cells(ax).tolist() == [[2, 2, 2, 2, 0, 0, 0], [2, 2, 2, 2, 2, 0, 0]]
 
 
+@once
 def test_long_sequences_are_tiles():
     inputs = {"x": np.repeat([[0, 1, 2]], 100)[None]}
     figure = hm.plot(hm.PerHead({1: hm.SameSegment("x")}), 300, mask_inputs=inputs)
@@ -124,6 +129,7 @@ def _says(part):
     return not hasattr(part, "get_text") or bool(part.get_text())
 
 
+@once
 def test_colours_differ_in_grey():
     def lightness(colour):  # L* of CIELAB
         linear = [
@@ -150,6 +156,7 @@ def test_nothing_is_kept():
     assert gone() is None
 
 
+@once
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_headmask.figures", None)
     monkeypatch.delattr(hm, "figures", raising=False)
@@ -162,6 +169,7 @@ def test_without_matplotlib(monkeypatch):
     assert "<img" not in html
 
 
+@once
 def test_a_picture_of_nothing():
     with pytest.raises(ValueError, match="at least one query and one key"):
         hm.plot(CAUSAL, 0)
@@ -208,6 +216,7 @@ def test_a_masked_model():
     np.testing.assert_array_equal(numpy(masked(TOKENS)), before)
 
 
+@once
 def test_what_lies_outside_would_show(monkeypatch):
     """A layer that does not obey its rule: here, a masked model whose mask is not applied."""
     from keras_headmask import binding
@@ -234,6 +243,7 @@ def per_head_layer():
     return keras.Model(x, layer(x, use_causal_mask=True))
 
 
+@once
 def test_a_layer_with_a_rule_of_its_own():
     x = np.random.default_rng(0).normal(size=(1, 5, 8)).astype("float32")
     figure = hm.plot_attention(per_head_layer(), x)
@@ -243,6 +253,7 @@ def test_a_layer_with_a_rule_of_its_own():
     np.testing.assert_allclose(scores[1], np.eye(5), atol=1e-6)
 
 
+@once
 def test_a_rule_over_a_rule():
     """Both hold: the layer's own, and that of the model."""
     masked = hm.apply_head_masks(per_head_layer(), hm.Window(before=1), existing="and")
@@ -253,6 +264,20 @@ def test_a_rule_over_a_rule():
     masked = hm.apply_head_masks(per_head_layer(), hm.Window(before=1), existing="replace")
     _, allowed = drawn_attention(hm.plot_attention(masked, x), 2)
     np.testing.assert_array_equal(allowed[1], np.tri(5) - np.tri(5, k=-2) > 0)
+
+
+@once
+@pytest.mark.parametrize(
+    ("existing", "expected"), [("and", np.eye(7)), ("replace", np.tri(7, k=1) - np.tri(7, k=-1))]
+)
+def test_a_masked_model_inside_another(existing, expected):
+    inner = hm.apply_head_masks(one_layer(mask_zero=False), CAUSAL)
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    outer = hm.apply_head_masks(
+        keras.Model(ids, inner(ids)), hm.Window(before=0, after=1), existing=existing
+    )
+    _, allowed = drawn_attention(hm.plot_attention(outer, TOKENS, heads=0), 1)
+    np.testing.assert_array_equal(allowed[0], expected > 0)
 
 
 def test_cross_attention():
@@ -269,6 +294,7 @@ def test_cross_attention():
     assert ticks(figure.axes[0].yaxis) == ["a", "b", "c"]
 
 
+@once
 def test_long_attention_is_tiles():
     x = np.random.default_rng(0).normal(size=(1, 140, 8)).astype("float32")
     figure = hm.plot_attention(per_head_layer(), x)
@@ -279,6 +305,7 @@ def test_long_attention_is_tiles():
     assert figure.axes[-1].get_ylabel() == "largest probability of a tile"
 
 
+@once
 def test_each_layer_by_number_and_path():
     model = stack(2)
     first, second = (hm.plot_attention(model, TOKENS, layer=i, heads=0) for i in (0, 1))
@@ -288,6 +315,30 @@ def test_each_layer_by_number_and_path():
     np.testing.assert_array_equal(drawn_attention(by_path, 1)[0], drawn_attention(second, 1)[0])
 
 
+@once
+def test_each_call_of_a_layer():
+    x = keras.Input((None, 8))
+    layer = keras.layers.MultiHeadAttention(1, 4, name="shared")
+    first = layer(x, x)
+    model = keras.Model(x, layer(first, first, use_causal_mask=True))
+    given = np.random.default_rng(0).normal(size=(1, 4, 8)).astype("float32")
+    for call, expected in enumerate((np.ones((4, 4)), np.tri(4))):
+        _, allowed = drawn_attention(hm.plot_attention(model, given, call=call), 1)
+        np.testing.assert_array_equal(allowed[0], expected > 0)
+
+
+def test_rematerialised_layers():
+    """JAX runs them on tracers."""
+    with keras.RematScope(mode="full"):
+        model = one_layer()
+    masked = hm.apply_head_masks(model, SENTENCES)
+    figure = hm.plot_attention(masked, TOKENS, heads=1)
+    _, allowed = drawn_attention(figure, 1)
+    np.testing.assert_array_equal(allowed[0], np.tri(7) * (TOKENS[0] != 0)[:, None] > 0)
+    assert masked.get_layer("attention")._remat_mode is not None
+
+
+@once
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -308,6 +359,7 @@ def test_refused(arguments, error, message):
         hm.plot_attention(**arguments)
 
 
+@once
 def test_a_model_that_fails_is_left_as_it_was():
     model = stack(1)
     layer = model.get_layer("block_0").attention

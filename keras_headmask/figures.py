@@ -182,7 +182,9 @@ def _grid(
 def _name(axis: Axis, names: list[str] | None, room: float, first: int, rotation: int) -> None:
     """Tokens, or numbers of positions; as many as can be read."""
     if names is None:
-        axis.set_major_locator(MaxNLocator(max(1, min(9, int(room / 0.4))), integer=True))
+        axis.set_major_locator(
+            MaxNLocator(max(1, min(9, int(room / 0.4))), integer=True, min_n_ticks=1)
+        )
         return
     step = math.ceil(len(names) * _LINE / room - 0.01)
     axis.set_ticks(np.arange(0, len(names), step) + first, names[::step])

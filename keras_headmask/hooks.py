@@ -125,7 +125,7 @@ def rules_at_work(layer: keras.Layer) -> Iterator[tuple[LayerRule, Binding]]:
     while getattr(hook, "rule", None) is not None:
         if hook.plan.running.binding is not None:
             yield hook.rule, hook.plan.running.binding
-        hook = None if hook.rule.replaces else hook.inner
+        hook = hook.inner  # `None` where the rule replaces what was there
 
 
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:

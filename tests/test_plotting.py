@@ -170,6 +170,14 @@ def test_without_matplotlib(monkeypatch):
 
 
 @once
+def test_positions_are_whole_numbers():
+    (ax,) = hm.plot(CAUSAL, 1, 2, query_offset=1).axes
+    for axis, expected in ((ax.yaxis, [1]), (ax.xaxis, [0, 1])):
+        low, high = sorted(axis.get_view_interval())
+        assert [tick for tick in axis.get_majorticklocs() if low <= tick <= high] == expected
+
+
+@once
 def test_a_picture_of_nothing():
     with pytest.raises(ValueError, match="at least one query and one key"):
         hm.plot(CAUSAL, 0)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from keras_headmask import config
+from keras_headmask import config, describing
 
 
 class InputType(NamedTuple):
@@ -109,6 +109,31 @@ class MaskSpec:
     def for_head(self, head: int) -> "MaskSpec":
         """The rule that head number `head` obeys: this spec without any `PerHead`."""
         return self
+
+    def describe(self, num_heads: int | None = None) -> str:
+        """This rule in plain English, a sentence for each group of heads that share a rule.
+
+        Equal specs read alike. `num_heads` names the heads that no rule names; without it they are
+        "all other heads".
+
+        >>> from keras_headmask import PerHead, SameSentence, recipes
+        >>> print(recipes.causal().describe())
+        A token sees itself and every token before it.
+        >>> print(PerHead({0: SameSentence(102)}, recipes.padding()).describe(num_heads=12))
+        Head 0: a token sees its own sentence (sentences end with token 102). Heads 1 to 11: every \
+token that `padding_mask` does not hide.
+
+        Raises:
+            ValueError: for a head that this spec names and `num_heads` does not reach.
+        """
+        return describing.describe(self, num_heads)
+
+    def in_words(self) -> str | None:
+        """What a token sees under a spec of one's own, for `describe`: "the tokens of its speaker".
+
+        `None` lets `describe` show the spec's `repr`.
+        """
+        return None
 
     def get_config(self) -> dict[str, Any]:
         """This spec as plain JSON values; fields at their default are left out.

@@ -9,12 +9,13 @@ import keras_headmask as hm
 
 PACKAGE = Path(hm.__file__).parent
 # No framework at import time; only what reckons with tiles needs NumPy.
-LIGHT = {"config", "specs", "leaves", "per_head", "recipes", "coverage"}
+LIGHT = {"config", "describing", "specs", "leaves", "per_head", "recipes", "coverage"}
 NEED_NUMPY = {"leaves", "coverage"}
 
 ARROWS = {
     "config": set(),
-    "specs": {"config"},
+    "describing": {"config"},
+    "specs": {"config", "describing"},
     "leaves": {"specs", "config"},
     "per_head": {"specs", "leaves", "config"},
     "recipes": {"leaves", "specs", "config"},

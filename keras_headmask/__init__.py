@@ -5,6 +5,7 @@ from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
 from keras_headmask.export import ExportReport, export_saved_model
+from keras_headmask.json_schema import schema
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.leaves import (
     Chunk,
@@ -74,6 +75,7 @@ __all__ = [
     "plot_attention",
     "recipes",
     "register_spec",
+    "schema",
     "to_additive",
     "write_serving_config",
 ]

@@ -9,12 +9,33 @@ import difflib
 import math
 import numbers
 import operator
+import types
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 _KINDS: dict[str, type] = {}
 _LARGEST = 2**31 - 1
 _LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What JSON Schema says of a field beside its type: `Annotated[int, Limits(minimum=1)]`.
+
+    An editor is told by it; constructors check for themselves.
+    """
+
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __init__(self, **keywords: Any):
+        object.__setattr__(self, "keywords", tuple(keywords.items()))
+
+
+WHOLE_NUMBER = Limits(minimum=-_LARGEST, maximum=_LARGEST)
+NOT_NEGATIVE = Limits(minimum=0, maximum=_LARGEST)
+POSITIVE = Limits(minimum=1, maximum=_LARGEST)
+NAME = Limits(minLength=1)
 
 
 def register(kind: str, cls: type) -> None:
@@ -197,6 +218,60 @@ def located(make: Callable[[], Any], path: str) -> Any:
     except (TypeError, ValueError) as error:
         field = getattr(error, "field", None)
         raise bad_place(join_path(path, field) if field else path, str(error)) from error
+
+
+RULE = {"$ref": "#/$defs/rule"}
+_JSON_TYPES = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    type(None): {"type": "null"},
+}
+
+
+def json_fields(cls: type) -> dict[str, dict[str, Any]]:
+    """The JSON Schema of each field of a dataclass, by its annotations."""
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # of a class made inside a function: nothing is known
+        hints = {}
+    schemas = {}
+    for field in dataclasses.fields(cls):
+        schema = _json_schema_of(hints.get(field.name, Any))
+        if field.default is not dataclasses.MISSING:
+            schema = schema | {"default": to_json(field.default)}
+        elif field.default_factory is not dataclasses.MISSING:
+            schema = schema | {"default": to_json(field.default_factory())}
+        schemas[field.name] = schema
+    return schemas
+
+
+def _json_schema_of(annotation: Any) -> dict[str, Any]:
+    """What JSON Schema says of values with this annotation; `{}`, anything, where it is unusual."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        schema = _json_schema_of(arguments[0])
+        limits = {k: v for a in arguments[1:] if isinstance(a, Limits) for k, v in a.keywords}
+        return _limited(schema, limits)
+    if origin in (typing.Union, types.UnionType):
+        schemas = [_json_schema_of(argument) for argument in arguments]
+        return {} if {} in schemas else {"anyOf": schemas}
+    if origin in (tuple, list) and len(set(arguments) - {...}) == 1:
+        items = _json_schema_of(arguments[0])
+        return {"type": "array"} | ({"items": items} if items else {})
+    if isinstance(annotation, type) and hasattr(annotation, "from_fields"):
+        return RULE
+    return _JSON_TYPES.get(annotation, {}) if isinstance(annotation, type) else {}
+
+
+def _limited(schema: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
+    """`schema` with more keywords, on the alternatives whose type they speak of."""
+    if "anyOf" in schema:
+        return {"anyOf": [_limited(part, limits) for part in schema["anyOf"]]}
+    if "minItems" in limits and schema.get("type") != "array":
+        return schema
+    return schema | limits
 
 
 def _required(field: dataclasses.Field) -> bool:

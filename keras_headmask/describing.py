@@ -129,18 +129,20 @@ def _and(spec: Any) -> Words:
             nouns.append(said.those if nouns else said.inner)
     if nouns:
         text = "; of these only ".join(nouns) + "".join(f", but not {n}" for n in negated)
-        joint = ", but only "
     elif negated:
         text = "all but " + "".join(
             f"{', and not ' if i else ''}{n}" for i, n in enumerate(negated)
         )
-        joint = ", but only "
     else:
-        text, joint = "every token", ", "  # "but only" would be the words of `Full() & ...`
+        text = "every token"
+    among = bool(nouns or negated)
+    joint = ", but only " if among else ", "  # so that `Full() & ...` has words of its own
     asked = [condition for condition in conditions if condition.startswith("if ")]
     if asked:
         text += joint + " and ".join(asked)
-    text += "".join(f", {condition}" for condition in conditions if condition not in asked)
+    for condition in conditions:
+        if condition not in asked:
+            text += ", " + (condition.replace("unless", "but not if", 1) if among else condition)
     return Words(text, compound=True)
 
 

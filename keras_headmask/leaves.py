@@ -6,12 +6,18 @@ every backend. (`==` between symbolic Keras tensors compares objects; hence `~(a
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from keras_headmask import config
 from keras_headmask.specs import Bounds, InputType, MaskSpec, Sides, Tiles, register_spec, unknown
+
+_Whole = Annotated[int, config.WHOLE_NUMBER]
+_NotNegative = Annotated[int, config.NOT_NEGATIVE]
+_Positive = Annotated[int, config.POSITIVE]
+_Name = Annotated[str, config.NAME]
+_IdTuple = Annotated[_Whole | tuple[_Whole, ...], config.Limits(minItems=1)]  # kept as a tuple
 
 _frozen = dataclasses.dataclass(frozen=True, repr=False)
 _KEY = frozenset({"key"})
@@ -75,9 +81,9 @@ class Window(MaskSpec):
     0 1 1 0
     """
 
-    before: int | None = None
-    after: int | None = None
-    step: int = 1
+    before: _Whole | None = None
+    after: _Whole | None = None
+    step: _Positive = 1
 
     def __post_init__(self) -> None:
         for field in ("before", "after"):
@@ -140,9 +146,9 @@ class Chunk(MaskSpec):
     0 0 1 1
     """
 
-    size: int
-    before: int = 0
-    after: int = 0
+    size: _Positive
+    before: _NotNegative = 0
+    after: _NotNegative = 0
 
     def __post_init__(self) -> None:
         _set(self, "size", config.whole_number(self.size, "size", at_least=1))
@@ -164,8 +170,8 @@ class Chunk(MaskSpec):
 
 @_frozen
 class _Range(MaskSpec):
-    start: int
-    stop: int | None = None
+    start: _NotNegative
+    stop: _Positive | None = None
 
     def __post_init__(self) -> None:
         _set(self, "start", config.whole_number(self.start, "start", at_least=0))
@@ -259,7 +265,7 @@ class SameSegment(_Ids):
     0 0 0 0
     """
 
-    input: str
+    input: _Name
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -292,8 +298,8 @@ class SameSentence(_Ids):
     0 0 1 1 1
     """
 
-    end_ids: tuple[int, ...]
-    input: str = "token_ids"
+    end_ids: _IdTuple
+    input: _Name = "token_ids"
 
     def __post_init__(self) -> None:
         _set(self, "end_ids", config.id_tuple(self.end_ids, "end_ids"))
@@ -315,7 +321,7 @@ class SameSentence(_Ids):
 
 @_frozen
 class _Flag(MaskSpec):
-    input: str
+    input: _Name
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -375,8 +381,8 @@ class QueryFlag(_Flag):
 
 @_frozen
 class _In(MaskSpec):
-    input: str
-    ids: tuple[int, ...]
+    input: _Name
+    ids: _IdTuple
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -448,7 +454,7 @@ class MaskInput(MaskSpec):
     1 1
     """
 
-    input: str
+    input: _Name
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -480,9 +486,9 @@ class RandomBlocks(MaskSpec):
     0 0 0 0 0 0
     """
 
-    size: int
-    density: float
-    seed: int
+    size: _Positive
+    density: Annotated[float, config.Limits(minimum=0, maximum=1)]
+    seed: Annotated[int, config.Limits(minimum=0)]
 
     def __post_init__(self) -> None:
         _set(self, "size", config.whole_number(self.size, "size", at_least=1))

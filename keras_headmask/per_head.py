@@ -85,6 +85,17 @@ class PerHead(MaskSpec):
             rest["default"] = config.build(fields["default"], place)
         return config.located(lambda: cls(rules, **rest), path)
 
+    @classmethod
+    def json_fields(cls) -> dict[str, dict[str, Any]]:
+        number = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
+        heads = {
+            "description": 'Head numbers to rules: "0", "1-3" (inclusive), "0,4-7".',
+            "type": "object",
+            "propertyNames": {"pattern": f"^{number}(,{number})*$"},
+            "additionalProperties": config.RULE,
+        }
+        return {"heads": heads, "default": config.RULE | {"default": _FULL.get_config()}}
+
     def _runs(self) -> Iterator[tuple[int | str, MaskSpec]]:
         """Neighbouring heads with equal rules under one key, as a person would write them."""
         first = 0

@@ -6,7 +6,7 @@ positions; `& | ~` and `PerHead` combine them. Nothing here imports Keras.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from keras_headmask import config, describing
 
@@ -179,6 +179,15 @@ token that `padding_mask` does not hide.
         """Make a spec of this kind from its JSON fields, which stand at `path`."""
         return config.build_dataclass(cls, fields, path)
 
+    @classmethod
+    def json_fields(cls) -> dict[str, dict[str, Any]]:
+        """The JSON Schema of each field in `get_config`; by default told by the annotations.
+
+        Needed where `from_fields` is overridden. `{"$ref": "#/$defs/rule"}` is a spec; a field
+        whose schema has a `default` may be left out.
+        """
+        return config.json_fields(cls)
+
     def __and__(self, other: "MaskSpec") -> "MaskSpec":
         return _join(And, self, other)
 
@@ -280,7 +289,7 @@ class _Join(MaskSpec):
 class And(_Join):
     """What every one of `specs` allows; written `a & b`."""
 
-    specs: tuple[MaskSpec, ...]
+    specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "&"
 
 
@@ -289,7 +298,7 @@ class And(_Join):
 class Or(_Join):
     """What at least one of `specs` allows; written `a | b`."""
 
-    specs: tuple[MaskSpec, ...]
+    specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "|"
 
 

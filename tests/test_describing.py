@@ -59,13 +59,17 @@ SAID = [
     (recipes.prefix_lm(4), f"{CAUSAL}, plus the first 4 tokens"),
     (
         recipes.longformer(2, "g"),
-        "itself and 2 tokens on each side, plus every token whose `g` is set, plus every token, "
-        "if its own `g` is set",
+        (
+            "itself and 2 tokens on each side, plus every token whose `g` is set, plus every token, "
+            "if its own `g` is set"
+        ),
     ),
     (
         recipes.streaming(4, 256),
-        f"{CAUSAL}; of these only (itself, 255 tokens before it and every token after it, plus the "
-        "first 4 tokens)",
+        (
+            f"{CAUSAL}; of these only (itself, 255 tokens before it and every token after it, plus the "
+            "first 4 tokens)"
+        ),
     ),
     (
         W(after=0) & recipes.padding(),
@@ -119,7 +123,7 @@ def test_heads():
 def test_heads_that_do_not_exist():
     with pytest.raises(ValueError, match="names head 4, but there are 4 heads, numbered 0 to 3"):
         hm.PerHead({4: W()}).describe(4)
-    with pytest.raises(TypeError, match="`num_heads` must be a whole number. Received: '4'"):
+    with pytest.raises(TypeError, match="`num_heads` must be a whole number"):
         W().describe("4")
 
 
@@ -191,7 +195,7 @@ def test_no_two_rules_of_a_large_sample_read_alike():
     few += [~leaf for leaf in few]
     pairs = [join(a, b) for a in few for b in few for join in (hm.MaskSpec.__and__, _or)]
     triples = [join(p, c) for p in pairs for c in few for join in (hm.MaskSpec.__and__, _or)]
-    specs = set([*leaves, *(~leaf for leaf in leaves), *pairs, *triples, *(~t for t in triples)])
+    specs = {*leaves, *(~leaf for leaf in leaves), *pairs, *triples, *(~t for t in triples)}
     said = {}
     for spec in specs:
         assert said.setdefault(spec.describe(), spec) == spec

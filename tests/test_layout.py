@@ -9,7 +9,16 @@ import keras_headmask as hm
 
 PACKAGE = Path(hm.__file__).parent
 # No framework at import time; only what reckons with tiles needs NumPy.
-LIGHT = {"config", "describing", "specs", "leaves", "per_head", "recipes", "coverage"}
+LIGHT = {
+    "config",
+    "describing",
+    "specs",
+    "leaves",
+    "per_head",
+    "recipes",
+    "coverage",
+    "json_schema",
+}
 NEED_NUMPY = {"leaves", "coverage"}
 
 ARROWS = {
@@ -19,6 +28,7 @@ ARROWS = {
     "leaves": {"specs", "config"},
     "per_head": {"specs", "leaves", "config"},
     "recipes": {"leaves", "specs", "config"},
+    "json_schema": {"config"},
     "masks": set(),
     "evaluation": {"config", "masks", "per_head", "specs"},
     "coverage": {"specs"},

@@ -23,6 +23,7 @@ from keras_headmask.leaves import (
     SameSentence,
     Window,
 )
+from keras_headmask.linting import Finding, lint
 from keras_headmask.masks import (
     and_masks,
     from_additive,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Chunk",
     "ExportReport",
+    "Finding",
     "Full",
     "InputType",
     "KeyFlag",
@@ -68,6 +70,7 @@ __all__ = [
     "export_saved_model",
     "from_additive",
     "from_torch",
+    "lint",
     "make_mask",
     "not_mask",
     "or_masks",

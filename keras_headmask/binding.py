@@ -77,6 +77,9 @@ class _Running(threading.local):
     used_in_parts: Set[int] = frozenset()  # the layers that parts of a forward ran so far
     only_shapes = False  # whether it runs for the shapes of its outputs alone, without a rule
     wide_ids: Mapping[str, Any] = {}  # inputs of 64 bits, by name, where the model casts to fewer
+    arriving: "dict[int, Any] | None" = (
+        None  # by layer, the masks it gets beside its rule; a lint's
+    )
     in_config = False  # whether its own config is made, which holds the rules beside its layers
 
     @contextlib.contextmanager
@@ -125,6 +128,8 @@ class Binding:
     def attend(self, rule: LayerRule, compute: Callable, arguments: Mapping[str, Any]) -> Any:
         """Context and scores of one layer under its rule; `compute` is what it would do without."""
         self.used.add(id(rule.layer))
+        if self.plan.running.arriving is not None:
+            self.plan.running.arriving[id(rule.layer)] = arguments
         if not rule.restricts:
             return compute(**arguments)
         query, key, value = (arguments[name] for name in ("query", "key", "value"))

@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 def describe(spec: Any, num_heads: int | None = None) -> str:
     """See `MaskSpec.describe`."""
-    named = max(_named_heads(spec), default=-1) + 1
+    named = max(named_heads(spec), default=-1) + 1
     if num_heads is None:
         groups, others = _groups(spec, named + 1), named
     else:
@@ -88,11 +88,12 @@ def words(spec: Any) -> Words:
     return _WORDS.get(spec.kind, _own_words)(spec)
 
 
-def _named_heads(spec: Any) -> Iterator[int]:
+def named_heads(spec: Any) -> Iterator[int]:
+    """Every head that `spec` numbers, in any `PerHead` of it."""
     if spec.kind == "per_head":
         yield from (head for head, _ in spec.heads)
     for child in spec.children:
-        yield from _named_heads(child)
+        yield from named_heads(child)
 
 
 def _groups(spec: Any, num_heads: int) -> list[tuple[Any, list[int]]]:

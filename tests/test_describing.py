@@ -60,15 +60,15 @@ SAID = [
     (
         recipes.longformer(2, "g"),
         (
-            "itself and 2 tokens on each side, plus every token whose `g` is set, plus every token, "
-            "if its own `g` is set"
+            "itself and 2 tokens on each side, plus every token whose `g` is set, "
+            "plus every token, if its own `g` is set"
         ),
     ),
     (
         recipes.streaming(4, 256),
         (
-            f"{CAUSAL}; of these only (itself, 255 tokens before it and every token after it, plus the "
-            "first 4 tokens)"
+            f"{CAUSAL}; of these only (itself, 255 tokens before it and every token after it, "
+            "plus the first 4 tokens)"
         ),
     ),
     (

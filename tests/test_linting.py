@@ -1,0 +1,382 @@
+"""Lint: each finding on a planted example, none on a recipe used as meant, and what it claims."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import keras
+import numpy as np
+import oracle
+import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers
+from small_models import TOKENS, one_layer, stack
+
+import keras_headmask as hm
+from keras_headmask import linting, recipes
+
+W, SELF, CAUSAL = hm.Window, hm.Window(0, 0), hm.Window(after=0)
+SENTENCES = hm.SameSentence(9)
+REAL = np.array([[1] * 24 + [0] * 8, [1] * 32])
+FLAGS = np.array([[1] + [0] * 31] * 2)
+IDS = np.where(REAL == 1, np.arange(32) % 7 + 3, 0)  # 9 among them; 0 pads
+PAD = {"padding_mask": REAL}
+
+
+def found(*args, **kwargs):
+    """`(severity, code, heads, positions)` of each finding."""
+    return [(f.severity, f.code, f.heads, f.positions) for f in hm.lint(*args, **kwargs)]
+
+
+def codes(*args, **kwargs):
+    return [f"{severity} {code}" for severity, code, *_ in found(*args, **kwargs)]
+
+
+AS_MEANT = [
+    (recipes.causal(), {}),
+    (recipes.padding(), PAD),
+    (recipes.prefix_lm(4), {}),
+    (recipes.longformer(2, "g"), {"g": FLAGS}),
+    (recipes.longformer(256, "g"), {}),
+    (recipes.streaming(4, 256), {}),
+    (recipes.streaming(1, 2), {}),
+    (recipes.sparse_transformer(8), {}),
+    (recipes.sparse_transformer(128), {}),
+    (recipes.bigbird(64, 0.1, 2, seed=7), {}),
+    (recipes.bigbird(4, 0.1, 1, seed=7), {}),
+    (recipes.causal() & recipes.padding(), PAD),
+    (recipes.longformer(2, "g") & recipes.padding(), {"g": FLAGS} | PAD),
+    (recipes.streaming(4, 8) & recipes.padding(), PAD),
+    (hm.PerHead({0: SENTENCES}, default=recipes.padding()) & recipes.padding(), {}),
+    (hm.PerHead({0: SENTENCES}) & recipes.padding(), {"token_ids": IDS} | PAD),
+    (hm.PerHead({"0-3": recipes.streaming(4, 256)}, default=CAUSAL), {}),
+    (hm.PerHead({i: recipes.bigbird(8, 0.2, 1, seed=i) for i in range(3)}), {}),
+    (hm.PerHead({0: W(1, -1) | SELF, 1: hm.Chunk(8)}), {}),
+]
+
+
+@pytest.mark.parametrize(("spec", "inputs"), AS_MEANT, ids=repr)
+def test_recipes_used_as_meant(spec, inputs):
+    for examples in inputs, None:
+        findings = hm.lint(spec, mask_inputs=examples)
+        assert [f for f in findings if f.severity != "info"] == [], str(findings)
+
+
+OFF = hm.KeyFlag("x") & ~hm.KeyFlag("x")
+HALF = hm.PerHead({0: W(3, -1)})
+X = {"x": REAL}
+
+# (rule, arguments, finding)
+PLANTED = [
+    (hm.PerHead({1: hm.Nothing()}), {}, ("info", "head-off", (1,), ())),
+    (hm.Nothing(), {"num_heads": 2}, ("error", "head-off", (0, 1), ())),
+    (OFF, {}, ("error", "head-off", (0,), ())),
+    (hm.PerHead({2: hm.Keys(9) & hm.Keys(0, 9)}), {}, ("error", "head-off", (2,), ())),
+    (W(3, -1), {"queries": 6}, ("warning", "dead-rows", (0,), (0,))),
+    (HALF, {"queries": 6, "num_heads": 3}, ("warning", "dead-rows", (0,), (0,))),
+    (W(-2), {"queries": 6}, ("warning", "dead-rows", (0,), (4, 5))),
+    (
+        hm.KeyFlag("x"),
+        {"mask_inputs": {"x": np.array([[1, 0, 1], [0, 0, 0]])}},
+        ("warning", "dead-rows", (0,), (0, 1, 2)),
+    ),
+    (hm.Keys(0, 4), {"queries": 6}, ("warning", "unseen-keys", (), (4, 5))),
+    (hm.PerHead({0: hm.Keys(0, 4)}), {"queries": 6}, ("info", "unseen-keys", (0,), (4, 5))),
+    (W(2, 2), {"queries": 3, "keys": 7}, ("warning", "unseen-keys", (), (5, 6))),
+    (CAUSAL & W(after=5), {}, ("warning", "clause-changes-nothing", (0,), ())),
+    (hm.Full() & hm.KeyFlag("x"), {}, ("warning", "clause-changes-nothing", (0,), ())),
+    (
+        hm.PerHead({1: hm.KeyFlag("x") | (hm.KeyFlag("x") & SELF)}),
+        {},
+        ("warning", "clause-changes-nothing", (1,), ()),
+    ),
+    (
+        recipes.streaming(4, 256),
+        {"queries": 32},
+        ("info", "clause-changes-nothing", (0,), ()),
+    ),
+    (
+        CAUSAL & hm.KeyFlag("x"),
+        {"mask_inputs": {"x": np.ones((1, 8), "int32")}},
+        ("info", "clause-changes-nothing", (0,), ()),
+    ),
+    (
+        hm.PerHead({0: SELF, 2: hm.Full()}),
+        {"num_heads": 4},
+        ("warning", "equals-default", (2,), ()),
+    ),
+    (
+        hm.PerHead({3: hm.KeyFlag("x") | ~hm.KeyFlag("x")}),
+        {},
+        ("warning", "equals-default", (3,), ()),
+    ),
+    (hm.Chunk(4) & ~SELF, {}, ("warning", "never-self", (0,), ())),
+    (HALF, {}, ("info", "never-self", (0,), ())),
+    (~hm.SameSegment("x"), {"mask_inputs": X}, ("warning", "never-self", (0,), ())),
+    (~recipes.padding(), {"mask_inputs": PAD}, ("error", "looks-inverted", (0,), ())),
+    (
+        hm.PerHead({1: ~recipes.padding() | SELF}),
+        {"mask_inputs": PAD},
+        ("error", "looks-inverted", (1,), ()),
+    ),
+    (
+        recipes.padding() & (SENTENCES | hm.Full()),
+        {"mask_inputs": {"padding_mask": 1 - REAL, "token_ids": IDS}},
+        ("error", "looks-inverted", (), ()),
+    ),
+    (W(4, 4), {"mask_inputs": PAD}, ("warning", "padding-missing", (0,), ())),
+    (
+        hm.PerHead({0: recipes.padding()}),
+        {"mask_inputs": PAD, "num_heads": 3},
+        ("warning", "padding-missing", (1, 2), ()),
+    ),
+    (CAUSAL, {"mask_inputs": X}, ("warning", "input-never-read", (), ())),
+    (CAUSAL, {"mask_inputs": PAD}, ("warning", "input-never-read", (), ())),
+    (W(step=8), {}, ("info", "full-cost", (0,), ())),
+    (W(step=8) & hm.KeyFlag("x"), {}, ("info", "full-cost", (0,), ())),
+    (
+        hm.SameSegment("x"),
+        {"mask_inputs": {"x": np.array([[1, 1, 2**32 + 1]])}},
+        ("warning", "ids-collide", (), ()),
+    ),
+    (
+        hm.SameSegment("x"),
+        {"mask_inputs": {"x": np.array([[256.0, 256.0, 257.0]])}},
+        ("error", "ids-collide", (), ()),
+    ),
+    (
+        hm.MaskInput("x") | SELF,
+        {"mask_inputs": {"x": np.array([[0, -1e9], [0, 0]])}},
+        ("error", "ids-collide", (), ()),
+    ),
+    (
+        hm.PerHead({0: hm.SameSentence(102)}),
+        {"mask_inputs": {"token_ids": IDS}},
+        ("info", "ids-absent", (), ()),
+    ),
+    (
+        hm.SameSegment("a") | hm.SameSegment("b") | hm.SameSegment("c") | hm.SameSegment("d")
+        | hm.SameSegment("e") | hm.SameSegment("f") | hm.SameSegment("g"),
+        {},
+        ("info", "not-checked", (), ()),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "arguments", "finding"), PLANTED)
+def test_planted(spec, arguments, finding):
+    assert finding in found(spec, **arguments), str(hm.lint(spec, **arguments))
+
+
+def test_every_code_is_planted_and_documented():
+    listed = hm.lint.__doc__.partition("Codes: ")[2].partition("Raises:")[0]
+    documented = set(re.findall("`([a-z-]+)`", listed))
+    source = Path(linting.__file__).read_text()
+    written = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', source))
+    assert {finding[1] for *_, finding in PLANTED} == documented == written
+
+
+def test_a_finding_says_what_and_the_way_out():
+    findings = hm.lint(hm.PerHead({(0, 2): hm.Keys(0, 4) & W(after=0)}), queries=6, num_heads=4)
+    assert str(findings) == (
+        "info: unseen-keys, heads 0 and 2: Keys 4 and 5 are seen by no query of these heads.\n"
+        "    If that is not meant, widen the rule."
+    )
+    assert str(hm.lint(CAUSAL)) == "No findings."
+    both = "256 and 257 are equal in bfloat16; a layer refuses them"
+    assert both in str(hm.lint(SENTENCES, mask_inputs={"token_ids": [[9.0, 256.0, 257.0]]}))
+
+
+def test_padding_is_no_query_that_must_see():
+    segments = np.where(REAL == 1, 0, -1)
+    rule = hm.SameSegment("doc") & recipes.padding()
+    inputs = {"doc": segments} | PAD
+    assert codes(rule, mask_inputs=inputs) == ["info clause-changes-nothing"]
+    assert codes(hm.SameSegment("doc"), mask_inputs={"doc": segments}) == ["warning dead-rows"]
+
+
+def test_cross_attention_and_decoding():
+    pair = {"x": (np.array([[1, 2, 2]]), np.array([[1, 2, 2, 1, 1]]))}
+    assert codes(hm.SameSegment("x"), mask_inputs=pair) == []
+    assert codes(hm.SameSegment("x"), mask_inputs={"x": (pair["x"][0], pair["x"][1] * 0 + 1)}) == [
+        "warning dead-rows"
+    ]
+    assert codes(CAUSAL, queries=1, keys=8, query_offset=3) == []
+
+
+def test_a_spec_of_ones_own():
+    @dataclass(frozen=True)
+    class Far(hm.MaskSpec):
+        least: int
+
+        def allowed(self, query_positions, key_positions, inputs):
+            return key_positions - query_positions >= self.least
+
+    assert "warning dead-rows" in codes(Far(100))
+    assert codes(Far(-100) & CAUSAL) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((np.ones((2, 2)),), TypeError, "`rule` must be a mask spec"),
+        ((CAUSAL, 0), ValueError, "`queries` must be at least 1"),
+        ((CAUSAL, 2, 2.5), TypeError, "`keys` must be a whole number"),
+        ((hm.PerHead({4: SELF}), 8, 8, 4), ValueError, "names head 4, but there are 4 heads"),
+        ((CAUSAL, 8, 8, 1, [1]), TypeError, "`mask_inputs` must be a dict"),
+        ((hm.KeyFlag("x"), 8, 8, 1, {"x": [[1, 0]]}), ValueError, "length 2 where.* 8 keys"),
+        ((CAUSAL, 8, 8, 1, PAD), ValueError, "has length 32 where the attention has 8 keys"),
+    ],
+)
+def test_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        hm.lint(*arguments)
+
+
+# --- What a finding claims, in NumPy --------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short():
+    with mock.patch.object(linting, "_MANY", 256):
+        yield
+
+
+@strategies.FEW
+@given(strategies.cases())
+def test_what_sees_nothing_agrees_with_the_mask(case):
+    spec, inputs, batch, heads, queries, keys, offset = case
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    rows, off = dict.fromkeys(range(heads), ()), set()
+    for severity, code, some, positions in found(spec, queries, keys, heads, inputs, offset):
+        if code == "head-off":
+            off |= set(some)
+        if code == "dead-rows":
+            assert severity == "warning"
+            rows |= dict.fromkeys(some, positions)
+    for head in range(heads):
+        dead = (~mask[:, head].any(-1)).any(0)
+        assert (head in off) == (not mask[:, head].any())
+        assert rows[head] == (() if head in off else tuple(np.flatnonzero(dead)))
+
+
+@strategies.FEW
+@given(strategies.cases())
+def test_what_holds_for_any_inputs_holds_for_these(case):
+    """Found without inputs: dead rows are dead, and heads are off, whatever comes."""
+    spec, inputs, batch, heads, queries, keys, offset = case
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    for _, code, some, positions in found(spec, queries, keys, heads, None, offset):
+        if code == "head-off":
+            assert not mask[:, list(some)].any()
+        if code == "dead-rows":
+            assert not mask[:, list(some)][:, :, list(positions)].any()
+        if code == "unseen-keys":
+            seen = mask[:, list(some)] if some else mask
+            assert not seen[..., list(positions)].any()
+
+
+@strategies.FEW
+@given(strategies.cases(strategies.shared_specs), st.booleans(), st.data())
+def test_a_clause_that_changes_nothing_can_be_left_out(case, is_and, data):
+    spec, inputs, batch, heads, queries, keys, offset = case
+    other = data.draw(strategies.positional_leaves)
+    joined = spec & other if is_and else spec | other
+    if not joined.children or other not in joined.children:
+        return
+    said = f"Without {other!r} in {joined!r} the same is allowed."
+    if any(f.message == said for f in hm.lint(joined)):
+        rest = [part for part in joined.children if part != other]
+        rest = hm.MaskSpec.from_config(
+            {"kind": joined.kind, "specs": [part.get_config() for part in rest]}
+        )
+        before, after = (
+            oracle.mask(s, batch, heads, queries, keys, inputs, offset) for s in (joined, rest)
+        )
+        np.testing.assert_array_equal(before, after)
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def padded(reaches, cross=False):
+    """Two attention layers on token ids, to which the model's padding mask gets, or does not."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    real = keras.Input((None,), dtype="int32", name="padding_mask")
+    x = layers.Embedding(12, 8)(ids)
+    mask = {"attention_mask": real[:, None]} if reaches else {}
+    for name in "ab":
+        x = layers.MultiHeadAttention(4, 3, name=name)(x, x, **mask)
+    return keras.Model({"token_ids": ids, "padding_mask": real}, x)
+
+
+BY_SENTENCE = hm.PerHead({0: SENTENCES})
+
+
+def test_a_model_whose_padding_does_not_reach_its_layers():
+    model = hm.apply_head_masks(padded(False), BY_SENTENCE)
+    unread, missing = hm.lint(model)
+    assert (unread.code, unread.severity) == ("input-never-read", "warning")
+    assert "`padding_mask`" in unread.message
+    assert (missing.code, missing.heads) == ("padding-missing", (0, 1, 2, 3))
+    assert missing.layers == ("a", "b")
+    assert str(missing).endswith("In a, b.")
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        (lambda: padded(True), BY_SENTENCE),
+        (lambda: padded(False), BY_SENTENCE & recipes.padding()),
+        (one_layer, hm.Chunk(3)),  # by the Keras mask of its embedding
+        (stack, CAUSAL),  # has none
+    ],
+)
+def test_a_model_in_order(model, rule):
+    assert hm.lint(hm.apply_head_masks(model(), rule)) == []
+
+
+@pytest.mark.tensorflow  # the rest is the same on every backend
+def test_a_model_with_examples():
+    real = (TOKENS != 0).astype("int32")
+    inputs = {"token_ids": TOKENS, "padding_mask": real}
+    inverted = hm.apply_head_masks(padded(False), ~recipes.padding())
+    assert "error looks-inverted" in codes(inverted, mask_inputs=inputs)
+    in_order = hm.apply_head_masks(padded(True), BY_SENTENCE)
+    assert codes(in_order, mask_inputs=inputs) == []
+    lost = hm.apply_head_masks(one_layer(mask_zero=False), CAUSAL)
+    assert codes(lost, mask_inputs={"token_ids": TOKENS}) == []
+
+
+@pytest.mark.tensorflow
+def test_findings_name_the_layers_they_are_of():
+    model = hm.apply_head_masks(stack(3), {0: HALF, "1-2": CAUSAL})
+    findings = hm.lint(model)
+    assert {f.code for f in findings} == {"dead-rows", "never-self", "unseen-keys"}
+    assert all(len(f.layers) == 1 and f.layers[0].startswith("block_0/") for f in findings)
+
+
+@pytest.mark.tensorflow
+def test_a_lint_leaves_a_model_as_it_is():
+    model = hm.apply_head_masks(padded(True), BY_SENTENCE)
+    inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
+    before = np.asarray(model(inputs))
+    hm.lint(model)
+    assert model._head_masks.running.arriving is None
+    np.testing.assert_array_equal(np.asarray(model(inputs)), before)
+
+
+@pytest.mark.tensorflow
+def test_models_that_are_refused():
+    model = hm.apply_head_masks(padded(True), BY_SENTENCE)
+    with pytest.raises(TypeError, match="a model without"):
+        hm.lint(one_layer())
+    with pytest.raises(ValueError, match="told by the model"):
+        hm.lint(model, queries=8)
+    with pytest.raises(ValueError, match="'padding_mask' is missing or unknown"):
+        hm.lint(model, mask_inputs={"token_ids": TOKENS})
+    with pytest.raises(TypeError, match="must be a dict of the model's inputs"):
+        hm.lint(model, mask_inputs=[TOKENS])

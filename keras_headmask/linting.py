@@ -205,7 +205,7 @@ class _Subject:
         self.unknown = [leaf for leaf in leaves(spec) if leaf.inputs and not self._has(leaf)]
         self.chosen = queries is None and keys is None and not any(side.values())
         self.room = self._room()
-        self.queries = queries or side["query"] or keys or self.room
+        self.queries = queries or side["query"] or keys or side["key"] or self.room
         self.keys = keys or side["key"] or (self.room if self.chosen else self.queries)
         self._values: dict[Any, np.ndarray] = {}
 
@@ -622,6 +622,9 @@ def _whole_numbers(
         sides = [None if x is None else _numpy(x) for x in _sides(value)]
         floats = any(x is not None and x.dtype.kind not in "iub" for x in sides)
         present = [x.ravel() for x in sides if x is not None]
+        if not present:
+            usable[name] = value  # `make_mask` will say what is missing
+            continue
         distinct = np.unique(np.concatenate([x.astype("float64") for x in present]))
         if floats:
             findings.append(_float_ids(name, kind, distinct))

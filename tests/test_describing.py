@@ -12,6 +12,8 @@ from keras_headmask import config, describing, recipes
 from keras_headmask.per_head import head_groups
 from keras_headmask.specs import And, Or
 
+pytestmark = pytest.mark.tensorflow  # the same on every backend
+
 W = hm.Window
 CAUSAL = "itself and every token before it"
 
@@ -173,7 +175,6 @@ def test_rules_read_alike_where_they_are_equal(a, b):
         assert joined[0].describe() == joined[1].describe()
 
 
-@pytest.mark.tensorflow  # words are the same on every backend
 def test_no_two_rules_of_a_large_sample_read_alike():
     distances = (None, -2, -1, 0, 1, 2)
     windows = []

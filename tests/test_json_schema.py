@@ -13,6 +13,8 @@ from test_config import BAD, FOREVER
 import keras_headmask as hm
 from keras_headmask import config as registry
 
+pytestmark = pytest.mark.tensorflow  # the same on every backend
+
 OURS = {
     kind: cls
     for kind, cls in registry.known_kinds().items()
@@ -77,7 +79,6 @@ PROBES = [None, True, -(2**31), -2, -1, 0, 1, 10**10, 0.5, 1.5, -0.1, "", "x", "
 PROBES += [["x"], [True], [10**10], FULL, [FULL], [FULL, 1], {}, {"0": FULL}, {"0": 1}, {"x": FULL}]
 
 
-@pytest.mark.tensorflow  # JSON is the same on every backend
 @pytest.mark.parametrize("kind", OURS)
 def test_each_field_takes_what_its_constructor_takes(kind):
     """Also that limits told to editors are those that are checked."""

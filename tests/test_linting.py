@@ -35,6 +35,7 @@ def codes(*args, **kwargs):
     return [f"{severity} {code}" for severity, code, *_ in found(*args, **kwargs)]
 
 
+# What is looked at is NumPy: the masks, of which a few are made on every backend here.
 AS_MEANT = [
     (recipes.causal(), {}),
     (recipes.padding(), PAD),
@@ -58,6 +59,7 @@ AS_MEANT = [
 ]
 
 
+@pytest.mark.tensorflow
 @pytest.mark.parametrize(("spec", "inputs"), AS_MEANT, ids=repr)
 def test_recipes_used_as_meant(spec, inputs):
     for examples in inputs, None:
@@ -263,6 +265,7 @@ def test_what_sees_nothing_agrees_with_the_mask(case):
         assert rows[head] == (() if head in off else tuple(np.flatnonzero(dead)))
 
 
+@pytest.mark.tensorflow
 @strategies.FEW
 @given(strategies.cases())
 def test_what_holds_for_any_inputs_holds_for_these(case):
@@ -279,6 +282,7 @@ def test_what_holds_for_any_inputs_holds_for_these(case):
             assert not seen[..., list(positions)].any()
 
 
+@pytest.mark.tensorflow
 @strategies.FEW
 @given(strategies.cases(strategies.shared_specs), st.booleans(), st.data())
 def test_a_clause_that_changes_nothing_can_be_left_out(case, is_and, data):

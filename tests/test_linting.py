@@ -55,6 +55,10 @@ AS_MEANT = [
     (hm.PerHead({0: SENTENCES}) & recipes.padding(), {"token_ids": IDS} | PAD),
     (hm.PerHead({"0-3": recipes.streaming(4, 256)}, default=CAUSAL), {}),
     (hm.PerHead({i: recipes.bigbird(8, 0.2, 1, seed=i) for i in range(3)}), {}),
+    (recipes.padding(), {"padding_mask": REAL[:1]}),  # nobody sees padding
+    (~hm.KeyIn("token_ids", 9), {"token_ids": IDS[:1]}),
+    (recipes.streaming(4, 4096), {}),
+    (hm.PerHead({0: hm.Chunk(4)}) & hm.Chunk(8), {}),  # each part matters in some head
     (hm.PerHead({0: W(1, -1) | SELF, 1: hm.Chunk(8)}), {}),
 ]
 
@@ -200,6 +204,12 @@ def test_padding_is_no_query_that_must_see():
     assert codes(hm.SameSegment("doc"), mask_inputs={"doc": segments}) == ["warning dead-rows"]
 
 
+def test_much_padding_makes_no_rule_look_inverted():
+    inputs = {"padding_mask": np.array([[1] * 4 + [0] * 28])}
+    assert "warning padding-missing" in codes(hm.Full(), mask_inputs=inputs)
+    assert "error looks-inverted" not in codes(hm.Full(), mask_inputs=inputs)
+
+
 def test_cross_attention_and_decoding():
     pair = {"x": (np.array([[1, 2, 2]]), np.array([[1, 2, 2, 1, 1]]))}
     assert codes(hm.SameSegment("x"), mask_inputs=pair) == []
@@ -328,6 +338,14 @@ def test_a_model_whose_padding_does_not_reach_its_layers():
     assert (missing.code, missing.heads) == ("padding-missing", (0, 1, 2, 3))
     assert missing.layers == ("a", "b")
     assert str(missing).endswith("In a, b.")
+
+
+def test_a_model_that_loses_the_mask_of_its_embedding():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, mask_zero=True)(ids)
+    x = layers.Add()([x, layers.Embedding(12, 8)(ids)])  # which has none
+    model = keras.Model(ids, layers.MultiHeadAttention(4, 3)(x, x))
+    assert codes(hm.apply_head_masks(model, BY_SENTENCE)) == ["warning padding-missing"]
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,24 @@ each leaf that reads it is tried as true and as false, so what is found holds wh
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from keras import ops
 
-from keras_headmask import config, describing, evaluation, lint_model, masks, tiled_python
-from keras_headmask.leaves import Nothing, RandomBlocks
-from keras_headmask.per_head import PerHead, head_groups
-from keras_headmask.specs import And, InputType, MaskSpec, Not, Or, check_spec, leaves
+from keras_headmask import describing, lint_model, tiled_python
+from keras_headmask.leaves import Nothing
+from keras_headmask.lint_subject import (
+    MOST_UNKNOWN,
+    Subject,
+    as_numpy,
+    key_side,
+    nodes_of,
+    sides_of,
+)
+from keras_headmask.specs import And, InputType, MaskSpec, Or, check_spec, leaves
 
 SEVERITIES = ("error", "warning", "info")
-_SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
-_MOST_UNKNOWN = 6  # leaves without inputs; all combinations of their answers are tried
-_MOST_WORK = 2**24  # pairs x combinations, where the length may be chosen
 _TILE, _MANY = 128, 1024  # to see what tiles skip
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of the score matrix
 _PADDING = "padding_mask"
@@ -114,15 +116,16 @@ def lint(
     given = dict(_checked_mapping(mask_inputs))
     names = [name for name in given if _PADDING in name]
     findings = [_never_read(name) for name in sorted(given.keys() - rule.inputs.keys())]
-    padding = _key_side(given[names[0]]) if len(names) == 1 else None
+    padding = key_side(given[names[0]]) if len(names) == 1 else None
     given = {name: value for name, value in given.items() if name in rule.inputs}
-    subject = _Subject(rule, num_heads, queries, keys, given, query_offset, padding)
+    given, odd = _whole_numbers(rule, given)
+    subject = Subject(rule, num_heads, queries, keys, given, query_offset, padding)
     if padding is not None and padding.shape[1] != subject.keys:
         raise ValueError(
             f"`mask_inputs[{names[0]!r}]` has length {padding.shape[1]} where the attention has "
             f"{subject.keys} keys."
         )
-    return _sorted([*findings, *_of_a_subject(subject, names[0] if names else "")])
+    return _sorted([*findings, *odd, *_of_a_subject(subject, names[0] if names else "")])
 
 
 def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
@@ -145,16 +148,16 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
     for layer in layers:
         key = (layer.spec, layer.heads, layer.sources, layer.outside_key)
         if key not in looked_at:
-            given = layer.given if inputs is not None else {}
+            given, odd = _whole_numbers(layer.spec, layer.given if inputs is not None else {})
             length = {}
             if inputs is not None and layer.lengths is not None:
                 length = dict(zip(("queries", "keys"), layer.lengths, strict=True))
             elif layer.is_cross:
                 length = {"queries": 24, "keys": 16}  # no query is a key
-            subject = _Subject(layer.spec, layer.heads, given=given, **length)
-            findings = list(_of_a_subject(subject, ""))
+            subject = Subject(layer.spec, layer.heads, given=given, **length)
+            findings = [*odd, *_of_a_subject(subject, "")]
             if layer.paddings:
-                seen = _Subject(layer.spec, layer.heads, *layer.lengths, layer.given)
+                seen = Subject(layer.spec, layer.heads, *layer.lengths, layer.given)
                 findings.extend(_padding_of_a_layer(seen, layer))
             looked_at[key] = findings
         for finding in looked_at[key]:
@@ -163,7 +166,7 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
         yield dataclasses.replace(finding, layers=tuple(paths))
 
 
-def _padding_of_a_layer(seen: "_Subject", layer: Any) -> Iterator[Finding]:
+def _padding_of_a_layer(seen: "Subject", layer: Any) -> Iterator[Finding]:
     """Padding that the layer's keys may have: where several inputs could tell, all must say so."""
     told = [
         list(_padding(seen, padding, name, layer.outside, not layer.is_cross))
@@ -173,166 +176,12 @@ def _padding_of_a_layer(seen: "_Subject", layer: Any) -> Iterator[Finding]:
         yield from told[0]
 
 
-class _Subject:
-    """A rule, the lengths to look at it, and its groups of heads."""
-
-    def __init__(
-        self,
-        spec: MaskSpec,
-        num_heads: int | None,
-        queries: int | None = None,
-        keys: int | None = None,
-        given: Mapping[str, Any] | None = None,
-        query_offset: int = 0,
-        padding: np.ndarray | None = None,
-    ):
-        self.spec, self.offset, self.padding = (
-            spec,
-            evaluation.checked_offset(query_offset),
-            padding,
-        )
-        self.heads = max(describing.named_heads(spec), default=-1) + 2
-        if num_heads is not None:
-            self.heads = config.whole_number(num_heads, "num_heads", at_least=1)
-        self.groups = head_groups(spec, self.heads)
-        self.given, self.odd = _whole_numbers(spec, given or {})
-        told = None if padding is None else padding.shape[1]
-        side = {s: _length(spec, self.given, s) or told for s in ("query", "key")}
-        for name, length in (("queries", queries), ("keys", keys)):
-            if length is not None:
-                config.whole_number(length, name, at_least=1)
-        self.reach = max(map(_reach, leaves(spec)), default=0)
-        self.unknown = [leaf for leaf in leaves(spec) if leaf.inputs and not self._has(leaf)]
-        self.chosen = queries is None and keys is None and not any(side.values())
-        self.room = self._room()
-        self.queries = queries or side["query"] or keys or side["key"] or self.room
-        self.keys = keys or side["key"] or (self.room if self.chosen else self.queries)
-        self._values: dict[Any, np.ndarray] = {}
-
-    def _room(self) -> int:
-        """A length at which every number of the rule matters, if there is a bearable one."""
-        unknown = sum(bool(leaf.inputs) for leaf in leaves(self.spec))
-        most = int((_MOST_WORK / 2 ** min(unknown, _MOST_UNKNOWN)) ** 0.5)
-        return max(_SHORTEST, min(3 * self.reach + 2, _LONGEST, most))
-
-    @property
-    def self_attention(self) -> bool:
-        return self.queries == self.keys and self.offset == 0 and self.queries > 1
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a rule's parts that do nothing at `room` do nothing at any length."""
-        return self.reach < self.room
-
-    def without_data(self) -> "_Subject":
-        """The same lengths, where the inputs may hold anything."""
-        return _Subject(self.spec, self.heads, self.queries, self.keys)
-
-    def _has(self, leaf: MaskSpec) -> bool:
-        return leaf.inputs.keys() <= self.given.keys()
-
-    def value(self, leaf: MaskSpec, queries: int, keys: int) -> np.ndarray:
-        """What `leaf` allows, `(B or 1, H or 1, queries, keys)`."""
-        key = (leaf, queries, keys)
-        if key not in self._values:
-            given = {name: self.given[name] for name in leaf.inputs}
-            mask = evaluation.make_mask(leaf, queries, keys, self.heads, given, self.offset)
-            self._values[key] = ops.convert_to_numpy(mask)
-        return self._values[key]
-
-    def answers(
-        self,
-        rule: MaskSpec,
-        heads: tuple[int, ...],
-        with_data: bool = True,
-        among: MaskSpec | None = None,
-    ) -> Callable[..., Iterator[np.ndarray]]:
-        """A function that gives the masks of parts of `rule`, one for each state of the unknown.
-
-        Without data at `room` x `room`. States are in one order for parts of the same `among`.
-        """
-        size = (self.queries, self.keys) if with_data else (self.room, self.room)
-        every = list(leaves(rule)) + ([] if among is None else list(leaves(among)))
-        every = list(dict.fromkeys(every))
-        unknown = [x for x in every if x.inputs and not (with_data and self._has(x))]
-        known = {leaf: self._cut(leaf, heads, size) for leaf in every if leaf not in unknown}
-
-        def masks_of(
-            part: MaskSpec, without: tuple[int, int] | None = None
-        ) -> Iterator[np.ndarray]:
-            shape = (1, 1, *size)
-            for states in itertools.product((True, False), repeat=len(unknown)):
-                tried = {leaf: np.full(shape, s) for leaf, s in zip(unknown, states, strict=True)}
-                yield _evaluate(part, known | tried, heads[0], without)
-
-        return masks_of
-
-    def _cut(self, leaf: MaskSpec, heads: tuple[int, ...], size: tuple[int, int]) -> np.ndarray:
-        value = self.value(leaf, *size)
-        return value if value.shape[1] == 1 else value[:, list(heads)]
-
-    @functools.cached_property
-    def possible(self) -> np.ndarray:
-        """What may be allowed, for whatever the unknown inputs hold: `(B, H, T, S)`."""
-        parts = []
-        for rule, heads in self.groups:
-            part = functools.reduce(np.logical_or, self.answers(rule, heads)(rule))
-            parts.append((heads, part))
-        batch = max(part.shape[0] for _, part in parts)
-        if self.padding is not None:
-            batch = max(batch, self.padding.shape[0])
-        result = np.zeros((batch, self.heads, self.queries, self.keys), bool)
-        for heads, part in parts:
-            result[:, list(heads)] = part
-        return result
-
-
-def _evaluate(
-    spec: MaskSpec,
-    values: Mapping[MaskSpec, np.ndarray],
-    head: int,
-    without: tuple[int, int] | None,
-) -> np.ndarray:
-    """The mask of `spec`; `without` names a join, by id, and the number of a part to leave out."""
-    if isinstance(spec, PerHead):
-        return _evaluate(_rule_of(spec, head), values, head, without)
-    if isinstance(spec, Not):
-        return ~_evaluate(spec.spec, values, head, without)
-    if isinstance(spec, (And, Or)):
-        parts = [
-            _evaluate(part, values, head, without)
-            for i, part in enumerate(spec.specs)
-            if (id(spec), i) != without
-        ]
-        return functools.reduce(np.logical_and if isinstance(spec, And) else np.logical_or, parts)
-    return values[spec]
-
-
-def _rule_of(spec: PerHead, head: int) -> MaskSpec:
-    return dict(spec.heads).get(head, spec.default)
-
-
-def _reach(leaf: MaskSpec) -> int:
-    """The largest distance or position that `leaf` names, or where it shows what it is."""
-    if isinstance(leaf, RandomBlocks):  # with few blocks, none may be open
-        return int(leaf.size * min(8 / max(leaf.density, 1e-9) ** 0.5, 10**6))
-    size = getattr(leaf, "size", 1)
-    numbers = []
-    for field in dataclasses.fields(leaf):
-        value = getattr(leaf, field.name)
-        if isinstance(value, int) and field.name != "seed":
-            in_blocks = isinstance(size, int) and field.name in ("before", "after")
-            numbers.append(abs(value) * (size if in_blocks else 1))
-    return max(numbers, default=0)
-
-
 # --- The checks -----------------------------------------------------------------------------------
 
 
-def _of_a_subject(subject: _Subject, name: str) -> Iterator[Finding]:
-    yield from subject.odd
+def _of_a_subject(subject: Subject, name: str) -> Iterator[Finding]:
     yield from _absent_ids(subject)
-    if len(subject.unknown) > _MOST_UNKNOWN:
+    if len(subject.unknown) > MOST_UNKNOWN:
         yield Finding(
             "info",
             "not-checked",
@@ -351,7 +200,7 @@ def _of_a_subject(subject: _Subject, name: str) -> Iterator[Finding]:
         yield from _padding(subject, subject.padding, name, None, subject.self_attention)
 
 
-def _dead(subject: _Subject) -> Iterator[Finding]:
+def _dead(subject: Subject) -> Iterator[Finding]:
     """Heads that are off, and queries that see nothing."""
     alive = subject.possible.any(-1)  # (B, H, T)
     off = ~alive.any((0, 2))
@@ -393,7 +242,7 @@ def _dead(subject: _Subject) -> Iterator[Finding]:
             )
 
 
-def _unseen(subject: _Subject) -> Iterator[Finding]:
+def _unseen(subject: Subject) -> Iterator[Finding]:
     """Keys that no query sees by the rule's positions, whatever the data."""
     if subject.offset != 0:
         return  # the queries at hand are not all
@@ -424,7 +273,7 @@ def _unseen(subject: _Subject) -> Iterator[Finding]:
             )
 
 
-def _never_self(subject: _Subject) -> Iterator[Finding]:
+def _never_self(subject: Subject) -> Iterator[Finding]:
     if not subject.self_attention:
         return
     possible = subject.possible
@@ -442,10 +291,12 @@ def _never_self(subject: _Subject) -> Iterator[Finding]:
             )
 
 
-def _clauses(subject: _Subject) -> Iterator[Finding]:
+def _clauses(subject: Subject) -> Iterator[Finding]:
     """Parts of `&` and `|`, as written, without which every head allows the same."""
-    inside = [(set(map(id, _nodes(subject.spec, heads[0]))), heads) for _, heads in subject.groups]
-    joins = {id(node): node for node in _nodes(subject.spec) if isinstance(node, (And, Or))}
+    inside = [
+        (set(map(id, nodes_of(subject.spec, heads[0]))), heads) for _, heads in subject.groups
+    ]
+    joins = {id(node): node for node in nodes_of(subject.spec) if isinstance(node, (And, Or))}
     for join in joins.values():
         groups = [heads for nodes, heads in inside if id(join) in nodes]
         for i, part in enumerate(join.specs if groups else ()):
@@ -473,14 +324,14 @@ def _clauses(subject: _Subject) -> Iterator[Finding]:
 
 
 def _same(
-    subject: _Subject, heads: tuple[int, ...], without: tuple[int, int], with_data: bool = True
+    subject: Subject, heads: tuple[int, ...], without: tuple[int, int], with_data: bool = True
 ) -> bool:
     masks_of = subject.answers(subject.spec.for_head(heads[0]), heads, with_data)
     pairs = zip(masks_of(subject.spec), masks_of(subject.spec, without), strict=True)
     return all(bool((a == b).all()) for a, b in pairs)
 
 
-def _equal_to_default(subject: _Subject) -> Iterator[Finding]:
+def _equal_to_default(subject: Subject) -> Iterator[Finding]:
     named = set(describing.named_heads(subject.spec))
     default = subject.spec.for_head(max(named, default=0) + 1)
     for rule, heads in subject.groups:
@@ -490,7 +341,7 @@ def _equal_to_default(subject: _Subject) -> Iterator[Finding]:
         equal = rule == default
         if not equal and subject.has_room:
             unknown = sum(bool(leaf.inputs) for leaf in leaves(rule & default))
-            if unknown <= _MOST_UNKNOWN:
+            if unknown <= MOST_UNKNOWN:
                 answers = subject.answers(rule, heads, with_data=False, among=default)
                 pairs = zip(answers(rule), answers(default), strict=True)
                 equal = all(bool((a == b).all()) for a, b in pairs)
@@ -504,10 +355,10 @@ def _equal_to_default(subject: _Subject) -> Iterator[Finding]:
             )
 
 
-def _cost(subject: _Subject) -> Iterator[Finding]:
+def _cost(subject: Subject) -> Iterator[Finding]:
     """Rules that allow few pairs, but some in every tile."""
     size = max(_MANY, subject.room)
-    many = _Subject(subject.spec, subject.heads, size, size)
+    many = Subject(subject.spec, subject.heads, size, size)
     for rule, heads in subject.groups:
         if tiled_python.plan(rule, size, size, _TILE, 0).share(size) < _FULL_COST:
             continue
@@ -525,7 +376,7 @@ def _cost(subject: _Subject) -> Iterator[Finding]:
 
 
 def _padding(
-    subject: _Subject, padding: np.ndarray, name: str, outside: Any, same_sequence: bool
+    subject: Subject, padding: np.ndarray, name: str, outside: Any, same_sequence: bool
 ) -> Iterator[Finding]:
     """Padding that real queries see, and rules that see little else."""
     if subject.unknown:
@@ -572,10 +423,10 @@ def _padding(
         )
 
 
-def _inverted_by_ids(subject: _Subject, padding: np.ndarray) -> str | None:
+def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
     """The ids that tell a padding mask turned around: they vary where it is false alone."""
     for name, value in subject.given.items():
-        ids = _key_side(value, dtype=None)
+        ids = key_side(value, dtype=None)
         if _PADDING in name or ids is None or ids.shape != padding.shape or ids.dtype == bool:
             continue
         shown, hidden = np.unique(ids[padding]), np.unique(ids[~padding])
@@ -595,14 +446,14 @@ def _never_read(name: str) -> Finding:
     )
 
 
-def _absent_ids(subject: _Subject) -> Iterator[Finding]:
+def _absent_ids(subject: Subject) -> Iterator[Finding]:
     """Ids that a rule waits for, and that occur nowhere in the examples."""
     for leaf in leaves(subject.spec):
         wanted = getattr(leaf, "end_ids", getattr(leaf, "ids", None))
-        if not isinstance(wanted, tuple) or not subject._has(leaf) or len(leaf.inputs) != 1:
+        if not isinstance(wanted, tuple) or not subject.has(leaf) or len(leaf.inputs) != 1:
             continue
         value = subject.given[next(iter(leaf.inputs))]
-        sides = [np.asarray(x) for x in _sides(value) if x is not None]
+        sides = [np.asarray(x) for x in sides_of(value) if x is not None]
         if not any(np.isin(side, wanted).any() for side in sides):
             yield Finding(
                 "info",
@@ -619,7 +470,7 @@ def _whole_numbers(
     usable, findings = {}, []
     for name, value in given.items():
         kind = spec.inputs[name]
-        sides = [None if x is None else _numpy(x) for x in _sides(value)]
+        sides = [None if x is None else as_numpy(x) for x in sides_of(value)]
         floats = any(x is not None and x.dtype.kind not in "iub" for x in sides)
         present = [x.ravel() for x in sides if x is not None]
         if not present:
@@ -667,16 +518,6 @@ def _float_ids(name: str, kind: InputType, distinct: np.ndarray) -> Finding:
 # --- Small things ---------------------------------------------------------------------------------
 
 
-def _nodes(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
-    """Every node of `spec`, or those that speak of `head`."""
-    yield spec
-    if head is not None and isinstance(spec, PerHead):
-        yield from _nodes(_rule_of(spec, head), head)
-        return
-    for child in spec.children:
-        yield from _nodes(child, head)
-
-
 def _checked_mapping(mask_inputs: Any) -> Mapping[str, Any]:
     if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
         raise TypeError(
@@ -684,40 +525,6 @@ def _checked_mapping(mask_inputs: Any) -> Mapping[str, Any]:
             f"Received: {type(mask_inputs).__name__}."
         )
     return {} if mask_inputs is None else mask_inputs
-
-
-def _sides(value: Any) -> tuple:
-    pair = evaluation.as_pair(value)
-    return (value,) if pair is None else pair
-
-
-def _numpy(value: Any) -> np.ndarray:
-    return np.asarray(ops.convert_to_numpy(value) if hasattr(value, "shape") else value)
-
-
-def _key_side(value: Any, dtype: str | None = "bool") -> np.ndarray | None:
-    """The key side of a mask input, if it is `(batch, length)`."""
-    side = _sides(value)[-1]
-    if side is None:
-        return None
-    side = _numpy(side)
-    return (side if dtype is None else side.astype(dtype)) if side.ndim == 2 else None
-
-
-def _length(spec: MaskSpec, given: Mapping[str, Any], side: str) -> int | None:
-    """How many queries or keys the inputs speak of."""
-    for name, value in given.items():
-        sides = _sides(value)
-        of = sides[0 if side == "query" else -1]
-        if of is not None:
-            shape = masks.as_tensor(of).shape
-            if spec.inputs[name].rank is None:
-                size = shape[-2 if side == "query" else -1]
-                if size != 1:
-                    return size
-            elif len(shape) == 2:
-                return shape[1]
-    return None
 
 
 def _positions(numbers: tuple[int, ...]) -> str:

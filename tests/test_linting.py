@@ -35,7 +35,7 @@ def codes(*args, **kwargs):
     return [f"{severity} {code}" for severity, code, *_ in found(*args, **kwargs)]
 
 
-# What is looked at is NumPy: the masks, of which a few are made on every backend here.
+# What is looked at is NumPy; that masks come alike from every backend, a law below sees.
 AS_MEANT = [
     (recipes.causal(), {}),
     (recipes.padding(), PAD),
@@ -172,6 +172,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.tensorflow
 @pytest.mark.parametrize(("spec", "arguments", "finding"), PLANTED)
 def test_planted(spec, arguments, finding):
     assert finding in found(spec, **arguments), str(hm.lint(spec, **arguments))

@@ -77,9 +77,7 @@ class _Running(threading.local):
     used_in_parts: Set[int] = frozenset()  # the layers that parts of a forward ran so far
     only_shapes = False  # whether it runs for the shapes of its outputs alone, without a rule
     wide_ids: Mapping[str, Any] = {}  # inputs of 64 bits, by name, where the model casts to fewer
-    arriving: "dict[int, Any] | None" = (
-        None  # by layer, the masks it gets beside its rule; a lint's
-    )
+    arriving: dict[int, Any] | None = None  # by layer, the masks it gets beside its rule: `lint`
     in_config = False  # whether its own config is made, which holds the rules beside its layers
 
     @contextlib.contextmanager

@@ -37,6 +37,11 @@ class Words(NamedTuple):
 
 def describe(spec: Any, num_heads: int | None = None) -> str:
     """See `MaskSpec.describe`."""
+    return " ".join(sentences(spec, num_heads))
+
+
+def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
+    """A sentence for each group of heads that obey one rule."""
     named = max(named_heads(spec), default=-1) + 1
     if num_heads is None:
         groups, others = _groups(spec, named + 1), named
@@ -49,14 +54,14 @@ def describe(spec: Any, num_heads: int | None = None) -> str:
             )
         groups, others = _groups(spec, num_heads), None
     if len(groups) == 1:
-        return f"A token sees {words(groups[0][0]).phrase}."
+        return [f"A token sees {words(groups[0][0]).phrase}."]
     groups.sort(key=lambda group: others in group[1])  # "all other heads" come last
-    sentences = []
+    found: list[str] = []
     for rule, heads in groups:
         title = "All other heads" if others in heads else heads_in_words(heads)
-        subject = "" if sentences else "a token sees "
-        sentences.append(f"{title}: {subject}{words(rule).phrase}.")
-    return " ".join(sentences)
+        subject = "" if found else "a token sees "
+        found.append(f"{title}: {subject}{words(rule).phrase}.")
+    return found
 
 
 def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:

@@ -11,7 +11,7 @@ import html
 from collections.abc import Callable
 from typing import Any
 
-from keras_headmask import panels
+from keras_headmask import describing, panels
 from keras_headmask.drawing import draw
 from keras_headmask.masked_model import HeadMasked
 from keras_headmask.per_head import head_groups
@@ -39,7 +39,7 @@ def _never_raises(show: Callable[[Any], str]) -> Callable[[Any], str | None]:
 def _spec_html(spec: MaskSpec) -> str:
     """The rule, and a picture of what it says of positions alone."""
     num_heads = panels.heads_named(spec) + 1
-    lines = panels.in_words(spec, num_heads)
+    lines = describing.sentences(spec, num_heads)
     groups = head_groups(spec, num_heads)
     for rule, heads in groups:
         if rule.inputs:

@@ -177,14 +177,6 @@ def tile_of(queries: int, keys: int, tile_size: int | None, longest: int) -> tup
 # --- Names ---------------------------------------------------------------------------------------
 
 
-def in_words(spec: MaskSpec, num_heads: int) -> list[str]:
-    """What a rule says, a line for each group of heads that obey one."""
-    groups = head_groups(spec, num_heads)
-    if len(groups) == 1:
-        return [repr(groups[0][0])]
-    return [f"{head_names(heads)}: {rule!r}" for rule, heads in groups]
-
-
 def head_names(heads: Sequence[int]) -> str:
     """Head numbers with neighbours folded: `heads 0, 2-5`."""
     runs: list[list[int]] = []

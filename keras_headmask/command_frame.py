@@ -25,7 +25,7 @@ _USUAL = (TypeError, ValueError, OSError, RuntimeError, ImportError, MemoryError
 
 
 class Answer(NamedTuple):
-    """What a command has to say: to a reader, and as JSON."""
+    """What a command has to say: to a reader, and as JSON (or what makes that, if it is asked)."""
 
     text: str
     data: Any
@@ -59,7 +59,8 @@ def command(function: Callable[..., Answer]) -> click.Command:
     def run(context: click.Context, as_json: bool, **arguments: Any) -> None:
         with told(context.obj), contextlib.redirect_stdout(sys.stderr):  # what models print
             answer = function(**arguments)
-        _print(json.dumps(plain(answer.data)) if as_json else answer.text)
+            data = answer.data() if as_json and callable(answer.data) else answer.data
+        _print(json.dumps(plain(data)) if as_json else answer.text)
         context.exit(answer.exit_code)
 
     return click.command()(run)

@@ -16,7 +16,7 @@ from keras_headmask.evaluation import allowed_tile
 from keras_headmask.leaves import Full
 from keras_headmask.per_head import head_groups
 from keras_headmask.specs import MaskSpec
-from keras_headmask.tiled_python import Part
+from keras_headmask.tiled_python import Part, in_order, of_heads
 from keras_headmask.tiled_tensorflow import alive_or_0, computed_again, masked_scores, widened
 
 _SCORES = 2**19  # of one step: 2 MB
@@ -122,7 +122,7 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Any, count: Any
     ) -> tuple:
         """Write the results of the heads with one rule, after the `done` that are there."""
-        own = [_of_heads(tensor, of_rule) for tensor in operands]
+        own = [of_heads(tensor, of_rule, axis=0) for tensor in operands]
         allowed = None
         if rule != Full():
             allowed = tf.transpose(allowed_tile(rule, part.bound, of_rule), (1, 0, 2, 3))
@@ -148,18 +148,8 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
     return tuple(_positions_first(array.concat(), order) for array in arrays)
 
 
-def _of_heads(tensor: Any, heads: tuple[int, ...]) -> Any:
-    """Some of `(H, B, ...)`; a copy only if they are not side by side."""
-    first, last = heads[0], heads[-1]
-    if len(heads) == last - first + 1:
-        return tensor[first : last + 1]
-    return tf.gather(tensor, heads)
-
-
 def _positions_first(tensor: Any, order: list[int]) -> Any:
     """`(H * B, L, size)`, the heads in some order, to `(B, L, H, size)`."""
     _, length, size = tf.unstack(tf.shape(tensor))
     tensor = tf.reshape(tensor, [len(order), -1, length, size])
-    if order != sorted(order):
-        tensor = tf.gather(tensor, [order.index(head) for head in range(len(order))])
-    return tf.transpose(tensor, (1, 2, 0, 3))
+    return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))

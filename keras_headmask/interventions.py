@@ -128,14 +128,11 @@ def watched(
 
 @contextlib.contextmanager
 def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator[None]:
-    layer, call = entry.layer, entry.layer.call
-    of_call = inspect.signature(call)
+    layer = entry.layer
     given: dict[str, Any] = {}
 
-    def remembering(*args: Any, **kwargs: Any) -> Any:
-        arguments = of_call.bind(*args, **kwargs).arguments
+    def remember(arguments: Mapping[str, Any]) -> None:
         given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
-        return call(*args, **kwargs)
 
     def attended(arguments: Mapping[str, Any], scores: Any) -> None:
         allowed = None
@@ -144,7 +141,7 @@ def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator
             allowed = _allowed(layer, given, *sizes)
         see(entry, scores, allowed)
 
-    with observing.watched(layer, attended), holding(layer, call=remembering):
+    with observing.watched(layer, attended), observing.called(layer, remember):
         yield
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from keras import ops
 
 from keras_headmask.masked_model import HeadMasked
 from keras_headmask.masks import lift
-from keras_headmask.observing import holding, watched
+from keras_headmask.observing import called, watched
 from keras_headmask.selectors import AttentionLayer, find_attention
 from keras_headmask.specs import MaskSpec
 
@@ -25,7 +24,8 @@ _LENGTH, _REAL = 16, 0.75
 class MaskedLayer:
     """An attention layer, its rule, and one forward: lengths, mask inputs, other masks, padding.
 
-    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True.
+    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
+    layer that was built with the rule has ANDed it to that already.)
     """
 
     path: str
@@ -81,9 +81,9 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
         with contextlib.ExitStack() as stack:
             for layer in [rule.layer for rule in _rules(model)] + [entry.layer for entry in own]:
                 stack.enter_context(watched(layer, functools.partial(_keep, arriving, id(layer))))
-            for entry in own:  # without their rules, so that what arrives is what comes beside them
-                call = _remembering(entry.layer, handed)
-                stack.enter_context(holding(entry.layer, _restricts=False, call=call))
+            for entry in own:
+                remember = functools.partial(_remember, handed, id(entry.layer))
+                stack.enter_context(called(entry.layer, remember))
             flat = [tensors[tensor.name] for tensor in graph._inputs]
             graph(keras.tree.pack_sequence_as(graph._inputs_struct, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
@@ -108,16 +108,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
     return layers, problem
 
 
-def _remembering(layer: Any, handed: dict[int, dict[str, Any]]) -> Any:
-    call = layer.call
-    signature = inspect.signature(call)
-
-    def remembering(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        handed[id(layer)] = dict(arguments.get("mask_inputs") or {})
-        return call(*args, **kwargs)
-
-    return remembering
+def _remember(handed: dict[int, dict[str, Any]], layer: int, arguments: Mapping[str, Any]) -> None:
+    handed[layer] = dict(arguments.get("mask_inputs") or {})
 
 
 def _layer(

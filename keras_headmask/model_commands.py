@@ -110,7 +110,7 @@ def apply(
 @click.option("--xla", type=_Pair(), multiple=True, help="Add an XLA signature for one shape.")
 @click.option("--warmup", type=_Pair(), multiple=True, help="Add a request to run on loading.")
 @click.option("--precision", type=click.Choice(["float16", "bfloat16"]), help="Compute so.")
-@click.option("--dense", is_flag=True, help="A smaller graph without loops: short sequences.")
+@click.option("--dense", is_flag=True, help="A graph without loops, as OpenVINO needs it.")
 @click.option("--no-check", is_flag=True, help="Do not try the export in a fresh process.")
 @unsafe_option
 def export(
@@ -185,7 +185,4 @@ def serve(debug: bool, base: str, name: str | None, host: str, port: int) -> Non
     keras-headmask serve saved_models/bert --port 8501
     """
     with told(debug):
-        try:
-            server.serve(base, name=name, host=host, port=port)
-        except SystemExit as error:  # uvicorn's, which has told why
-            raise OSError(f"The server cannot listen on {host}, port {port}.") from error
+        server.serve(base, name=name, host=host, port=port)

@@ -1,6 +1,7 @@
 """What attention layers attend to in a forward, and what they are allowed to."""
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -106,6 +107,20 @@ def watched(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterat
             setattr(compute_attention, name, getattr(usual, name))
     # (A flash kernel returns no scores.)
     with holding(layer, _compute_attention=compute_attention, _flash_attention=False):
+        yield
+
+
+@contextlib.contextmanager
+def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call `see` with the arguments of each call of `layer`, by name, before it runs."""
+    call = layer.call
+    signature = inspect.signature(call)
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        see(signature.bind(*args, **kwargs).arguments)
+        return call(*args, **kwargs)
+
+    with holding(layer, call=seen):
         yield
 
 

@@ -107,15 +107,16 @@ def draw(
         with command_input.written_whole(output) as file:
             figure.savefig(file)
         text = f"Wrote {output}"
-    drawn = panels.panels_of(**arguments, longest=drawing.LONGEST)
-    data = {
-        "heads": drawn.num_heads,
-        "tile": drawn.tile,
-        "panels": [
-            {"heads": panel.heads, "rows": drawing.signs_of(panel.cells)} for panel in drawn.panels
-        ],
-        "file": output,
-    }
+
+    def data() -> dict[str, Any]:
+        drawn = panels.panels_of(**arguments, longest=drawing.LONGEST)
+        return {
+            "heads": drawn.num_heads,
+            "tile": drawn.tile,
+            "panels": [{"heads": p.heads, "rows": drawing.signs_of(p.cells)} for p in drawn.panels],
+            "file": output,
+        }
+
     return Answer(text, data)
 
 

@@ -56,6 +56,22 @@ class Plan(NamedTuple):
         return seen / max(keys * len(self.runs), 1)
 
 
+def of_heads(tensor: Any, heads: tuple[int, ...], axis: int) -> Any:
+    """Some heads of `tensor`, sorted; nothing is gathered of heads that are side by side."""
+    first, last = heads[0], heads[-1]
+    if len(heads) != last - first + 1:
+        return ops.take(tensor, list(heads), axis=axis)
+    whole = len(heads) == tensor.shape[axis]
+    return tensor if whole else tensor[(slice(None),) * axis + (slice(first, last + 1),)]
+
+
+def in_order(tensor: Any, order: list[int], axis: int) -> Any:
+    """The heads of `tensor`, which stand in `order`, each at its place."""
+    if order == sorted(order):
+        return tensor
+    return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
+
+
 def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) -> Plan:
     block = _BLOCK
     tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)

@@ -14,7 +14,7 @@ from keras_headmask.evaluation import Bound
 from keras_headmask.leaves import Chunk, SameSegment, SameSentence, Window
 from keras_headmask.per_head import head_groups
 from keras_headmask.specs import And, MaskSpec, Or
-from keras_headmask.tiled_python import Part
+from keras_headmask.tiled_python import Part, in_order, of_heads
 
 # Measured on a CPU: small tiles follow a narrow rule closely, large ones multiply faster.
 _LOCAL_TILE, _WIDE_TILE = 128, 256
@@ -107,12 +107,12 @@ def _group_by_group(of_all: Part, operands: list[Any], query_offset: Any) -> Any
         tile = _LOCAL_TILE if local else _WIDE_TILE
         drop = of_all.dropout and of_all.dropout.for_heads(heads)
         part = Part(rule, heads, of_all.bound, tile, of_all.scale, local, drop)
-        contexts.append(_attend(part, *(_of_heads(x, heads) for x in operands), query_offset))
+        contexts.append(
+            _attend(part, *(of_heads(x, heads, axis=2) for x in operands), query_offset)
+        )
         order.extend(heads)
     context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
-    if order != sorted(order):
-        context = ops.take(context, [order.index(head) for head in range(len(order))], axis=2)
-    return context
+    return in_order(context, order, axis=2)
 
 
 def _attend(part: Part, query: Any, key: Any, value: Any, offset: Any) -> Any:
@@ -127,14 +127,6 @@ def _attend(part: Part, query: Any, key: Any, value: Any, offset: Any) -> Any:
         return tiled_tensorflow.attend(part, query, key, value)
     plan = tiled_python.plan(part.rule, queries, keys, part.tile, offset)
     return tiled_python.attend(part, plan, query, key, value)
-
-
-def _of_heads(tensor: Any, heads: tuple[int, ...]) -> Any:
-    """The part of `(B, L, H, D)` that belongs to some heads."""
-    first, last = heads[0], heads[-1]
-    if heads != tuple(range(first, last + 1)):
-        return ops.take(tensor, list(heads), axis=2)
-    return tensor if len(heads) == tensor.shape[2] else tensor[:, :, first : last + 1]
 
 
 def _in_xla() -> bool:

@@ -3,8 +3,9 @@
 The model has the shape of all-MiniLM-L6-v2 (6 layers, 12 heads, 384 wide), made of Keras' own
 layers with random weights; a batch of 8 rows of 256 tokens. Head 0 of every layer obeys its
 sentence. Peers: the same model without a rule, and one that takes the mask `(8, 12, 256, 256)` as
-an input. All are exported alike. Python calls the loaded signature, in turns; C++ runs
-`tensorflow::LoadSavedModel`, a process for each model, in turns too (needs g++, else left out).
+an input. All are exported alike. Python calls the loaded signature, C++ what
+`tensorflow::LoadSavedModel` gives (needs g++, else left out); each model is called in a process of
+its own, as a server has it, and the processes take turns.
 """
 
 import argparse
@@ -14,13 +15,14 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-from benchmarks import machine, measure
+from benchmarks import machine, served_calls
 
 GOALS = {"stock": 1.05, "mask input": 0.9}
 BATCH, LENGTH, LAYERS, HEADS, WIDTH, WORDS = 8, 256, 6, 12, 384, 30522
@@ -32,7 +34,7 @@ TESTS = Path(__file__).parents[1] / "tests" / "serving"
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3, help="of C++ processes for each model")
+    parser.add_argument("--rounds", type=int, default=3, help="of processes for each model")
     parser.add_argument("--python-only", action="store_true")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--quick", action="store_true", help="tiny: the figures say nothing")
@@ -117,23 +119,15 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _from_python(exports: dict, requests: dict, options: argparse.Namespace) -> dict[str, Any]:
-    import tensorflow as tf
+    def run(name: str, calls: int) -> tuple[Any, list[float]]:
+        return served_calls.run(exports[name].path, requests[name], calls)
 
-    loaded = {name: tf.saved_model.load(str(report.path)) for name, report in exports.items()}
-
-    def forward(name: str) -> Any:
-        signature = loaded[name].signatures["serving_default"]
-        inputs = {key: tf.constant(value) for key, value in requests[name].items()}
-        return lambda: signature(**inputs)["output_0"].numpy()
-
-    functions = {name: forward(name) for name in exports}
-    result = measure.interleaved(functions, 2 if options.quick else options.repetitions, warm_up=3)
-    outputs = {name: function() for name, function in functions.items()}
+    result, outputs = _in_turns(run, exports, options)
     apart = {
         name: float(abs(outputs[name] - outputs["mask input"]).max())
         for name in ("rule", "rule, all scores")
     }
-    return result | {"ratios": _ratios(result["seconds"]), "differences": apart}
+    return result | {"differences": apart}
 
 
 def _from_cpp(
@@ -147,15 +141,30 @@ def _from_cpp(
     if reason := cpp.why_not():
         return {"reason": reason}
     program = cpp.build(folder)
+
+    def run(name: str, calls: int) -> tuple[Any, list[float]]:
+        request = [("serving_default", requests[name])]
+        ((answer, microseconds),) = cpp.run(program, exports[name].path, request, calls)
+        return answer, (microseconds / 1e6).tolist()
+
+    return _in_turns(run, exports, options)[0]
+
+
+def _in_turns(
+    run: Callable[[str, int], tuple[Any, list[float]]],
+    names: Iterable[str],
+    options: argparse.Namespace,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Medians over rounds of processes, in each of which every model has its own; and answers."""
     calls = 2 if options.quick else options.repetitions
-    seconds: dict[str, list[float]] = {name: [] for name in exports}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    answers = {}
     for _ in range(1 if options.quick else options.rounds):
-        for name, report in exports.items():
-            request = [("serving_default", requests[name])]
-            ((_, microseconds),) = cpp.run(program, report.path, request, calls)
-            seconds[name].extend(microseconds / 1e6)
+        for name in seconds:
+            answers[name], times = run(name, calls)
+            seconds[name].extend(times)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {"seconds": medians, "calls": calls, "ratios": _ratios(medians)}
+    return {"seconds": medians, "calls": calls, "ratios": _ratios(medians)}, answers
 
 
 def _ratios(seconds: dict[str, float]) -> dict[str, float]:

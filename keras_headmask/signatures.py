@@ -208,7 +208,9 @@ def padded(face: Interface) -> Callable[[Tensors], Tensors]:
     def serve_padded(given: Tensors) -> Tensors:
         given = dict(given)
         lengths = given.pop(LENGTHS)
-        live = ops.arange(ops.shape(given[sequences[0]])[1])[None, :] < lengths[:, None]
+        batch, length = ops.shape(given[sequences[0]])[:2]
+        lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
+        live = ops.arange(length)[None, :] < lengths
         if PADDING in face.inputs:
             given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))
             outputs = face.call(given)

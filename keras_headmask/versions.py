@@ -19,6 +19,7 @@ except ImportError:  # Windows: what killed writers leave behind stays
 
 _PREFIX = ".export-"
 _PAST = 2**63  # versions are int64
+_NOBODYS = {"lost+found"}  # at the top of a volume, by the file system
 
 
 def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
@@ -43,7 +44,8 @@ def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
             f"{told}, which is a SavedModel itself. Pass the folder above it, or a new one."
         )
     folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
-    others = sorted(name for name in folders if not _is_version(name) and name[0] != ".")
+    named = [name for name in folders if name[0] != "." and name not in _NOBODYS]
+    others = sorted(name for name in named if not _is_version(name))
     if others:
         raise ValueError(
             f"{told}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
@@ -82,7 +84,7 @@ def _is_version(name: str) -> bool:
 @contextlib.contextmanager
 def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
     """A hidden folder beside the versions, gone at the end unless it was published."""
-    existed = base.exists()
+    made = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
     _clean(base)
     folder, lock = _new_folder(base)
     try:
@@ -91,9 +93,9 @@ def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        if not existed:
-            with contextlib.suppress(OSError):  # something was published into it
-                base.rmdir()
+        with contextlib.suppress(OSError):  # something was published there
+            for path in made:
+                path.rmdir()
 
 
 def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> int:

@@ -72,3 +72,25 @@ def tokens(batch, length, seed=0):
     ids = np.random.default_rng(seed).integers(1, 30, (batch, length)).astype("int32")
     ids[:, 2::4] = FULL_STOP
     return ids
+
+
+def served(report, **inputs):
+    """What a signature gives in this process, `serving_default` or another by `signature=`."""
+    import tensorflow as tf
+
+    name = inputs.pop("signature", "serving_default")
+    loaded = tf.saved_model.load(str(report.path))
+    function = loaded.signatures[name]
+    return {k: v.numpy() for k, v in function(**inputs).items()}
+
+
+def nothing_in(folder):
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def over(*more, rank3=True):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(30, 8)(ids)
+    for layer in more:
+        x = layer(x)
+    return keras.Model(ids, x)

@@ -40,7 +40,7 @@ def _command(line: str) -> str:
 
     arguments = shlex.split(line, comments=True)
     if arguments[0] == "export":
-        arguments.append("--no-check")  # which takes a process; see test_export.py
+        arguments.append("--no-check")  # which takes a process; see test_export_check.py
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout

@@ -164,7 +164,7 @@ def test_numbers_are_read_as_a_server_reads_them(tmp_path):
 def test_a_new_base_is_gone_again_if_nothing_was_published(tmp_path):
     with pytest.raises(KeyError), versions.being_written(tmp_path / "a" / "b"):
         raise KeyError
-    assert not (tmp_path / "a" / "b").exists()
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_version_is_as_readable_as_other_new_folders(tmp_path):
@@ -187,6 +187,7 @@ def test_a_base_path_is_a_folder_of_versions(tmp_path):
     (tmp_path / "model" / "saved_model.pb").write_text("")
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "good" / "1").mkdir(parents=True)
+    (tmp_path / "good" / "lost+found").mkdir()  # as at the top of a volume
     (tmp_path / "good" / "models.config").write_text("")
     for name, told in {
         "file": "which is a file",

@@ -14,7 +14,7 @@ def main() -> None:
 
 def _without_click() -> int:
     print(
-        'The command line needs Click. Install it with `pip install "keras-headmask[cli]"`.',
+        "The command line needs Click. Install it with `pip install click`.",
         file=sys.stderr,
     )
     return 2

@@ -101,7 +101,10 @@ def _import(context: click.Context, parameter: click.Parameter, modules: Iterabl
         sys.path.insert(0, str(file.absolute().parent if is_file else pathlib.Path.cwd()))
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what it prints is no answer
-                importlib.import_module(file.stem if is_file else name)
+                module = importlib.import_module(file.stem if is_file else name)
+            found = getattr(module, "__file__", None)
+            if is_file and (found is None or not file.samefile(found)):
+                raise ImportError(f"there is another module '{file.stem}'. Rename the file.")
         except Exception as error:  # whatever the module does
             raise click.BadParameter(
                 f"'{name}' cannot be imported: {type(error).__name__}: {error}"

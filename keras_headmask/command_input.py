@@ -92,11 +92,11 @@ def metadata_of(path: str) -> dict[str, Any]:
         return json.loads(file.read("metadata.json"))
 
 
-def check_output(path: str, suffixes: tuple[str, ...] = (), overwrite: bool = True) -> None:
+def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
     """Raise for a file that cannot be written, before work is done for it."""
     file = pathlib.Path(path)
     folder = file.absolute().parent
-    if suffixes and file.suffix.lower() not in suffixes:
+    if file.suffix.lower() not in suffixes:
         raise ValueError(f"'{path}' must end in {' or '.join(suffixes)}.")
     if not folder.is_dir():
         raise FileNotFoundError(f"'{path}' cannot be written: there is no folder '{folder}'.")

@@ -20,6 +20,7 @@ from keras_headmask.specs import MaskSpec, leaves
 _SHORTEST, _LONGEST = 12, 4096  # positions of the example that is drawn
 _ONE_BY_ONE = 128  # more are drawn as tiles
 _MOST_RULES = 4  # of a model that are drawn
+_MOST_GROUPS = 16  # of heads with one rule, of a spec
 
 
 def _never_raises(show: Callable[[Any], str]) -> Callable[[Any], str | None]:
@@ -47,7 +48,11 @@ def _spec_html(spec: MaskSpec) -> str:
             inputs = ", ".join(f"{name!r}: ..." for name in sorted(rule.inputs))
             lines.append(f"A picture of {whose}: plot(rule, ..., mask_inputs={{{inputs}}})")
     text = f"<pre>{html.escape(chr(10).join(lines))}</pre>"
-    return text + _picture(spec, num_heads, [group for group in groups if not group[0].inputs])
+    drawn = [group for group in groups if not group[0].inputs]
+    if more := drawn[_MOST_GROUPS:]:
+        first = panels.head_names(more[0][1])
+        text += f"<p>Not drawn: {len(more)} more rules, the first that of {first}.</p>"
+    return text + _picture(spec, num_heads, drawn[:_MOST_GROUPS])
 
 
 def _picture(spec: MaskSpec, num_heads: int, groups: list[tuple[MaskSpec, tuple[int, ...]]]) -> str:

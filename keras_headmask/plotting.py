@@ -31,7 +31,7 @@ def plot(
 ) -> "Figure":
     """The mask that `spec` makes as a matplotlib figure: dark = may attend, light = hidden.
 
-    Needs matplotlib: `pip install "keras-headmask[plot]"`. One panel for heads with equal masks,
+    Needs matplotlib: `pip install matplotlib`. One panel for heads with equal masks,
     under their numbers; queries downward, keys to the right; the rule stands above. Sequences of
     more than 128 positions are drawn as tiles, without tokens: of a dark tile every pair may
     attend, of an orange one some. A notebook shows the figure; `figure.savefig("rule.png")` saves
@@ -87,7 +87,7 @@ def plot_attention(
 ) -> "Figure":
     """What a layer of `model` attends to, over what it may attend to: hidden pairs are hatched.
 
-    Needs matplotlib: `pip install "keras-headmask[plot]"`. The model is run once, with
+    Needs matplotlib: `pip install matplotlib`. The model is run once, with
     `training=False`, and stays as it is. What is hidden is evaluated anew from the rules and from
     the masks that reach the layer, so a probability above 0 on a hidden pair would show: it gets
     a red cross, and the caption counts them. (Where no rule holds, stock Keras may take a fused
@@ -171,7 +171,7 @@ def _figures() -> types.ModuleType:
         from keras_headmask import figures
     except ImportError as error:
         raise ImportError(
-            'Pictures need matplotlib: pip install "keras-headmask[plot]". (`draw` gives text and '
+            "Pictures need matplotlib: pip install matplotlib. (`draw` gives text and "
             "needs nothing.)"
         ) from error
     return figures

@@ -63,6 +63,7 @@ def _lengths(function: Any) -> Any:
 @click.option(
     "-o", "--output", metavar="FILE", help=f"Draw a picture: a {', '.join(_PICTURES)} file."
 )
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
 def draw(
     rule: str,
     queries: int | None,
@@ -74,6 +75,7 @@ def draw(
     example: int,
     tile: int | None,
     output: str | None,
+    force: bool,
 ) -> Answer:
     """Draw the mask that RULE makes: 1 may attend, 0 hidden.
 
@@ -85,7 +87,7 @@ def draw(
     keras-headmask draw rule.json --queries 2048 -o rule.png
     """
     if output is not None:
-        command_input.check_output(output, _PICTURES)
+        command_input.check_output(output, _PICTURES, overwrite=force)
     spec = command_input.read_rule(rule)
     mask_inputs = command_input.read_tensors(inputs)
     _check_names(spec, mask_inputs)

@@ -1,6 +1,6 @@
 """A development server: a base path of SavedModel versions over HTTP, on KServe's SDK.
 
-    pip install "keras-headmask[server]"
+    pip install "kserve>=0.21,<0.22"
     python -m keras_headmask.server saved_models/bert --name bert
 
 It speaks the REST dialect of TensorFlow Serving, `POST /v1/models/<name>:predict`, and KServe's V2,
@@ -108,8 +108,8 @@ def _import_extra():
         from keras_headmask.kserve_app import create_app
     except ImportError as error:
         raise ImportError(
-            f"The development server needs KServe's SDK. Install it with `pip install "
-            f'"keras-headmask[server]"`. ({error})'
+            "The development server needs KServe's SDK. Install it with "
+            f'`pip install "kserve>=0.21,<0.22"`. ({error})'
         ) from error
     finally:
         sys.argv[1:] = arguments

@@ -29,7 +29,7 @@ LENGTHS = pytest.mark.parametrize("length", [None, 300], ids=["any length", "300
 @pytest.fixture(params=SUFFIX)
 def target(request):
     for module in NEEDS[request.param]:
-        pytest.importorskip(module, reason=f"`pip install keras-headmask[targets]`: {module}")
+        pytest.importorskip(module, reason=f"`pip install -e .[targets]`: {module}")
     return request.param
 
 

@@ -177,7 +177,7 @@ def test_nothing_is_kept():
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_headmask.figures", None)
     monkeypatch.delattr(hm, "figures", raising=False)
-    with pytest.raises(ImportError, match=r'pip install "keras-headmask\[plot\]"'):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         hm.plot(CAUSAL, 2)
     with pytest.raises(ImportError, match="plot"):
         hm.plot_attention(one_layer(), TOKENS)
@@ -423,6 +423,18 @@ def test_what_a_spec_shows(monkeypatch):
     assert short.get_suptitle() == "over 12 positions"
     expected = mask_by_loops(hm.Chunk(3), 1, 1, 12, 12, {})[0, 0]
     np.testing.assert_array_equal(cells(short.axes[0]), 2 * expected)
+
+
+@once
+def test_many_rules_are_not_all_drawn(monkeypatch):
+    from keras_headmask import figures
+
+    seen = []
+    make = figures.masks_figure
+    monkeypatch.setattr(figures, "masks_figure", lambda *a: seen.append(make(*a)) or seen[-1])
+    html = hm.PerHead({i: hm.Window(i, 0) for i in range(20)})._repr_html_()
+    assert len(seen[0].axes) == 16
+    assert "Not drawn: 5 more rules, the first that of head 16." in html
 
 
 @once

@@ -31,7 +31,7 @@ def endpoint(request):
         model = os.environ.get("TF_SERVING_MODEL", "tiny")
         yield Endpoint(f"{url.rstrip('/')}/v1/models/{model}", ours=False)
         return
-    pytest.importorskip("kserve", reason='needs `pip install "keras-headmask[server]"`')
+    pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
     from keras_headmask.served_versions import ServedVersions
 
     exports = request.getfixturevalue("exports")

@@ -22,7 +22,7 @@ from running_server import running
 from serving_model import as_json, as_rows, as_v2, example, publish
 
 requests = pytest.importorskip("requests")
-pytest.importorskip("kserve", reason='needs `pip install "keras-headmask[server]"`')
+pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
 pytestmark = pytest.mark.tensorflow
 
 ROOT = pathlib.Path(__file__).parents[2]

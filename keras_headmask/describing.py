@@ -151,9 +151,9 @@ def _and(spec: Any) -> Words:
     asked = [condition for condition in conditions if condition.startswith("if ")]
     if asked:
         text += joint + " and ".join(asked)
-    for condition in conditions:
-        if condition not in asked:
-            text += ", " + (condition.replace("unless", "but not if", 1) if among else condition)
+    refused = [c.removeprefix("unless ") for c in conditions if c not in asked]
+    if refused:
+        text += (", but not if " if among else ", unless ") + " or if ".join(refused)
     return Words(text, compound=True)
 
 
@@ -172,7 +172,7 @@ def _not(spec: Any) -> Words:
 
 
 def _of_the_query(condition: str) -> Words:
-    return Words(f"every token, {condition}", condition)
+    return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 
 
 def _window(spec: Any) -> Words:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_headmask import config
-from keras_headmask.leaves import Full
+from keras_headmask.position_leaves import Full
 from keras_headmask.specs import InputType, MaskSpec, check_spec, merged_inputs, register_spec
 
 _FULL = Full()
@@ -121,7 +121,8 @@ def head_numbers(key: Any) -> list[int]:
         numbers = []
         for part in key.split(","):
             first, dash, last = (text.strip() for text in part.partition("-"))
-            if not first.isdecimal() or not (last.isdecimal() if dash else True):
+            ends = (first, last) if dash else (first,)
+            if not all(text.isascii() and text.isdecimal() for text in ends):
                 config.fail(
                     ValueError,
                     field,

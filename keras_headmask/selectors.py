@@ -9,7 +9,7 @@ import keras
 from keras_headmask import tracing
 from keras_headmask.specs import MaskSpec, check_spec
 
-_NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
+_NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
 
 
 class AttentionLayer(NamedTuple):

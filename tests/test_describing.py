@@ -93,6 +93,18 @@ SAID = [
         hm.QueryFlag("x") & ~hm.QueryFlag("y"),
         "every token, if its own `x` is set, unless its own `y` is set",
     ),
+    (
+        ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
+        "every token, unless it stands at position 0 or if its own `x` is set",
+    ),
+    (
+        W(after=0) & ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
+        f"{CAUSAL}, but not if it stands at position 0 or if its own `x` is set",
+    ),
+    (
+        ~hm.QueryFlag("x") | hm.QueryFlag("y"),
+        "(every token, unless its own `x` is set), plus every token, if its own `y` is set",
+    ),
 ]
 
 

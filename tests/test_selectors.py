@@ -50,6 +50,7 @@ def test_selectors(decoder, selector, paths):
         (-1, ValueError, r"no self-attention layer -1"),
         ("1-2", ValueError, r"no self-attention layer 2"),
         ("1-0", ValueError, r"runs backwards"),
+        ("\u0663", ValueError, "No attention layer's path matches"),
         ("second", ValueError, r"No attention layer's path matches 'second'. Paths: 'first'"),
         ("(", ValueError, r"`layers` is no regex"),
         ((), ValueError, r"\(\) names no layer"),

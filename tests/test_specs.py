@@ -128,6 +128,7 @@ NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received:
         ({1: A, (0, 1): A}, ValueError, "Head 1 has two rules"),
         ({"1,1": A}, ValueError, "Head 1 has two rules"),
         ({"1-3,2": A}, ValueError, "Head 2 has two rules"),
+        ({"\u0663": A}, ValueError, NAMED),  # a digit that a schema's pattern does not know
         ({"3-1": A}, ValueError, "The range '3-1' of heads runs backwards"),
         ({"": A}, ValueError, f"{NAMED}''"),
         ({"1-": A}, ValueError, f"{NAMED}'1-'"),

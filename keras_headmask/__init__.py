@@ -5,24 +5,17 @@ from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
 from keras_headmask.export import ExportReport, export_saved_model
-from keras_headmask.json_schema import schema
-from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.leaves import (
-    Chunk,
-    Full,
+from keras_headmask.input_leaves import (
     KeyFlag,
     KeyIn,
-    Keys,
     MaskInput,
-    Nothing,
-    Queries,
     QueryFlag,
     QueryIn,
-    RandomBlocks,
     SameSegment,
     SameSentence,
-    Window,
 )
+from keras_headmask.json_schema import schema
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.linting import Finding, lint
 from keras_headmask.masks import (
     and_masks,
@@ -34,6 +27,7 @@ from keras_headmask.masks import (
 )
 from keras_headmask.per_head import PerHead
 from keras_headmask.plotting import plot, plot_attention
+from keras_headmask.position_leaves import Chunk, Full, Keys, Nothing, Queries, RandomBlocks, Window
 from keras_headmask.retrofit import apply_head_masks
 from keras_headmask.serving import write_serving_config
 from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec

@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_headmask import evaluation, masks
 from keras_headmask.evaluation import Lengths
-from keras_headmask.leaves import KeyFlag, MaskInput, QueryFlag
+from keras_headmask.input_leaves import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.specs import MaskSpec, check_spec
 from keras_headmask.tiling import can_tile, is_worth_it, tiled_attention
 

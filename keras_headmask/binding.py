@@ -18,7 +18,7 @@ from keras_headmask import evaluation, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.layer_rules import LayerRule
-from keras_headmask.leaves import Window
+from keras_headmask.position_leaves import Window
 from keras_headmask.tiling import tiled_attention
 
 _Stock = keras.layers.MultiHeadAttention

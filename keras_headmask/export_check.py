@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_headmask import fresh_process, samples
 from keras_headmask.interventions import restricts, rules_of, watched, without_rules
+from keras_headmask.position_mixing import longest_sequence
 from keras_headmask.samples import Arrays
 from keras_headmask.selectors import find_attention
 from keras_headmask.signatures import Interface
@@ -65,7 +66,7 @@ def requests(face: Interface, wanted: Any) -> list[Arrays]:
     specs = tuple(rules_of(face.model).values())
     if wanted is not True:
         return [request(face, item, specs) for item in wanted]
-    longest = samples.longest(face.model) or _LONGEST_LOOK
+    longest = longest_sequence(face.model) or _LONGEST_LOOK
     made = []
     for batch, length in _SHAPES:
         length = min(length, longest)

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from keras_headmask import graph_sharing
 from keras_headmask.evaluation import allowed_tile
-from keras_headmask.leaves import Full
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Full
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_python import Part, in_order, of_heads
 from keras_headmask.tiled_tensorflow import alive_or_0, computed_again, masked_scores, widened

@@ -15,10 +15,10 @@ from keras import ops
 
 from keras_headmask import evaluation, hooks, masks, observing
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.leaves import Full
 from keras_headmask.masked_model import HeadMasked
 from keras_headmask.observing import holding
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Full
 from keras_headmask.selectors import AttentionLayer, find_attention
 from keras_headmask.specs import MaskSpec
 

@@ -10,8 +10,8 @@ from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes 
 
 from keras_headmask import evaluation, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
-from keras_headmask.leaves import Full, Window
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Full, Window
 from keras_headmask.specs import MaskSpec, check_spec
 from keras_headmask.tiling import tiled_attention
 

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask.leaves import Full
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Full
 from keras_headmask.selectors import AttentionLayer, Found
 from keras_headmask.specs import InputType, MaskSpec, merged_inputs
 

@@ -10,14 +10,16 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_headmask.lint_subject import tells_padding
 from keras_headmask.masked_model import HeadMasked
 from keras_headmask.masks import lift
 from keras_headmask.observing import called, watched
+from keras_headmask.position_mixing import longest_sequence
 from keras_headmask.selectors import AttentionLayer, find_attention
 from keras_headmask.specs import MaskSpec
 
-_LENGTHS = {"query": 24, "decoder": 24}  # of made-up inputs, by what their names begin with
-_LENGTH, _REAL = 16, 0.75
+# Made-up inputs: those of queries are longer, so that cross-attention shows as such.
+_OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +175,10 @@ def _checked(model: Any, inputs: Any) -> dict[str, Any]:
 def _made_up(model: Any) -> dict[str, np.ndarray]:
     """Inputs with a padded tail: ids 1, masks true; 0 where padded."""
     tensors = {}
+    most = min(_LENGTH, longest_sequence(model) or _LENGTH)
     for tensor in model._inputs:
-        length = _LENGTHS.get(tensor.name.split("_")[0], _LENGTH)
+        of_queries = tensor.name.split("_")[0] in _OF_QUERIES
+        length = most if of_queries else max(1, most * 2 // 3)
         shape = [2, *(length if size is None else size for size in tensor.shape[1:])]
         value = np.ones(shape, keras.backend.standardize_dtype(tensor.dtype))
         if len(shape) == 2:
@@ -185,7 +189,7 @@ def _made_up(model: Any) -> dict[str, np.ndarray]:
 
 def _paddings(model: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What tells padding: inputs of that name, and ids where an embedding masks zero."""
-    flags = {n: x != 0 for n, x in tensors.items() if "padding_mask" in n and x.ndim == 2}
+    flags = {n: x != 0 for n, x in tensors.items() if tells_padding(n) and x.ndim == 2}
     masks_zero = any(getattr(x, "mask_zero", False) for x in model._flatten_layers())
     ids = {
         name: x != 0

@@ -10,8 +10,8 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import config, describing, evaluation, masks
-from keras_headmask.leaves import RandomBlocks
 from keras_headmask.per_head import PerHead, head_groups
+from keras_headmask.position_leaves import RandomBlocks
 from keras_headmask.specs import And, MaskSpec, Not, Or, leaves
 
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
@@ -32,12 +32,10 @@ class Subject:
         given: Mapping[str, Any] | None = None,
         query_offset: int = 0,
         padding: np.ndarray | None = None,
+        is_cross: bool = False,
     ):
-        self.spec, self.offset, self.padding = (
-            spec,
-            evaluation.checked_offset(query_offset),
-            padding,
-        )
+        self.spec, self.padding, self.is_cross = spec, padding, is_cross
+        self.offset = evaluation.checked_offset(query_offset)
         self.heads = describing.enough_heads(spec)
         if num_heads is not None:
             self.heads = config.whole_number(num_heads, "num_heads", at_least=1)
@@ -54,6 +52,8 @@ class Subject:
         self.room = self._room()
         self.queries = queries or side["query"] or keys or side["key"] or self.room
         self.keys = keys or side["key"] or (self.room if self.chosen else self.queries)
+        if self.chosen and is_cross:
+            self.queries += self.room // 2
         if self.queries * self.keys > _MOST_PAIRS:
             raise ValueError(
                 f"A lint looks at whole masks, and {self.queries} x {self.keys} pairs are more "
@@ -70,7 +70,13 @@ class Subject:
 
     @property
     def self_attention(self) -> bool:
-        return self.queries == self.keys and self.offset == 0 and self.queries > 1
+        """Whether query i and key i are one token, as far as can be told."""
+        return (
+            not self.is_cross
+            and self.queries == self.keys
+            and self.offset == 0
+            and self.queries > 1
+        )
 
     @property
     def has_room(self) -> bool:
@@ -79,7 +85,7 @@ class Subject:
 
     def without_data(self) -> "Subject":
         """The same lengths, where the inputs may hold anything."""
-        return Subject(self.spec, self.heads, self.queries, self.keys)
+        return Subject(self.spec, self.heads, self.queries, self.keys, is_cross=self.is_cross)
 
     def has(self, leaf: MaskSpec) -> bool:
         return leaf.inputs.keys() <= self.given.keys()
@@ -177,6 +183,16 @@ def _reach(leaf: MaskSpec) -> int:
             in_blocks = isinstance(size, int) and field.name in ("before", "after")
             numbers.append(abs(value) * (size if in_blocks else 1))
     return max(numbers, default=0)
+
+
+def tells_padding(name: str) -> bool:
+    """Whether a mask input is called as what is true at real tokens.
+
+    KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
+    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name tells nothing.
+    """
+    is_padding = "padding_mask" in name and "key_padding_mask" not in name
+    return is_padding or name == "attention_mask"
 
 
 def nodes_of(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import evaluation, hooks, masks
-from keras_headmask.leaves import Window
+from keras_headmask.position_leaves import Window
 from keras_headmask.selectors import AttentionLayer, find_attention, select
 from keras_headmask.specs import MaskSpec
 

@@ -1,7 +1,8 @@
-"""Whether attention is all that carries something from one position of a model to another.
+"""What layers tell of positions: how many there may be, and whether only attention mixes them.
 
-Then padding that a server puts behind an example does no harm if it is not attended. What is not
-known to keep positions apart counts as mixing them.
+If only attention carries something from one to another, padding that a server puts behind an
+example does no harm where it is not attended. What is not known to keep positions apart counts as
+mixing them.
 """
 
 import keras
@@ -91,3 +92,9 @@ def _keeps_apart(operation: keras.Operation) -> bool:
     if isinstance(operation, keras.Layer):
         return cls in _APART
     return cls.__module__.startswith("keras.src.ops") and cls.__name__ in _OPS
+
+
+def longest_sequence(model: keras.Model) -> int | None:
+    """How long a sequence may be, as far as the layers tell (KerasHub's position embeddings)."""
+    sizes = [getattr(layer, "sequence_length", None) for layer in model._flatten_layers()]
+    return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -10,7 +10,8 @@
 """
 
 from keras_headmask import config
-from keras_headmask.leaves import Chunk, KeyFlag, Keys, Queries, QueryFlag, RandomBlocks, Window
+from keras_headmask.input_leaves import KeyFlag, QueryFlag
+from keras_headmask.position_leaves import Chunk, Keys, Queries, RandomBlocks, Window
 from keras_headmask.specs import MaskSpec
 
 

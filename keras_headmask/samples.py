@@ -7,7 +7,7 @@ import keras
 import numpy as np
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask.leaves import SameSegment
+from keras_headmask.input_leaves import SameSegment
 from keras_headmask.signatures import PADDING, Input, Interface
 from keras_headmask.specs import MaskSpec, leaves
 
@@ -26,12 +26,6 @@ def sample(
     rng = np.random.default_rng([seed, batch, length])
     specs = tuple(specs)
     return {name: _one(name, x, face, specs, batch, length, rng) for name, x in face.inputs.items()}
-
-
-def longest(model: keras.Model) -> int | None:
-    """How long a sequence may be, as far as the layers tell (KerasHub's position embeddings)."""
-    sizes = [getattr(layer, "sequence_length", None) for layer in model._flatten_layers()]
-    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def _one(

@@ -1,7 +1,8 @@
 """The algebra of mask specs: which keys each query may attend to, as a value.
 
-A spec knows no length, batch or backend. Leaves (`leaves.py`) say something about one pair of
-positions; `& | ~` and `PerHead` combine them. Nothing here imports Keras.
+A spec knows no length, batch or backend. Leaves say something about one pair of positions, by
+where they stand (`position_leaves.py`) or by what is read there (`input_leaves.py`); `& | ~` and
+`PerHead` combine them. Nothing here imports Keras.
 """
 
 import dataclasses
@@ -372,3 +373,8 @@ def leaves(spec: MaskSpec) -> Iterator[MaskSpec]:
         else:
             seen.setdefault(node)
     yield from seen
+
+
+def stored(spec: MaskSpec, field: str, value: Any) -> None:
+    """Store a checked value in a frozen spec under construction."""
+    object.__setattr__(spec, field, value)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_headmask import coverage
 from keras_headmask.evaluation import Bound
-from keras_headmask.leaves import KeyFlag, KeyIn, QueryFlag, QueryIn
+from keras_headmask.input_leaves import KeyFlag, KeyIn, QueryFlag, QueryIn
 from keras_headmask.specs import And, MaskSpec, Or, Sides, Span, Tiles
 from keras_headmask.tiled_python import Part
 

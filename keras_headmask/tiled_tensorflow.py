@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_headmask import graph_sharing
 from keras_headmask.evaluation import Bound, Cuts, allowed_tile
-from keras_headmask.leaves import Full
+from keras_headmask.position_leaves import Full
 from keras_headmask.specs import Sides
 from keras_headmask.tile_ranges import Ranges, ranges_of
 from keras_headmask.tiled_python import HIDDEN, Part

@@ -11,8 +11,9 @@ from keras import ops
 
 from keras_headmask import tiled_dropout, tiled_python
 from keras_headmask.evaluation import Bound
-from keras_headmask.leaves import Chunk, SameSegment, SameSentence, Window
+from keras_headmask.input_leaves import SameSegment, SameSentence
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Chunk, Window
 from keras_headmask.specs import And, MaskSpec, Or
 from keras_headmask.tiled_python import Part, in_order, of_heads
 

@@ -16,11 +16,12 @@ from keras import layers
 from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
-from keras_headmask import linting, recipes
+from keras_headmask import lint_inputs, lint_rule, linting, recipes
 
 W, SELF, CAUSAL = hm.Window, hm.Window(0, 0), hm.Window(after=0)
 SENTENCES = hm.SameSentence(9)
 REAL = np.array([[1] * 24 + [0] * 8, [1] * 32])
+BY_SENTENCE = hm.PerHead({0: SENTENCES})
 FLAGS = np.array([[1] + [0] * 31] * 2)
 IDS = np.where(REAL == 1, np.arange(32) % 7 + 3, 0)  # 9 among them; 0 pads
 PAD = {"padding_mask": REAL}
@@ -56,6 +57,9 @@ AS_MEANT = [
     (hm.PerHead({"0-3": recipes.streaming(4, 256)}, default=CAUSAL), {}),
     (hm.PerHead({i: recipes.bigbird(8, 0.2, 1, seed=i) for i in range(3)}), {}),
     (recipes.padding(), {"padding_mask": REAL[:1]}),  # nobody sees padding
+    (hm.KeyFlag("attention_mask"), {"attention_mask": REAL[:1]}),
+    (~hm.KeyFlag("key_padding_mask"), {"key_padding_mask": 1 - REAL[:1]}),  # as PyTorch has it
+    (BY_SENTENCE, {"token_ids": IDS} | PAD),  # the layer is given padding beside its rule
     (~hm.KeyIn("token_ids", 9), {"token_ids": IDS[:1]}),
     (recipes.streaming(4, 4096), {}),
     (hm.PerHead({0: hm.Chunk(4)}) & hm.Chunk(8), {}),  # each part matters in some head
@@ -133,14 +137,14 @@ PLANTED = [
         {"mask_inputs": {"padding_mask": 1 - REAL, "token_ids": IDS}},
         ("error", "looks-inverted", (), ()),
     ),
-    (W(4, 4), {"mask_inputs": PAD}, ("warning", "padding-missing", (0,), ())),
+    (W(4, 4), {"mask_inputs": PAD}, ("info", "padding-missing", (0,), ())),
+    (W(4, 4), {"mask_inputs": {"attention_mask": REAL}}, ("info", "padding-missing", (0,), ())),
     (
         hm.PerHead({0: recipes.padding()}),
         {"mask_inputs": PAD, "num_heads": 3},
         ("warning", "padding-missing", (1, 2), ()),
     ),
     (CAUSAL, {"mask_inputs": X}, ("warning", "input-never-read", (), ())),
-    (CAUSAL, {"mask_inputs": PAD}, ("warning", "input-never-read", (), ())),
     (W(step=8), {}, ("info", "full-cost", (0,), ())),
     (W(step=8) & hm.KeyFlag("x"), {}, ("info", "full-cost", (0,), ())),
     (
@@ -181,7 +185,8 @@ def test_planted(spec, arguments, finding):
 def test_every_code_is_planted_and_documented():
     listed = hm.lint.__doc__.partition("Codes: ")[2].partition("Raises:")[0]
     documented = set(re.findall("`([a-z-]+)`", listed))
-    source = Path(linting.__file__).read_text()
+    modules = (linting, lint_inputs, lint_rule)
+    source = "".join(Path(module.__file__).read_text() for module in modules)
     written = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', source))
     assert {finding[1] for *_, finding in PLANTED} == documented == written
 
@@ -207,7 +212,7 @@ def test_padding_is_no_query_that_must_see():
 
 def test_much_padding_makes_no_rule_look_inverted():
     inputs = {"padding_mask": np.array([[1] * 4 + [0] * 28])}
-    assert "warning padding-missing" in codes(hm.Full(), mask_inputs=inputs)
+    assert "info padding-missing" in codes(hm.Full(), mask_inputs=inputs)
     assert "error looks-inverted" not in codes(hm.Full(), mask_inputs=inputs)
 
 
@@ -255,7 +260,7 @@ def test_refused(arguments, error, message):
 
 @pytest.fixture(autouse=True, scope="module")
 def _short():
-    with mock.patch.object(linting, "_MANY", 256):
+    with mock.patch.object(lint_rule, "_MANY", 256):
         yield
 
 
@@ -318,18 +323,40 @@ def test_a_clause_that_changes_nothing_can_be_left_out(case, is_and, data):
 # --- Models ---------------------------------------------------------------------------------------
 
 
-def padded(reaches, cross=False):
+def padded(reaches, longest=None):
     """Two attention layers on token ids, to which the model's padding mask gets, or does not."""
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     real = keras.Input((None,), dtype="int32", name="padding_mask")
     x = layers.Embedding(12, 8)(ids)
+    if longest is not None:
+        x = Positions(longest)(x)
     mask = {"attention_mask": real[:, None]} if reaches else {}
     for name in "ab":
         x = layers.MultiHeadAttention(4, 3, name=name)(x, x, **mask)
     return keras.Model({"token_ids": ids, "padding_mask": real}, x)
 
 
-BY_SENTENCE = hm.PerHead({0: SENTENCES})
+class Positions(layers.Layer):
+    """A table of positions, as KerasHub's: longer sequences are an error."""
+
+    def __init__(self, sequence_length, **kwargs):
+        super().__init__(**kwargs)
+        self.sequence_length = sequence_length
+        self.table = self.add_weight(shape=(sequence_length, 8))
+
+    def call(self, x):
+        if x.shape[1] is not None and x.shape[1] > self.sequence_length:
+            raise ValueError(f"{x.shape[1]} positions")
+        return x + self.table[: keras.ops.shape(x)[1]]
+
+
+def crossed():
+    """Attention to another sequence."""
+    text, memory = (
+        keras.Input((None,), dtype="int32", name=name) for name in ("query_ids", "memory")
+    )
+    x, y = layers.Embedding(12, 8)(text), layers.Embedding(12, 8)(memory)
+    return keras.Model([text, memory], layers.MultiHeadAttention(4, 3, name="cross")(x, y))
 
 
 def test_a_model_whose_padding_does_not_reach_its_layers():
@@ -355,12 +382,19 @@ def test_a_model_that_loses_the_mask_of_its_embedding():
     [
         (lambda: padded(True), BY_SENTENCE),
         (lambda: padded(False), BY_SENTENCE & recipes.padding()),
+        (lambda: padded(True, longest=6), BY_SENTENCE),
         (one_layer, hm.Chunk(3)),  # by the Keras mask of its embedding
         (stack, CAUSAL),  # has none
     ],
 )
 def test_a_model_in_order(model, rule):
     assert hm.lint(hm.apply_head_masks(model(), rule)) == []
+
+
+@pytest.mark.tensorflow
+def test_cross_attention_is_looked_at_where_its_rule_has_room():
+    model = hm.apply_head_masks(crossed(), {"cross": hm.Keys(90, 100)})
+    assert codes(model) == ["warning unseen-keys"]
 
 
 @pytest.mark.tensorflow  # the rest is the same on every backend

@@ -5,6 +5,7 @@ under the same paths, so a text that both show needs no other links.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import jupytext
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from printed import printed_by
 
 ROOT = Path(__file__).parents[1]
 LINKED = (
@@ -41,12 +45,17 @@ def tutorials() -> list[Path]:
 
 
 def as_markdown(script: Path) -> str:
-    """A script of jupytext's percent format as a page: its text, and its code in boxes."""
+    """A script of jupytext's percent format as a page: text, code, and what the code printed."""
     cells = jupytext.read(script, fmt="py:percent").cells
-    parts = [
-        cell.source if cell.cell_type == "markdown" else f"````python\n{cell.source}\n````"
-        for cell in cells
-    ]
+    printed = iter(printed_by(script))
+    parts = []
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        parts.append(f"````python\n{cell.source}\n````")
+        if told := next(printed):
+            parts.append(f'````text title="prints"\n{told}\n````')
     if not parts[0].startswith("# "):
         parts.insert(0, f"# {script.stem.replace('_', ' ').capitalize()}")
     parts.append(f"---\n\nThis page is a script: [`examples/{script.name}`]({script.name}).")

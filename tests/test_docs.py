@@ -60,10 +60,27 @@ def test_the_site(tmp_path):
     scripts = (ROOT / "examples").glob("*.py")
     tutorials = {f"examples/{s.stem}.html" for s in scripts if "\n# %%" in s.read_text()}
     assert tutorials - pages.keys() == set()
+    assert "padding      35\nlook-ahead   28" in pages["examples/masks_101.html"]  # what it prints
 
     assert {
         name: FETCHED.findall(text) for name, text in pages.items() if FETCHED.search(text)
     } == {}
+
+
+def test_what_other_code_printed_is_not_shown(tmp_path, monkeypatch):
+    pytest.importorskip("jupytext")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from printed import printed_by
+
+    script = ROOT / "examples" / "masks_101.py"
+    assert any("look-ahead   28" in text for text in printed_by(script))
+    changed = tmp_path / "masks_101.py"
+    code = script.read_text()
+    changed.write_text(code.replace("# Masks 101:", "# Masks:"))
+    printed_by(changed)  # text alone prints nothing
+    changed.write_text(code.replace("hm.recipes.causal()", "hm.Full()"))
+    with pytest.raises(ValueError, match=r"Run it again: python docs/printed.py masks_101"):
+        printed_by(changed)
 
 
 def public_functions(module):

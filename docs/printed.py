@@ -1,0 +1,76 @@
+"""What the tutorials print, for the site: `python docs/printed.py masks_101` runs one and keeps it.
+
+Some take minutes, and all that they compare with must be installed; so the site shows what a whole
+run printed. Output belongs to the code that printed it: where a script's code has changed since,
+the site is not built until it has been run again.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jupytext
+
+ROOT = Path(__file__).parents[1]
+# What a terminal does with colours and with lines that write over themselves; and TensorFlow's log,
+# which a terminal gets on another stream.
+NOT_TOLD = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|^.*\r(?!\n)|^INFO:tensorflow:.*\n", re.MULTILINE)
+
+
+def printed_by(script: Path) -> list[str]:
+    """What each code cell of a tutorial printed when it was last run."""
+    file = _kept(script)
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if kept.get("code") != _fingerprint(_read(script)):
+        raise ValueError(
+            f"{script.name} is not the code that printed {file.relative_to(ROOT)}. Run it again: "
+            f"python docs/printed.py {script.stem}"
+        )
+    return kept["printed"]
+
+
+def run(script: Path) -> None:
+    """Run a tutorial whole, as a notebook, and keep what it prints."""
+    import nbclient
+
+    notebook = _read(script)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory() as folder:
+        for beside in script.parent.glob(f"{script.stem}_*.py"):
+            shutil.copy(beside, folder)
+        resources = {"metadata": {"path": folder}}
+        nbclient.NotebookClient(notebook, timeout=3600, resources=resources).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    kept = {"code": _fingerprint(notebook), "printed": [_told(cell) for cell in cells]}
+    file = _kept(script)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read(script: Path) -> Any:
+    return jupytext.read(script, fmt="py:percent")
+
+
+def _kept(script: Path) -> Path:
+    return ROOT / "docs" / "printed" / f"{script.stem}.json"
+
+
+def _fingerprint(notebook: Any) -> str:
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()
+
+
+def _told(cell: Any) -> str:
+    streams = [o for o in cell.outputs if o.output_type == "stream" and o.name == "stdout"]
+    return NOT_TOLD.sub("", "".join(output.text for output in streams)).strip("\n")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        run(ROOT / "examples" / f"{name}.py")

@@ -33,8 +33,8 @@ TESTS = Path(__file__).parents[1] / "tests" / "serving"
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3, help="of processes for each model")
+    parser.add_argument("--repetitions", type=int, default=12, help="calls of a process")
+    parser.add_argument("--rounds", type=int, default=8, help="of processes for each model")
     parser.add_argument("--python-only", action="store_true")
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--quick", action="store_true", help="tiny: the figures say nothing")

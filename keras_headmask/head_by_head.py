@@ -1,13 +1,14 @@
 """Short sequences on TensorFlow: head by head.
 
 Where one tile would hold a whole sequence there is little to skip, and what costs is memory: the
-scores of a batch are written and read again by each operation on them. Those of one head stay in
-the processor's cache. (Of a large batch a step takes some examples, of a small one some heads.) As
-in the loop over tiles, the backward pass computes them again instead of keeping them.
+scores of a batch are written and read again by each operation on them. Those of some rows, one head
+of one example each, stay in the processor's cache. As in the loop over tiles, the backward pass
+computes them again instead of keeping them. A step takes well under a millisecond, so it has few
+operations beside its products: what can be is made once, before the loop.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -19,7 +20,7 @@ from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_python import Part, in_order, of_heads
 from keras_headmask.tiled_tensorflow import alive_or_0, computed_again, masked_scores, widened
 
-_SCORES = 2**19  # of one step: 2 MB
+_SCORES = 2**20  # of one step: 4 MB
 
 
 @tf.autograph.experimental.do_not_convert
@@ -35,25 +36,26 @@ def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
         return _over_heads(part, _context, 1, *operands)[0]
 
     def backward(*given: Any) -> tuple:
-        return _over_heads(part, _gradients, 3, *given)
+        d_query, d_key, d_value = _over_heads(part, _gradients, 3, *given)
+        return d_query * part.scale, d_key, d_value
 
     return computed_again(forward, backward, query, key, value)
 
 
-def _context(scale: float, allowed: Any, query: Any, key: Any, value: Any) -> tuple:
-    """Of some heads and examples `(h, n, T, Dv)`."""
-    scores, alive = _scores(scale, allowed, query, key)
+def _context(allowed: Any, query: Any, key: Any, value: Any) -> tuple:
+    """Of some rows `(n, T, Dv)`."""
+    scores, alive = _scores(allowed, query, key)
     return (alive_or_0(alive, tf.matmul(tf.nn.softmax(scores), value)),)
 
 
 def _gradients(
-    scale: float, allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
+    allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
 ) -> tuple:
-    """Those of the queries, keys and values of some heads and examples."""
-    scores, alive = _scores(scale, allowed, query, key)
+    """Those of the queries (times the scale), keys and values of some rows."""
+    scores, alive = _scores(allowed, query, key)
     probabilities = alive_or_0(alive, tf.nn.softmax(scores))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
-    d_scores = probabilities * (tf.matmul(upstream, value, transpose_b=True) - delta) * scale
+    d_scores = probabilities * (tf.matmul(upstream, value, transpose_b=True) - delta)
     return (
         tf.matmul(d_scores, key),
         tf.matmul(d_scores, query, transpose_a=True),
@@ -61,58 +63,37 @@ def _gradients(
     )
 
 
-def _scores(scale: float, allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
-    """The scores, the lowest where hidden, and which rows see something."""
-
-    def plain() -> Any:
-        return tf.matmul(query * scale, key, transpose_b=True)
-
-    if allowed is None:
-        return plain(), None
-    # A batch without padding is not masked for it. (The product stands in each branch, so that a
-    # branch may write over it.)
-    return tf.cond(
-        tf.reduce_all(allowed),
-        lambda: (plain(), tf.ones([1, 1, 1, 1], tf.bool)),
-        lambda: masked_scores(plain(), allowed),
-    )
+def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
+    """The scores, the lowest where hidden, and which queries see something (`None`: all do)."""
+    scores = tf.matmul(query, key, transpose_b=True)
+    return (scores, None) if allowed is None else masked_scores(scores, allowed)
 
 
-class _Step(NamedTuple):
-    """Some heads with one rule and all examples, or one head and some examples."""
+class _Masks:
+    """The masks of the rows of some heads with one rule, head after head."""
 
-    first_head: Any
-    heads: Any
-    first_example: Any
-    examples: Any
-    batch: Any
+    def __init__(self, allowed: Any, heads: int, batch: Any):
+        """`allowed`: `(B or 1, h or 1, T or 1, S or 1)`."""
+        of_examples, of_heads, queries, keys = tf.unstack(tf.shape(allowed))
+        self._different = tf.reshape(tf.transpose(allowed, (1, 0, 2, 3)), [-1, queries, keys])
+        head = tf.where(of_heads > 1, tf.range(heads), 0)
+        example = tf.where(of_examples > 1, tf.range(batch), 0)
+        self._of_row = tf.reshape(head[:, None] * of_examples + example, [-1])
+        self.hide_nothing = tf.reduce_all(allowed)
 
-    def of(self, tensor: Any) -> Any:
-        """`(h, B, ...)`, cut: along one axis, the first, which copies nothing."""
-        size = tf.shape(tensor)[2:]
-        flat = tf.reshape(tensor, tf.concat([[-1], size], 0))
-        start = self.first_head * self.batch + self.first_example
-        cut = flat[start : start + self.heads * self.examples]
-        return tf.reshape(cut, tf.concat([[self.heads, self.examples], size], 0))
-
-    def of_mask(self, allowed: Any) -> Any:
-        """`(h or 1, B or 1, T or 1, S or 1)`, cut."""
-        heads, batch = tf.unstack(tf.shape(allowed)[:2])
-        head = tf.where(heads > 1, self.first_head, 0)
-        example = tf.where(batch > 1, self.first_example, 0)
-        return allowed[head : head + self.heads, example : example + self.examples]
+    def of(self, cut: Callable) -> Any:
+        """Those of the rows that `cut` gives: `(n, T or 1, S or 1)`."""
+        return tf.gather(self._different, cut(self._of_row))
 
 
 def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
-    """The results of `step`, `(h, n, L, size)` each, for all together: `(B, L, H, size)`."""
-    operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query, *others)]
-    heads, batch, length, _ = tf.unstack(tf.shape(operands[0]))
-    scores_of_one = length * tf.shape(operands[1])[2]
-    examples = tf.clip_by_value(_SCORES // scores_of_one, 1, batch)
-    together = tf.clip_by_value(_SCORES // (scores_of_one * batch), 1, heads)
-    chunks = -(-batch // examples)
+    """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
+    batch, queries, heads, _ = tf.unstack(tf.shape(query))
+    scores_of_a_row = queries * tf.shape(others[0])[1]
+    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, heads * batch)
+    operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     groups = head_groups(part.rule, len(part.heads))
-    steps = [-(-len(of_rule) // together) * chunks for _, of_rule in groups]
+    steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
     arrays = tuple(
         tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)
         for _ in range(results)
@@ -122,20 +103,29 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Any, count: Any
     ) -> tuple:
         """Write the results of the heads with one rule, after the `done` that are there."""
-        own = [of_heads(tensor, of_rule, axis=0) for tensor in operands]
-        allowed = None
+        own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
+        masks = None
         if rule != Full():
-            allowed = tf.transpose(allowed_tile(rule, part.bound, of_rule), (1, 0, 2, 3))
+            masks = _Masks(allowed_tile(rule, part.bound, of_rule), len(of_rule), batch)
 
         def body(i: Any, arrays: tuple) -> tuple:
-            head, example = (i // chunks) * together, (i % chunks) * examples
-            sizes = tf.minimum(together, len(of_rule) - head), tf.minimum(examples, batch - example)
-            this = _Step(head, sizes[0], example, sizes[1], batch)
-            mask = None if allowed is None else this.of_mask(allowed)
-            written = []
-            for array, x in zip(arrays, step(part.scale, mask, *map(this.of, own)), strict=True):
-                x = tf.reshape(x, tf.concat([[-1], tf.shape(x)[2:]], 0))
-                written.append(array.write(done + i, x))
+            first = i * rows
+            size = tf.minimum(rows, len(of_rule) * batch - first)
+
+            def cut(tensor: Any) -> Any:  # along the first axis, which copies nothing
+                others = [0] * (tensor.shape.rank - 1)
+                return tf.slice(tensor, [first, *others], [size, *(-1 for _ in others)])
+
+            rows_of = [cut(tensor) for tensor in own]
+            if masks is None:
+                made = step(None, *rows_of)
+            else:  # a batch without padding is not masked for it
+                made = tf.cond(
+                    masks.hide_nothing,
+                    lambda: step(None, *rows_of),
+                    lambda: step(masks.of(cut), *rows_of),
+                )
+            written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
             return i + 1, tuple(written)
 
         return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
@@ -146,6 +136,11 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         done += count
     order = [head for _, of_rule in groups for head in of_rule]
     return tuple(_positions_first(array.concat(), order) for array in arrays)
+
+
+def _as_rows(tensor: Any) -> Any:
+    """`(h, B, L, size)` to `(h * B, L, size)`."""
+    return tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
 
 
 def _positions_first(tensor: Any, order: list[int]) -> Any:

@@ -104,8 +104,8 @@ def test_a_step_holds_few_scores(monkeypatch):
         return scores, alive
 
     monkeypatch.setattr(head_by_head, "_scores", seen)
-    attend(operands(20, 256, 256, 2), hm.Window(3, 3))
-    assert sizes == [8 * 256**2, 8 * 256**2, 4 * 256**2] * 2
+    attend(operands(20, 256, 256, 3), hm.PerHead({(0, 2): hm.Window(3, 3)}))
+    assert sizes == [16 * 256**2, 16 * 256**2, 8 * 256**2, 16 * 256**2, 4 * 256**2]
 
 
 def test_which_way_is_gone_where_the_length_is_not_known(monkeypatch):

@@ -89,11 +89,12 @@ class _Masks:
 def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
     """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
-    scores_of_a_row = queries * tf.shape(others[0])[1]
-    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, heads * batch)
+    scores_of_a_row = tf.maximum(queries * tf.shape(others[0])[1], 1)
+    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, tf.maximum(heads * batch, 1))
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     groups = head_groups(part.rule, len(part.heads))
-    steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
+    # (One step at least, of no rows, so that an empty batch has results of its shape.)
+    steps = [tf.maximum(-(-len(of_rule) * batch // rows), 1) for _, of_rule in groups]
     arrays = tuple(
         tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)
         for _ in range(results)

@@ -58,6 +58,14 @@ def test_rules_with_gaps_flags_and_whole_masks(name):
             close(grad, wanted, f"{name}: gradient of {which}")
 
 
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_what_is_empty(batch, queries, keys):
+    qkv = operands(batch, queries, keys, 3)
+    with heads_alone():
+        for spec in (hm.Full(), hm.PerHead({1: hm.Window(1, 1)})):
+            close(attend(qkv, spec), np.zeros((batch, queries, 3, 2)))
+
+
 @TRACED
 @given(cases(), seeds, st.sampled_from([0, 8, 10**6]))
 def test_the_length_decides_when_it_is_known(case, seed, short):

@@ -1,4 +1,4 @@
-"""What the tutorials print, for the site: `python docs/printed.py masks_101` runs one and keeps it.
+"""What the tutorials print and draw: `python docs/printed.py masks_101` runs one and keeps it.
 
 Some take minutes, and all that they compare with must be installed; so the site shows what a whole
 run printed. Output belongs to the code that printed it: where a script's code has changed since,
@@ -36,7 +36,7 @@ def printed_by(script: Path) -> list[str]:
 
 
 def run(script: Path) -> None:
-    """Run a tutorial whole, as a notebook, and keep what it prints."""
+    """Run a tutorial whole, as a notebook, and keep what it prints and draws."""
     import nbclient
 
     notebook = _read(script)
@@ -46,11 +46,14 @@ def run(script: Path) -> None:
             shutil.copy(beside, folder)
         resources = {"metadata": {"path": folder}}
         nbclient.NotebookClient(notebook, timeout=3600, resources=resources).execute()
+        for picture in Path(folder).rglob("*.png"):  # of the same run, where the text shows it
+            if (kept := ROOT / "docs" / "images" / picture.name).exists():
+                shutil.copy(picture, kept)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    kept = {"code": _fingerprint(notebook), "printed": [_told(cell) for cell in cells]}
+    told = {"code": _fingerprint(notebook), "printed": [_told(cell) for cell in cells]}
     file = _kept(script)
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _read(script: Path) -> Any:

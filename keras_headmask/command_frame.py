@@ -98,6 +98,8 @@ def _import(context: click.Context, parameter: click.Parameter, modules: Iterabl
     for name in modules:
         file = pathlib.Path(name)
         is_file = file.suffix == ".py"
+        if is_file and not file.is_file():
+            raise click.BadParameter(f"'{name}' cannot be imported: there is no such file.")
         sys.path.insert(0, str(file.absolute().parent if is_file else pathlib.Path.cwd()))
         try:
             with contextlib.redirect_stdout(sys.stderr):  # what it prints is no answer

@@ -153,7 +153,7 @@ def _and(spec: Any) -> Words:
         text += joint + " and ".join(asked)
     refused = [c.removeprefix("unless ") for c in conditions if c not in asked]
     if refused:
-        text += (", but not if " if among else ", unless ") + " or if ".join(refused)
+        text += (", but not if " if among else ", unless ") + " or ".join(refused)
     return Words(text, compound=True)
 
 

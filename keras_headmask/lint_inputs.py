@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.findings import Finding
-from keras_headmask.lint_subject import Subject, as_numpy, key_side, sides_of, tells_padding
+from keras_headmask.lint_subject import Subject, as_numpy, key_side, sides_of
 from keras_headmask.specs import InputType, MaskSpec, leaves
 
 
@@ -20,6 +20,15 @@ def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -
         return
     seen = subject.possible if outside is None else subject.possible & outside
     real_query = padding[:, None, :, None] if subject.self_attention else True
+    hidden = subject.possible.any((0, 2, 3)) & ~seen.any((0, 2, 3))
+    if some := tuple(np.flatnonzero(hidden).tolist()):
+        yield Finding(
+            "error",
+            "head-off",
+            "What the rule shows, the masks that reach the layer beside it hide: the output is 0.",
+            "True means that a query may attend: look for a part that should be turned by ~.",
+            some,
+        )
     pad, real = (
         (seen & real_query & side[:, None, None, :]).sum((0, 2, 3)) for side in (~padding, padding)
     )
@@ -54,8 +63,8 @@ def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -
             "It is as it should be where the layer is given the padding mask beside its rule. Else "
             f"add `& recipes.padding({name!r})`."
             if outside is None
-            else "No padding mask reaches the layer: add `& recipes.padding()` to the rule, or see "
-            "where the model loses it.",
+            else "No padding mask reaches the layer: add "
+            f"`& recipes.padding({name!r})` to the rule, or see where the model loses it.",
             missing,
         )
 
@@ -72,13 +81,13 @@ def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
     return None
 
 
-def never_read(name: str) -> Finding:
+def never_read(name: str, is_padding: bool) -> Finding:
     return Finding(
         "warning",
         "input-never-read",
         f"`{name}` is handed in, but nothing reads it.",
         f"Add `& recipes.padding({name!r})` to the rule, or leave it out."
-        if tells_padding(name)
+        if is_padding
         else "Leave it out, or correct the name in the rule.",
     )
 

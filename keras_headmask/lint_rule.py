@@ -69,7 +69,8 @@ def _dead(subject: Subject) -> Iterator[Finding]:
                 "dead-rows",
                 f"{'Query' if one else 'Queries'} {_positions(rows)} {'sees' if one else 'see'} no "
                 f"key{where}, so {'its' if one else 'their'} output is 0.",
-                "Open at least one key to each query, such as itself: rule | Window(0, 0).",
+                "Open at least one key to each query"
+                + ("." if subject.is_cross else ", such as itself: rule | Window(0, 0)."),
                 tuple(some),
                 rows,
             )

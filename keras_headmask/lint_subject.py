@@ -52,8 +52,6 @@ class Subject:
         self.room = self._room()
         self.queries = queries or side["query"] or keys or side["key"] or self.room
         self.keys = keys or side["key"] or (self.room if self.chosen else self.queries)
-        if self.chosen and is_cross:
-            self.queries += self.room // 2
         if self.queries * self.keys > _MOST_PAIRS:
             raise ValueError(
                 f"A lint looks at whole masks, and {self.queries} x {self.keys} pairs are more "

@@ -5,12 +5,14 @@ each leaf that reads it is tried as true and as false, so what is found holds wh
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_headmask import lint_inputs, lint_model, lint_rule
 from keras_headmask.findings import SEVERITIES, Finding, Findings
 from keras_headmask.lint_subject import Subject, key_side, tells_padding
+from keras_headmask.position_mixing import longest_sequence
 from keras_headmask.specs import MaskSpec, check_spec
 
 
@@ -75,11 +77,13 @@ def lint(
     told = [
         name
         for name in given
-        if tells_padding(name) and (name not in rule.inputs or rule.inputs[name].rank)
+        if tells_padding(name)
+        and (name not in rule.inputs or rule.inputs[name].rank)
+        and key_side(given[name]) is not None
     ]
     padding = key_side(given[told[0]]) if len(told) == 1 else None
-    read = rule.inputs.keys() | (set() if padding is None else set(told))  # the lint reads it
-    findings = [lint_inputs.never_read(name) for name in sorted(given.keys() - read)]
+    unread = given.keys() - rule.inputs.keys() - set(told)  # the lint reads those
+    findings = [lint_inputs.never_read(name, False) for name in sorted(unread)]
     given = {name: value for name, value in given.items() if name in rule.inputs}
     given, odd = lint_inputs.whole_numbers(rule, given)
     subject = Subject(rule, num_heads, queries, keys, given, query_offset, padding)
@@ -104,8 +108,9 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
     looked_at: dict[Any, list[Finding]] = {}
     unread = lint_model.unread_inputs(model)
     for name in unread:
-        found[lint_inputs.never_read(name)] = []
+        found[lint_inputs.never_read(name, tells_padding(name))] = []
     layers, problem = lint_model.layers_of(model, inputs)
+    most = longest_sequence(model)
     if problem:
         found[
             Finding(
@@ -124,14 +129,13 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
             length = {}
             if inputs is not None and layer.lengths is not None:
                 length = dict(zip(("queries", "keys"), layer.lengths, strict=True))
-            subject = Subject(
-                layer.spec, layer.heads, given=given, is_cross=layer.is_cross, **length
-            )
+            of_layer = functools.partial(Subject, layer.spec, layer.heads, is_cross=layer.is_cross)
+            subject = of_layer(given=given, **length)
+            if subject.chosen and most is not None and most < subject.room:
+                subject = of_layer(most, most, given)  # there are no more positions
             findings = [*odd, *_of_a_subject(subject)]
             if layer.paddings:
-                seen = Subject(
-                    layer.spec, layer.heads, *layer.lengths, layer.given, is_cross=layer.is_cross
-                )
+                seen = of_layer(*layer.lengths, layer.given)
                 findings.extend(_padding_of_a_layer(seen, layer))
             looked_at[key] = findings
         for finding in looked_at[key]:

@@ -95,11 +95,11 @@ SAID = [
     ),
     (
         ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
-        "every token, unless it stands at position 0 or if its own `x` is set",
+        "every token, unless it stands at position 0 or its own `x` is set",
     ),
     (
         W(after=0) & ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
-        f"{CAUSAL}, but not if it stands at position 0 or if its own `x` is set",
+        f"{CAUSAL}, but not if it stands at position 0 or its own `x` is set",
     ),
     (
         ~hm.QueryFlag("x") | hm.QueryFlag("y"),

@@ -393,8 +393,32 @@ def test_a_model_in_order(model, rule):
 
 @pytest.mark.tensorflow
 def test_cross_attention_is_looked_at_where_its_rule_has_room():
-    model = hm.apply_head_masks(crossed(), {"cross": hm.Keys(90, 100)})
-    assert codes(model) == ["warning unseen-keys"]
+    for rule, found in ((hm.Keys(90, 100), ["warning unseen-keys"]), (W(2, 2), []), (SELF, [])):
+        assert codes(hm.apply_head_masks(crossed(), {"cross": rule})) == found
+    (dead,) = hm.lint(hm.apply_head_masks(crossed(), {"cross": hm.Queries(1)}))
+    assert (dead.code, dead.way_out) == ("dead-rows", "Open at least one key to each query.")
+
+
+@pytest.mark.tensorflow
+def test_a_rule_is_looked_at_where_the_model_has_positions():
+    rule = hm.PerHead({0: hm.Queries(0, 20), 1: hm.Keys(20)})
+    (off,) = hm.lint(hm.apply_head_masks(padded(True, longest=8), rule))
+    assert (off.code, off.heads) == ("head-off", (1,))
+
+
+@pytest.mark.tensorflow
+def test_a_rule_that_shows_only_what_the_model_hides():
+    model = hm.apply_head_masks(padded(True), hm.PerHead({1: ~recipes.padding()}))
+    (off,) = hm.lint(model)
+    assert (off.severity, off.code, off.heads) == ("error", "head-off", (1,))
+
+
+@pytest.mark.tensorflow
+def test_two_masks_that_tell_padding_are_both_read():
+    assert codes(W(2, 2), mask_inputs=PAD | {"attention_mask": REAL}) == []
+    whole = {"attention_mask": np.ones((1, 1, 4, 4), "bool")}
+    (unread,) = hm.lint(W(2, 2), 4, mask_inputs=whole)
+    assert (unread.code, "recipes" in unread.way_out) == ("input-never-read", False)
 
 
 @pytest.mark.tensorflow  # the rest is the same on every backend

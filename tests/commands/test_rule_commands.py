@@ -138,6 +138,8 @@ def test_specs_of_ones_own(here):
     result = run("describe", CAUSAL, "--import", "folder/json.py")
     assert result.exit_code == 2
     assert "there is another module 'json'. Rename the file." in result.stderr
+    result = run("describe", "own.json", "--import", "no_such.py")
+    assert "'no_such.py' cannot be imported: there is no such file." in result.stderr
     result = run("describe", "own.json", "--import", "no_such_module")
     assert result.exit_code == 2
     assert "'no_such_module' cannot be imported: ModuleNotFoundError" in result.stderr

@@ -436,7 +436,7 @@ def test_without_the_extra_the_error_says_how_to_install_it(tmp_path, monkeypatc
     for name in [name for name in sys.modules if name.split(".")[0] == "kserve"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "keras_headmask.kserve_app", raising=False)
-    with pytest.raises(ImportError, match='pip install "kserve>=0.21'):
+    with pytest.raises(ImportError, match=r'pip install "kserve>=0\.21'):
         server.serve(tmp_path)
     with pytest.raises(SystemExit, match="error: The development server needs KServe"):
         server.main([str(tmp_path)])

@@ -8,7 +8,7 @@ without that rule is trained on the same data. Then: both on held-out text, the 
 reloaded and exported, and where "We" looks in "Drums, drums in the deep. We cannot get out. ...".
 
     pip install -e ".[examples]"
-    python examples/sentence_heads.py            # about three minutes on two CPU cores
+    python examples/sentence_heads.py            # two or three minutes on two CPU cores
     python examples/sentence_heads.py --quick    # half a minute, learns next to nothing
 """
 
@@ -338,8 +338,8 @@ show(
 ![The last layer's attention. Head 0 has probabilities in three squares along the diagonal, the rest
 is hatched; head 1 has them everywhere](../docs/images/sentence_heads_attention.png)
 
-The picture is drawn from what the trained model computes; hatched is what the rule hides. Here head
-1 looks at the full stops, of all three sentences: so could head 0, if it were not for the rule.
+The picture is drawn from what the trained model computes; hatched is what the rule hides. Head 1
+looks into all three sentences: so could head 0, if it were not for the rule.
 
 ## Save, reload, export
 

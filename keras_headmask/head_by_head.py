@@ -101,9 +101,9 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
     )
 
     def of_rule_alone(
-        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], first_step: Any, count: Any
+        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Any, count: Any
     ) -> tuple:
-        """Write the results of the heads with one rule, as those of `count` steps."""
+        """Write the results of the heads with one rule, after the `done` that are there."""
         own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
         masks = None
         if rule != Full():
@@ -126,17 +126,15 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
                     lambda: step(None, *rows_of),
                     lambda: step(masks.of(cut), *rows_of),
                 )
-            written = (
-                array.write(first_step + i, x) for array, x in zip(arrays, made, strict=True)
-            )
+            written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
             return i + 1, tuple(written)
 
         return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
 
-    firsts = tf.cumsum(steps, exclusive=True)
-    # The most heads first: meanwhile, the masks of others are made.
-    for i in sorted(range(len(groups)), key=lambda i: -len(groups[i][1])):
-        arrays = of_rule_alone(arrays, *groups[i], firsts[i], steps[i])
+    done = tf.constant(0)
+    for (rule, of_rule), count in zip(groups, steps, strict=True):
+        arrays = of_rule_alone(arrays, rule, of_rule, done, count)
+        done += count
     order = [head for _, of_rule in groups for head in of_rule]
     return tuple(_positions_first(array.concat(), order) for array in arrays)
 

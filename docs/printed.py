@@ -38,6 +38,7 @@ def printed_by(script: Path) -> list[str]:
 def run(script: Path) -> None:
     """Run a tutorial whole, as a notebook, and keep what it prints and draws."""
     import nbclient
+    from PIL import Image
 
     notebook = _read(script)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -48,7 +49,7 @@ def run(script: Path) -> None:
         nbclient.NotebookClient(notebook, timeout=3600, resources=resources).execute()
         for picture in Path(folder).rglob("*.png"):  # of the same run, where the text shows it
             if (kept := ROOT / "docs" / "images" / picture.name).exists():
-                shutil.copy(picture, kept)
+                Image.open(picture).convert("RGB").quantize().save(kept, optimize=True)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     told = {"code": _fingerprint(notebook), "printed": [_told(cell) for cell in cells]}
     file = _kept(script)

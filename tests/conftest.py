@@ -8,6 +8,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import keras
 import pytest
 
+collect_ignore_glob = ["*conftest.py"]  # no tests; `--doctest-modules` would import all as one name
+
 
 def pytest_addoption(parser):
     parser.addoption(

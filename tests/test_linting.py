@@ -337,17 +337,16 @@ def padded(reaches, longest=None):
 
 
 class Positions(layers.Layer):
-    """A table of positions, as KerasHub's: longer sequences are an error."""
+    """Says how many positions it has, as KerasHub's: longer sequences are an error."""
 
     def __init__(self, sequence_length, **kwargs):
         super().__init__(**kwargs)
         self.sequence_length = sequence_length
-        self.table = self.add_weight(shape=(sequence_length, 8))
 
     def call(self, x):
         if x.shape[1] is not None and x.shape[1] > self.sequence_length:
             raise ValueError(f"{x.shape[1]} positions")
-        return x + self.table[: keras.ops.shape(x)[1]]
+        return x
 
 
 def crossed():

@@ -344,9 +344,14 @@ class Positions(layers.Layer):
         self.sequence_length = sequence_length
 
     def call(self, x):
-        if x.shape[1] is not None and x.shape[1] > self.sequence_length:
+        if x.shape[1] > self.sequence_length:
             raise ValueError(f"{x.shape[1]} positions")
         return x
+
+    def compute_output_shape(
+        self, input_shape
+    ):  # so that no backend traces with lengths of its own
+        return input_shape
 
 
 def crossed():

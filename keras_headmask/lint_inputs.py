@@ -20,15 +20,6 @@ def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -
         return
     seen = subject.possible if outside is None else subject.possible & outside
     real_query = padding[:, None, :, None] if subject.self_attention else True
-    hidden = subject.possible.any((0, 2, 3)) & ~seen.any((0, 2, 3))
-    if some := tuple(np.flatnonzero(hidden).tolist()):
-        yield Finding(
-            "error",
-            "head-off",
-            "What the rule shows, the masks that reach the layer beside it hide: the output is 0.",
-            "True means that a query may attend: look for a part that should be turned by ~.",
-            some,
-        )
     pad, real = (
         (seen & real_query & side[:, None, None, :]).sum((0, 2, 3)) for side in (~padding, padding)
     )
@@ -66,6 +57,22 @@ def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -
             else "No padding mask reaches the layer: add "
             f"`& recipes.padding({name!r})` to the rule, or see where the model loses it.",
             missing,
+        )
+
+
+def of_masks_beside(subject: Subject, outside: Any) -> Iterator[Finding]:
+    """Heads of which the masks that reach the layer beside the rule hide all that it shows."""
+    if subject.unknown:
+        return
+    possible = subject.possible
+    hidden = possible.any((0, 2, 3)) & ~(possible & outside).any((0, 2, 3))
+    if heads := tuple(np.flatnonzero(hidden).tolist()):
+        yield Finding(
+            "error",
+            "head-off",
+            "What the rule shows, the masks that reach the layer beside it hide: the output is 0.",
+            "True means that a query may attend: look for a part that should be turned by ~.",
+            heads,
         )
 
 

@@ -137,6 +137,9 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
             if layer.paddings:
                 seen = of_layer(*layer.lengths, layer.given)
                 findings.extend(_padding_of_a_layer(seen, layer))
+                # (Made-up ids are all alike: what a rule makes of them says nothing.)
+                if inputs is not None or all(map(tells_padding, layer.spec.inputs)):
+                    findings.extend(lint_inputs.of_masks_beside(seen, layer.outside))
             looked_at[key] = findings
         for finding in looked_at[key]:
             found.setdefault(finding, []).append(layer.path)

@@ -348,9 +348,7 @@ class Positions(layers.Layer):
             raise ValueError(f"{x.shape[1]} positions")
         return x
 
-    def compute_output_shape(
-        self, input_shape
-    ):  # so that no backend traces with lengths of its own
+    def compute_output_shape(self, input_shape):  # no backend traces with lengths of its own
         return input_shape
 
 
@@ -415,6 +413,11 @@ def test_a_rule_that_shows_only_what_the_model_hides():
     model = hm.apply_head_masks(padded(True), hm.PerHead({1: ~recipes.padding()}))
     (off,) = hm.lint(model)
     assert (off.severity, off.code, off.heads) == ("error", "head-off", (1,))
+    # What is made up for a lint are ids 1, padded by 0.
+    model = hm.apply_head_masks(padded(True), hm.PerHead({1: ~hm.KeyIn("token_ids", 1)}))
+    assert hm.lint(model) == []
+    ones = {"token_ids": np.array([[1, 1, 0]]), "padding_mask": np.array([[1, 1, 0]])}
+    assert codes(model, mask_inputs=ones) == ["error head-off"]
 
 
 @pytest.mark.tensorflow

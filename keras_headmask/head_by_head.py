@@ -7,6 +7,7 @@ computes them again instead of keeping them. A step takes well under a milliseco
 operations beside its products: what can be is made once, before the loop.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,32 +70,22 @@ def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
     return (scores, None) if allowed is None else masked_scores(scores, allowed)
 
 
-class _Masks:
-    """The masks of the rows of some heads with one rule, head after head."""
-
-    def __init__(self, allowed: Any, heads: int, batch: Any):
-        """`allowed`: `(B or 1, h or 1, T or 1, S or 1)`."""
-        of_examples, of_heads, queries, keys = tf.unstack(tf.shape(allowed))
-        self._different = tf.reshape(tf.transpose(allowed, (1, 0, 2, 3)), [-1, queries, keys])
-        head = tf.where(of_heads > 1, tf.range(heads), 0)
-        example = tf.where(of_examples > 1, tf.range(batch), 0)
-        self._of_row = tf.reshape(head[:, None] * of_examples + example, [-1])
-        self.hide_nothing = tf.reduce_all(allowed)
-
-    def of(self, cut: Callable) -> Any:
-        """Those of the rows that `cut` gives: `(n, T or 1, S or 1)`."""
-        return tf.gather(self._different, cut(self._of_row))
+def _of_rows(allowed: Any, heads: int, batch: Any) -> Any:
+    """`allowed`, `(B or 1, h or 1, T or 1, S or 1)`, as `(h * B or 1, T or 1, S or 1)`."""
+    if tuple(allowed.shape[:2]) == (1, 1):
+        return allowed[0]
+    sizes = [heads, batch, *tf.unstack(tf.shape(allowed)[2:])]
+    return _as_rows(tf.broadcast_to(tf.transpose(allowed, (1, 0, 2, 3)), sizes))
 
 
 def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
     """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
-    scores_of_a_row = tf.maximum(queries * tf.shape(others[0])[1], 1)
-    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, tf.maximum(heads * batch, 1))
+    scores_of_a_row = queries * tf.shape(others[0])[1]
+    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     groups = head_groups(part.rule, len(part.heads))
-    # (One step at least, of no rows, so that an empty batch has results of its shape.)
-    steps = [tf.maximum(-(-len(of_rule) * batch // rows), 1) for _, of_rule in groups]
+    steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
     arrays = tuple(
         tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)
         for _ in range(results)
@@ -105,31 +96,25 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
     ) -> tuple:
         """Write the results of the heads with one rule, after the `done` that are there."""
         own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
-        masks = None
-        if rule != Full():
-            masks = _Masks(allowed_tile(rule, part.bound, of_rule), len(of_rule), batch)
 
-        def body(i: Any, arrays: tuple) -> tuple:
-            first = i * rows
-            size = tf.minimum(rows, len(of_rule) * batch - first)
+        def masked_by(masks: Any) -> tuple:
+            def body(i: Any, arrays: tuple) -> tuple:
+                cut = functools.partial(_slice, first=i * rows, size=rows)
+                serves_all = masks is None or masks.shape[0] == 1
+                made = step(masks if serves_all else cut(masks), *map(cut, own))
+                written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
+                return i + 1, tuple(written)
 
-            def cut(tensor: Any) -> Any:  # along the first axis, which copies nothing
-                others = [0] * (tensor.shape.rank - 1)
-                return tf.slice(tensor, [first, *others], [size, *(-1 for _ in others)])
+            return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
 
-            rows_of = [cut(tensor) for tensor in own]
-            if masks is None:
-                made = step(None, *rows_of)
-            else:  # a batch without padding is not masked for it
-                made = tf.cond(
-                    masks.hide_nothing,
-                    lambda: step(None, *rows_of),
-                    lambda: step(masks.of(cut), *rows_of),
-                )
-            written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
-            return i + 1, tuple(written)
-
-        return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
+        if rule == Full():
+            return masked_by(None)
+        allowed = allowed_tile(rule, part.bound, of_rule)
+        masks = _of_rows(allowed, len(of_rule), batch)
+        if allowed.shape[2] != 1:
+            return masked_by(masks)
+        # Of keys alone, padding as a rule: a batch without any is not masked for it.
+        return tf.cond(tf.reduce_all(allowed), lambda: masked_by(None), lambda: masked_by(masks))
 
     done = tf.constant(0)
     for (rule, of_rule), count in zip(groups, steps, strict=True):
@@ -137,6 +122,13 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         done += count
     order = [head for _, of_rule in groups for head in of_rule]
     return tuple(_positions_first(array.concat(), order) for array in arrays)
+
+
+def _slice(tensor: Any, first: Any, size: Any) -> Any:
+    """At most `size` rows from `first` on; a slice along the first axis copies nothing."""
+    size = tf.minimum(size, tf.shape(tensor)[0] - first)
+    others = [0] * (tensor.shape.rank - 1)
+    return tf.slice(tensor, [first, *others], [size, *(-1 for _ in others)])
 
 
 def _as_rows(tensor: Any) -> Any:

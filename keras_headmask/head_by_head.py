@@ -7,7 +7,6 @@ computes them again instead of keeping them. A step takes well under a milliseco
 operations beside its products: what can be is made once, before the loop.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +98,13 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
 
         def masked_by(masks: Any) -> tuple:
             def body(i: Any, arrays: tuple) -> tuple:
-                cut = functools.partial(_slice, first=i * rows, size=rows)
+                first = i * rows
+                begin = tf.stack([first, 0, 0])
+                size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
+                # (A slice along the first axis copies nothing.)
+                of_step = [tf.slice(tensor, begin, size) for tensor in own]
                 serves_all = masks is None or masks.shape[0] == 1
-                made = step(masks if serves_all else cut(masks), *map(cut, own))
+                made = step(masks if serves_all else tf.slice(masks, begin, size), *of_step)
                 written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
                 return i + 1, tuple(written)
 
@@ -122,13 +125,6 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         done += count
     order = [head for _, of_rule in groups for head in of_rule]
     return tuple(_positions_first(array.concat(), order) for array in arrays)
-
-
-def _slice(tensor: Any, first: Any, size: Any) -> Any:
-    """At most `size` rows from `first` on; a slice along the first axis copies nothing."""
-    size = tf.minimum(size, tf.shape(tensor)[0] - first)
-    others = [0] * (tensor.shape.rank - 1)
-    return tf.slice(tensor, [first, *others], [size, *(-1 for _ in others)])
 
 
 def _as_rows(tensor: Any) -> Any:

@@ -181,13 +181,7 @@ def _checked_buckets(buckets: Any, face: Interface) -> list[tuple[int, int]]:
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
         found.append(tuple(bucket))
-    sizes = {x.shape[1] for x in face.inputs.values() if len(x.shape) > 1}
-    for bucket in found:
-        if sizes and not sizes & {None, bucket[1]}:
-            raise ValueError(
-                f"`xla_buckets` asks for the length {bucket[1]}, and the sizes of the inputs are "
-                f"fixed: {sorted(sizes)}. Received: {bucket}."
-            )
+        export_check.check_length(face, found[-1])
     if found and any(x.dtype == "string" for x in face.inputs.values()):
         raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
     return found

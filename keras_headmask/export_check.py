@@ -115,7 +115,18 @@ def request(face: Interface, item: Any, specs: Sequence[Any] = ()) -> Arrays:
             "An example must be a dict of arrays by input name, or a pair (batch, length), from 1. "
             f"Received: {item!r}."
         )
+    check_length(face, item)
     return samples.sample(face, specs, *item)
+
+
+def check_length(face: Interface, pair: Sequence[int]) -> None:
+    """An error where no input can have the length of (batch, length)."""
+    sizes = {x.shape[1] for x in face.inputs.values() if len(x.shape) > 1}
+    if sizes and not sizes & {None, pair[1]}:
+        raise ValueError(
+            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
+            f"inputs are fixed: {sorted(sizes)}."
+        )
 
 
 def is_pair(item: Any) -> bool:

@@ -69,12 +69,24 @@ def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
     return (scores, None) if allowed is None else masked_scores(scores, allowed)
 
 
-def _of_rows(allowed: Any, heads: int, batch: Any) -> Any:
-    """`allowed`, `(B or 1, h or 1, T or 1, S or 1)`, as `(h * B or 1, T or 1, S or 1)`."""
+def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
+    """Gives the masks of the rows in a slice, `(n or 1, T or 1, S or 1)`.
+
+    `allowed`: `(B or 1, h or 1, T or 1, S or 1)`; there are `heads` x `batch` rows, head by head.
+    """
     if tuple(allowed.shape[:2]) == (1, 1):
-        return allowed[0]
-    sizes = [heads, batch, *tf.unstack(tf.shape(allowed)[2:])]
-    return _as_rows(tf.broadcast_to(tf.transpose(allowed, (1, 0, 2, 3)), sizes))
+        return lambda begin, size: allowed[0]
+    by_head = tf.transpose(allowed, (1, 0, 2, 3))
+    shape = tf.shape(by_head)
+    if heads == 1 or allowed.shape[2] == 1:
+        # A mask for every row is there, or is small, and a slice of them copies nothing.
+        rows = _as_rows(tf.broadcast_to(by_head, tf.concat([[heads, batch], shape[2:]], 0)))
+        return lambda begin, size: tf.slice(rows, begin, size)
+    # Else it would take a quarter of what all scores take: each step gathers its own.
+    different = _as_rows(by_head)
+    place = tf.reshape(tf.range(shape[0] * shape[1]), shape[:2])
+    place = tf.reshape(tf.broadcast_to(place, [heads, batch]), [-1])
+    return lambda begin, size: tf.gather(different, tf.slice(place, begin[:1], size[:1]))
 
 
 def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
@@ -96,15 +108,14 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         """Write the results of the heads with one rule, after the `done` that are there."""
         own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
 
-        def masked_by(masks: Any) -> tuple:
+        def masked_by(masks: Callable | None) -> tuple:
             def body(i: Any, arrays: tuple) -> tuple:
                 first = i * rows
                 begin = tf.stack([first, 0, 0])
                 size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
                 # (A slice along the first axis copies nothing.)
                 of_step = [tf.slice(tensor, begin, size) for tensor in own]
-                serves_all = masks is None or masks.shape[0] == 1
-                made = step(masks if serves_all else tf.slice(masks, begin, size), *of_step)
+                made = step(masks and masks(begin, size), *of_step)
                 written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
                 return i + 1, tuple(written)
 
@@ -113,7 +124,7 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         if rule == Full():
             return masked_by(None)
         allowed = allowed_tile(rule, part.bound, of_rule)
-        masks = _of_rows(allowed, len(of_rule), batch)
+        masks = _of_step(allowed, len(of_rule), batch)
         if allowed.shape[2] != 1:
             return masked_by(masks)
         # Of keys alone, padding as a rule: a batch without any is not masked for it.

@@ -48,9 +48,9 @@ def _one(
     if len(shape) == 4:  # a whole mask: every query sees itself, and more or less half of the rest
         mask = rng.random(shape) < 0.5
         return (mask | np.eye(shape[2], shape[3], dtype=bool)).astype(x.dtype)
-    if name == PADDING:
-        keep = np.maximum(1, length - np.arange(batch) * length // (4 * batch))
-        return (np.arange(length)[None, :] < keep[:, None]).astype(x.dtype)
+    if name == PADDING and len(shape) == 2:
+        keep = np.maximum(1, shape[1] - np.arange(batch) * shape[1] // (4 * batch))
+        return (np.arange(shape[1])[None, :] < keep[:, None]).astype(x.dtype)
     if x.dtype == "bool":
         return rng.random(shape) < 0.5
     below = _ids_below(face.model, name)

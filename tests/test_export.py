@@ -242,6 +242,23 @@ def test_a_sequential_model_and_sizes_fixed_by_the_signature(tmp_path):
 
 
 @tensorflow_only
+def test_a_fixed_length_and_a_padding_mask(tmp_path):
+    inputs = {
+        "token_ids": keras.Input((6,), dtype="int32", name="token_ids"),
+        "padding_mask": keras.Input((6,), dtype="bool", name="padding_mask"),
+    }
+    rule = hm.Window(1, 1) & hm.KeyFlag("padding_mask")
+    attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule)
+    x = layers.Embedding(30, 8)(inputs["token_ids"])
+    mask_inputs = {"padding_mask": inputs["padding_mask"]}
+    model = keras.Model(inputs, attention(x, mask_inputs=mask_inputs))
+    report = hm.export_saved_model(model, tmp_path)
+    assert {length for _, length in report.check.shapes} == {6}
+    given = {"token_ids": tokens(2, 6), "padding_mask": np.arange(6) < [[6], [3]]}
+    np.testing.assert_allclose(served(report, **given)["output_0"], numpy(model(given)), atol=1e-6)
+
+
+@tensorflow_only
 def test_chosen_layers_give_their_scores(tmp_path):
     model = ours(count=2)
     report = hm.export_saved_model(model, tmp_path, scores=1, check=False)

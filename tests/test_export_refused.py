@@ -37,6 +37,11 @@ def with_a_layer(function):
     return over(Odd())
 
 
+def of_fixed_length():
+    ids = keras.Input((8,), dtype="int32")
+    return keras.Model(ids, layers.Embedding(9, 2)(ids))
+
+
 def calling_python(x):
     import tensorflow as tf
 
@@ -140,8 +145,14 @@ REFUSED = {
     "precision": (ours, {"precision": "float8"}, ValueError, "`precision` must be one of"),
     "buckets": (ours, {"xla_buckets": [(0, 3)]}, ValueError, "`xla_buckets` must hold pairs"),
     "a bucket of another length": (
-        lambda: keras.Model(ids := keras.Input((8,), dtype="int32"), layers.Embedding(9, 2)(ids)),
-        {"xla_buckets": [(2, 8), (2, 16)]},
+        of_fixed_length,
+        {"xla_buckets": [(2, 8), (2, 16)], "check": False},
+        ValueError,
+        r"asks for the length 16, and the sizes of the inputs are fixed: \[8\]",
+    ),
+    "a check of another length": (
+        of_fixed_length,
+        {"check": [(2, 16)]},
         ValueError,
         r"asks for the length 16, and the sizes of the inputs are fixed: \[8\]",
     ),

@@ -125,7 +125,7 @@ def check_length(face: Interface, pair: Sequence[int]) -> None:
     if sizes and not sizes & {None, pair[1]}:
         raise ValueError(
             f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
-            f"inputs are fixed: {sorted(sizes)}."
+            f"inputs are fixed: {sorted(sizes)}. Pass pairs of such a length."
         )
 
 

@@ -17,7 +17,7 @@ Arrays = dict[str, np.ndarray]
 def sample(
     face: Interface, specs: Iterable[MaskSpec], batch: int, length: int, seed: int = 0
 ) -> Arrays:
-    """One request of `batch` examples of `length` positions, by input name.
+    """One request of `batch` examples of `length` positions, by input name; fixed sizes stay.
 
     Ids stay below the sizes of the embeddings that read them, and hold those that rules look for.
     Inputs that no embedding reads are made as what their name and dtype say: segments, flags,

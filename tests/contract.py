@@ -5,8 +5,6 @@ import numpy as np
 from keras import ops
 from oracle import attention
 
-TOLERANCE = {"float64": 1e-6, "float32": 2e-6, "mixed_bfloat16": 3e-2, "mixed_float16": 3e-3}
-
 
 def numpy(tensor):
     return ops.convert_to_numpy(ops.cast(tensor, "float32") if _is_half(tensor) else tensor)

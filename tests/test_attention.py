@@ -8,6 +8,7 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -55,7 +56,7 @@ def attend(q, k, v, **more):
 
 def assert_equal(made, expected):
     for name, one, other in zip(("context", "scores"), made, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert_close(one, other, message=name, depth=3)
 
 
 @strategies.MANY
@@ -90,7 +91,7 @@ def test_without_a_restriction_it_is_keras_own(more):
     v = k + 1  # JAX's own wants values as large as keys
     expected = ops.dot_product_attention(q, k, v, flash_attention=False)
     context = hm.dot_product_attention(q, k, v, **more)
-    np.testing.assert_allclose(numpy(context), numpy(expected), rtol=1e-5, atol=1e-5)
+    assert_close(numpy(context), numpy(expected), depth=3)
 
 
 # --- dead rows ---
@@ -147,9 +148,8 @@ def test_whatever_a_hidden_key_scores(hidden, dtype):
 def check_hidden(q, k, v, mask, dtype):
     expected = oracle.attention(q, k, v, mask, SIZE**-0.5)
     made = attend(*(ops.cast(x, dtype) for x in (q, k, v)), mask=HIDES_LAST)
-    tolerance = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}[dtype]
     for one, other in zip(made, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=tolerance)
+        assert_close(one, other, dtype)
     assert (made[1][..., -1] == 0).all()
 
 
@@ -165,7 +165,7 @@ def test_no_bias_opens_a_hidden_key(allowed, hidden):
     bias = np.where(HIDES_LAST, allowed, hidden).astype("float32").reshape(1, 1, 1, 5)
     context, scores = attend(q, k, v, mask=HIDES_LAST, bias=bias)
     assert (scores[..., -1] == 0).all()
-    np.testing.assert_allclose(scores.sum(-1), 1, atol=1e-5)
+    assert_close(scores.sum(-1), 1, depth=3)
     assert np.isfinite(context).all()
 
 
@@ -180,7 +180,7 @@ def test_a_bias_grades_the_allowed_keys():
     bias[:, :, :, 0] = -np.inf  # hides by the bias, where another key is allowed
     _, scores = attend(q, k, v, mask=mask, bias=bias)
     live = np.isfinite(np.where(mask, bias, -np.inf)).any(-1)
-    np.testing.assert_allclose(scores.sum(-1)[live], 1, atol=1e-5)
+    assert_close(scores.sum(-1)[live], 1, depth=3)
     assert (scores[..., 0] == 0).all()
 
 
@@ -191,10 +191,8 @@ def test_rows_sum_to_one_when_the_mask_is_inside_the_softmax_and_not_when_it_is_
     softmax = np.exp(raw) / np.exp(raw).sum(-1, keepdims=True)
     assert (np.abs((softmax * mask).sum(-1) - 1) > 0.05).all()  # multiplied after: mass is lost
     _, scores = attend(q, k, v, mask=mask)
-    np.testing.assert_allclose(scores.sum(-1), 1, atol=1e-6)
-    np.testing.assert_allclose(
-        scores, softmax * mask / (softmax * mask).sum(-1, keepdims=True), atol=1e-5
-    )
+    assert_close(scores.sum(-1), 1)
+    assert_close(scores, softmax * mask / (softmax * mask).sum(-1, keepdims=True), depth=3)
 
 
 # --- options ---
@@ -245,7 +243,7 @@ def test_one_query_at_a_time_is_the_same_as_all_at_once():
         # As a tensor, since the int 0 beside one tensor for both sides is taken for a mistake.
         offset = ops.convert_to_tensor(i, dtype="int32")
         step = attend(q[:, i : i + 1], k, v, query_offset=offset, **more)[0]
-        np.testing.assert_allclose(step, whole[:, i : i + 1], atol=1e-5)
+        assert_close(step, whole[:, i : i + 1], depth=3)
 
 
 X = np.ones((2, 3, 2, 4), "float32")
@@ -295,7 +293,7 @@ def test_in_a_functional_model():
     q, values = operands(2, 2, 4, 4)[0], np.array([[0, 0, 1, -1], [5, 6, 6, 5]])
     mask = oracle.mask(spec, 2, 2, 4, 4, {"ids": values})
     made = numpy(keras.Model([x, ids], out)([q, values]))
-    np.testing.assert_allclose(made, oracle.attention(q, q, q, mask, SIZE**-0.5)[0], atol=1e-5)
+    assert_close(made, oracle.attention(q, q, q, mask, SIZE**-0.5)[0], depth=3)
 
 
 def test_in_a_functional_model_of_unknown_length():

@@ -21,6 +21,7 @@ from export_models import (
     tokens,
 )
 from keras import layers, ops
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import export_check, export_plan, signatures
@@ -64,7 +65,7 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     for shape in ((1, 1), (4, 33), (2, 300)):
         ids = tokens(*shape)
         got = served(report, token_ids=ids)
-        np.testing.assert_allclose(got["output_0"], numpy(model(ids)), atol=1e-5)
+        assert_close(got["output_0"], numpy(model(ids)), depth=3)
     described = json.loads((report.path / "assets.extra" / "keras_headmask.json").read_text())
     (config,) = described["rules"].values()
     assert hm.MaskSpec.from_config(config) == RULE
@@ -157,7 +158,7 @@ def test_a_half_precision_model_computes_in_float32_for_a_while(dtypes):
     with computing_in_float32(model):
         got = numpy(model(tokens(2, 9)))
     assert got.dtype == "float32"
-    np.testing.assert_allclose(got, numpy(single(tokens(2, 9))), atol=1e-6)
+    assert_close(got, numpy(single(tokens(2, 9))))
     assert model(tokens(2, 9)).dtype == dtypes.removeprefix("mixed_")
 
 
@@ -187,7 +188,7 @@ def test_every_kind_of_model_is_served_as_it_is(make, tmp_path):
     got = served(report, **inputs)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], numpy(value), atol=1e-5)
+        assert_close(got[name], numpy(value), depth=3)
     check_padded(report, inputs, got)
 
 
@@ -203,9 +204,9 @@ def check_padded(report, inputs, whole):
         alone = served(report, **{name: x[i : i + 1, :length] for name, x in inputs.items()})
         for name, value in alone.items():
             if whole[name].ndim == 2:  # no axis of positions
-                np.testing.assert_allclose(got[name][i : i + 1], value, atol=1e-5)
+                assert_close(got[name][i : i + 1], value, depth=3)
                 continue
-            np.testing.assert_allclose(got[name][i : i + 1, :length], value, atol=1e-5)
+            assert_close(got[name][i : i + 1, :length], value, depth=3)
             assert not got[name][i, length:].any()
     with pytest.raises(Exception, match="reshape"):  # and not one length for all
         served(report, signature="serve_padded", lengths=lengths[:1], **padded)
@@ -217,7 +218,7 @@ def test_a_subclassed_model_is_served_with_the_arguments_that_the_signature_name
     report = hm.export_saved_model(model, tmp_path, input_signature=SIGNATURE, check=False)
     ids, segments = tokens(2, 6), np.array([[0, 0, 1, 1, 1, 2], [0] * 5 + [1]], "int32")
     got = served(report, token_ids=ids, segments=segments)["output_0"]
-    np.testing.assert_allclose(got, numpy(model(ids, segments)), atol=1e-6)
+    assert_close(got, numpy(model(ids, segments)))
     assert abs(got - numpy(model(ids))).max() > 1e-4
     assert "subclassed" in report.left_out["serve_padded"]
 
@@ -236,9 +237,7 @@ def test_a_sequential_model_and_sizes_fixed_by_the_signature(tmp_path):
     assert report.signatures["serving_default"]["inputs"] == {"token_ids": ("int32", (None, 6))}
     assert "no input has a length that varies" in report.left_out["serve_padded"]
     ids = tokens(2, 6)
-    np.testing.assert_allclose(
-        served(report, token_ids=ids)["output_0"], numpy(model(ids)), atol=1e-6
-    )
+    assert_close(served(report, token_ids=ids)["output_0"], numpy(model(ids)))
 
 
 @tensorflow_only
@@ -255,7 +254,7 @@ def test_a_fixed_length_and_a_padding_mask(tmp_path):
     report = hm.export_saved_model(model, tmp_path)
     assert {length for _, length in report.check.shapes} == {6}
     given = {"token_ids": tokens(2, 6), "padding_mask": np.arange(6) < [[6], [3]]}
-    np.testing.assert_allclose(served(report, **given)["output_0"], numpy(model(given)), atol=1e-6)
+    assert_close(served(report, **given)["output_0"], numpy(model(given)))
 
 
 @tensorflow_only
@@ -265,7 +264,7 @@ def test_chosen_layers_give_their_scores(tmp_path):
     (path,) = report.signatures["serve_scores"]["outputs"]
     assert path == list(report.rules)[1]
     scores = served(report, signature="serve_scores", token_ids=tokens(2, 12))[path]
-    np.testing.assert_allclose(scores.sum(-1), 1, atol=1e-5)
+    assert_close(scores.sum(-1), 1, depth=3)
     allowed = numpy(hm.make_mask(RULE, 12, 12, 2, {"token_ids": tokens(2, 12)}))
     assert scores[~allowed].max() == 0
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import config
@@ -64,7 +65,7 @@ def test_a_keras_file_loads_and_answers_as_it_did(folder):
     model = keras.saving.load_model(folder / "model.keras")
     ids = arrays(folder, "mask_inputs")["token_ids"]
     wanted = arrays(folder, "outputs")["output_0"]
-    np.testing.assert_allclose(numpy(model(ids)), wanted, atol=1e-6)
+    assert_close(numpy(model(ids)), wanted)
     assert list(model.mask_specs.values()) == [hm.Window(1, 0)]
 
 
@@ -78,10 +79,10 @@ def test_a_saved_model_loads_and_answers_as_it_did(folder):
     ids = arrays(folder, "mask_inputs")["token_ids"]
     wanted = arrays(folder, "outputs")["output_0"]
     got = loaded.signatures["serving_default"](token_ids=ids)["output_0"]
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    assert_close(got, wanted)
     lengths = np.full(len(ids), ids.shape[1], "int32")
     got = loaded.signatures["serve_padded"](token_ids=ids, lengths=lengths)["output_0"]
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    assert_close(got, wanted)
     (scores,) = loaded.signatures["serve_scores"](token_ids=ids).values()
     described = json.loads((path / "assets.extra" / "keras_headmask.json").read_text())
     spec = hm.MaskSpec.from_config(described["rules"]["a"])

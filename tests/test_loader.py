@@ -13,6 +13,7 @@ import keras_headmask as hm
 
 sys.path.insert(0, str(Path(__file__).with_name("serving")))
 import cpp
+from tolerance import assert_close
 
 pytestmark = pytest.mark.tensorflow
 SHAPES = [(1, 1), (2, 6), (5, 17), (1, 129), (2, 300)]
@@ -54,10 +55,8 @@ def test_answers_are_those_of_python_at_any_shape(kind, loader, tmp_path):
         in_memory = in_memory if isinstance(in_memory, dict) else {"output_0": in_memory}
         for output, value in here.items():
             label = f"{name} {output} {SHAPES[i // 2]}"
-            np.testing.assert_allclose(answers[i][output], value.numpy(), atol=1e-6, err_msg=label)
-            np.testing.assert_allclose(
-                answers[i][output], numpy(in_memory[output]), atol=1e-5, err_msg=label
-            )
+            assert_close(answers[i][output], value.numpy(), message=label)
+            assert_close(answers[i][output], numpy(in_memory[output]), message=label, depth=3)
 
 
 def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
@@ -79,7 +78,7 @@ def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
     for error, name in zip(errors, [*bad, "lengths missing", "no signature"], strict=True):
         assert isinstance(error, str), name
         assert error.startswith("INVALID_ARGUMENT\n"), f"{name}: {error}"
-    np.testing.assert_allclose(good["output_0"], numpy(ours_like(report, ids)), atol=1e-6)
+    assert_close(good["output_0"], numpy(ours_like(report, ids)))
 
     (scores,), (changed,) = scores.values(), changed.values()
     allowed = numpy(hm.make_mask(RULE, 12, 12, 2, {"token_ids": ids}))

@@ -13,6 +13,7 @@ import pytest
 from contract import normal, numpy
 from keras import layers
 from small_models import CHUNK, PARTS, TOKENS, Block, leak, one_layer, stack
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -148,7 +149,7 @@ def test_exported(tmp_path):
     masked.export(str(tmp_path / "model"), verbose=False)
     served = tf.saved_model.load(str(tmp_path / "model"))
     got = served.serve([tf.constant(TOKENS), tf.constant(PARTS)]).numpy()
-    np.testing.assert_allclose(got, numpy(masked([TOKENS, PARTS])), atol=1e-5)
+    assert_close(got, numpy(masked([TOKENS, PARTS])), depth=3)
 
 
 # --- Training in other ways -----------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_compiled_by_xla():
         masked.fit(TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
         trained.append(masked.get_weights())
     for a, b in zip(trained[0], trained[-1], strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+        assert_close(a, b, depth=3)
 
 
 @pytest.mark.parametrize(("where", "copy"), [("block", True), ("attention", False)])
@@ -215,4 +216,4 @@ def test_rematerialised_layers_find_the_rule_again(where, copy):
         return model.get_weights()
 
     for plain, again in zip(trained(False), trained(True), strict=True):
-        np.testing.assert_allclose(again, plain, atol=1e-6)
+        assert_close(again, plain)

@@ -9,6 +9,7 @@ import pytest
 from contract import normal, numpy
 from keras import layers
 from small_models import CHUNK, TOKENS, leak, one_layer, stack
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -393,8 +394,8 @@ def test_ids_of_64_bits_stay_apart():
         with pytest.raises(ValueError, match="does not fit in the 32 bits"):
             model([given, wide])
         return
-    np.testing.assert_allclose(numpy(model([given, wide])), expected, atol=1e-6)
-    np.testing.assert_allclose(model.predict([given, wide], verbose=0), expected, atol=1e-6)
+    assert_close(numpy(model([given, wide])), expected)
+    assert_close(model.predict([given, wide], verbose=0), expected)
 
 
 def test_a_float_mask_in_a_nested_structure_is_refused():

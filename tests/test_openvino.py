@@ -2,10 +2,10 @@
 
 import contextlib
 
-import numpy as np
 import pytest
 from contract import numpy
 from export_models import masked, ours, tokens
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -28,4 +28,4 @@ def test_it_reads_the_same_folder_and_agrees(scope, tmp_path):
             wanted = wanted if isinstance(wanted, dict) else {"output_0": wanted}
             got = compiled({"token_ids": ids})
             for name, value in wanted.items():
-                np.testing.assert_allclose(got[name], numpy(value), atol=2e-6, err_msg=str(shape))
+                assert_close(got[name], numpy(value), message=str(shape))

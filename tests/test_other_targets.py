@@ -11,6 +11,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -87,4 +88,4 @@ def test_other_runtimes_obey_the_rule(target, length, model_of, tmp_path):
         got, said = run(target, model, tmp_path, batches)
     assert got is not None, said
     for of_runtime, of_keras in zip(got, expected, strict=True):
-        np.testing.assert_allclose(of_runtime, of_keras, atol=1e-6)
+        assert_close(of_runtime, of_keras)

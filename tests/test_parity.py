@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
 from keras import ops
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -66,7 +67,7 @@ def test_outputs_and_scores(arguments, spec):
         got, wanted = ours(q, v, **call), stock(q, v, **call)
         got, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, wanted))
         for a, b in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(numpy(a), numpy(b), rtol=1e-6, atol=2e-6, err_msg=str(call))
+            assert_close(numpy(a), numpy(b), message=str(call))
 
 
 def test_weight_names_and_order():
@@ -117,9 +118,7 @@ def test_weight_files_load_both_ways(direction, tmp_path):
     source.save_weights(tmp_path / "a.weights.h5")
     target.load_weights(tmp_path / "a.weights.h5")
     x = normal(2, 4, 8)
-    np.testing.assert_allclose(
-        target.predict(x, verbose=0), source.predict(x, verbose=0), atol=1e-6
-    )
+    assert_close(target.predict(x, verbose=0), source.predict(x, verbose=0))
 
 
 def test_training_step():
@@ -132,7 +131,7 @@ def test_training_step():
         return model.get_weights()
 
     for ours, stock in zip(trained(Ours), trained(Stock), strict=True):
-        np.testing.assert_allclose(ours, stock, atol=1e-6)
+        assert_close(ours, stock)
 
 
 def test_dropout_is_seeded_as_in_stock():
@@ -142,7 +141,7 @@ def test_dropout_is_seeded_as_in_stock():
     got = ours(x, x, training=True, return_attention_scores=True)
     wanted = stock(x, x, training=True, return_attention_scores=True)
     for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(numpy(a), numpy(b), atol=2e-6)
+        assert_close(numpy(a), numpy(b))
     assert not np.allclose(numpy(got[0]), numpy(ours(x, x)), atol=1e-3)
 
 
@@ -179,8 +178,8 @@ def test_torch_multihead_attention_with_a_mask_per_head():
     ours.set_weights([*weights, out, theirs.out_proj.bias.detach().numpy()])
     mask = hm.from_torch(hides, num_heads=heads)
     got, scores = ours(q, kv, attention_mask=mask, return_attention_scores=True)
-    np.testing.assert_allclose(numpy(got), wanted.numpy(), atol=2e-5)
-    np.testing.assert_allclose(numpy(scores), wanted_scores.numpy(), atol=2e-6)
+    assert_close(numpy(got), wanted.numpy(), depth=6)
+    assert_close(numpy(scores), wanted_scores.numpy())
 
 
 def test_additive_inside_the_softmax_sums_to_1_and_multiplying_after_it_does_not():
@@ -190,9 +189,9 @@ def test_additive_inside_the_softmax_sums_to_1_and_multiplying_after_it_does_not
     _, unmasked = layer(x, return_attention_scores=True)
     _, inside = layer(x, attention_mask=mask, return_attention_scores=True)
     after = numpy(unmasked) * mask
-    np.testing.assert_allclose(numpy(inside).sum(-1), 1, atol=1e-6)
+    assert_close(numpy(inside).sum(-1), 1)
     assert (after.sum(-1)[~mask.all(-1)] < 0.999).all()
-    np.testing.assert_allclose(numpy(inside), by_hand(layer, x, mask=mask)[1], atol=2e-6)
+    assert_close(numpy(inside), by_hand(layer, x, mask=mask)[1])
     renormalised = after / after.sum(-1, keepdims=True)
-    np.testing.assert_allclose(numpy(inside), renormalised, atol=1e-6)
+    assert_close(numpy(inside), renormalised)
     assert ops.convert_to_numpy(inside).shape == mask.shape

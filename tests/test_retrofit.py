@@ -7,6 +7,7 @@ from contract import by_hand, normal, numpy, random_biases
 from keras import layers
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import binding, tiling
@@ -44,7 +45,7 @@ def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
     given = {"token_ids": TOKENS} | {name: inputs[name] for name in extra}
     got = numpy(masked(given if extra else TOKENS))
     pairs = {name: (ids, ids) for name, ids in inputs.items()}
-    np.testing.assert_allclose(got, by_loops(stock, spec, pairs), atol=1e-5)
+    assert_close(got, by_loops(stock, spec, pairs), depth=3)
     assert abs(got - numpy(stock(TOKENS)))[TOKENS != 0].max() > 1e-2
     assert bool(went) == (way == "tiled")
     if dropout:
@@ -97,9 +98,7 @@ def test_a_causal_flag_and_its_shortcut_are_kept(causal):
     allowed = mask_by_loops(hm.PerHead({1: CHUNK}), 2, 4, 7, 7)
     if causal:
         allowed = allowed & np.tri(7, dtype=bool)
-    np.testing.assert_allclose(
-        numpy(masked(given)), by_hand(attention, given, mask=allowed)[0], atol=5e-6
-    )
+    assert_close(numpy(masked(given)), by_hand(attention, given, mask=allowed)[0], depth=2)
 
 
 def test_scores_are_those_of_the_rule():
@@ -110,7 +109,7 @@ def test_scores_are_those_of_the_rule():
     _, scores = hm.apply_head_masks(stock, spec)(normal(2, 7, 8))
     allowed = mask_by_loops(spec, 2, 4, 7, 7)
     assert (numpy(scores)[~allowed] == 0).all()
-    np.testing.assert_allclose(numpy(scores).sum(-1)[:, 1:], 1, atol=1e-6)
+    assert_close(numpy(scores).sum(-1)[:, 1:], 1)
 
 
 def test_what_the_rule_reads_is_prepared_once_and_its_mask_shared(monkeypatch):
@@ -157,7 +156,7 @@ def test_structures_of_inputs():
             results.append(numpy(masked([values[name] for name in names])))
         results.append(masked.predict(given, verbose=0))
     for result in results[1:]:
-        np.testing.assert_allclose(result, results[0], atol=1e-6)
+        assert_close(result, results[0])
 
 
 def test_a_whole_mask_is_an_input_with_a_head_axis():
@@ -167,7 +166,7 @@ def test_a_whole_mask_is_an_input_with_a_head_axis():
     whole = np.random.default_rng(0).random((2, 4, 7, 7)) < 0.6
     got = numpy(masked([TOKENS, whole]))
     wanted = by_loops(stock, hm.MaskInput("shape"), {"shape": whole})
-    np.testing.assert_allclose(got, wanted, atol=5e-6)
+    assert_close(got, wanted, depth=2)
 
 
 def test_inputs_that_cannot_be_read():
@@ -266,7 +265,7 @@ def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
     own = model.get_layer("own")
     context = numpy(own.query_dense(given)) + numpy(own.value_dense(given))
     context[:, :, 3] = 0  # a head that is off gives 0, whatever the class would make of it
-    np.testing.assert_allclose(got, numpy(own.output_dense(context)), atol=1e-5)
+    assert_close(got, numpy(own.output_dense(context)), depth=3)
 
 
 def test_models_without_a_graph_are_refused():
@@ -307,12 +306,12 @@ def test_and_or_replace_a_rule(make, existing, tmp_path):
     was, expected = (by_loops(stock, rule, pair, padding) for rule in (first, wanted))
     for copy in (True, False):
         masked = hm.apply_head_masks(before, second, existing=existing, copy=copy)
-        np.testing.assert_allclose(numpy(masked(TOKENS)), expected, atol=5e-6)
+        assert_close(numpy(masked(TOKENS)), expected, depth=2)
         masked.save(tmp_path / "model.keras")
         again = keras.saving.load_model(tmp_path / "model.keras")
         np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
         if copy:  # and the one before is as it was
-            np.testing.assert_allclose(numpy(before(TOKENS)), was, atol=5e-6)
+            assert_close(numpy(before(TOKENS)), was, depth=2)
 
 
 def test_other_layers_may_get_a_rule_later():

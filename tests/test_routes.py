@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from contract import by_hand, numpy, random_biases
 from oracle import mask as mask_by_loops
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -75,11 +76,11 @@ def expected(model, rule, call):
 
 def check(got, wanted, route):
     for name in wanted:
-        np.testing.assert_allclose(
+        assert_close(
             numpy(got[name]) if not isinstance(got[name], np.ndarray) else got[name],
             wanted[name],
-            atol=5e-6,
-            err_msg=f"{route}: {name}",
+            message=f"{route}: {name}",
+            depth=2,
         )
 
 
@@ -199,7 +200,7 @@ def test_cross_attention_with_pairs_of_mask_inputs_reloads(tmp_path):
     inputs = {"ids": (a, b), "open": (a, b), "wide": (a, b)}
     mask = mask_by_loops(spec, 2, 1, 3, 5, inputs)
     expected = by_hand(model.layers[-1], x, y, mask=mask)[0]
-    np.testing.assert_allclose(numpy(model(given)), expected, atol=1e-5)
+    assert_close(numpy(model(given)), expected, depth=3)
 
 
 @pytest.mark.tensorflow
@@ -221,7 +222,7 @@ def test_rematerialised_layers_see_the_padding_again(with_scores):
         return model.get_weights()
 
     for plain, again in zip(trained(False), trained(True), strict=True):
-        np.testing.assert_allclose(again, plain, atol=1e-6)
+        assert_close(again, plain)
 
 
 def test_training_learns_and_keeps_the_rule(models):

@@ -9,6 +9,7 @@ from contract import by_hand, normal, numpy
 from keras import layers
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -92,7 +93,7 @@ def test_cross_attention_reads_a_pair(decoder):
     x = by_hand(first, given["q"])[0]
     pairs = {"ids": (PARTS, PARTS[:, 1:6]), "open": (None, ids["open"])}
     x = by_hand(over, x, given["v"], mask=mask_by_loops(rule, 2, 4, 7, 5, pairs))[0]
-    np.testing.assert_allclose(got, by_hand(last, x)[0], atol=2e-5)
+    assert_close(got, by_hand(last, x)[0], depth=6)
 
 
 def test_layers_of_one_name_are_told_apart():

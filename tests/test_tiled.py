@@ -26,6 +26,7 @@ from tiled_contract import (
     tiles,
     weighted,
 )
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import evaluation, tiled_python
@@ -179,7 +180,7 @@ def test_large_scores(tiny, size):
     close(attend((q * size, k, v), spec), attend((q * size, k, v), spec, tiled=False))
     for name, grad, wanted in both_gradients((q * size, k, v), spec):
         # The largest scores round to 1e-7 of themselves, which is what the gradients then carry.
-        np.testing.assert_allclose(grad, wanted, rtol=1e-3, atol=2e-5 * size, err_msg=name)
+        assert_close(grad, wanted, message=name, depth=6 * size)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -190,8 +191,7 @@ def test_dtypes_are_the_values(tiny, dtype):
     spec = hm.Window(2, 1) | hm.Keys(0, 1)
     got, wanted = attend(qkv, spec), attend(qkv, spec, tiled=False)
     assert keras.backend.standardize_dtype(got.dtype) == dtype
-    tolerance = {"float16": 2e-3, "bfloat16": 2e-2, "float64": 1e-12}[dtype]
-    np.testing.assert_allclose(numpy(got), numpy(wanted), atol=tolerance)
+    assert_close(numpy(got), numpy(wanted), dtype)
 
 
 def test_an_explicit_mask_is_cut_too(tiny):

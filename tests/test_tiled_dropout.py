@@ -5,6 +5,7 @@ import pytest
 from contract import gradient, numpy
 from keras import ops
 from tiled_contract import BACKEND, SCALE, UNSORTED_IDS, attend, close, operands, tiles, weighted
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import tiling
@@ -32,7 +33,7 @@ def test_a_fair_draw():
     allowed = plain > 0
     kept = dropped > 0
     assert not (kept & ~allowed).any(), "nothing is opened"
-    np.testing.assert_allclose(dropped[kept], plain[kept] / (1 - RATE), rtol=1e-5)
+    assert_close(dropped[kept], plain[kept] / (1 - RATE))
     spread = np.sqrt(RATE * (1 - RATE))
     assert abs(kept[allowed].mean() - (1 - RATE)) < 5 * spread / np.sqrt(allowed.sum())
     for axis in range(4):  # no example, head, query or key is favoured: deviations are normal

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from keras import ops
 from strategies import FEW
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import tiled_python, tiling
@@ -99,7 +100,7 @@ def both_gradients(qkv, *rest):
 def close(got, wanted, message=""):
     got = got if isinstance(got, np.ndarray) else numpy(got)
     wanted = wanted if isinstance(wanted, np.ndarray) else numpy(wanted)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=message)
+    assert_close(got, wanted, message=message, depth=3)
 
 
 # Longer than the random ones: several tiles and blocks, ragged ones, gaps between runs.

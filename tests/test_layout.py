@@ -189,6 +189,7 @@ ARROWS = {
         "precision",
         "samples",
         "signatures",
+        "tiled_python",
         "warmup",
     },
     "export_report": {"export_check"},

@@ -16,7 +16,6 @@ from keras_headmask.samples import Arrays
 from keras_headmask.signatures import LENGTHS, PADDING, Input, Interface
 from keras_headmask.tiled_python import forward_only
 
-EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
 _DEFAULT = "serving_default"
 _XLA = "serve_xla_"
 
@@ -131,7 +130,7 @@ class Plan:
                 batch, length = len(next(iter(given.values()))), _length(self.face, given)
                 lengths = keras.ops.full((batch,), length, "int32")
                 records.append(("serve_padded", tensors | {LENGTHS: lengths}))
-        return warmup.write(folder / EXTRA, records) if records else 0
+        return warmup.write(folder / warmup.EXTRA, records) if records else 0
 
     def checked(
         self,

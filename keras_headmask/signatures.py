@@ -114,10 +114,10 @@ def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
         raise ValueError(
             f"`{type(model).__name__}` is a subclassed model: no graph tells its inputs, and "
             f"arguments that a request may need would vanish without a word. Its call takes "
-            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec(shape, "
-            'dtype) with None for batch and length: {"x": keras.InputSpec((None, None, 32), '
-            '"float32"), ...}. Names of the call\'s arguments are passed as such; else the call '
-            "gets one dict."
+            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec, with "
+            'None for batch and length: {"x": keras.InputSpec(shape=(None, None, 32), '
+            'dtype="float32"), ...}. Names of the call\'s arguments are passed as such; else the '
+            "call gets one dict."
         )
     inputs = _checked_names(_specs(input_signature))
     as_arguments = set(inputs) <= set(parameters)

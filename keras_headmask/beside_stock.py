@@ -204,7 +204,7 @@ def _samples(
         kind = spec.inputs[name]
         shape = (None, None) if kind.rank is not None else (None, num_heads, None, None)
         inputs[name] = Input(shape, kind.dtype)
-    face = Interface(keras.Sequential(), inputs, lambda given: given, None)
+    face = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
     return samples.sample(face, [spec], batch, length, seed)
 
 

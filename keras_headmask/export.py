@@ -6,18 +6,20 @@ import json
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from keras_headmask import export_check, graph_scan, signatures, versions, warmup
-from keras_headmask.export_plan import EXTRA, Plan, milliseconds_since
+from keras_headmask import export_check, graph_scan, serving, signatures, versions
+from keras_headmask.export_plan import Plan, milliseconds_since
 from keras_headmask.export_report import ExportReport
 from keras_headmask.interventions import rules_of
 from keras_headmask.precision import checked_precision, computing_in
 from keras_headmask.selectors import find_attention, select
 from keras_headmask.signatures import Interface
+from keras_headmask.warmup import EXTRA, check_installed
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 _PACKAGES = ("keras", "tensorflow", "keras-hub", "numpy")
@@ -53,19 +55,23 @@ def export_saved_model(
     - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
       its flags for XLA.
 
+    Loaded by `tf.saved_model.load`, it has `serve` too, called as the model itself, as after
+    `model.export`. Keep what `load` returns as long as `serve` is called: it holds the variables.
+
     Args:
         model: A model under `apply_head_masks`, one that holds `PerHeadMaskedMultiHeadAttention`,
             or any Keras model. While it is exported no other thread may run it.
         base_path: A folder of versions, or a new one.
         version: A whole number that is not there yet; by default the next free one.
-        input_signature: A dict from names to `keras.InputSpec(shape, dtype)`, `None` for batch and
-            length. Needed for subclassed models, where no graph tells what they take; may fix sizes
-            of others.
+        input_signature: A dict from names to `keras.InputSpec(shape=..., dtype=...)`, `None` for
+            batch and length. Needed for subclassed models, where no graph says what they take; may
+            fix sizes of others.
         padded: Whether to add `serve_padded` where it can be.
         xla_buckets: Pairs (batch, length).
         scores: `True` for all attention layers, or which, as `layers` of `apply_head_masks`.
         warmup: Requests that TF Serving runs on loading: dicts of arrays by input name, or pairs
-            (batch, length). Needs tensorflow-serving-api.
+            (batch, length). Needs tensorflow-serving-api. A request of more rows than the server's
+            `max_batch_size` keeps a server that batches from loading the version: a warning.
         precision: `"float16"` or `"bfloat16"`: layers compute so, all but those of float64 and, in
             a model of mixed precision, those of float32. In float32 are the softmax of attention,
             `Softmax` layers and layers that end in a softmax; not `keras.ops.softmax` in a model's
@@ -109,6 +115,7 @@ def export_saved_model(
         specs = tuple(rules_of(model).values())
         given = [] if check is False else export_check.requests(face, check)
         warm = [export_check.request(face, item, specs) for item in warmup]
+        _warn_of_large_batches(warm, serving.batch_limit(base))
         reference = [export_check.answer(face, one) for one in given if precision is not None]
         face = signatures.keeping_dtypes(face, precision)
         with computing_in(model, precision):
@@ -170,7 +177,19 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
             "False to leave the check out."
         )
     if warm:
-        warmup.check_installed()
+        check_installed()
+
+
+def _warn_of_large_batches(requests: Sequence[Mapping[str, Any]], limit: int) -> None:
+    largest = max((len(x) for given in requests for x in given.values()), default=0)
+    if largest > limit:
+        warnings.warn(
+            f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches up to "
+            f"{limit} rows refuses it, and with it the whole version. Warm up with {limit} rows at "
+            f"most, or write the server's files with `write_serving_config(..., "
+            f"max_batch_size={largest})`.",
+            stacklevel=3,
+        )
 
 
 def _checked_buckets(buckets: Any, face: Interface) -> list[tuple[int, int]]:

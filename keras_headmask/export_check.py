@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -328,8 +327,7 @@ def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> dict[str, Any]:
             capture_output=True,
             text=True,
             cwd=place,
-            # On the CPU: this process may hold all of an accelerator's memory.
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env=fresh_process.environment(),
         )
     if done.returncode != 0:
         raise RuntimeError(

@@ -1,5 +1,6 @@
 """The signatures of one export: decided, traced and written, and held against the model."""
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ from keras_headmask.position_mixing import what_mixes
 from keras_headmask.precision import computing_in_float32
 from keras_headmask.samples import Arrays
 from keras_headmask.signatures import LENGTHS, PADDING, Input, Interface
+from keras_headmask.tiled_python import forward_only
 
-EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
 _DEFAULT = "serving_default"
 _XLA = "serve_xla_"
 
@@ -91,18 +92,32 @@ class Plan:
             }
             compiled = True if name.startswith(_XLA) else None
             traced = tf.function(function, autograph=False, jit_compile=compiled)
-            self.traced[name] = traced.get_concrete_function(specs)
+            with forward_only():
+                self.traced[name] = traced.get_concrete_function(specs)
         took = {"trace": milliseconds_since(start)}
         start = time.perf_counter()
         root = tf.Module()
         root.read = _read_by(self.traced.values(), self.face.model)
-        # What is served is never differentiated: traced gradients are most of a graph with rules.
-        options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+        root.serve = signatures.as_called(self.face, self.traced[_DEFAULT])
         try:
-            tf.saved_model.save(root, str(folder), signatures=self.traced, options=options)
+            self._save(root, folder)
         except tf.errors.OpError as error:  # a full disk has many names there
             raise OSError(error.message) from error
         return took | {"write": milliseconds_since(start)}
+
+    def _save(self, root: Any, folder: pathlib.Path) -> None:
+        """With the custom gradients of the model's own code, as Keras saves them.
+
+        Left out, each would be a warning on every load. One that TensorFlow cannot save is no
+        reason not to serve: requests ask for no gradient.
+        """
+        import tensorflow as tf
+
+        save = functools.partial(tf.saved_model.save, root, str(folder), signatures=self.traced)
+        try:
+            save()
+        except ValueError:
+            save(options=tf.saved_model.SaveOptions(experimental_custom_gradients=False))
 
     def write_warmup(self, folder: pathlib.Path, requests: list[Arrays]) -> int:
         """Records for the signatures that run anywhere: a failing one fails the whole version."""
@@ -115,7 +130,7 @@ class Plan:
                 batch, length = len(next(iter(given.values()))), _length(self.face, given)
                 lengths = keras.ops.full((batch,), length, "int32")
                 records.append(("serve_padded", tensors | {LENGTHS: lengths}))
-        return warmup.write(folder / EXTRA, records) if records else 0
+        return warmup.write(folder / warmup.EXTRA, records) if records else 0
 
     def checked(
         self,

@@ -7,11 +7,49 @@ Prints what was found as JSON, and judges nothing.
 """
 
 import json
+import os
 import pathlib
 import sys
 import time
 
 _BLOCKED = "keras_headmask"
+# What Python and TensorFlow need to start, and the switches that change what is computed.
+_KEPT = {
+    "APPDATA",
+    "COMSPEC",
+    "CONDA_PREFIX",
+    "DYLD_LIBRARY_PATH",
+    "HOME",
+    "LANG",
+    "LANGUAGE",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LOCALAPPDATA",
+    "PATH",
+    "PATHEXT",
+    "SYSTEMROOT",
+    "TEMP",
+    "TMP",
+    "TMPDIR",
+    "TZ",
+    "USERPROFILE",
+    "VIRTUAL_ENV",
+    "WINDIR",
+}
+_KEPT_FAMILIES = (
+    "CUDA_",
+    "DNNL_",
+    "KMP_",
+    "LC_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "PYTHON",
+    "TF_",
+    "XLA_",
+)
+# TF_ is Terraform's prefix as well: its TF_TOKEN_<host> and TF_VAR_<name> hold secrets.
+_SECRET = ("CREDENTIAL", "KEY", "PASSW", "SECRET", "TF_VAR_", "TOKEN")
 _LARGE = 1e4  # from here on an output's element is held against itself alone
 
 
@@ -21,6 +59,18 @@ class _Block:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == _BLOCKED:
             raise ImportError(f"{_BLOCKED} must not be needed")
+
+
+def environment() -> dict[str, str]:
+    """The variables that a process of the export's check gets: no secret of this one, no GPU."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if (name.upper() in _KEPT or name.upper().startswith(_KEPT_FAMILIES))
+        and not any(part in name.upper() for part in _SECRET)
+    }
+    # On the CPU: this process may hold all of an accelerator's memory.
+    return kept | {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def main(folder: pathlib.Path, cases: pathlib.Path) -> None:

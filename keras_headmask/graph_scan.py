@@ -1,11 +1,12 @@
 """What the graph of a SavedModel holds that not every server runs, read and not loaded."""
 
-import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from keras_headmask import fresh_process
 
 # What runs Python code, or a compiler that a server does not have unless told.
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -104,7 +105,7 @@ def custom_ops(folder: pathlib.Path) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
+        env=fresh_process.environment(),
     )
     return done.stdout.split()
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_headmask.evaluation import Bound
-from keras_headmask.tiled_python import Part
+from keras_headmask.tiled_python import Part, is_forward_only
 
 
 def call(how: Callable, part: Part, *operands: Any) -> Any:
@@ -20,13 +20,16 @@ def call(how: Callable, part: Part, *operands: Any) -> Any:
     bound = part.bound
     names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
     values = [list(values.values()) for values in bound.leaf_inputs.values()]
-    shared = _shared(how, part._replace(bound=None), names)
+    shared = _shared(how, part._replace(bound=None), names, is_forward_only())
     return shared(bound.query_positions, bound.key_positions, values, *operands)
 
 
 @functools.lru_cache(maxsize=128)
-def _shared(how: Callable, part: Part, names: tuple) -> Callable:
-    """`how` as a function of tensors alone, for a part without its `bound`."""
+def _shared(how: Callable, part: Part, names: tuple, forward_only: bool) -> Callable:
+    """`how` as a function of tensors alone, for a part without its `bound`.
+
+    `forward_only` is part of the key: what was traced with gradients is not for an export.
+    """
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
     @tf.function(autograph=False, experimental_attributes={"_noinline": True})

@@ -7,10 +7,13 @@ import pathlib
 import re
 import tempfile
 
+from keras_headmask import warmup
 from keras_headmask.saved_versions import read_signatures, version_folders
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds
+_LEAST_THREADS = 1024  # more than the server's own 4 x CPUs on any machine
+_BATCHING = "batching.txt"
 PADDED = "serve_padded"  # the signature that is told how long each row really is
 
 _ALIKE = """\
@@ -61,12 +64,18 @@ def write_serving_config(
     must call it. Without padding, all requests of a batch with two lengths in it get an error.
     Signatures of one shape, `serve_xla_...`, are for servers without batching.
 
+    The flags have `--grpc_max_threads`: each gRPC request holds a thread until it is answered, and
+    the server's own limit, 4 x its CPUs, refuses the rest (`RESOURCE_EXHAUSTED: Server Threadpool
+    Exhausted`) before a batch is full. The flag gives a thread to each row that batches may hold,
+    computed or waiting. Threads start only when they are needed.
+
     Args:
         base_path: the folder that holds `<integer>/` versions, one at least.
         name: the model's name in URLs; by default the folder's.
         served_path: `base_path` as the server sees it (`/models/bert` in a container), absolute;
             by default where it is here.
-        max_batch_size: rows in a batch; a request of more is refused by the server.
+        max_batch_size: rows in a batch; a request of more is refused by the server. So is a version
+            whose warm-up has one: the newest version's warm-up must fit.
         allowed_batch_sizes: batches are filled up to one of these: rising, the last one equal to
             `max_batch_size`. Empty: any size.
         batch_timeout_micros: how long a request waits for others, in microseconds.
@@ -82,8 +91,8 @@ def write_serving_config(
 
     Raises:
         FileNotFoundError: `base_path` is no folder, or has no version.
-        ValueError: a value is out of its range; the newest version cannot be read; padding without
-            a fit `serve_padded`.
+        ValueError: a value is out of its range; the newest version cannot be read, or warms up with
+            more rows than `max_batch_size`; padding without a fit `serve_padded`.
 
     >>> import pathlib, tempfile, keras
     >>> base = pathlib.Path(tempfile.mkdtemp()) / "bert"
@@ -142,6 +151,7 @@ def write_serving_config(
     signatures = read_signatures(newest)
     if pad_variable_length_inputs:
         _check_padded(signatures, version)
+    _check_warmup(newest, version, max_batch_size)
 
     folder = base if folder is None else pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,17 +159,44 @@ def write_serving_config(
     seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
     models = _write(folder / "models.config", _model_config(name, served_path))
     batching = _write(
-        folder / "batching.txt", _batching(numbers, sizes, pad_variable_length_inputs, compiled)
+        folder / _BATCHING, _batching(numbers, sizes, pad_variable_length_inputs, compiled)
     )
     flags = (
         f"--model_config_file={seen / models.name}",
         "--enable_batching=true",
         f"--batching_parameters_file={seen / batching.name}",
+        f"--grpc_max_threads={_threads(numbers)}",
     )
     if compiled:
         # Else a call of such a signature fails: "XLA compilation disabled".
         flags += ("--xla_cpu_compilation_enabled=true", "--xla_gpu_compilation_enabled=true")
     return ServingConfig(models, batching, flags)
+
+
+def batch_limit(base_path):
+    """The rows of a batch that `batching.txt` beside the versions allows, or the default."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (pathlib.Path(base_path) / _BATCHING).read_text(encoding="utf-8")
+        if found := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
+            return int(found[1])
+    return write_serving_config.__kwdefaults__["max_batch_size"]
+
+
+def _threads(numbers):
+    """One for each request that batches may hold, if each request is a row."""
+    batches = numbers["num_batch_threads"] + numbers["max_enqueued_batches"]
+    return min(max(_LEAST_THREADS, numbers["max_batch_size"] * batches), _MOST)
+
+
+def _check_warmup(newest, version, max_batch_size):
+    rows = warmup.largest_batch(newest)
+    if rows > max_batch_size:
+        raise ValueError(
+            f"`max_batch_size` must be at least {rows}: version {version} warms up with a request "
+            f"of {rows} rows, and a server that refuses a warm-up request does not load the "
+            f"version. Received: {max_batch_size}. Pass max_batch_size={rows}, or export the "
+            f"version with a smaller `warmup`."
+        )
 
 
 def check_model_name(name):

@@ -1,5 +1,6 @@
 """The signatures of an export: functions from named tensors to named tensors."""
 
+import functools
 import inspect
 import keyword
 import re
@@ -14,6 +15,7 @@ from keras_headmask.interventions import keys_limited, watched
 from keras_headmask.selectors import AttentionLayer
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_BY_PLACE_OR_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
 LENGTHS = "lengths"
 PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
 Tensors = dict[str, Any]
@@ -32,12 +34,18 @@ class Input(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A model as a function of named inputs; `output_shapes` where its graph tells them."""
+    """A model as a function of named inputs; `output_shapes` where its graph tells them.
+
+    `arguments` are the inputs' names in the structures that the model's own call takes, by
+    parameter. `as_returned` makes of named outputs what that call returns.
+    """
 
     model: keras.Model
     inputs: dict[str, Input]
     call: Callable[[Tensors], Tensors]
     output_shapes: dict[str, tuple[int | None, ...]] | None
+    arguments: dict[str, Any]
+    as_returned: Callable[[Tensors], Any]
 
 
 def interface(model: keras.Model, input_signature: Any) -> Interface:
@@ -67,7 +75,9 @@ def interface(model: keras.Model, input_signature: Any) -> Interface:
         return _named_outputs(model(keras.tree.pack_sequence_as(struct, flat)))
 
     shapes = {name: tuple(tensor.shape) for name, tensor in _named_outputs(outputs).items()}
-    return Interface(model, _checked_names(inputs), call, shapes)
+    arguments = {"inputs": keras.tree.pack_sequence_as(struct, names)}
+    as_returned = functools.partial(_packed, _structure(outputs))
+    return Interface(model, _checked_names(inputs), call, shapes, arguments, as_returned)
 
 
 def _graph_names(model: Functional) -> list[str]:
@@ -104,10 +114,10 @@ def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
         raise ValueError(
             f"`{type(model).__name__}` is a subclassed model: no graph tells its inputs, and "
             f"arguments that a request may need would vanish without a word. Its call takes "
-            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec(shape, "
-            'dtype) with None for batch and length: {"x": keras.InputSpec((None, None, 32), '
-            '"float32"), ...}. Names of the call\'s arguments are passed as such; else the call '
-            "gets one dict."
+            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec, with "
+            'None for batch and length: {"x": keras.InputSpec(shape=(None, None, 32), '
+            'dtype="float32"), ...}. Names of the call\'s arguments are passed as such; else the '
+            "call gets one dict."
         )
     inputs = _checked_names(_specs(input_signature))
     as_arguments = set(inputs) <= set(parameters)
@@ -117,14 +127,25 @@ def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
             f"has not. Received: {sorted(inputs)}."
         )
 
+    structure = None  # of what the last call returned: no graph says it before
+
     def call(given: Tensors) -> Tensors:
-        return _named_outputs(model(**given) if as_arguments else model(dict(given)))
+        nonlocal structure
+        outputs = model(**given) if as_arguments else model(dict(given))
+        structure = _structure(outputs)
+        return _named_outputs(outputs)
+
+    def as_returned(named: Tensors) -> Any:
+        return _packed(structure, named)
 
     if not model.built:
         call(
             {name: ops.ones([size or 2 for size in x.shape], x.dtype) for name, x in inputs.items()}
         )
-    return Interface(model, inputs, call, None)
+    arguments = {"inputs": {name: name for name in inputs}}
+    if as_arguments:
+        arguments = {name: name for name in parameters if name in inputs}
+    return Interface(model, inputs, call, None, arguments, as_returned)
 
 
 def _specs(input_signature: Any) -> dict[str, Input]:
@@ -179,6 +200,18 @@ def _named_outputs(outputs: Any) -> Tensors:
     return named
 
 
+def _structure(outputs: Any) -> Any:
+    return keras.tree.map_structure(lambda _: 0, outputs)
+
+
+def _packed(structure: Any, named: Tensors) -> Any:
+    """Named outputs in the structure that `_named_outputs` took them from."""
+    if isinstance(structure, Mapping):
+        return {name: named[name] for name in structure}
+    flat = [named[f"output_{i}"] for i in range(len(named))]
+    return keras.tree.pack_sequence_as(structure, flat)
+
+
 # --- The functions -------------------------------------------------------------------------------
 
 
@@ -199,6 +232,31 @@ def keeping_dtypes(face: Interface, precision: str | None) -> Interface:
         }
 
     return face._replace(call=call)
+
+
+def as_called(face: Interface, default: Callable[[Tensors], Tensors]) -> Any:
+    """`default` under the structures of the model's own call: what Keras' exports have as `serve`.
+
+    A `tf.function`, traced for the inputs of `face`.
+    """
+    import tensorflow as tf
+
+    names = keras.tree.flatten(list(face.arguments.values()))
+
+    def serve(*given: Any) -> Any:
+        tensors = keras.tree.flatten(list(given))
+        return face.as_returned(default(dict(zip(names, tensors, strict=True))))
+
+    serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, _BY_PLACE_OR_NAME) for name in face.arguments]
+    )
+
+    def spec(name: str) -> Any:
+        return tf.TensorSpec(face.inputs[name].shape, face.inputs[name].dtype, name=name)
+
+    function = tf.function(serve, autograph=False)
+    function.get_concrete_function(*keras.tree.map_structure(spec, list(face.arguments.values())))
+    return function
 
 
 def padded(face: Interface) -> Callable[[Tensors], Tensors]:

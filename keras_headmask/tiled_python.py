@@ -4,9 +4,11 @@ Each tile meets the runs of keys that the positions alone allow; what a rule rea
 masked, not skipped. The backward pass computes each tile again instead of keeping it.
 """
 
+import contextlib
+import contextvars
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -20,6 +22,9 @@ from keras_headmask.tiled_dropout import Dropout
 
 HIDDEN = -3e38  # in place of a hidden score: whatever that is, inf or NaN, it is hidden
 _BLOCK = 64  # keys that are kept or skipped together
+_is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "forward_only", default=False
+)
 
 
 class Part(NamedTuple):
@@ -84,12 +89,31 @@ def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) 
     return Plan(tile, block, runs, needs_no_mask.tolist())
 
 
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """Trace the forward pass without gradients of our own.
+
+    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
+    """
+    token = _is_forward_only.set(True)
+    try:
+        yield
+    finally:
+        _is_forward_only.reset(token)
+
+
+def is_forward_only() -> bool:
+    return _is_forward_only.get()
+
+
 def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
     if keras.backend.backend() == "jax":
         # Its custom gradients cannot read what is traced outside of them, as mask inputs are; its
         # own way to compute again what a gradient needs can.
         return _forward(part, plan, query, key, value, computed_again=keras.remat)
+    if is_forward_only():
+        return _forward(part, plan, query, key, value)
 
     @ops.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:

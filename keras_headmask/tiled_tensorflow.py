@@ -16,7 +16,7 @@ from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.position_leaves import Full
 from keras_headmask.specs import Sides
 from keras_headmask.tile_ranges import Ranges, ranges_of
-from keras_headmask.tiled_python import HIDDEN, Part
+from keras_headmask.tiled_python import HIDDEN, Part, is_forward_only
 
 _DEAD = 1e30  # the log-sum of a row that sees nothing: exp(score - _DEAD) is 0
 
@@ -47,7 +47,6 @@ def computed_again(forward: Callable, backward: Callable, query: Any, key: Any, 
     where there is no query or no key.
     """
 
-    @tf.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:
         operands = query, key, value
         something = (tf.size(query) > 0) & (tf.size(key) > 0)
@@ -68,7 +67,9 @@ def computed_again(forward: Callable, backward: Callable, query: Any, key: Any, 
 
         return context, gradient
 
-    return attention(query, key, value)
+    if is_forward_only():
+        return attention(query, key, value)[0]
+    return tf.custom_gradient(attention)(query, key, value)
 
 
 def widened(bound: Bound) -> Bound:

@@ -1,8 +1,9 @@
 """Versions of a model in a folder, `<base>/<integer>/`, each published whole or not at all.
 
-A version is written into a hidden sibling, which no server takes for a version, and appears by one
-rename. The writer holds a lock on that folder, which the system drops when the process dies: so the
-next writer knows what was left behind from what is still being written.
+A version is written in a hidden sibling, which no server takes for a version, and appears by one
+rename. The writer holds a lock on that sibling, which the system drops when the process dies: so
+the next writer knows what was left behind from what is still being written. It removes only what
+bears the mark of a writer, and of that only what a writer makes.
 """
 
 import contextlib
@@ -17,7 +18,9 @@ try:
 except ImportError:  # Windows: what killed writers leave behind stays
     fcntl = None  # type: ignore[assignment]
 
-_PREFIX = ".export-"
+_PREFIX = ".keras_headmask-export-"
+_MARK = "being-written-by-keras_headmask"  # a file beside the version, which never goes with it
+_WRITTEN = "version"
 _PAST = 2**63  # versions are int64
 _NOBODYS = {"lost+found"}  # at the top of a volume, by the file system
 
@@ -86,11 +89,14 @@ def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
     """A hidden folder beside the versions, gone at the end unless it was published."""
     made = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
     _clean(base)
-    folder, lock = _new_folder(base)
+    sibling, lock = _new_sibling(base)
     try:
+        (sibling / _MARK).touch()
+        folder = sibling / _WRITTEN
+        folder.mkdir()
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(sibling)
         if lock is not None:
             os.close(lock)
         with contextlib.suppress(OSError):  # something was published there
@@ -103,7 +109,6 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
 
     A rename onto a folder that holds something fails, so two writers never share a version.
     """
-    folder.chmod(0o777 & ~_umask())
     for file in folder.rglob("*"):
         _to_disk(file)
     _to_disk(folder)
@@ -120,37 +125,50 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
         return number
 
 
-def _new_folder(base: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+def _new_sibling(base: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     while True:
         base.mkdir(parents=True, exist_ok=True)
         try:
-            folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            sibling = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
             if fcntl is None:
-                return folder, None
-            lock = os.open(folder, os.O_RDONLY)
+                return sibling, None
+            lock = os.open(sibling, os.O_RDONLY)
         except FileNotFoundError:  # cleaned by another writer, between two of these lines
             continue
         with contextlib.suppress(OSError):  # a file system without locks: nobody cleans there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, lock
+        if sibling.exists():
+            return sibling, lock
         os.close(lock)
 
 
 def _clean(base: pathlib.Path) -> None:
-    """Remove what writers left that were killed: folders that no living process has locked."""
-    for folder in base.glob(f"{_PREFIX}*") if fcntl is not None else ():
+    """Remove what writers left that were killed: siblings that no living process has locked."""
+    for sibling in base.glob(f"{_PREFIX}*") if fcntl is not None else ():
         try:
-            lock = os.open(folder, os.O_RDONLY)
+            lock = os.open(sibling, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         except OSError:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(sibling)
         except OSError:
             pass  # it is being written
         finally:
             os.close(lock)
+
+
+def _remove(sibling: pathlib.Path) -> None:
+    """A marked folder, or an empty one, whose writer was killed before it could mark it.
+
+    The mark goes last: if this process is killed, too, the next writer still knows the folder.
+    """
+    if (sibling / _MARK).is_file():
+        shutil.rmtree(sibling / _WRITTEN, ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody else's file is in it
+        if {p.name for p in sibling.iterdir()} == {_MARK}:
+            (sibling / _MARK).unlink()
+        sibling.rmdir()
 
 
 def _to_disk(path: pathlib.Path) -> None:
@@ -163,10 +181,3 @@ def _to_disk(path: pathlib.Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _umask() -> int:
-    """What new folders of this process may not be: `mkdtemp` makes them private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

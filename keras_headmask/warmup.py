@@ -1,9 +1,11 @@
 """Requests that TF Serving runs when it loads a version, so that no client waits long."""
 
+import functools
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
 _MOST = 1000  # what TF Serving takes
 _FILE = "tf_serving_warmup_requests"
 
@@ -41,3 +43,62 @@ def write(folder: pathlib.Path, requests: Iterable[tuple[str, Any]]) -> int:
             log = prediction_log_pb2.PredictLog(request=request)
             file.write(prediction_log_pb2.PredictionLog(predict_log=log).SerializeToString())
     return len(requests)
+
+
+def largest_batch(version: pathlib.Path) -> int:
+    """The most rows of a predict request among the warm-up records of a version; 0 without any.
+
+    Raises:
+        ValueError: the records cannot be read; no server would load them.
+    """
+    return max((rows for request in _recorded(version) for rows in request), default=0)
+
+
+def _recorded(version: pathlib.Path) -> Iterator[list[int]]:
+    """For each predict request the rows of its inputs."""
+    path = version / EXTRA / _FILE
+    if not path.is_file():
+        return
+    import tensorflow as tf
+    from google.protobuf.message import DecodeError
+    from tensorflow.core.framework import tensor_pb2
+
+    try:
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
+            request = _message().FromString(record).predict_log.request
+            tensors = map(tensor_pb2.TensorProto.FromString, request.inputs.values())
+            yield [x.tensor_shape.dim[0].size for x in tensors if x.tensor_shape.dim]
+    except (DecodeError, tf.errors.OpError) as error:
+        raise ValueError(
+            f"{str(path)!r} holds no warm-up records that can be read: {error}. No server loads "
+            "such a version. Export it again, or remove that file."
+        ) from error
+
+
+@functools.cache
+def _message() -> Any:
+    """`PredictionLog` as far as predict requests go, so that reading needs no package of stubs."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    kind = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="warmup.proto", package="keras_headmask", syntax="proto3"
+    )
+
+    def add(message: Any, number: int, name: str, of: str) -> None:
+        field = message.field.add(name=name, number=number, label=kind.LABEL_OPTIONAL)
+        field.type, field.type_name = kind.TYPE_MESSAGE, f".keras_headmask.{of}"
+
+    request = file.message_type.add(name="PredictRequest")
+    entry = request.nested_type.add(name="InputsEntry")
+    entry.options.map_entry = True
+    for number, (name, of) in enumerate((("key", kind.TYPE_STRING), ("value", kind.TYPE_BYTES)), 1):
+        entry.field.add(name=name, number=number, label=kind.LABEL_OPTIONAL, type=of)
+    add(request, 2, "inputs", "PredictRequest.InputsEntry")
+    request.field[0].label = kind.LABEL_REPEATED
+    add(file.message_type.add(name="PredictLog"), 1, "request", "PredictRequest")
+    add(file.message_type.add(name="PredictionLog"), 6, "predict_log", "PredictLog")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = pool.FindMessageTypeByName("keras_headmask.PredictionLog")
+    return message_factory.GetMessageClass(found)

@@ -3,9 +3,11 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -21,6 +23,7 @@ from export_models import (
 from keras import layers
 
 import keras_headmask as hm
+from keras_headmask import export_check, graph_scan
 
 ROOT = pathlib.Path(__file__).parents[1]
 tensorflow_only = pytest.mark.tensorflow
@@ -341,11 +344,76 @@ for where, name in MOMENTS:
         os._exit(0)
     if where is not None:
         _, status = os.waitpid(child, 0)
-        print("killed", os.WTERMSIG(status), sorted(p.name[:8] for p in base.iterdir()), flush=True)
+        left = sorted(p.name[:22] for p in base.iterdir())
+        print("killed", os.WTERMSIG(status), left, flush=True)
     else:
         children.append(child)
 print("at once", [os.waitpid(child, 0)[1] for child in children], flush=True)
 """
+
+
+@tensorflow_only
+def test_what_the_error_for_a_subclassed_model_advises_works(tmp_path):
+    with pytest.raises(ValueError, match="is a subclassed model") as raised:
+        hm.export_saved_model(Subclassed(), tmp_path)
+    (advised,) = re.findall(r"keras\.InputSpec\(s.*\"\)", str(raised.value))
+    spec = eval(advised)
+    assert (spec.shape, spec.dtype) == ((None, None, 32), "float32")
+
+
+@tensorflow_only
+def test_a_warm_up_that_a_server_that_batches_would_refuse_is_a_warning(tmp_path):
+    pytest.importorskip("tensorflow_serving.apis")
+
+    def export(rows):
+        hm.export_saved_model(over(), tmp_path, check=False, padded=False, warmup=[(rows, 2)])
+
+    with pytest.warns(UserWarning, match=r"a request of 33 rows\. .* batches up to 32 rows"):
+        export(33)
+    hm.write_serving_config(tmp_path, max_batch_size=34)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export(34)
+    with pytest.warns(UserWarning, match=r"35 rows\. .* up to 34 rows .* max_batch_size=35"):
+        export(35)
+
+
+def test_the_check_hands_no_secret_to_its_processes(monkeypatch, tmp_path):
+    """What it runs is a model's graph, which may stem from somebody else."""
+    secrets = [
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_PROFILE",
+        "HF_TOKEN",
+        "DATABASE_URL",
+        "TF_TOKEN_app_terraform_io",
+        "TF_VAR_db",
+        "tf_api_key",
+        "PYTHON_PASSWORD",
+    ]
+    wanted = ["TF_ENABLE_ONEDNN_OPTS", "OMP_NUM_THREADS", "LC_ALL", "PYTHONPATH"]
+    for name in (*secrets, *wanted):
+        monkeypatch.setenv(name, "1")
+    given = []
+
+    def run(*_, env, **__):
+        given.append(env)
+        return subprocess.CompletedProcess([], 0, stdout="{}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    export_check.run_fresh(tmp_path, [])
+    graph = saved_model_pb2().SavedModel()
+    graph.meta_graphs.add().graph_def.node.add(op="OpOfSomeLibrary")
+    (tmp_path / "saved_model.pb").write_bytes(graph.SerializeToString())
+    graph_scan.custom_ops(tmp_path)
+    assert len(given) == 2
+    for env in given:
+        assert not env.keys() & set(secrets)
+        assert env.keys() >= {*wanted, "PATH"}
+        assert env["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+def saved_model_pb2():
+    return pytest.importorskip("tensorflow.core.protobuf.saved_model_pb2")
 
 
 @tensorflow_only
@@ -363,7 +431,7 @@ def test_killed_at_any_moment_and_two_exporters_at_once(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     *killed, at_once = done.stdout.splitlines()
     # One leftover each time: the next exporter took away that of the one before.
-    assert killed == [f"killed {signal.SIGKILL.value} ['.export-']"] * 4, done.stdout
+    assert killed == [f"killed {signal.SIGKILL.value} ['.keras_headmask-export']"] * 4, done.stdout
     assert at_once == "at once [0, 0]"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
     import tensorflow as tf

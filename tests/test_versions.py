@@ -79,11 +79,37 @@ def test_a_writer_killed_leaves_nothing_that_a_server_sees_and_the_next_cleans_u
     assert len(left) == 1
     assert left[0].name.startswith(".")
     with versions.being_written(tmp_path) as folder:
-        assert list(tmp_path.iterdir()) == [folder]
+        assert list(tmp_path.iterdir()) == [folder.parent]
         write(folder)
         assert versions.publish(folder, tmp_path, None) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
     assert is_whole(tmp_path / "1")
+
+
+@pytest.mark.parametrize("name", [".export-v2", f"{versions._PREFIX}v2"])
+def test_a_folder_that_no_writer_marked_stays_with_all_its_files(name, tmp_path):
+    theirs = tmp_path / name
+    (theirs / versions._WRITTEN).mkdir(parents=True)
+    (theirs / versions._WRITTEN / "notes.txt").write_text("a year of work")
+    (tmp_path / f"{versions._PREFIX}link").symlink_to(theirs)
+    with versions.being_written(tmp_path) as folder:
+        write(folder)
+        versions.publish(folder, tmp_path, None)
+    assert (theirs / versions._WRITTEN / "notes.txt").read_text() == "a year of work"
+    assert is_whole(tmp_path / "1")  # without the mark
+
+
+def test_in_a_marked_folder_only_what_a_writer_makes_is_removed(tmp_path):
+    start(DEATHS["half-way"], tmp_path).wait()
+    (left,) = tmp_path.iterdir()
+    (left / "theirs.txt").write_text("kept")
+    with versions.being_written(tmp_path):
+        pass
+    assert {p.name for p in left.iterdir()} == {"theirs.txt", versions._MARK}
+    (left / "theirs.txt").unlink()
+    with versions.being_written(tmp_path):
+        pass
+    assert not left.exists()
 
 
 def test_killed_after_the_rename_the_version_is_there_and_whole(tmp_path):
@@ -98,8 +124,10 @@ def test_killed_after_the_rename_the_version_is_there_and_whole(tmp_path):
             versions.publish(f, base, None)
         """
     assert start(program, tmp_path).wait() == -signal.SIGKILL
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
     assert is_whole(tmp_path / "1")
+    with versions.being_written(tmp_path):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
 def test_what_a_living_writer_has_not_published_yet_stays(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 import serving_model
 from running_server import Endpoint, running
 
+KINDS = ("none", "batching", "padding")
+
 
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory):
@@ -26,10 +28,16 @@ def models():
 
 @pytest.fixture(scope="module")
 def endpoint(request):
-    """The server at `TF_SERVING_URL`, else ours."""
+    """The server at `TF_SERVING_URL`, of the kind `TF_SERVING_BATCHING`, else ours."""
     if url := os.environ.get("TF_SERVING_URL"):
+        kind = os.environ.get("TF_SERVING_BATCHING")
+        if kind not in KINDS:
+            raise ValueError(
+                f"TF_SERVING_BATCHING must be one of {KINDS}, how the server at TF_SERVING_URL "
+                f"merges requests. Received: {kind!r}. Set it beside TF_SERVING_URL."
+            )
         model = os.environ.get("TF_SERVING_MODEL", "tiny")
-        yield Endpoint(f"{url.rstrip('/')}/v1/models/{model}", ours=False)
+        yield Endpoint(f"{url.rstrip('/')}/v1/models/{model}", kind)
         return
     pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
     from keras_headmask.served_versions import ServedVersions

@@ -7,10 +7,18 @@ import threading
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """Where to ask; `ours` is false for a server that somebody else started."""
+    """Where to ask, and of which kind the server is: right answers follow from that.
+
+    Ours merges no requests, and refuses what is malformed. TensorFlow Serving merges none ("none"),
+    those of one length ("batching"), or pads them to one length ("padding").
+    """
 
     url: str  # up to the model's name
-    ours: bool = True
+    kind: str = "ours"
+
+    @property
+    def ours(self):
+        return self.kind == "ours"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """What a client asks of a server of SavedModels: ours, or TensorFlow Serving at `TF_SERVING_URL`.
 
 python tests/serving/serving_model.py /tmp/tiny      # then serve /tmp/tiny as model `tiny`
-TF_SERVING_URL=http://localhost:8501 TF_SERVING_GRPC=localhost:8500 \
+TF_SERVING_URL=http://localhost:8501 TF_SERVING_GRPC=localhost:8500 TF_SERVING_BATCHING=none \
     python -m pytest tests/serving/test_any_server.py
+
+TF_SERVING_BATCHING says how the server merges requests, and what is right follows from it: `none`;
+`batching`, with --enable_batching; `padding`, with `pad_variable_length_inputs: true`, too.
 """
 
 import itertools
@@ -12,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from serving_model import as_json, as_rows, example
+from serving_model import as_json, as_rows, assert_close, example
 
 requests = pytest.importorskip("requests")
 pytestmark = pytest.mark.tensorflow
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def ask(endpoint, body, path=":predict"):
@@ -35,7 +37,7 @@ def test_by_row(endpoint, models, batch, length):
     inputs = example(batch, length)
     rows = ask(endpoint, {"instances": as_rows(inputs)})["predictions"]
     for name, output in expected(models, inputs).items():
-        np.testing.assert_allclose([row[name] for row in rows], output, **CLOSE)
+        assert_close([row[name] for row in rows], output)
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 3), (5, 17)])
@@ -45,7 +47,7 @@ def test_by_column(endpoint, models, batch, length):
     outputs = ask(endpoint, body)["outputs"]
     assert outputs.keys() == {"y", "first"}
     for name, output in expected(models, inputs).items():
-        np.testing.assert_allclose(outputs[name], output, **CLOSE)
+        assert_close(outputs[name], output)
 
 
 def test_one_input_and_one_output_stand_without_names(endpoint):
@@ -85,7 +87,7 @@ def test_padding_by_the_first_element_is_safe_with_lengths(endpoint, models):
     }
     body = {"signature_name": "serve_padded", "inputs": as_json(padded) | {"lengths": [3]}}
     y = np.array(ask(endpoint, body)["outputs"])
-    np.testing.assert_allclose(y[:, :3], expected(models, short)["y"], **CLOSE)
+    assert_close(y[:, :3], expected(models, short)["y"])
     assert not y[:, 3:].any()
     trusting = np.array(ask(endpoint, {"inputs": as_json(padded)})["outputs"]["y"])
     assert np.abs(trusting[:, :3] - y[:, :3]).max() > 0.1  # which is why there is `serve_padded`
@@ -120,17 +122,62 @@ def test_a_version_by_number(endpoint):
         assert 400 <= requests.get(endpoint.url + path, timeout=60).status_code < 500
 
 
-def test_many_clients_of_many_shapes(endpoint, models):
-    shapes = list(itertools.islice(itertools.product((1, 2, 4), (2, 5, 9)), 9)) * 4
+SHAPES = list(itertools.product((1, 2, 4), (2, 5, 9))) * 4
 
-    def one(i):
-        inputs = example(*shapes[i], seed=i)
-        return inputs, ask(endpoint, {"inputs": as_json(inputs)})["outputs"]["y"]
 
+def at_once(one, shapes):
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(one, range(len(shapes))))
-    for inputs, y in answers:
-        np.testing.assert_allclose(y, expected(models, inputs)["y"], **CLOSE)
+        return list(pool.map(one, shapes, range(len(shapes))))
+
+
+def test_many_clients_of_many_shapes(endpoint, models):
+    """Of one length where requests of several cannot be merged."""
+    shapes = [(batch, 5 if endpoint.kind == "batching" else length) for batch, length in SHAPES]
+
+    def one(shape, seed):
+        inputs = example(*shape, seed=seed)
+        body = {"inputs": as_json(inputs)}
+        if endpoint.kind == "padding":  # where `serving_default` may attend to padding
+            body["signature_name"] = "serve_padded"
+            body["inputs"]["lengths"] = [shape[1]] * shape[0]
+            return inputs, np.array(ask(endpoint, body)["outputs"])[:, : shape[1]]
+        return inputs, ask(endpoint, body)["outputs"]["y"]
+
+    for inputs, y in at_once(one, shapes):
+        assert_close(y, expected(models, inputs)["y"])
+
+
+def test_lengths_that_cannot_be_merged_are_refused_and_never_answered_wrongly(endpoint, models):
+    if endpoint.kind != "batching":
+        pytest.skip("of servers that batch and do not pad")
+
+    def one(shape, seed):
+        inputs = example(*shape, seed=seed)
+        body = {"inputs": as_json(inputs)}
+        return inputs, requests.post(endpoint.url + ":predict", json=body, timeout=60)
+
+    for inputs, answer in at_once(one, SHAPES):
+        if answer.status_code == 200:
+            assert_close(answer.json()["outputs"]["y"], expected(models, inputs)["y"])
+        else:
+            assert answer.json()["error"]
+    inputs = example(2, 3)
+    y = ask(endpoint, {"inputs": as_json(inputs)})["outputs"]["y"]  # alone, nothing is in its path
+    assert_close(y, expected(models, inputs)["y"])
+
+
+def test_a_mask_of_batch_1(endpoint, models):
+    """It broadcasts where requests are not merged; else it fails, and alone."""
+    inputs = example(4, 5)
+    inputs["padding_mask"] = inputs["padding_mask"][:1]
+    answer = requests.post(endpoint.url + ":predict", json={"inputs": as_json(inputs)}, timeout=60)
+    if endpoint.kind == "none":
+        inputs["padding_mask"] = np.repeat(inputs["padding_mask"], 4, axis=0)
+        assert answer.status_code == 200, answer.text
+        assert_close(answer.json()["outputs"]["y"], expected(models, inputs)["y"])
+    else:
+        assert answer.status_code == 400
+        assert answer.json()["error"]
 
 
 def test_grpc(models):
@@ -153,7 +200,7 @@ def test_grpc(models):
         stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
         answer = stub.Predict(message, timeout=60)
         for name, output in expected(models, inputs).items():
-            np.testing.assert_allclose(tf.make_ndarray(answer.outputs[name]), output, **CLOSE)
+            assert_close(tf.make_ndarray(answer.outputs[name]), output)
         message.inputs["x"].CopyFrom(tf.make_tensor_proto(inputs["x"][..., 0]))
         with pytest.raises(grpc.RpcError) as raised:
             stub.Predict(message, timeout=60)
@@ -224,11 +271,12 @@ BAD = [
     ("null in place of a number", row(token_ids=[None, 1]), "must be integers. Received: null"),
     ("an object for a number", row(token_ids=[{}, 1]), "Received: an object"),
     ("past int32", row(token_ids=[2**31, 1]), "must lie in [-2147483648, 2147483647]"),
-    ("a mask of batch 1", column(padding_mask=[[True, True]]), "the same batch size"),
     ("lengths that do not fit", row(padding_mask=[True] * 3), "cannot compute this request"),
 ]
 STRICT = [
     ("an unknown key", {"signature": "double", "inputs": COLUMNS}, "also: ['signature']"),
+    # (Elsewhere: test_a_mask_of_batch_1.)
+    ("a mask of batch 1", column(padding_mask=[[True, True]]), "the same batch size"),
     ("an unknown input", column(mask=[[True]]), "['mask'] unknown"),
     ("booleans for integers", row(token_ids=[True, 1]), "must be integers. Received: true"),
     ("NaN", raw("NaN"), "cannot be read"),

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import running
-from serving_model import as_json, as_rows, as_v2, example, publish
+from serving_model import as_json, as_rows, as_v2, assert_close, example, publish
 
 requests = pytest.importorskip("requests")
 pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
@@ -57,7 +57,7 @@ def test_v2_answers(v2, models):
     y, first = (next(o for o in told["outputs"] if o["name"] == name) for name in ("y", "first"))
     assert (y["datatype"], y["shape"], first["shape"]) == ("FP32", [2, 5, 8], [2, 8])
     expected = models[1]([inputs[name] for name in ("token_ids", "padding_mask", "x")])["y"]
-    np.testing.assert_allclose(np.reshape(y["data"], y["shape"]), expected, rtol=1e-5, atol=1e-6)
+    assert_close(np.reshape(y["data"], y["shape"]), expected)
 
     body = {
         "parameters": {"signature_name": "double"},
@@ -347,7 +347,7 @@ def test_a_load_of_requests_over_versions_that_swap_and_break(exports, models, t
                 answer = session.post(url + ":predict", data=body, timeout=60)
                 allowed |= may_be
                 found = np.array(answer.json()["outputs"]["y"])
-                fits = [scale for scale in allowed if np.allclose(found, y[scale], atol=1e-5)]
+                fits = [scale for scale in allowed if np.allclose(found, y[scale], atol=1e-4)]
                 if answer.status_code != 200 or not fits:
                     failures.append((answer.status_code, allowed, answer.text[:200]))
                 answers.append(*fits[:1])

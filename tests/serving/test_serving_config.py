@@ -1,7 +1,10 @@
 """The files for TensorFlow Serving, read with its own messages."""
 
 import os
+import pathlib
+import re
 
+import numpy as np
 import pytest
 from google.protobuf import (
     descriptor_pb2,
@@ -13,6 +16,7 @@ from google.protobuf import (
 from serving_model import WIDTH, publish
 
 import keras_headmask as hm
+from keras_headmask import warmup
 
 pytestmark = pytest.mark.tensorflow
 
@@ -149,16 +153,59 @@ def test_padding_needs_lengths_of_one_integer_a_row(tmp_path):
 
 
 def test_flags_say_where_the_server_finds_the_files(base, tmp_path):
-    written = hm.write_serving_config(base, served_path="/models/tiny/")
+    written = hm.write_serving_config(base, served_path="/models/tiny/", num_batch_threads=4)
     assert written.flags == (
         "--model_config_file=/models/tiny/models.config",
         "--enable_batching=true",
         "--batching_parameters_file=/models/tiny/batching.txt",
+        "--grpc_max_threads=3328",
     )
     folder = tmp_path / "made" / "for it"
     written = hm.write_serving_config(base, folder=folder)
     assert written.models == folder / "models.config"
     assert written.flags[0] == f"--model_config_file={folder}/models.config"
+
+
+@pytest.mark.parametrize(
+    ("rows", "computed", "waiting", "threads"),
+    [(8, 2, 200, 1616), (1, 1, 1, 1024), (2**31 - 1, 1, 1, 2**31 - 1)],
+)
+def test_a_thread_of_grpc_for_each_request_that_batches_may_hold(
+    base, rows, computed, waiting, threads
+):
+    """The server's own 4 x CPUs refuse requests that its batches have room for."""
+    written = hm.write_serving_config(
+        base, max_batch_size=rows, num_batch_threads=computed, max_enqueued_batches=waiting
+    )
+    assert f"--grpc_max_threads={threads}" in written.flags
+
+
+def test_the_commands_of_the_readme_have_the_flags_that_it_prints():
+    text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    printed, rest = text.split("### TensorFlow Serving")[1].split("```sh")[:2]
+    command, _, rest = rest.partition("```")
+    (flags,) = re.findall(r"```text\n(.*?)```", printed, re.DOTALL)
+    (args,) = re.findall(r"args:\n((?: +- --.*\n)+)", text)
+    for flag in flags.split():
+        assert flag in command
+        if "model_config" not in flag:
+            assert f"- {flag}\n".replace("/models/tiny/", "/mnt/models/") in args
+
+
+def test_a_warm_up_of_more_rows_than_a_batch_is_refused(base):
+    pytest.importorskip("tensorflow_serving", reason="pip install --no-deps tensorflow-serving-api")
+    folder = base / "3" / warmup.EXTRA
+    rows = {rows: {"token_ids": np.zeros((rows, 2), "int32")} for rows in (2, 16)}
+    warmup.write(folder, [("double", rows[16]), ("double", rows[2])])
+    assert warmup.largest_batch(base / "3") == 16
+    with pytest.raises(ValueError, match=r"at least 16: version 3 warms up .* Received: 8"):
+        hm.write_serving_config(base, max_batch_size=8)
+    assert [path.name for path in base.iterdir()] == ["3"]
+    hm.write_serving_config(base, max_batch_size=16)
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="no warm-up records that can be read"):
+        hm.write_serving_config(base)
 
 
 def test_xla_signatures_bring_their_flags(tmp_path):

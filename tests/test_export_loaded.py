@@ -1,0 +1,118 @@
+"""What loading an export gives: `serve` as of Keras' own exports, and no warning."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from export_models import SIGNATURE, Subclassed, masked, ours, tokens
+from keras import layers, ops
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+
+
+def load(path):
+    import tensorflow as tf
+
+    return tf.saved_model.load(str(path))
+
+
+def lists():
+    """More outputs than one digit numbers, in a list, of two inputs in a list."""
+    a, b = (keras.Input((3,), name=name) for name in ("a", "b"))
+    return keras.Model([b, a], [b * i - a for i in range(11)])
+
+
+IDS = tokens(2, 6)
+SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [0] * 5 + [1]], "int32")
+CALLS = {
+    "one tensor": (ours, {}, (IDS,), {}),
+    "a dict": (masked, {}, ({"token_ids": IDS, "padding_mask": np.minimum(IDS % 5, 1)},), {}),
+    "lists": (lists, {}, ([np.ones((2, 3), "float32"), np.full((2, 3), 2.0, "float32")],), {}),
+    "arguments by place": (Subclassed, {"input_signature": SIGNATURE}, (IDS, SEGMENTS), {}),
+    "arguments by name": (
+        Subclassed,
+        {"input_signature": SIGNATURE},
+        (),
+        {"segments": SEGMENTS, "token_ids": IDS},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_serve_is_called_as_the_model_is(case, tmp_path):
+    make, options, given, named = CALLS[case]
+    model = make()
+    report = hm.export_saved_model(model, tmp_path, check=False, padded=False, **options)
+    loaded = load(report.path)  # holds the variables that `serve` reads
+    got, wanted = loaded.serve(*given, **named), model(*given, **named)
+    keras.tree.assert_same_structure(got, wanted)
+    for one, other in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
+        np.testing.assert_allclose(numpy(one), numpy(other), atol=1e-5)
+
+
+def test_keras_reads_an_export_as_its_own(tmp_path):
+    model = ours()
+    report = hm.export_saved_model(model, tmp_path, check=False)
+    layer = layers.TFSMLayer(str(report.path))
+    assert len(layer.weights) == len(model.weights)
+    np.testing.assert_allclose(numpy(layer(IDS)), numpy(model(IDS)), atol=1e-5)
+
+
+def with_gradients_of_its_own(gradient):
+    """A model under a rule, of which one layer has a custom gradient."""
+    import tensorflow as tf
+
+    class Scaled(layers.Layer):
+        def call(self, x):
+            @tf.custom_gradient
+            def scaled(x):
+                return 2 * x, gradient
+
+            return scaled(x)
+
+    x = keras.Input((None, 8), name="x")
+    attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 1), tiled=True)
+    y = layers.Dense(8, activation="silu")(attention(x))  # TensorFlow gives silu a gradient, too
+    return keras.Model(x, Scaled()(y))
+
+
+def test_loading_an_export_prints_nothing(tmp_path, caplog, capfd, recwarn):
+    """Where custom gradients are left out of the file, each is a warning on every load."""
+    import tensorflow as tf
+
+    model = with_gradients_of_its_own(lambda upstream: 3 * upstream)
+    x = np.random.default_rng(0).normal(size=(1, 300, 8)).astype("float32")
+    model(x)
+    path = hm.export_saved_model(model, tmp_path, check=False, xla_buckets=[(1, 40)]).path
+    capfd.readouterr()
+    caplog.clear()
+    recwarn.clear()
+    loaded = load(path)
+    np.testing.assert_allclose(numpy(loaded.serve(x)), numpy(model(x)), atol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert capfd.readouterr().err == ""
+    assert [str(warning.message) for warning in recwarn] == []
+
+    def gradient(of):
+        with tf.GradientTape() as tape:
+            given = tf.constant(x)
+            tape.watch(given)
+            answer = tf.reduce_sum(of(given) ** 2)
+        return numpy(tape.gradient(answer, given))
+
+    of_model = gradient(model)
+    assert np.abs(of_model).max() > 0.1
+    np.testing.assert_allclose(gradient(loaded.serve), of_model, atol=1e-4)
+
+
+def test_a_gradient_that_is_not_to_be_saved_keeps_no_model_from_being_served(tmp_path):
+    def gradient(upstream):
+        raise NotImplementedError("nobody trains this")
+
+    model = with_gradients_of_its_own(gradient)
+    path = hm.export_saved_model(model, tmp_path, check=False).path
+    x = ops.ones((1, 5, 8))
+    loaded = load(path)
+    np.testing.assert_allclose(numpy(loaded.serve(x)), numpy(model(x)), atol=1e-6)

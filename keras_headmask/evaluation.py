@@ -73,9 +73,10 @@ def checked_offset(query_offset: Any) -> Any:
         if abs(query_offset) <= _MOST_OFFSET:
             return int(query_offset)
     elif hasattr(query_offset, "dtype") and len(query_offset.shape) == 0:
-        whole = "int" in keras.backend.standardize_dtype(query_offset.dtype)
-        if whole and not isinstance(query_offset, np.ndarray):
-            return query_offset
+        if not isinstance(query_offset, np.ndarray):
+            offset = masks.as_mask_input(query_offset)
+            if "int" in keras.backend.standardize_dtype(offset.dtype):
+                return offset
     raise ValueError(
         "`query_offset` must be a whole number within 30 bits, or a scalar integer tensor: one "
         "offset for the whole batch. (Examples at different positions: pass an `attention_mask`.) "
@@ -133,7 +134,7 @@ def _check_input(
     if kind.rank is None:
         if as_pair(value) is not None:
             raise TypeError(f"`{place}` is a whole mask: one tensor, not a pair.")
-        value = masks.as_tensor(value)
+        value = masks.as_mask_input(value)
         _check_whole_numbers(value, place, "bool")
         masks.check_shape(value, place, *lengths)
         if len(value.shape) == 4 and value.shape[1] is None:
@@ -155,7 +156,7 @@ def _check_input(
         tensor = sides[side]
         if tensor is None:
             raise ValueError(f"`{place}` lacks its {side} side, which the mask spec reads.")
-        tensor = masks.as_tensor(tensor)
+        tensor = masks.as_mask_input(tensor)
         _check_whole_numbers(tensor, place, kind.dtype)
         shape = tuple(tensor.shape)
         if len(shape) != 2:
@@ -253,9 +254,9 @@ def bind(
             if kind.rank is None:
                 sides[name] = masks.lift(value)
             elif pair is not None:
-                sides[name] = Sides(*(None if v is None else masks.as_tensor(v) for v in pair))
+                sides[name] = Sides(*(None if v is None else masks.as_mask_input(v) for v in pair))
             else:
-                tensor = masks.as_tensor(value)
+                tensor = masks.as_mask_input(value)
                 sides[name] = Sides(tensor, tensor)
                 shared.add(name)
         if sides:

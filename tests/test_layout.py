@@ -83,7 +83,7 @@ ARROWS = {
     "hooks": {"binding", "layer", "layer_rules", "specs"},
     "consumed": set(),
     "stock": {"consumed"},
-    "masked_model": {"binding", "hooks", "layer_rules", "selectors", "specs", "stock"},
+    "masked_model": {"binding", "hooks", "layer_rules", "masks", "selectors", "specs", "stock"},
     "retrofit": {
         "binding",
         "consumed",

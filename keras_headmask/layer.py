@@ -8,7 +8,7 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
 
-from keras_headmask import evaluation, masks
+from keras_headmask import config, evaluation, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full, Window
@@ -137,10 +137,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         )
         # Stock folds the global default into its attribute and leaves it out of its config.
         self._flash_attention_argument = flash_attention
-        if isinstance(mask_spec, Mapping):
+        if isinstance(mask_spec, Mapping) and not config.names_heads(mask_spec):
             mask_spec = MaskSpec.from_config(mask_spec)
         if mask_spec is not None:
-            rules = head_groups(check_spec(mask_spec, "mask_spec"), num_heads)
+            called = "PerHeadMaskedMultiHeadAttention(..., mask_spec=SPEC)"
+            rules = head_groups(check_spec(mask_spec, "mask_spec", called), num_heads)
             mask_spec.get_config()  # a spec that could not be saved is told here
             self._restricts = [rule for rule, _ in rules] != [Full()]
         else:
@@ -163,11 +164,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return self._mask_spec
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config() | {
+        fields = super().get_config() | {
             "flash_attention": self._flash_attention_argument,
             "mask_spec": None if self._mask_spec is None else self._mask_spec.get_config(),
         }
-        return config if self._tiled is None else config | {"tiled": self._tiled}
+        return fields if self._tiled is None else fields | {"tiled": self._tiled}
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         super().build(query_shape, query_shape if value_shape is None else value_shape, key_shape)

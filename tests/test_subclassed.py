@@ -63,7 +63,7 @@ def test_they_refuse_floats_when_they_run(cls):
 
 
 def test_nor_do_they_run_without_mask_inputs():
-    with pytest.raises(ValueError, match="'token_ids'. missing"):
+    with pytest.raises(ValueError, match=r"\['token_ids'\] missing"):
         subclassed.OfAnArgument()(X)
 
 

@@ -71,7 +71,9 @@ def show(figure, name):
 ## The rule
 
 Sentences are counted in the graph from the token ids, one more after each end token: the model
-needs no input that it does not have, and neither does its export. (For sentences found by a
+needs no input that it does not have, and neither does its export. `[CLS]` and `[SEP]` see all and
+are seen by all: `hm.SameSentence` alone would cut `[CLS]`, which the model trained to speak for the
+whole text, to the first sentence, and leave `[SEP]` with itself. (For sentences found by a
 splitter, write `hm.SameSegment("sentence_ids")`: the model then has that input too.)
 
 `hm.apply_head_masks` gives a copy of the model that obeys it: the line this is all about.
@@ -79,7 +81,8 @@ splitter, write `hm.SameSegment("sentence_ids")`: the model then has that input 
 
 # %%
 ENDS = [TOKENIZER.token_to_id(mark) for mark in ".!?"]
-RULE = hm.PerHead({0: hm.SameSentence(ENDS)})
+SPECIAL = [TOKENIZER.token_to_id(token) for token in ("[CLS]", "[SEP]")]
+RULE = hm.PerHead({0: hm.recipes.sentences(ENDS, SPECIAL)})
 
 stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
 masked = hm.apply_head_masks(stock, RULE)
@@ -123,12 +126,11 @@ show(hm.plot_attention(masked, drums, layer=0, heads=0, tokens=tokens), "after")
 sentences](../docs/images/pretrained_bert_before.png)
 
 ![Head 0 under the rule: attention in three squares along the diagonal, one for each sentence, and
-of the last token on itself; everything else is hatched](../docs/images/pretrained_bert_after.png)
+in the rows and columns of the first and the last token; everything else is
+hatched](../docs/images/pretrained_bert_after.png)
 
-(What follows the last end mark, `[SEP]`, is a sentence of its own.)
-
-How much of head 0's attention leaves the sentence, in each layer? That takes the attention of all
-layers, which a model of the same layers gives.
+How much of head 0's attention goes to other sentences, in each layer? That takes the attention of
+all layers, which a model of the same layers gives.
 """
 
 
@@ -158,11 +160,13 @@ def with_scores(backbone):
 
 
 def mass_outside(scores_model, text):
-    """By layer: the share of head 0's attention that leaves the sentence, over all tokens."""
+    """By layer: the share of head 0's attention that goes to other sentences, over all tokens."""
     features = encode([text], length=len(TOKENIZER.encode(text).ids))
-    ends = np.isin(features["token_ids"][0], ENDS)
+    ids = features["token_ids"][0]
+    ends = np.isin(ids, ENDS)
     sentence = np.cumsum(ends) - ends  # the end token belongs to its sentence
-    outside = sentence[:, None] != sentence[None, :]
+    word = ~np.isin(ids, SPECIAL)
+    outside = (sentence[:, None] != sentence[None, :]) & word[:, None] & word[None, :]
     return [
         float((keras.ops.convert_to_numpy(scores)[0, 0] * outside).sum(-1).mean())
         for scores in scores_model(features)
@@ -177,7 +181,7 @@ masked_scores = hm.apply_head_masks(with_scores(own), RULE, copy=False)
 leaks = {}
 for name, text in (("drums", DRUMS), ("paragraph", PARAGRAPH)):
     before, after = (mass_outside(model, text) for model in (stock_scores, masked_scores))
-    print(f"\nAttention of head 0 outside the sentence, layers 0 to {len(before) - 1}: {name}")
+    print(f"\nAttention of head 0 on other sentences, layers 0 to {len(before) - 1}: {name}")
     print("before  " + " ".join(f"{share:.4f}" for share in before))
     print("after   " + " ".join(f"{share:.4f}" for share in after))
     leaks[name] = before
@@ -188,7 +192,7 @@ for offset, (name, shares), colour in zip(
 ):
     axes.bar(np.arange(len(shares)) + offset, shares, 0.4, label=name, color=colour)
 axes.set(xlabel="layer", ylabel="share", ylim=(0, 1))
-axes.set_title("Attention of head 0 that leaves its sentence, before the rule (after it: 0)")
+axes.set_title("Attention of head 0 on other sentences, before the rule (after it: 0)")
 axes.title.set_fontsize(10)
 axes.legend(title="text", frameon=False, ncols=2)
 plt.close(figure)

@@ -81,11 +81,12 @@ def tiny():
         intermediate_dim=64,
         max_sequence_length=64,
     )
-    ids = {}
+    ids = {"[CLS]": 1, "[SEP]": 2}
     words = re.compile(r"\w+|[.!?]")
 
     def tokenize(text):
-        return [ids.setdefault(word, len(ids) + 1) for word in words.findall(text)]
+        of_words = [ids.setdefault(word, len(ids) + 1) for word in words.findall(text)]
+        return [ids["[CLS]"], *of_words, ids["[SEP]"]]
 
     return backbone, tokenize, lambda i: list(ids)[i - 1]
 
@@ -113,13 +114,15 @@ backbone, tokenize, to_token = tiny() if options.quick else pretrained()
 ## The rule
 
 Head 0 of each layer sees its own sentence. Sentences are counted in the graph, one more after each
-end mark, so nothing has to be sent for it. Over the question below:
+end mark, so nothing has to be sent for it. `[CLS]` and `[SEP]` see all and are seen by all, as the
+model was trained: `hm.SameSentence` alone would cut `[CLS]` to the first sentence, and leave
+`[SEP]` with itself. Over the question below:
 """
 
 # %%
-ends = [tokenize(mark) for mark in ".!?"]
-ends = [ids[len(ids) // 2] for ids in ends]  # between [CLS] and [SEP]
-rule = hm.PerHead({0: hm.SameSentence(ends)})
+special = tokenize("")  # [CLS] and [SEP]
+ends = [tokenize(mark)[1] for mark in ".!?"]
+rule = hm.PerHead({0: hm.recipes.sentences(ends, special)})
 masked = hm.apply_head_masks(backbone, rule)
 
 question = tokenize(QUESTION)
@@ -135,8 +138,9 @@ show(
 
 # %% [markdown]
 """
-![Head 0: two dark squares along the diagonal, one for each sentence of the question, and the last
-token alone. The other heads: all dark](../docs/images/serve_bert_rule.png)
+![Head 0: two dark squares along the diagonal, one for each sentence of the question, and dark rows
+and columns of the first and the last token. The other heads: all
+dark](../docs/images/serve_bert_rule.png)
 
 ## A version to serve
 

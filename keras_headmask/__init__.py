@@ -1,6 +1,6 @@
 """A mask for every attention head, written as a value, in Keras 3."""
 
-from keras_headmask import notebook, recipes
+from keras_headmask import config, notebook, recipes
 from keras_headmask.attention import dense_scope, dot_product_attention
 from keras_headmask.drawing import draw
 from keras_headmask.evaluation import make_mask
@@ -76,5 +76,12 @@ __all__ = [
     "to_additive",
     "write_serving_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if (call := config.known_recipes().get(name)) is not None:
+        raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 notebook.install()

@@ -21,6 +21,8 @@ from keras_headmask.input_leaves import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.specs import MaskSpec, check_spec
 from keras_headmask.tiling import can_tile, is_worth_it, tiled_attention
 
+_CALLED = "hm.dot_product_attention(query, key, value, ...)"
+
 
 def dot_product_attention(
     query: Any,
@@ -85,12 +87,12 @@ def dot_product_attention(
     if mask is not None:
         masks.check_shape(masks.as_bool(mask), "mask", *lengths)
     if mask_spec is not None:
-        check_spec(mask_spec, "mask_spec")
+        check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     if tiled is not None and not isinstance(tiled, bool):
         raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
-    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset)
+    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
     scale = 1 / math.sqrt(size) if scale is None else scale
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None

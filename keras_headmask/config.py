@@ -6,6 +6,7 @@ outlive renames. Every error carries the path to the bad place, such as `heads.0
 
 import dataclasses
 import difflib
+import inspect
 import math
 import numbers
 import operator
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 _KINDS: dict[str, type] = {}
+_RECIPES: dict[str, str] = {}  # the call of each recipe, by its name
+_OURS = f"{__name__.partition('.')[0]}."
 _LARGEST = 2**31 - 1
 _LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
 
@@ -62,6 +65,48 @@ def is_registered(cls: type) -> bool:
         cls.__module__,
         cls.__qualname__,
     )
+
+
+def recipe(function: Callable) -> Callable:
+    """Decorator: let errors name `function` to who writes its name as a text."""
+    _RECIPES[function.__name__] = f"hm.recipes.{_call_of(function)}"
+    return function
+
+
+def known_recipes() -> dict[str, str]:
+    """The call of each recipe, by name: `{"causal": "hm.recipes.causal()"}`."""
+    return dict(_RECIPES)
+
+
+def call_of(value: Any) -> str | None:
+    """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
+    if isinstance(value, str):
+        if value in _RECIPES:
+            return _RECIPES[value]
+        named = {kind: cls for kind, cls in _KINDS.items() if cls.__module__.startswith(_OURS)}
+        found = [cls for kind, cls in named.items() if value in (kind, cls.__name__)]
+        return f"hm.{_call_of(found[0])}" if found else None
+    if isinstance(value, type):
+        ours = value.__module__.startswith(_OURS)
+        return ("hm." if ours else "") + _call_of(value) if value in _KINDS.values() else None
+    return _RECIPES.get(value.__name__) if isinstance(value, types.FunctionType) else None
+
+
+def _call_of(function: Callable) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty]
+    return f"{function.__name__}({', '.join(required)})"
+
+
+def names_heads(value: Any) -> bool:
+    """Whether the keys of a mapping are heads, as `PerHead` takes them, and nothing else."""
+
+    def is_head(key: Any) -> bool:
+        if isinstance(key, str):
+            return bool(key) and set(key) <= set("0123456789-, ")
+        return isinstance(key, (int, tuple)) and not isinstance(key, bool)
+
+    return isinstance(value, Mapping) and bool(value) and all(map(is_head, value))
 
 
 def known_kinds() -> dict[str, type]:
@@ -175,7 +220,10 @@ def build(config: Any, path: str = "") -> Any:
         raise bad_place(path, f"expected an object with a `kind`. Received: {config!r}.")
     fields = dict(config)
     if "kind" not in fields:
-        raise bad_place(path, f"the field `kind` is missing. Received: {config!r}.")
+        hint = ""
+        if names_heads(config):
+            hint = ' Rules by head are a PerHead: {"kind": "per_head", "heads": {"0": ...}}.'
+        raise bad_place(path, f"the field `kind` is missing. Received: {config!r}.{hint}")
     kind = fields.pop("kind")
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:

@@ -192,7 +192,10 @@ def _window(spec: Any) -> Words:
             "" if count == 0 else f"{'every token' if count is None else _tokens(count)} {where} it"
             for count, where in ((before, "before"), (after, "after"))
         ]
-        text = _listed(["itself", *filter(None, sides)], "and")
+        said = ["itself", *filter(None, sides)]
+        if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
+            said.insert(0, said.pop(1 if before is None else 2))
+        text = _listed(said, "and")
     if spec.step > 1:
         return Words(f"{text}, at distances that are multiples of {spec.step}", compound=True)
     return Words(text)

@@ -57,13 +57,14 @@ def make_mask(
     >>> print(ops.convert_to_numpy(mask[0, :2]).astype(int).tolist())
     [[[1, 0], [1, 1]], [[1, 1], [1, 1]]]
     """
-    check_spec(spec, "spec")
+    check_spec(spec, "spec", "hm.make_mask(SPEC, queries, keys)")
     query_offset = checked_offset(query_offset)
     for name, length in (("queries", queries), ("keys", keys)):
         if isinstance(length, (bool, int, float, str)):  # else a tensor, or JAX's unknown size
             config.whole_number(length, name, at_least=0)
     lengths = Lengths(None, num_heads, _static(queries), _static(keys))
-    check_inputs(spec, mask_inputs, lengths, query_offset)
+    called = "hm.make_mask(spec, queries, keys, ...)"
+    check_inputs(spec, mask_inputs, lengths, query_offset, called)
     return mask_of_all_heads(spec, bind(spec, mask_inputs, queries, keys, query_offset), num_heads)
 
 
@@ -72,15 +73,20 @@ def checked_offset(query_offset: Any) -> Any:
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
         if abs(query_offset) <= _MOST_OFFSET:
             return int(query_offset)
-    elif hasattr(query_offset, "dtype") and len(query_offset.shape) == 0:
-        whole = "int" in keras.backend.standardize_dtype(query_offset.dtype)
-        if whole and not isinstance(query_offset, np.ndarray):
-            return query_offset
+    elif _is_scalar_tensor(query_offset):
+        offset = masks.as_mask_input(query_offset)
+        if "int" in keras.backend.standardize_dtype(offset.dtype):
+            return offset
     raise ValueError(
         "`query_offset` must be a whole number within 30 bits, or a scalar integer tensor: one "
         "offset for the whole batch. (Examples at different positions: pass an `attention_mask`.) "
         f"Received: {query_offset!r}."
     )
+
+
+def _is_scalar_tensor(value: Any) -> bool:
+    is_array = isinstance(value, np.ndarray)
+    return hasattr(value, "dtype") and len(value.shape) == 0 and not is_array
 
 
 def as_pair(value: Any) -> tuple | None:
@@ -98,8 +104,12 @@ def check_inputs(
     mask_inputs: Mapping[str, Any] | None,
     lengths: Lengths,
     query_offset: Any = 0,
+    called: str = "layer(x, ...)",
 ) -> None:
-    """All that names, dtypes and static shapes can tell is wrong with the mask inputs."""
+    """All that names, dtypes and static shapes can tell is wrong with the mask inputs.
+
+    `called` is the call that hands them in, with dots where they stand, for the hint.
+    """
     wanted = {} if spec is None else spec.inputs
     if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
         raise TypeError(
@@ -108,11 +118,16 @@ def check_inputs(
         )
     given = {} if mask_inputs is None else mask_inputs
     if missing := sorted(wanted.keys() - given.keys()):
+        of_models = ""
+        if called.startswith("layer"):
+            of_models = (
+                " keras.Sequential cannot pass them on: a rule that reads inputs needs a "
+                "functional or subclassed model."
+            )
         raise ValueError(
             f"`mask_inputs` must hold every input the mask spec reads; {missing} missing. "
-            f"Received: {sorted(given)}. Pass integer or boolean tensors of shape (batch, length): "
-            f"layer(x, mask_inputs={{{missing[0]!r}: ...}}). keras.Sequential cannot pass them on: "
-            "a rule that reads inputs needs a functional or subclassed model."
+            f"Received: {sorted(given)}. Pass {_expected(wanted[missing[0]])}: "
+            f"{called.replace('...', f'mask_inputs={{{missing[0]!r}: ...}}')}.{of_models}"
         )
     if unknown := sorted(given.keys() - wanted.keys()):
         raise ValueError(
@@ -125,6 +140,12 @@ def check_inputs(
             lengths = lengths._replace(batch=batch)  # the inputs must agree among themselves
 
 
+def _expected(kind: InputType) -> str:
+    if kind.rank is None:
+        return "a boolean tensor of shape (batch or 1, heads or 1, queries, keys)"
+    return "integer or boolean tensors of shape (batch, length)"
+
+
 def _check_input(
     name: str, value: Any, kind: InputType, lengths: Lengths, query_offset: Any
 ) -> int | None:
@@ -133,7 +154,7 @@ def _check_input(
     if kind.rank is None:
         if as_pair(value) is not None:
             raise TypeError(f"`{place}` is a whole mask: one tensor, not a pair.")
-        value = masks.as_tensor(value)
+        value = masks.as_mask_input(value)
         _check_whole_numbers(value, place, "bool")
         masks.check_shape(value, place, *lengths)
         if len(value.shape) == 4 and value.shape[1] is None:
@@ -155,7 +176,7 @@ def _check_input(
         tensor = sides[side]
         if tensor is None:
             raise ValueError(f"`{place}` lacks its {side} side, which the mask spec reads.")
-        tensor = masks.as_tensor(tensor)
+        tensor = masks.as_mask_input(tensor)
         _check_whole_numbers(tensor, place, kind.dtype)
         shape = tuple(tensor.shape)
         if len(shape) != 2:
@@ -253,9 +274,9 @@ def bind(
             if kind.rank is None:
                 sides[name] = masks.lift(value)
             elif pair is not None:
-                sides[name] = Sides(*(None if v is None else masks.as_tensor(v) for v in pair))
+                sides[name] = Sides(*(None if v is None else masks.as_mask_input(v) for v in pair))
             else:
-                tensor = masks.as_tensor(value)
+                tensor = masks.as_mask_input(value)
                 sides[name] = Sides(tensor, tensor)
                 shared.add(name)
         if sides:

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
 
-from keras_headmask import evaluation, masks
+from keras_headmask import config, evaluation, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full, Window
@@ -137,10 +137,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         )
         # Stock folds the global default into its attribute and leaves it out of its config.
         self._flash_attention_argument = flash_attention
-        if isinstance(mask_spec, Mapping):
+        if isinstance(mask_spec, Mapping) and not config.names_heads(mask_spec):
             mask_spec = MaskSpec.from_config(mask_spec)
         if mask_spec is not None:
-            rules = head_groups(check_spec(mask_spec, "mask_spec"), num_heads)
+            called = "PerHeadMaskedMultiHeadAttention(..., mask_spec=SPEC)"
+            rules = head_groups(check_spec(mask_spec, "mask_spec", called), num_heads)
             mask_spec.get_config()  # a spec that could not be saved is told here
             self._restricts = [rule for rule, _ in rules] != [Full()]
         else:
@@ -149,6 +150,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if tiled is not None and not isinstance(tiled, bool):
             raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
         self._tiled = tiled
+        self._missed_weights = False  # whether a file held weights before it was built
         if self._restricts and keras.backend.backend() == "tensorflow":
             # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
             self.supports_jit = False
@@ -162,11 +164,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return self._mask_spec
 
     def get_config(self) -> dict[str, Any]:
-        config = super().get_config() | {
+        fields = super().get_config() | {
             "flash_attention": self._flash_attention_argument,
             "mask_spec": None if self._mask_spec is None else self._mask_spec.get_config(),
         }
-        return config if self._tiled is None else config | {"tiled": self._tiled}
+        return fields if self._tiled is None else fields | {"tiled": self._tiled}
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         super().build(query_shape, query_shape if value_shape is None else value_shape, key_shape)
@@ -175,6 +177,21 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             projection.supports_masking = True
         if self._use_gate:
             self._gate_dense.supports_masking = True
+
+    def load_own_variables(self, store: Any) -> None:
+        # Keras passes over the projections of a layer that it could not build, in silence.
+        path = getattr(store, "_h5_entry_path", None)
+        if not self.built and path and store.has_path(f"{path}/query_dense"):
+            self._missed_weights = True
+        if not self.built and self._missed_weights:  # asked again, by a path that no file has
+            raise ValueError(
+                f"The layer '{self.name}' was not built, so the weights that the file holds for it "
+                "would be lost. Keras could not run the `call` of the model that holds it: pass "
+                "all tensors in the first argument, a dict or a list, or define "
+                "`build_from_config`. To load weights into a model made by hand, call it on data "
+                "first."
+            )
+        super().load_own_variables(store)
 
     def call(
         self,
@@ -198,6 +215,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             value = query
             value_mask = query_mask if value_mask is None else value_mask
         key = value if key is None else key
+        if masks.has_shape_alone(query):
+            mask_inputs = self._with_stand_ins(mask_inputs, query, value)
         query_offset = evaluation.checked_offset(query_offset)
         stock_masks = (query_mask, value_mask, key_mask, attention_mask)
         self._check_call(query, value, stock_masks, mask_inputs, query_offset)
@@ -244,6 +263,22 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if query_mask is not None:
             set_keras_mask(output, query_mask)
         return (output, scores) if return_attention_scores else output
+
+    def _with_stand_ins(self, mask_inputs: Any, query: Any, value: Any) -> Any:
+        """`mask_inputs`, with zeros for those that a loading Keras leaves out of a model's call.
+
+        A file holds no shapes of nested arguments. An error would be swallowed, and the layers that
+        come after this one would keep fresh weights.
+        """
+        is_mapping = mask_inputs is None or isinstance(mask_inputs, Mapping)
+        if self._mask_spec is None or not is_mapping or len(query.shape) != 3:
+            return mask_inputs  # the checks say what is wrong
+        sides = tuple(ops.cast(ops.zeros_like(x[:1, :, 0]), "int32") for x in (query, value))
+        missing = {
+            name: sides if kind.rank is not None else sides[0][:, :1]
+            for name, kind in self._mask_spec.inputs.items()
+        }
+        return missing | dict(mask_inputs or {}) or mask_inputs
 
     def _has_hooks(self) -> bool:
         """Whether a subclass computes attention or masks itself, or a flash kernel is asked for."""

@@ -128,6 +128,8 @@ def _layer(
         lengths = seen["query"].shape[1], seen["key"].shape[1]
         if seen["attention_mask"] is not None:
             outside = ops.convert_to_numpy(lift(seen["attention_mask"])).astype(bool)
+        if seen.get("use_causal_mask"):
+            outside = outside & np.tril(np.ones((1, 1, *lengths), bool))
         fitting = {n: p for n, p in paddings.items() if p.shape[1] == lengths[1]}
     return MaskedLayer(
         entry.path,

@@ -1,21 +1,25 @@
 """Checks of a rule: what its positions say, whatever its inputs hold, or for the examples given."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Set
+from typing import Any
 
 import numpy as np
 
 from keras_headmask import describing, tiled_python
 from keras_headmask.findings import Finding
 from keras_headmask.lint_subject import MOST_UNKNOWN, Subject, nodes_of
-from keras_headmask.position_leaves import Nothing
-from keras_headmask.specs import And, Or, leaves
+from keras_headmask.position_leaves import Nothing, Window
+from keras_headmask.specs import And, MaskSpec, Not, Or, leaves
 
 _TILE, _MANY = 128, 1024  # to see what tiles skip
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of the score matrix
 
 
-def of_positions(subject: Subject) -> Iterator[Finding]:
+def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
+    """`hidden`: sides of the query, "before" and "after", that masks beside the rule hide."""
     if len(subject.unknown) > MOST_UNKNOWN:
         yield Finding(
             "info",
@@ -28,6 +32,7 @@ def of_positions(subject: Subject) -> Iterator[Finding]:
     yield from _dead(subject)
     yield from _unseen(subject)
     yield from _never_self(subject)
+    yield from _open_sides(subject, hidden)
     yield from _clauses(subject)
     yield from _equal_to_default(subject)
     yield from _cost(subject)
@@ -123,6 +128,67 @@ def _never_self(subject: Subject) -> Iterator[Finding]:
                 "If that is not meant, add `| Window(0, 0)`.",
                 some,
             )
+
+
+def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
+    """Windows bounded on one side alone, where nothing else in the rule bounds the other."""
+    found: dict[Window, list[int]] = {}
+    for rule, heads in subject.groups:
+        for leaf in leaves(rule):
+            if type(leaf) is Window and _is_open(leaf) and _matters(subject, rule, heads, leaf):
+                found.setdefault(leaf, []).extend(heads)
+    for leaf, heads in found.items():
+        side, bound = ("after", leaf.before) if leaf.after is None else ("before", leaf.after)
+        if side in hidden:
+            continue
+        both = Window(bound, bound, step=leaf.step)
+        causal = Window(leaf.before, 0, step=leaf.step)
+        ways = f"{causal!r}, which is causal" if both == causal else f"{both!r} or {causal!r}"
+        yield Finding(
+            "info",
+            "open-side",
+            f"{leaf!r} leaves `{side}` open: every token {side} the query is seen, too.",
+            f"If that is not meant, write {ways}.",
+            tuple(sorted(heads)),
+        )
+
+
+def hidden_sides(outside: Any, lengths: tuple[int, int] | None) -> Set[str]:
+    """Which side of the query a mask beside the rule hides, as a causal mask does."""
+    if outside is True or lengths is None:
+        return frozenset()
+    pairs = np.broadcast_to(outside, (*outside.shape[:2], *lengths))
+    open_sides = {"after": np.triu(pairs, 1), "before": np.tril(pairs, -1)}
+    return {side for side, part in open_sides.items() if not part.any()}
+
+
+def _is_open(window: Window) -> bool:
+    """Whether one side alone is bounded and the other is not, the causal windows aside."""
+    before, after = window.before, window.after
+    one_sided = (before is None) != (after is None)
+    return one_sided and (before is None or before >= 0) and (after is None or after > 0)
+
+
+def _matters(subject: Subject, rule: MaskSpec, heads: tuple[int, ...], leaf: Window) -> bool:
+    """Whether `rule` would allow something else, were the open side of `leaf` closed."""
+    closed = Window(*(0 if side is None else side for side in (leaf.before, leaf.after)))
+    other = _replaced(rule, leaf, dataclasses.replace(closed, step=leaf.step))
+    with_data = not subject.has_room or sum(bool(x.inputs) for x in leaves(rule)) > MOST_UNKNOWN
+    masks_of = subject.answers(rule, heads, with_data, among=other)
+    pairs = zip(masks_of(rule), masks_of(other), strict=True)
+    return any(bool((a != b).any()) for a, b in pairs)
+
+
+def _replaced(spec: MaskSpec, old: MaskSpec, new: MaskSpec) -> MaskSpec:
+    """`spec`, free of `PerHead`, with the leaf `new` for `old`."""
+    if spec == old:
+        return new
+    if isinstance(spec, Not):
+        return ~_replaced(spec.spec, old, new)
+    if isinstance(spec, (And, Or)):
+        join = operator.and_ if isinstance(spec, And) else operator.or_
+        return functools.reduce(join, (_replaced(part, old, new) for part in spec.specs))
+    return spec
 
 
 def _clauses(subject: Subject) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ each leaf that reads it is tried as true and as false, so what is found holds wh
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from keras_headmask import lint_inputs, lint_model, lint_rule
@@ -44,7 +44,7 @@ def lint(
         A list of `Finding`, errors first. Codes: `head-off`, `dead-rows`, `unseen-keys`,
         `clause-changes-nothing`, `equals-default`, `never-self`, `looks-inverted`,
         `padding-missing`, `input-never-read`, `full-cost`, `ids-collide`, `ids-absent`,
-        `not-checked`.
+        `open-side`, `not-checked`.
 
     Raises:
         TypeError: for what is neither a spec nor a model under a rule.
@@ -72,7 +72,7 @@ def lint(
             f"layers. Received a model without, or without a graph: {rule!r}. The rule of a layer "
             "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
         )
-    check_spec(rule, "rule")
+    check_spec(rule, "rule", "hm.lint(SPEC)")
     given = dict(_checked_mapping(mask_inputs))
     told = [
         name
@@ -98,9 +98,9 @@ def lint(
     return _sorted(findings)
 
 
-def _of_a_subject(subject: Subject) -> Iterator[Finding]:
+def _of_a_subject(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
     yield from lint_inputs.absent_ids(subject)
-    yield from lint_rule.of_positions(subject)
+    yield from lint_rule.of_positions(subject, hidden)
 
 
 def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
@@ -133,7 +133,8 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
             subject = of_layer(given=given, **length)
             if subject.chosen and most is not None and most < subject.room:
                 subject = of_layer(most, most, given)  # there are no more positions
-            findings = [*odd, *_of_a_subject(subject)]
+            hidden = lint_rule.hidden_sides(layer.outside, layer.lengths)
+            findings = [*odd, *_of_a_subject(subject, hidden)]
             if layer.paddings:
                 seen = of_layer(*layer.lengths, layer.given)
                 findings.extend(_padding_of_a_layer(seen, layer))

@@ -14,7 +14,7 @@ import numpy as np
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
-from keras_headmask import hooks, stock
+from keras_headmask import hooks, masks, stock
 from keras_headmask.binding import Plan
 from keras_headmask.layer_rules import LayerRule, new_inputs
 from keras_headmask.selectors import find_attention
@@ -194,7 +194,10 @@ def _refuse_floats(given: Mapping[str, Any], model: Any) -> None:
     for rule in model._head_masks.rules.values():
         for source in rule.sources.values():
             for place in (source,) if isinstance(source, str) else source:
-                dtype = getattr(given.get(place), "dtype", None)
+                value = given.get(place)
+                if masks.has_shape_alone(value):
+                    continue  # a float may stand in for ids: see `masks.as_mask_input`
+                dtype = getattr(value, "dtype", None)
                 if dtype is not None and "float" in keras.backend.standardize_dtype(dtype):
                     raise TypeError(
                         f"The input {place!r}, which the mask spec of '{rule.entry.path}' reads, "

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
 _HIDDEN = -1e9
 _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
@@ -30,9 +31,26 @@ def as_tensor(value: Any) -> Any:
         raise TypeError(f"Expected a tensor or an array. Received: {value!r}.") from error
 
 
+def as_mask_input(value: Any) -> Any:
+    """`value` as a tensor; a float that stands in for integers becomes integers.
+
+    Keras builds a subclassed model that it loads by running `call` for shapes alone, on floats
+    whatever the dtypes of its inputs are. An error there would be swallowed, and layers that are
+    not built yet would keep fresh weights. Floats are refused when the model runs on numbers.
+    """
+    tensor = as_tensor(value)
+    is_float = "float" in keras.backend.standardize_dtype(tensor.dtype)
+    return ops.cast(tensor, "int32") if is_float and has_shape_alone(tensor) else tensor
+
+
+def has_shape_alone(tensor: Any) -> bool:
+    """Whether Keras runs a `call` for shapes, with a tensor of the backend in place of numbers."""
+    return in_symbolic_scope() and not keras.backend.is_keras_tensor(tensor)
+
+
 def as_bool(mask: Any, name: str = "mask") -> Any:
     """`mask` as booleans. Integers count as flags; floats are refused, with the two ways out."""
-    mask = as_tensor(mask)
+    mask = as_mask_input(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
     if dtype == "bool":
         return mask
@@ -234,7 +252,7 @@ def _check_positive(number: Any, name: str) -> None:
 
 def known_values(tensor: Any) -> np.ndarray | None:
     """The tensor's values if it has any now; `None` for symbolic tensors and inside a trace."""
-    if keras.backend.is_keras_tensor(tensor):
+    if keras.backend.is_keras_tensor(tensor) or in_symbolic_scope():  # PyTorch's there are ones
         return None
     try:
         return ops.convert_to_numpy(tensor)

@@ -47,9 +47,13 @@ def panels_of(
     tokens: Any,
     tile_size: int | None,
     longest: int,
+    called: str = "hm.draw",
 ) -> Panels:
-    """See `draw`. Sequences above `longest` positions become tiles, unless `tile_size` says how."""
-    check_spec(spec, "spec")
+    """See `draw`. Sequences above `longest` positions become tiles, unless `tile_size` says how.
+
+    `called` is the function that draws, for hints.
+    """
+    check_spec(spec, "spec", f"{called}(SPEC, ...)")
     query_offset = evaluation.checked_offset(query_offset)
     if not isinstance(query_offset, int):
         raise TypeError("`query_offset` of a drawing must be an int, not a tensor.")
@@ -65,7 +69,7 @@ def panels_of(
     num_heads = describing.enough_heads(spec) if num_heads is None else num_heads
     groups = head_groups(spec, num_heads)
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
-    evaluation.check_inputs(spec, mask_inputs, lengths, query_offset)
+    evaluation.check_inputs(spec, mask_inputs, lengths, query_offset, f"{called}(spec, ...)")
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
     check_example(example, _batch_size(bound))
     tile = tile_of(queries, keys, tile_size, longest)

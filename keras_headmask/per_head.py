@@ -39,7 +39,7 @@ class PerHead(MaskSpec):
             )
         rules: dict[int, MaskSpec] = {}
         for key, spec in heads.items():
-            check_spec(spec, f"heads.{key}")
+            check_spec(spec, f"heads.{key}", f"hm.PerHead({{{key!r}: SPEC}})")
             numbers = head_numbers(key)
             if not numbers:
                 config.fail(ValueError, f"heads.{key}", f"{key!r} names no head.")
@@ -50,7 +50,9 @@ class PerHead(MaskSpec):
                     )
                 rules[head] = spec
         object.__setattr__(self, "heads", tuple(sorted(rules.items(), key=lambda kv: kv[0])))
-        object.__setattr__(self, "default", check_spec(default, "default"))
+        object.__setattr__(
+            self, "default", check_spec(default, "default", "hm.PerHead(..., default=SPEC)")
+        )
         merged_inputs(self.children)
 
     @property

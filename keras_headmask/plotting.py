@@ -69,6 +69,7 @@ def plot(
         tokens,
         tile_size,
         _LONGEST,
+        "hm.plot",
     )
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")

@@ -9,12 +9,17 @@
 1 0 0 1 1
 """
 
+from collections.abc import Sequence
+
 from keras_headmask import config
-from keras_headmask.input_leaves import KeyFlag, QueryFlag
+from keras_headmask.input_leaves import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
 from keras_headmask.position_leaves import Chunk, Keys, Queries, RandomBlocks, Window
 from keras_headmask.specs import MaskSpec
 
+_Ids = int | Sequence[int]
 
+
+@config.recipe
 def causal() -> MaskSpec:
     """The query itself and every key before it.
 
@@ -24,6 +29,7 @@ def causal() -> MaskSpec:
     return Window(after=0)
 
 
+@config.recipe
 def padding(input: str = "padding_mask") -> MaskSpec:
     """Every key but padding; the mask input `(batch, length)` is true at real tokens.
 
@@ -33,6 +39,7 @@ def padding(input: str = "padding_mask") -> MaskSpec:
     return KeyFlag(input)
 
 
+@config.recipe
 def prefix_lm(length: int) -> MaskSpec:
     """The first `length` keys are open to all; after them, causal (Raffel et al. 2020).
 
@@ -43,6 +50,7 @@ def prefix_lm(length: int) -> MaskSpec:
     return Keys(0, length) | causal()
 
 
+@config.recipe
 def longformer(each_side: int, global_input: str) -> MaskSpec:
     """A window of `each_side` positions on both sides; flagged tokens see all and are seen by all.
 
@@ -55,6 +63,35 @@ def longformer(each_side: int, global_input: str) -> MaskSpec:
     return Window(each_side, each_side) | QueryFlag(global_input) | KeyFlag(global_input)
 
 
+@config.recipe
+def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> MaskSpec:
+    """The query's own sentence; special tokens see all and are seen by all.
+
+    For a pretrained encoder, whose `[CLS]` and `[SEP]` speak for the whole text: `SameSentence`
+    alone would cut `[CLS]` to the first sentence, and leave the last `[SEP]` alone. `end_ids` end a
+    sentence and belong to it; `special_ids` are `[CLS]` and `[SEP]`. Each is one id or several.
+    `input` names the token ids, `(batch, length)`. Padding is left to the model's own mask.
+
+    >>> sentences(end_ids=1012, special_ids=(101, 102))  # BERT's full stop, [CLS] and [SEP]
+    SameSentence((1012,)) | QueryIn('token_ids', (101, 102)) | KeyIn('token_ids', (101, 102))
+    >>> from keras_headmask import draw
+    >>> ids = [[101, 7, 1012, 8, 1012, 102]]
+    >>> text = "[CLS] yes . no . [SEP]".split()
+    >>> print(draw(sentences(1012, (101, 102)), mask_inputs={"token_ids": ids}, tokens=text))
+          [CLS] yes . no . [SEP]
+    [CLS]     1   1 1  1 1     1
+    yes       1   1 1  0 0     1
+    .         1   1 1  0 0     1
+    no        1   0 0  1 1     1
+    .         1   0 0  1 1     1
+    [SEP]     1   1 1  1 1     1
+    """
+    special_ids = config.id_tuple(special_ids, "special_ids")
+    own = SameSentence(end_ids, input)
+    return own | QueryIn(input, special_ids) | KeyIn(input, special_ids)
+
+
+@config.recipe
 def streaming(sinks: int, window: int) -> MaskSpec:
     """Causal; the first `sinks` keys and the last `window`, the query itself included.
 
@@ -70,6 +107,7 @@ def streaming(sinks: int, window: int) -> MaskSpec:
     return causal() & (Keys(0, sinks) | Window(before=window - 1))
 
 
+@config.recipe
 def sparse_transformer(stride: int) -> MaskSpec:
     """The strided pattern of Child et al. 2019: causal; distance < `stride`, or a multiple of it.
 
@@ -80,6 +118,7 @@ def sparse_transformer(stride: int) -> MaskSpec:
     return causal() & (Window(before=stride - 1) | Window(step=stride))
 
 
+@config.recipe
 def bigbird(block: int, density: float, global_blocks: int, seed: int) -> MaskSpec:
     """Neighbouring blocks, random blocks, and global blocks both ways (Zaheer et al. 2020).
 

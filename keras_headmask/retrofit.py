@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import hooks
+from keras_headmask import config, hooks
 from keras_headmask.binding import Plan
 from keras_headmask.consumed import moved
 from keras_headmask.layer_rules import Rules, check_inputs, rules_of_layers
@@ -85,9 +85,11 @@ def apply_head_masks(
         try:
             mask_spec = json.loads(mask_spec)
         except json.JSONDecodeError as error:
+            meant = config.call_of(mask_spec)
+            hint = "" if meant is None else f" Call it: hm.apply_head_masks(model, {meant})."
             raise ValueError(
                 f"`mask_spec` is a text, so it must be a rule's JSON, but it is none: {error}. "
-                f"Received: {mask_spec[:80]!r}."
+                f"Received: {mask_spec[:80]!r}.{hint}"
             ) from error
     found = find_attention(model)
     specs = specs_by_layer(mask_spec, layers, found)

@@ -163,7 +163,7 @@ def specs_by_layer(
     for selector, spec in pairs:
         if isinstance(spec, Mapping):
             spec = MaskSpec.from_config(spec)
-        check_spec(spec, "mask_spec")
+        check_spec(spec, "mask_spec", "hm.apply_head_masks(model, SPEC)")
         for number in select(found, selector):
             if number in chosen:
                 raise ValueError(

@@ -6,6 +6,7 @@ where they stand (`position_leaves.py`) or by what is read there (`input_leaves.
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -195,6 +196,12 @@ token that `padding_mask` does not hide.
     def __or__(self, other: "MaskSpec") -> "MaskSpec":
         return _join(Or, self, other)
 
+    def __rand__(self, other: Any) -> "MaskSpec":  # a spec on the left never comes here
+        return _join(And, other, self)
+
+    def __ror__(self, other: Any) -> "MaskSpec":
+        return _join(Or, other, self)
+
     def __invert__(self) -> "MaskSpec":
         return Not(self)
 
@@ -231,17 +238,51 @@ def register_spec(kind: str) -> Callable[[type], type]:
     return decorate
 
 
-def check_spec(value: Any, field: str) -> MaskSpec:
-    """`value`, which must be a spec, with a word for whoever passed a mask or a config."""
+def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
+    """`value`, which must be a spec, with a hint for who passed something near one.
+
+    `call` is what the caller was, with SPEC where the spec stands: "hm.draw(SPEC, ...)".
+    """
     if isinstance(value, MaskSpec):
         return value
-    hint = {
-        dict: " A config becomes a spec by `MaskSpec.from_config`.",
-        bool: " Write Full() for True and Nothing() for False.",
-    }.get(type(value), " A mask tensor enters a spec by MaskInput(name).")
-    shape = getattr(value, "shape", None)
+    hint = _hint(value, call)
+    shape = None if isinstance(value, type) else getattr(value, "shape", None)
     shown = repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
     config.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
+
+
+def _hint(value: Any, call: str = "SPEC") -> str:
+    """What to write in place of `value`."""
+
+    def written(spec: str) -> str:
+        return call.replace("SPEC", spec)
+
+    if value is None:
+        return f" The spec that hides nothing is Full(): {written('hm.Full()')}."
+    if isinstance(value, bool):
+        return " Write Full() for True and Nothing() for False."
+    if (meant := config.call_of(value)) is not None:
+        return f" Call it: {written(meant)}."
+    if isinstance(value, str):
+        names = ", ".join(sorted(config.known_recipes()))
+        return (
+            f" The recipes are {names}: {written('hm.recipes.causal()')}. JSON text becomes a spec "
+            "by `MaskSpec.from_config(json.loads(text))`."
+        )
+    if isinstance(value, Mapping):
+        if config.names_heads(value):
+            return f" Wrap rules by head in PerHead: {written(f'hm.PerHead({_first(value)})')}."
+        return " A config becomes a spec by `MaskSpec.from_config`."
+    if isinstance(value, (list, tuple)) and any(isinstance(part, MaskSpec) for part in value):
+        return (
+            " Combine specs by & or |, or give each head its own by PerHead: "
+            f"{written('hm.PerHead({0: a, 1: b})')}."
+        )
+    return f" A mask tensor enters a spec by MaskInput(name): {written('hm.MaskInput(name)')}."
+
+
+def _first(heads: Mapping[Any, Any]) -> str:
+    return f"{{{next(iter(heads))!r}: ...}}"
 
 
 class _Join(MaskSpec):
@@ -331,8 +372,15 @@ class Not(MaskSpec):
         return f"~({self.spec!r})" if isinstance(self.spec, _Join) else f"~{self.spec!r}"
 
 
-def _join(kind: type[_Join], left: MaskSpec, right: Any) -> MaskSpec:
-    return _joined(kind, (left, right)) if isinstance(right, MaskSpec) else NotImplemented
+def _join(kind: type[_Join], left: Any, right: Any) -> MaskSpec:
+    for value in (left, right):
+        if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
+            sides = ("SPEC", "...") if value is left else ("...", "SPEC")
+            hint = _hint(value, f" {kind.symbol} ".join(sides))
+            raise TypeError(f"`{kind.symbol}` joins mask specs. Received: {value!r}.{hint}")
+        if not isinstance(value, MaskSpec):
+            return NotImplemented
+    return _joined(kind, (left, right))
 
 
 def _joined(kind: type[_Join], specs: Any) -> MaskSpec:

@@ -39,7 +39,8 @@ def can_tile(queries: int | None, keys: int | None, query_offset: Any) -> bool:
     """Whether the tiled way can be gone: on TensorFlow always, elsewhere if the sizes are known."""
     if keras.backend.backend() == "tensorflow" and not _in_xla():
         return True
-    return None not in (queries, keys) and isinstance(query_offset, int)
+    # (JAX' unknown sizes are no `None`, and cannot be compared.)
+    return all(isinstance(number, int) for number in (queries, keys, query_offset))
 
 
 def is_worth_it(

@@ -26,7 +26,8 @@ SAID = [
     (W(2, 2), "itself and 2 tokens on each side"),
     (W(2, 5), "itself, 2 tokens before it and 5 tokens after it"),
     (W(1, 0), "itself and 1 token before it"),
-    (W(3, None), "itself, 3 tokens before it and every token after it"),
+    (W(3, None), "every token after it, itself and 3 tokens before it"),
+    (W(None, 1), "every token before it, itself and 1 token after it"),
     (W(1, -1), "the token 1 place before it"),
     (W(5, -2), "the tokens 2 to 5 places before it"),
     (W(None, -2), "every token 2 or more places before it"),
@@ -69,7 +70,7 @@ SAID = [
     (
         recipes.streaming(4, 256),
         (
-            f"{CAUSAL}; of these only (itself, 255 tokens before it and every token after it, "
+            f"{CAUSAL}; of these only (every token after it, itself and 255 tokens before it, "
             "plus the first 4 tokens)"
         ),
     ),

@@ -276,7 +276,11 @@ def test_a_mask_input_that_does_not_fit(error, spec, value, sizes, message):
 @pytest.mark.parametrize(
     ("given_inputs", "error", "message"),
     [
-        (None, ValueError, r"\['x'\] missing. Received: \[\].*keras.Sequential"),
+        (
+            None,
+            ValueError,
+            r"\['x'\] missing. Received: \[\].*hm.make_mask\(.*mask_inputs=\{'x': ...\}\)",
+        ),
         ({}, ValueError, r"\['x'\] missing"),
         ({"y": ONES}, ValueError, r"\['x'\] missing. Received: \['y'\]"),
         ({"x": ONES, "y": ONES}, ValueError, r"holds \['y'\], which .* It reads: \['x'\]"),

@@ -145,6 +145,9 @@ PLANTED = [
         ("warning", "padding-missing", (1, 2), ()),
     ),
     (CAUSAL, {"mask_inputs": X}, ("warning", "input-never-read", (), ())),
+    (W(before=2), {}, ("info", "open-side", (0,), ())),
+    (W(after=2) & hm.KeyFlag("x"), {}, ("info", "open-side", (0,), ())),
+    (hm.PerHead({1: W(before=2)}), {}, ("info", "open-side", (1,), ())),
     (W(step=8), {}, ("info", "full-cost", (0,), ())),
     (W(step=8) & hm.KeyFlag("x"), {}, ("info", "full-cost", (0,), ())),
     (
@@ -498,3 +501,46 @@ def test_models_that_are_refused():
         hm.lint(model, mask_inputs={"token_ids": TOKENS})
     with pytest.raises(TypeError, match="must be a dict of the model's inputs"):
         hm.lint(model, mask_inputs=[TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (W(before=2), "`after` open.*Window(before=2, after=2) or Window(before=2, after=0)"),
+        (W(before=0), "`after` open.*Window(before=0, after=0), which is causal"),
+        (W(after=3), "`before` open.*Window(before=3, after=3) or Window(after=0)"),
+    ],
+)
+def test_an_open_side_names_the_ways_out(rule, words):
+    (found,) = [f for f in hm.lint(rule) if f.code == "open-side"]
+    parts = words.split(".*")
+    assert parts[0] in found.message
+    assert parts[1] in found.way_out
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        CAUSAL,
+        W(None, -2),
+        W(-2, None),
+        W(2, 2),
+        W(),
+        CAUSAL & W(before=2),
+        recipes.streaming(4, 8),
+        recipes.sparse_transformer(4),
+        hm.PerHead({0: W(before=2)}, default=CAUSAL) & CAUSAL,
+    ],
+    ids=repr,
+)
+def test_no_open_side(rule):
+    assert "open-side" not in {f.code for f in hm.lint(rule)}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_side_that_the_model_itself_hides_is_not_open(causal):
+    x = keras.Input((6, 8))
+    stock = keras.layers.MultiHeadAttention(2, 4)
+    model = keras.Model(x, stock(x, x, use_causal_mask=causal))
+    found = hm.lint(hm.apply_head_masks(model, W(before=2)))
+    assert ("open-side" in {f.code for f in found}) == (not causal)

@@ -9,6 +9,10 @@ from keras_headmask import recipes
 FLAGS = {"g": np.array([[0, 0, 1, 0, 0, 0]])}
 PADDING = {"padding_mask": np.array([[1, 1, 0]])}
 
+# [CLS] a . b [SEP] [PAD], of which the model's own mask hides the last
+IDS = {"token_ids": np.array([[101, 7, 9, 8, 102, 0]])}
+TWO = {"ids": np.array([[5, 8, 6, 9, 6, 1]])}  # ends 8 and 9, special 1
+
 DRAWN = [
     (recipes.causal(), "1000 1100 1110 1111", {}),
     (recipes.padding(), "110 110 110", PADDING),
@@ -17,6 +21,8 @@ DRAWN = [
     (recipes.prefix_lm(1), "1000 1100 1110 1111", {}),  # the first key is causal's anyway
     (recipes.longformer(1, "g"), "111000 111000 111111 001110 001111 001011", FLAGS),
     (recipes.longformer(0, "g"), "101000 011000 111111 001100 001010 001001", FLAGS),
+    (recipes.sentences(9, (101, 102)), "111111 111010 111010 100111 111111 100111", IDS),
+    (recipes.sentences([8, 9], 1, input="ids"), "110001 110001 001101 001101 000011 111111", TWO),
     (recipes.streaming(1, 2), "10000 11000 11100 10110 10011", {}),
     (recipes.streaming(2, 1), "10000 11000 11100 11010 11001", {}),
     (recipes.sparse_transformer(1), "1000 1100 1110 1111", {}),
@@ -70,6 +76,9 @@ def test_bigbird_draws_its_random_blocks_from_the_seed():
         (lambda: recipes.prefix_lm(1.5), TypeError, "must be a whole number. Received: 1.5"),
         (lambda: recipes.longformer(-1, "g"), ValueError, "`each_side` must be at least 0"),
         (lambda: recipes.longformer(1, 2), TypeError, "is the name under which the tensor"),
+        (lambda: recipes.sentences(9, ()), ValueError, "`special_ids` must hold at least one"),
+        (lambda: recipes.sentences("9", 1), TypeError, "`end_ids` must be token ids"),
+        (lambda: recipes.sentences(9, 1, 3), TypeError, "is the name under which the tensor"),
         (lambda: recipes.streaming(1, 0), ValueError, "`window` must be at least 1"),
         (lambda: recipes.streaming(1, None), TypeError, "`window` must be a whole number"),
         (lambda: recipes.streaming(-1, 1), ValueError, "`sinks` must be at least 0"),

@@ -72,10 +72,29 @@ def test_no_truth_value(spec, use):
 
 
 @pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: b & a, lambda a, b: a | b])
-@pytest.mark.parametrize("other", [True, None, 1, {"kind": "full"}])
-def test_only_specs_are_joined(join, other):
-    with pytest.raises(TypeError, match="unsupported operand type"):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (None, "unsupported operand type"),
+        (1, "unsupported operand type"),
+        (True, r"joins mask specs. Received: True. Write Full\(\) for True"),
+        ({"kind": "full"}, "joins mask specs.*`MaskSpec.from_config`"),
+        ({0: B}, r"joins mask specs.*Wrap rules by head in PerHead: .*hm.PerHead\(\{0: ...\}\)"),
+        ([B], "joins mask specs.*Combine specs by & or"),
+        ("causal", r"joins mask specs. Received: 'causal'. Call it: .*hm.recipes.causal\(\)"),
+        (hm.Full, r"joins mask specs.*Call it: .*hm.Full\(\)"),
+    ],
+)
+def test_only_specs_are_joined(join, other, message):
+    with pytest.raises(TypeError, match=message):
         join(A, other)
+
+
+def test_the_hint_of_a_join_stands_where_the_spec_was_meant():
+    with pytest.raises(TypeError, match=r"`\|` joins.*Call it: hm.Window\(\) \| \.\.\.\.$"):
+        "Window" | A
+    with pytest.raises(TypeError, match=r"`&` joins.*Call it: \.\.\. & hm.Keys\(start\)\.$"):
+        A & hm.Keys
 
 
 @pytest.mark.parametrize(

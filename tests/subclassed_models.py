@@ -1,0 +1,154 @@
+"""Subclassed models around a layer of ours or a masked backbone; layers are built as they run."""
+
+import keras
+import numpy as np
+from contract import normal
+from keras import layers
+
+import keras_headmask as hm
+
+RULE = hm.PerHead({0: hm.SameSentence(9)}, default=hm.Window(2, 2))
+IDS = np.array([[5, 9, 4, 6, 9, 7, 3], [4, 4, 9, 8, 3, 5, 6]], "int32")
+X = normal(2, 7, 8)
+
+registered = keras.saving.register_keras_serializable("subclassed_models")
+
+
+def attention():
+    return hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=RULE)
+
+
+@registered
+class OfADict(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding, self.norm = layers.Embedding(12, 8), layers.LayerNormalization()
+        self.attention, self.head = attention(), layers.Dense(3)
+
+    def call(self, inputs):
+        x = self.norm(self.embedding(inputs["token_ids"]) + inputs["x"])
+        x = self.attention(
+            x,
+            mask_inputs={"token_ids": inputs["token_ids"]},
+            attention_mask=inputs["mask"],
+            query_offset=inputs["offset"],
+        )
+        return self.head(x)
+
+
+@registered
+class OfAList(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.before, self.attention = layers.Dense(8), attention()
+        self.after = keras.Sequential([layers.Dense(8), layers.Dense(3)])
+
+    def call(self, inputs):
+        x, ids = inputs
+        return self.after(self.attention(self.before(x), mask_inputs={"token_ids": ids}))
+
+
+@registered
+class Block(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention, self.norm = attention(), layers.LayerNormalization()
+        self.dense = layers.Dense(8)
+
+    def call(self, x, ids):
+        return self.dense(self.norm(x + self.attention(x, mask_inputs={"token_ids": ids})))
+
+
+@registered
+class OfBlocks(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding, self.head = layers.Embedding(12, 8), layers.Dense(3)
+        self.blocks = [Block(), Block()]
+
+    def call(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, ids)
+        return self.head(x)
+
+
+@registered
+class OverABackbone(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        ids = keras.Input((None,), dtype="int32", name="token_ids")
+        x = layers.Embedding(12, 8)(ids)
+        stock = keras.Model({"token_ids": ids}, layers.MultiHeadAttention(2, 4)(x, x))
+        self.backbone = hm.apply_head_masks(stock, RULE & hm.MaskInput("mask"))
+        self.head = layers.Dense(3)
+
+    def call(self, inputs):
+        return self.head(self.backbone(inputs))
+
+
+@registered
+class Nested(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.inner, self.last = layers.Dense(8), OfAList(), layers.Dense(2)
+
+    def call(self, inputs):
+        x, ids = inputs
+        return self.last(self.inner((self.first(x), ids)))
+
+
+@registered
+class OfFunctions(keras.Model):
+    """Masks made in `call`, for a stock layer."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense, self.head = layers.Dense(8), layers.Dense(3)
+        self.attention = layers.MultiHeadAttention(2, 4)
+
+    def call(self, inputs):
+        x, given = self.dense(inputs["x"]), {"token_ids": inputs["token_ids"]}
+        length = keras.ops.shape(x)[1]
+        of_rule = hm.make_mask(RULE, length, length, 2, given)
+        of_bias = hm.from_additive(inputs["bias"])
+        x = self.attention(x, x, attention_mask=hm.and_masks(of_rule, of_bias, inputs["mask"]))
+        heads = keras.ops.reshape(x, (-1, length, 2, 4))
+        heads = hm.dot_product_attention(heads, heads, heads, mask_spec=RULE, mask_inputs=given)
+        return self.head(keras.ops.reshape(heads, (-1, length, 8)))
+
+
+@registered
+class OfAnArgument(keras.Model):
+    """The mask inputs are an argument of their own, of which Keras files no shape."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention, self.head = attention(), layers.Dense(3)
+
+    def call(self, x, mask_inputs=None):
+        return self.head(self.attention(x, mask_inputs=mask_inputs))
+
+
+@registered
+class Unbuildable(OfAnArgument):
+    def call(self, x, mask_inputs=None):
+        return super().call(x, {"token_ids": mask_inputs["token_ids"]})
+
+
+MASK = np.tril(np.ones((7, 7), bool), 3)
+NAMED = {"x": X, "token_ids": IDS, "mask": MASK}
+SHAPES = {
+    OfADict: [NAMED | {"offset": keras.ops.convert_to_tensor(0)}],
+    OfAList: [[X, IDS]],
+    OfBlocks: [IDS],
+    OverABackbone: [{"token_ids": IDS, "mask": np.broadcast_to(MASK, (2, 2, 7, 7))}],
+    Nested: [[X, IDS]],
+    OfFunctions: [NAMED | {"bias": np.zeros((7, 7), "float32")}],
+    OfAnArgument: [X, {"token_ids": IDS}],
+}
+
+
+def called(model):
+    given, *rest = SHAPES[type(model)]
+    return keras.ops.convert_to_numpy(model(given, *rest))

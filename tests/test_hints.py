@@ -1,0 +1,110 @@
+"""What stands near a spec, where a spec is expected: the error shows what to write, and where."""
+
+import re
+
+import numpy as np
+import pytest
+from small_models import one_layer
+
+import keras_headmask as hm
+
+X = np.ones((1, 3, 2, 4), "float32")
+pytestmark = pytest.mark.tensorflow  # the same on every backend
+
+CALLED = {  # what is called with a rule, and how an error writes it
+    lambda rule: hm.make_mask(rule, 3, 3): r"hm\.make_mask\({}, queries, keys\)",
+    lambda rule: hm.draw(rule, 3): r"hm\.draw\({}, \.\.\.\)",
+    lambda rule: hm.plot(rule, 3): r"hm\.plot\({}, \.\.\.\)",
+    lambda rule: hm.lint(rule): r"hm\.lint\({}\)",
+    lambda rule: hm.dot_product_attention(
+        X, X, X, mask_spec=rule
+    ): r"hm\.dot_product_attention\(query, key, value, mask_spec={}\)",
+    lambda rule: hm.PerHeadMaskedMultiHeadAttention(
+        2, 4, mask_spec=rule
+    ): r"PerHeadMaskedMultiHeadAttention\(\.\.\., mask_spec={}\)",
+    lambda rule: hm.PerHead({0: rule}): r"hm\.PerHead\(\{{0: {}\}}\)",
+    lambda rule: hm.PerHead({}, default=rule): r"hm\.PerHead\(\.\.\., default={}\)",
+}
+NEAR = [
+    ({0: hm.Full()}, r"Wrap rules by head in PerHead: {}\.", r"hm\.PerHead\(\{0: \.\.\.\}\)"),
+    ({"1-3": hm.Full()}, r"in PerHead: {}\.", r"hm\.PerHead\(\{'1-3': \.\.\.\}\)"),
+    (
+        [hm.Full()],
+        r"Combine specs by & or \|, .* by PerHead: {}\.",
+        r"hm\.PerHead\(\{0: a, 1: b\}\)",
+    ),
+    ("causal", r"Call it: {}\.", r"hm\.recipes\.causal\(\)"),
+    ("prefix_lm", r"Call it: {}\.", r"hm\.recipes\.prefix_lm\(length\)"),
+    ("window", r"Call it: {}\.", r"hm\.Window\(\)"),
+    ("none such", r"The recipes are .*, causal, .*: {}\. JSON text", r"hm\.recipes\.causal\(\)"),
+    (hm.Full, r"Call it: {}\.", r"hm\.Full\(\)"),
+    (hm.SameSegment, r"Call it: {}\.", r"hm\.SameSegment\(input\)"),
+    (hm.recipes.causal, r"Call it: {}\.", r"hm\.recipes\.causal\(\)"),
+    (np.ones((3, 3)), r"by MaskInput\(name\): {}\.", r"hm\.MaskInput\(name\)"),
+]
+
+
+@pytest.mark.parametrize(("near", "hint", "written"), NEAR, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("call", CALLED, ids=CALLED.values())
+def test_a_hint_shows_the_call(call, near, hint, written):
+    wanted = CALLED[call].format(written)
+    with pytest.raises(TypeError, match=f"must be a mask spec.*{hint.format(wanted)}"):
+        call(near)
+
+
+@pytest.mark.parametrize("near", [[hm.Full()], hm.Full, hm.recipes.causal], ids=str)
+def test_a_hint_shows_apply_head_masks(near):
+    with pytest.raises(
+        TypeError, match=r"must be a mask spec.*: hm\.apply_head_masks\(model, hm\."
+    ):
+        hm.apply_head_masks(one_layer(), near)
+
+
+@pytest.mark.parametrize("name", ["causal", "padding", "sentences", "streaming"])
+def test_a_recipe_by_its_name_alone(name):
+    call = rf"hm\.recipes\.{name}\(.*\)"
+    with pytest.raises(ValueError, match=rf"Call it: hm\.apply_head_masks\(model, {call}\)\."):
+        hm.apply_head_masks(one_layer(), name)
+    with pytest.raises(AttributeError, match=rf"has no `{name}`. It is a recipe: {call}\."):
+        getattr(hm, name)
+
+
+def test_a_name_that_is_no_recipe():
+    assert not hasattr(hm, "no_such_name")
+    with pytest.raises(ValueError, match=r"rule's JSON, but it is none: .*Received: 'caused'\.$"):
+        hm.apply_head_masks(one_layer(), "caused")
+
+
+def test_rules_by_head_in_json():
+    with pytest.raises(ValueError, match='"kind": "per_head", "heads"'):
+        hm.MaskSpec.from_config({"0": {"kind": "full"}})
+
+
+READS = hm.SameSegment("ids")
+READERS = {
+    "hm.make_mask(spec, queries, keys, mask_inputs={'ids': ...})": lambda: hm.make_mask(
+        READS, 3, 3
+    ),
+    "hm.draw(spec, mask_inputs={'ids': ...})": lambda: hm.draw(READS, 3),
+    "hm.plot(spec, mask_inputs={'ids': ...})": lambda: hm.plot(READS, 3),
+    "hm.dot_product_attention(query, key, value, mask_inputs={'ids': ...})": (
+        lambda: hm.dot_product_attention(X, X, X, mask_spec=READS)
+    ),
+    "layer(x, mask_inputs={'ids': ...}). keras.Sequential": (
+        lambda: hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=READS)(X[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("written", READERS)
+def test_missing_mask_inputs_name_the_call(written):
+    with pytest.raises(ValueError, match=re.escape(written)) as raised:
+        READERS[written]()
+    assert ("Sequential" in str(raised.value)) == ("Sequential" in written)
+
+
+def test_a_missing_whole_mask_is_described_as_one():
+    with pytest.raises(
+        ValueError, match=r"Pass a boolean tensor of shape \(batch or 1, heads or 1"
+    ):
+        hm.draw(hm.MaskInput("m"), 3)

@@ -72,7 +72,8 @@ def show(figure, name):
 
 Sentences are counted in the graph from the token ids, one more after each end token: the model
 needs no input that it does not have, and neither does its export. (For sentences found by a
-splitter, write `hm.SameSegment("sentence_ids")`: the model then has that input too.)
+splitter, write `hm.SameSegment("sentence_ids")` and pass `add_inputs=True`: the model then has that
+input too.)
 
 `hm.apply_head_masks` gives a copy of the model that obeys it: the line this is all about.
 """

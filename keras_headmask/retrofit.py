@@ -25,6 +25,7 @@ def apply_head_masks(
     layers: Any = None,
     existing: str = "error",
     copy: bool = True,
+    add_inputs: bool = False,
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
@@ -32,11 +33,11 @@ def apply_head_masks(
     has of its own. It is saved and loaded with the model (`import keras_headmask` before loading).
     The class stays the model's: a masked `GPT2CausalLM` is one, and generates under the rule.
 
-    What the rule reads is taken from the model's inputs by name; a name that the model has not
-    becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of
-    inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In
-    cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
-    `encoder_x` if the model has them, and else gets `query_x` and `key_x`.
+    What the rule reads is taken from the model's inputs by name. With `add_inputs=True`, a name
+    that the model lacks becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the
+    end of a list of inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads,
+    queries, keys)`.) In cross-attention, a rule that reads `x` on both sides takes the inputs
+    `decoder_x` and `encoder_x` if the model has them, and else `query_x` and `key_x`.
 
     One limit: attention written by hand is found by names alone: of a class named for attention,
     or of `dot_product_attention` in its code. Built of other layers or in a `Lambda`, it escapes.
@@ -46,7 +47,7 @@ def apply_head_masks(
             subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
             nested layers and models too. A Sequential model comes back as a functional one.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
-            layers to specs: `{"0-1": a, 2: b}`.
+            layers to specs: `{"0-1": a, "2": b}`. Its keys are texts, since a number may mean a head.
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, the one way to name cross-attention; a tuple or list of
@@ -54,6 +55,8 @@ def apply_head_masks(
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             weights stay in place and `model` is used up: what it was is now the result.
+        add_inputs: Whether the model gets a new input for each name that the rule reads and the
+            model lacks. With `False` such a name is an error.
 
     Returns:
         A model with `mask_specs` (the spec of each masked layer, by path), `summary_masks()`, and
@@ -61,7 +64,8 @@ def apply_head_masks(
 
     Raises:
         TypeError: for a model without a graph, or a spec or selector that is none.
-        ValueError: for a selector that names no layer, an attention class whose masks cannot be
+        ValueError: for a selector that names no layer, a number as the key of a mapping, a name
+            that no input of the model has (unless `add_inputs=True`), an attention class whose masks cannot be
             reached, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
             layer of which it cannot be told whether it is self-attention, unless a regex names it.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
@@ -94,7 +98,7 @@ def apply_head_masks(
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_heads(rules, found)
-    check_inputs(model, rules_of_layers(model, rules, found))  # before anything is changed
+    check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)

@@ -17,7 +17,7 @@ class AttentionLayer(NamedTuple):
 
     `kind` is "self", "cross", or "unclear". `place` is its number in files: it counts the layers by
     the attributes that hold them, which is the same wherever a model is loaded. `runs_on_two`: it
-    is called more than once, on sequences made of different inputs.
+    is called more than once, on two sequences, or on what further inputs made of one.
     """
 
     layer: keras.layers.MultiHeadAttention
@@ -43,10 +43,10 @@ def find_attention(model: keras.Model) -> Found:
     seen: set[int] = set()
     paths: dict[str, int] = {}
     shown: dict[int, list[str | None]] = {}  # in forward order
-    origins: dict[int, set[frozenset[int]]] = {}
+    streams: dict[int, set[Any]] = {}
     for call in tracing.attention_calls(model):
         shown.setdefault(id(call.layer), []).append(call.shows)
-        origins.setdefault(id(call.layer), set()).add(call.origin)
+        streams.setdefault(id(call.layer), set()).add(call.stream)
     for path, layer in _walk(model, ""):
         if id(layer) in seen:
             continue
@@ -55,8 +55,7 @@ def find_attention(model: keras.Model) -> Found:
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
         kind = _kind(layer.name.lower(), shown.get(id(layer), [None]))
-        seen_on = [x for x in origins.get(id(layer), ()) if x]
-        on_two = any(a.isdisjoint(b) for a in seen_on for b in seen_on)
+        on_two = len(streams.get(id(layer), set()) - {None}) > 1
         entry = AttentionLayer(layer, path, kind, runs_on_two=on_two)
         if isinstance(layer, keras.layers.MultiHeadAttention):
             if _calls_the_hook(type(layer)):
@@ -157,6 +156,8 @@ def specs_by_layer(
         if not mask_spec:
             raise ValueError("`mask_spec` is an empty mapping: it names no layer.")
         pairs = list(mask_spec.items())
+        for selector, _ in pairs:
+            _refuse_number(selector)
     else:
         pairs = [(layers, mask_spec)]
     chosen: dict[int, MaskSpec] = {}
@@ -172,6 +173,16 @@ def specs_by_layer(
                 )
             chosen[number] = spec
     return dict(sorted(chosen.items()))
+
+
+def _refuse_number(key: Any) -> None:
+    """Raise for a key of a mapping that `PerHead` would read as a head."""
+    for part in key if isinstance(key, (tuple, list, range)) else (key,):
+        if _is_number(part):
+            raise ValueError(
+                f"The key {key!r} may mean a layer or a head. For layers write it as a text: "
+                f'`{{"{part}": ...}}`. For heads of all layers: `PerHead({{{part}: ...}})`.'
+            )
 
 
 def select(found: Found, selector: Any) -> list[int]:
@@ -222,10 +233,14 @@ def _check_all_clear(found: Found) -> None:
         )
 
 
+def _is_number(x: Any) -> bool:
+    is_integer = hasattr(type(x), "__index__") and getattr(x, "shape", ()) == ()
+    return is_integer and not isinstance(x, bool)
+
+
 def _numbers(selector: Any, count: int) -> list[int]:
     """3, "3", "1-3" or "0,2-3" as numbers below `count`."""
-    is_number = hasattr(type(selector), "__index__") and getattr(selector, "shape", ()) == ()
-    if isinstance(selector, bool) or not (isinstance(selector, str) or is_number):
+    if not (isinstance(selector, str) or _is_number(selector)):
         raise TypeError(
             "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
             f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."

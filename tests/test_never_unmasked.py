@@ -90,7 +90,7 @@ def test_a_rule_over_a_masked_model_inside_tells_both():
 
 
 def test_floats_for_a_mask_input_are_refused():
-    masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"))
+    masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"), add_inputs=True)
     allowed = np.tril(np.ones((2, 4, 7, 7), bool))
     masked([TOKENS, allowed])
     additive = np.where(allowed, 0, -1e9).astype("float32")
@@ -386,7 +386,7 @@ def test_a_query_changed_by_another_input_is_not_taken_for_cross_attention():
 def test_ids_of_64_bits_stay_apart():
     x = keras.Input((None, 8))
     model = keras.Model(x, attention_of(x, x))
-    model = hm.apply_head_masks(model, hm.SameSegment("ids"))
+    model = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
     given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 3 * 10**9, 5]])
     expected = numpy(model([given, np.array([[5, 6, 7, 5]])]))
     if keras.backend.backend() == "jax":

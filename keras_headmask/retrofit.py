@@ -47,7 +47,7 @@ def apply_head_masks(
             subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
             nested layers and models too. A Sequential model comes back as a functional one.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
-            layers to specs: `{"0-1": a, "2": b}`. Its keys are texts, since a number may mean a head.
+            layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, the one way to name cross-attention; a tuple or list of
@@ -65,8 +65,8 @@ def apply_head_masks(
     Raises:
         TypeError: for a model without a graph, or a spec or selector that is none.
         ValueError: for a selector that names no layer, a number as the key of a mapping, a name
-            that no input of the model has (unless `add_inputs=True`), an attention class whose masks cannot be
-            reached, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
+            that no input of the model has (unless `add_inputs=True`), attention that no rule
+            reaches, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
             layer of which it cannot be told whether it is self-attention, unless a regex names it.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
             rule.

@@ -69,7 +69,8 @@ ARROWS = {
     "attention": {"evaluation", "input_leaves", "masks", "specs", "tiling"},
     "layer": {"attention", "evaluation", "masks", "per_head", "position_leaves", "specs", "tiling"},
     "tracing": set(),
-    "selectors": {"specs", "tracing"},
+    "reachable": set(),
+    "selectors": {"reachable", "specs", "tracing"},
     "layer_rules": {"per_head", "position_leaves", "selectors", "specs"},
     "binding": {
         "attention",
@@ -82,7 +83,7 @@ ARROWS = {
     },
     "hooks": {"binding", "layer", "layer_rules", "specs"},
     "consumed": set(),
-    "stock": {"consumed"},
+    "stock": {"consumed", "reachable"},
     "masked_model": {"binding", "hooks", "layer_rules", "selectors", "specs", "stock"},
     "retrofit": {
         "binding",

@@ -214,7 +214,7 @@ def test_two_sequences_that_share_a_third_input(shared):
     third = keras.Input((1, 8) if shared == "a vector" else (None, 1), name="third")
     layer = attention("a")
     model = keras.Model([x, y, third], [layer(h, h) for h in (x * third, y * third)])
-    with pytest.raises(ValueError, match="'a' .*is called on two sequences"):
+    with pytest.raises(ValueError, match=r"'a' .*is called on two sequences"):
         hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
     hm.apply_head_masks(model, CHUNK)  # reads none
 

@@ -120,7 +120,9 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and what the classes hold that it is made from, up to Keras' own."""
     held = getattr(value, "__dict__", {})
     skipped = _OF_MODELS if isinstance(value, keras.Model) else ()
-    yield from ((f".{name}", part) for name, part in list(held.items()) if name not in skipped)
+    for name, part in list(held.items()):
+        if name not in skipped and not name.startswith("_self_"):  # TensorFlow's own notes
+            yield f".{name}", part
     for part in type(value).__mro__:
         package = _package(part.__module__)
         if package == "keras_headmask":

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import hooks
-from keras_headmask.binding import Plan
+from keras_headmask import hooks, tracing
+from keras_headmask.binding import Plan, in_own_function
 from keras_headmask.consumed import moved
 from keras_headmask.layer_rules import Rules, check_inputs, rules_of_layers
 from keras_headmask.masked_model import HeadMasked, masked, stock_copy, unhooked
@@ -98,6 +98,7 @@ def apply_head_masks(
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_heads(rules, found)
+    _check_functions(model, rules, found)
     check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
@@ -158,6 +159,13 @@ def _with_existing(
             spec = earlier & spec
         rules[i] = spec, was_replaced or (existing == "replace" and beneath is not None)
     return dict(sorted(rules.items()))
+
+
+def _check_functions(model: keras.Model, rules: Rules, found: Found) -> None:
+    inside = tracing.called_in_functions(model)
+    for i in rules:
+        if id(found.known[i].layer) in inside:
+            raise ValueError(in_own_function(found.known[i]))
 
 
 def _check_heads(rules: Rules, found: Found) -> None:

@@ -4,6 +4,7 @@ The model is run once on symbolic tensors, by Keras' shape inference, with the b
 layers in place of the layers: so what they do with their inputs is seen as a graph is.
 """
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,29 @@ def attention_calls(model: keras.Model) -> list[Call]:
             if not _unseen(best):
                 break
     return _Trace(model).read_graphs() if best is None else best
+
+
+def called_in_functions(model: keras.Model) -> set[int]:
+    """The ids of attention layers that a `tf.function` inside `model` calls.
+
+    Such a function keeps what it traced first, and nobody sees the calls in it: they show when
+    its Python code is run in its place.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return set()
+    import tensorflow as tf
+
+    def counted() -> collections.Counter[int]:
+        return collections.Counter(id(call.layer) for call in attention_calls(model))
+
+    with _ONE_AT_A_TIME:
+        attention_calls(model)  # from here on the functions have a trace of these sizes
+        usual, before = counted(), tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)  # other threads get the same numbers, more slowly
+        try:
+            return set(counted() - usual)
+        finally:
+            tf.config.run_functions_eagerly(before)
 
 
 def _unseen(calls: list[Call]) -> int:

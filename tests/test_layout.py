@@ -94,6 +94,7 @@ ARROWS = {
         "per_head",
         "selectors",
         "specs",
+        "tracing",
     },
     "panels": {"config", "coverage", "describing", "evaluation", "per_head", "specs"},
     "drawing": {"panels", "specs"},

@@ -39,8 +39,16 @@ def apply_head_masks(
     queries, keys)`.) In cross-attention, a rule that reads `x` on both sides takes the inputs
     `decoder_x` and `encoder_x` if the model has them, and else `query_x` and `key_x`.
 
-    One limit: attention written by hand is found by names alone: of a class named for attention,
-    or of `dot_product_attention` in its code. Built of other layers or in a `Lambda`, it escapes.
+    The ids of a rule are read in the order and the dtype of the model's input. A model that
+    reverses, shifts or packs its sequence must get ids in the order that attention sees. An outer
+    model with an int32 input cuts ids of 64 bits before this one gets them: ids that differ by
+    2^32 become one there. Declare the outer input as int64.
+
+    Attention written by hand is refused where it shows: in a class named for attention, by
+    `dot_product_attention` in the code of a layer or in what that calls, or in the graph. A class
+    of another name that computes with `matmul` and `softmax` escapes the rule, and so does a call
+    in a function compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it
+    is refused.)
 
     Args:
         model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a

@@ -49,7 +49,8 @@ def find_attention(model: keras.Model) -> Found:
     streams: dict[int, set[Any]] = {}
     for call in tracing.attention_calls(model):
         shown.setdefault(id(call.layer), []).append(call.shows)
-        streams.setdefault(id(call.layer), set()).add(call.stream)
+        key = None if call.stream is None else call.stream.key
+        streams.setdefault(id(call.layer), set()).add(key)
     by_hand = {id(x) for x in _softmaxes_of_attention(model)}
     for path, layer in _walk(model, ""):
         if id(layer) in seen:

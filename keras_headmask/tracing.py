@@ -82,7 +82,8 @@ class _Stream(NamedTuple):
     """A sequence, by what it is made of.
 
     What one sequence alone gives is that sequence still, so `key` stands for an input, or for an
-    operation on two and more: equal operations on equal sequences give one.
+    operation on two and more: equal operations on equal sequences give one. `inputs` are all that
+    had a part in it.
     """
 
     key: Any
@@ -271,12 +272,15 @@ class _Trace:
         """
         made = [self._origins[id(x)] for x in read]
         pairs = [(x, s) for x, s in zip(read, made, strict=True) if s is not None]
-        streams = [s for x, s in pairs if _is_as_long(x, tensor)] or [s for _, s in pairs]
-        if len(set(streams)) < 2:
-            return streams[0] if streams else None
-        joint = _what_it_does(tensor._keras_history[0]), tuple(s.key for s in streams)
-        key = self._joints.setdefault(joint, object())
-        return _Stream(key, frozenset().union(*(s.inputs for s in streams)))
+        if not pairs:
+            return None
+        inputs = frozenset().union(*(s.inputs for _, s in pairs))
+        along = [s.key for x, s in pairs if _is_as_long(x, tensor)]
+        keys = along or [s.key for _, s in pairs]
+        if len(set(keys)) == 1:
+            return _Stream(keys[0], inputs)
+        joint = _what_it_does(tensor._keras_history[0]), tuple(keys)
+        return _Stream(self._joints.setdefault(joint, object()), inputs)
 
 
 _NODES = "_inbound_nodes", "_outbound_nodes"

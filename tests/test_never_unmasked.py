@@ -397,6 +397,20 @@ def test_ids_of_64_bits_stay_apart():
     np.testing.assert_allclose(model.predict([given, wide], verbose=0), expected, atol=1e-6)
 
 
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX has 32 bits")
+def test_ids_of_64_bits_through_an_outer_model():
+    """The outer model casts its inputs before ours sees them, so its dtype must have 64 bits."""
+    x = keras.Input((4, 8))
+    masked = hm.apply_head_masks(
+        keras.Model(x, attention_of(x, x)), hm.SameSegment("ids"), add_inputs=True
+    )
+    ids = keras.Input((4,), dtype="int64", name="ids")
+    outer = keras.Model([x, ids], masked([x, ids]))
+    given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
+    expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
+    np.testing.assert_allclose(numpy(outer([given, wide])), expected, atol=1e-6)
+
+
 def test_a_float_mask_in_a_nested_structure_is_refused():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     mask = keras.Input((2, None, None), dtype="bool", name="mask")

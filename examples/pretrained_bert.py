@@ -74,7 +74,8 @@ Sentences are counted in the graph from the token ids, one more after each end t
 needs no input that it does not have, and neither does its export. `[CLS]` and `[SEP]` see all and
 are seen by all: `hm.SameSentence` alone would cut `[CLS]`, which the model trained to speak for the
 whole text, to the first sentence, and leave `[SEP]` with itself. (For sentences found by a
-splitter, write `hm.SameSegment("sentence_ids")`: the model then has that input too.)
+splitter, write `hm.SameSegment("sentence_ids")` and pass `add_inputs=True`: the model then has that
+input too.)
 
 `hm.apply_head_masks` gives a copy of the model that obeys it: the line this is all about.
 """

@@ -96,6 +96,7 @@ class Binding:
     def __init__(self, plan: Plan, tensors: Mapping[str, Any], query_offset: Any):
         self.plan, self.tensors, self.query_offset = plan, tensors, query_offset
         self.used: set[int] = set()
+        self._graph = _graph()
         self._bounds: dict[Any, evaluation.Bound] = {}
         self._masks: dict[Any, Any] = {}
         for rule in plan.rules.values():
@@ -124,6 +125,7 @@ class Binding:
 
     def attend(self, rule: LayerRule, compute: Callable, arguments: Mapping[str, Any]) -> Any:
         """Context and scores of one layer under its rule; `compute` is what it would do without."""
+        check_not_in_own_function(rule, self._graph)
         self.used.add(id(rule.layer))
         if not rule.restricts:
             return compute(**arguments)
@@ -219,6 +221,43 @@ def _scope(tensor: Any) -> Any:
 
         return None if isinstance(tensor, jax.core.Tracer) else "eager"
     return "eager"
+
+
+def _graph() -> Any:
+    """TensorFlow's graph that is being built; `None` outside of graphs and on other backends."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def check_not_in_own_function(rule: LayerRule, bound_in: Any) -> None:
+    """Raise if the layer runs in a `tf.function` inside of the forward whose graph is `bound_in`.
+
+    Or inside Keras' inference of shapes: its trace would live on, too.
+    """
+    graph, inside = _graph(), False
+    while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
+        if graph.name.startswith("scratch_graph"):  # Keras'
+            bound_in = graph
+            break
+        import tensorflow as tf
+
+        # Loops and branches have graphs of classes of their own, made anew for each forward.
+        inside = inside or type(graph) is tf.__internal__.FuncGraph
+        graph = graph.outer_graph
+    if inside and (bound_in is None or graph is bound_in):
+        raise RuntimeError(in_own_function(rule.entry))
+
+
+def in_own_function(entry: Any) -> str:
+    return (
+        f"The attention layer {entry} is called in a `tf.function` inside the model. Such a "
+        "function keeps what it traced first: attention without the rule, or under the ids of "
+        "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
+        "graph of the whole model."
+    )
 
 
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:

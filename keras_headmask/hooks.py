@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
-from keras_headmask.binding import Binding, Plan
+from keras_headmask.binding import Binding, Plan, check_not_in_own_function
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.layer_rules import LayerRule
 from keras_headmask.specs import MaskSpec
@@ -154,6 +154,7 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
         if plan.running.binding is not None:
             return plan.running.binding.attend(rule, compute, arguments)
         if plan.running.only_shapes or in_symbolic_scope():
+            check_not_in_own_function(rule, None)
             return compute(**arguments)
         raise RuntimeError(
             f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "

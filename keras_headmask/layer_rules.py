@@ -68,7 +68,7 @@ def _available(model: keras.Model) -> dict[str, Any]:
     return {tensor.name: tensor for tensor in model.inputs}
 
 
-def check_inputs(model: keras.Model, rules: list[LayerRule]) -> None:
+def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -> None:
     """Raise for what the inputs of `model` cannot give its rules."""
     inputs = model._inputs_struct if isinstance(model, Functional) else None
     if isinstance(inputs, dict):
@@ -84,8 +84,9 @@ def check_inputs(model: keras.Model, rules: list[LayerRule]) -> None:
         read = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
         if read and rule.entry.runs_on_two:
             raise ValueError(
-                f"The attention layer {rule.entry} is called on two sequences, and the rule reads "
-                f"{read}, which belong to one of them. Give the rule to the model that both share "
+                f"The attention layer {rule.entry} is called on two sequences, or on one that a "
+                f"further input changes between the calls, and the rule reads {read}, which belong "
+                "to one sequence. Give the rule to the model that both share "
                 "(`apply_head_masks(encoder, ...)`), and call the result on each with its own ids."
             )
     new = new_inputs(model, rules)
@@ -94,6 +95,13 @@ def check_inputs(model: keras.Model, rules: list[LayerRule]) -> None:
         raise ValueError(
             f"The rule reads {clash[0]!r}, which the model has no input of, and one cannot be "
             "added: a layer of the model has that name. Give the mask input another name."
+        )
+    if new and not add_inputs:
+        has = sorted(_available(model))
+        raise ValueError(
+            f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
+            f"are {has}. Name one of them in the rule (`SameSentence(..., input={has[0]!r})`), or "
+            "pass add_inputs=True, which adds what is missing as new inputs of the model."
         )
 
 

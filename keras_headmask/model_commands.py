@@ -67,6 +67,9 @@ def info(model: str, unsafe: bool) -> Answer:
     default="error",
     help="What to do where a layer has a rule already.",
 )
+@click.option(
+    "--add-inputs", is_flag=True, help="Add what RULE reads and MODEL lacks as new inputs."
+)
 @click.option("--force", is_flag=True, help="Overwrite OUT.keras.")
 @unsafe_option
 def apply(
@@ -75,6 +78,7 @@ def apply(
     output: str,
     layers: tuple[str, ...],
     existing: str,
+    add_inputs: bool,
     force: bool,
     unsafe: bool,
 ) -> Answer:
@@ -92,7 +96,9 @@ def apply(
         begin("loading")
         loaded = command_input.load_model(model, unsafe)
         begin("applying")
-        masked = apply_head_masks(loaded, rules, layers or None, existing, copy=False)
+        masked = apply_head_masks(
+            loaded, rules, layers or None, existing, copy=False, add_inputs=add_inputs
+        )
         begin("writing")
         with command_input.written_whole(output) as file:
             masked.save(file)

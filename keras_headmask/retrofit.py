@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import config, hooks
-from keras_headmask.binding import Plan
+from keras_headmask import config, hooks, tracing
+from keras_headmask.binding import Plan, in_own_function
 from keras_headmask.consumed import moved
 from keras_headmask.layer_rules import Rules, check_inputs, rules_of_layers
 from keras_headmask.masked_model import HeadMasked, masked, stock_copy, unhooked
@@ -25,6 +25,7 @@ def apply_head_masks(
     layers: Any = None,
     existing: str = "error",
     copy: bool = True,
+    add_inputs: bool = False,
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
@@ -32,21 +33,29 @@ def apply_head_masks(
     has of its own. It is saved and loaded with the model (`import keras_headmask` before loading).
     The class stays the model's: a masked `GPT2CausalLM` is one, and generates under the rule.
 
-    What the rule reads is taken from the model's inputs by name; a name that the model has not
-    becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of
-    inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In
-    cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
-    `encoder_x` if the model has them, and else gets `query_x` and `key_x`.
+    What the rule reads is taken from the model's inputs by name. With `add_inputs=True`, a name
+    that the model lacks becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the
+    end of a list of inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads,
+    queries, keys)`.) In cross-attention, a rule that reads `x` on both sides takes the inputs
+    `decoder_x` and `encoder_x` if the model has them, and else `query_x` and `key_x`.
 
-    One limit: attention written by hand is found by names alone: of a class named for attention,
-    or of `dot_product_attention` in its code. Built of other layers or in a `Lambda`, it escapes.
+    The ids of a rule are read in the order and the dtype of the model's input. A model that
+    reverses, shifts or packs its sequence must get ids in the order that attention sees. An outer
+    model with an int32 input cuts ids of 64 bits before this one gets them: ids that differ by
+    2^32 become one there. Declare the outer input as int64.
+
+    Attention written by hand is refused where it shows: in a class named for attention, by
+    `dot_product_attention` in the code of a layer or in what that calls, or in the graph. A class
+    of another name that computes with `matmul` and `softmax` escapes the rule, and so does a call
+    in a function compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it
+    is refused.)
 
     Args:
         model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a
             subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
             nested layers and models too. A Sequential model comes back as a functional one.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
-            layers to specs: `{"0-1": a, 2: b}`.
+            layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, the one way to name cross-attention; a tuple or list of
@@ -54,6 +63,8 @@ def apply_head_masks(
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             weights stay in place and `model` is used up: what it was is now the result.
+        add_inputs: Whether the model gets a new input for each name that the rule reads and the
+            model lacks. With `False` such a name is an error.
 
     Returns:
         A model with `mask_specs` (the spec of each masked layer, by path), `summary_masks()`, and
@@ -61,8 +72,9 @@ def apply_head_masks(
 
     Raises:
         TypeError: for a model without a graph, or a spec or selector that is none.
-        ValueError: for a selector that names no layer, an attention class whose masks cannot be
-            reached, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
+        ValueError: for a selector that names no layer, a number as the key of a mapping, a name
+            that no input of the model has (unless `add_inputs=True`), attention that no rule
+            reaches, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
             layer of which it cannot be told whether it is self-attention, unless a regex names it.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
             rule.
@@ -96,7 +108,8 @@ def apply_head_masks(
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_heads(rules, found)
-    check_inputs(model, rules_of_layers(model, rules, found))  # before anything is changed
+    _check_functions(model, rules, found)
+    check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)
@@ -156,6 +169,13 @@ def _with_existing(
             spec = earlier & spec
         rules[i] = spec, was_replaced or (existing == "replace" and beneath is not None)
     return dict(sorted(rules.items()))
+
+
+def _check_functions(model: keras.Model, rules: Rules, found: Found) -> None:
+    inside = tracing.called_in_functions(model)
+    for i in rules:
+        if id(found.known[i].layer) in inside:
+            raise ValueError(in_own_function(found.known[i]))
 
 
 def _check_heads(rules: Rules, found: Found) -> None:

@@ -170,7 +170,9 @@ def lint(
         rules = None if rule is None else command_input.read_rules(rule)
         subject = command_input.load_model(model, unsafe)
         if rules is not None:
-            subject = apply_head_masks(subject, rules, existing="replace", copy=False)
+            subject = apply_head_masks(
+                subject, rules, existing="replace", copy=False, add_inputs=True
+            )
     findings = linting.lint(subject, queries, keys, heads, mask_inputs, query_offset)
     severities = ("error", "warning") if strict else ("error",)
     return Answer(str(findings), {"findings": list(findings)}, _code(findings, severities))

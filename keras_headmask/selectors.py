@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import tracing
+from keras_headmask import reachable, tracing
 from keras_headmask.specs import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
@@ -17,7 +18,8 @@ class AttentionLayer(NamedTuple):
 
     `kind` is "self", "cross", or "unclear". `place` is its number in files: it counts the layers by
     the attributes that hold them, which is the same wherever a model is loaded. `runs_on_two`: it
-    is called more than once, on sequences made of different inputs.
+    is called more than once, on two sequences, or on what further inputs made of one. `untracked`:
+    it is held where Keras does not track it.
     """
 
     layer: keras.layers.MultiHeadAttention
@@ -25,13 +27,14 @@ class AttentionLayer(NamedTuple):
     kind: str
     place: int = -1
     runs_on_two: bool = False
+    untracked: bool = False
 
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.layer).__name__})"
 
 
 class Found(NamedTuple):
-    """The attention layers of a model in forward order, and those whose masks nobody can reach."""
+    """The attention layers of a model in forward order, and those that no rule reaches."""
 
     known: list[AttentionLayer]
     unknown: list[AttentionLayer]
@@ -43,10 +46,12 @@ def find_attention(model: keras.Model) -> Found:
     seen: set[int] = set()
     paths: dict[str, int] = {}
     shown: dict[int, list[str | None]] = {}  # in forward order
-    origins: dict[int, set[frozenset[int]]] = {}
+    streams: dict[int, set[Any]] = {}
     for call in tracing.attention_calls(model):
         shown.setdefault(id(call.layer), []).append(call.shows)
-        origins.setdefault(id(call.layer), set()).add(call.origin)
+        key = None if call.stream is None else call.stream.key
+        streams.setdefault(id(call.layer), set()).add(key)
+    by_hand = {id(x) for x in _softmaxes_of_attention(model)}
     for path, layer in _walk(model, ""):
         if id(layer) in seen:
             continue
@@ -55,15 +60,20 @@ def find_attention(model: keras.Model) -> Found:
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
         kind = _kind(layer.name.lower(), shown.get(id(layer), [None]))
-        seen_on = [x for x in origins.get(id(layer), ()) if x]
-        on_two = any(a.isdisjoint(b) for a in seen_on for b in seen_on)
+        on_two = len(streams.get(id(layer), set()) - {None}) > 1
         entry = AttentionLayer(layer, path, kind, runs_on_two=on_two)
         if isinstance(layer, keras.layers.MultiHeadAttention):
             if _calls_the_hook(type(layer)):
                 found.known.append(entry._replace(place=len(found.known)))
             else:
                 found.unknown.append(entry)
-        elif _attends_by_itself(layer):
+        elif _attends_by_itself(layer) or id(layer) in by_hand:
+            found.unknown.append(entry)
+    if _runs_attention_code(model):
+        found.unknown.append(AttentionLayer(model, model.name, "unclear"))
+    for path, layer in reachable.untracked_layers(model):
+        if _holds_attention(layer):
+            entry = AttentionLayer(layer, path, _kind(layer.name.lower(), [None]), untracked=True)
             found.unknown.append(entry)
     if all(id(entry.layer) in shown for entry in found.known):
         order = {layer: number for number, layer in enumerate(shown)}
@@ -103,7 +113,8 @@ def _attends_by_itself(layer: keras.Layer) -> bool:
     """Whether a layer computes attention that no hook reaches, as far as names and code tell.
 
     One named for attention does, unless it leaves that to layers inside, and so does one whose code
-    names an operation for attention, or a softmax if it is named for attention itself.
+    names an operation for attention, or a softmax if it is named for attention itself. (The code:
+    methods, what they call and close over, functions in attributes: see `reachable`.)
     """
     named = _is_attention_by_name(layer)
     if named and not any(
@@ -111,19 +122,61 @@ def _attends_by_itself(layer: keras.Layer) -> bool:
         for _, inner in _walk(layer, "")
     ):
         return True
-    reads = _names_in_code(type(layer))
-    return any("dot_product_attention" in name for name in reads) or (named and "softmax" in reads)
+    return _runs_attention_code(layer, named)
 
 
-def _names_in_code(cls: type) -> set[str]:
-    """What the methods of a class, and of those it is made from up to Keras' own, refer to."""
-    names: set[str] = set()
-    for part in cls.__mro__:
-        if part.__module__.split(".")[0] == "keras":
-            break
-        for value in vars(part).values():
-            names.update(getattr(getattr(value, "__code__", None), "co_names", ()))
-    return names
+def _runs_attention_code(layer: keras.Layer, named: bool = False) -> bool:
+    reads = reachable.names_in_code(layer)
+    return any(_OPERATION.search(name) for name in reads) or (named and "softmax" in reads)
+
+
+_OPERATION = re.compile("dot_product_attention|DotProductAttention")
+
+
+def _holds_attention(layer: keras.Layer) -> bool:
+    return any(
+        isinstance(x, keras.layers.MultiHeadAttention) or _attends_by_itself(x)
+        for x in layer._flatten_layers()
+    )
+
+
+def _softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
+    """The softmax of attention that a graph spells out: of (..., queries, keys), then a product."""
+    for graph in model._flatten_layers():
+        if not isinstance(graph, Functional):
+            continue
+        nodes = [node for level in graph._nodes_by_depth.values() for node in level]
+        readers: dict[int, list[Any]] = {}
+        for node in nodes:
+            for tensor in node.input_tensors:
+                readers.setdefault(id(tensor), []).append(node)
+        for node in nodes:
+            if _is_softmax(node.operation) and any(map(_may_be_weights, node.outputs)):
+                waiting, seen = list(node.outputs), set()
+                while waiting:
+                    tensor = waiting.pop()
+                    for reader in readers.get(id(tensor), ()):
+                        if type(reader.operation).__name__ in _PRODUCTS:
+                            yield node.operation
+                            waiting = []
+                            break
+                        if id(reader) not in seen and any(map(_may_be_weights, reader.outputs)):
+                            seen.add(id(reader))
+                            waiting += reader.outputs
+
+
+_PRODUCTS = "Matmul", "Einsum", "Dot", "Tensordot"
+
+
+def _is_softmax(operation: Any) -> bool:
+    named = getattr(getattr(operation, "activation", None), "__name__", "")
+    return type(operation).__name__ == "Softmax" or named == "softmax"
+
+
+def _may_be_weights(tensor: Any) -> bool:
+    """Whether a tensor has an axis of queries before one of keys: in self-attention, as long."""
+    shape = tuple(tensor.shape)
+    return len(shape) > 2 and (shape[-1] is None or shape[-1] == shape[-2])
 
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:
@@ -157,6 +210,8 @@ def specs_by_layer(
         if not mask_spec:
             raise ValueError("`mask_spec` is an empty mapping: it names no layer.")
         pairs = list(mask_spec.items())
+        for selector, _ in pairs:
+            _refuse_number(selector)
     else:
         pairs = [(layers, mask_spec)]
     chosen: dict[int, MaskSpec] = {}
@@ -174,15 +229,29 @@ def specs_by_layer(
     return dict(sorted(chosen.items()))
 
 
+def _refuse_number(key: Any) -> None:
+    """Raise for a key of a mapping that `PerHead` would read as a head."""
+    for part in key if isinstance(key, (tuple, list, range)) else (key,):
+        if _is_number(part):
+            raise ValueError(
+                f"The key {key!r} may mean a layer or a head. For layers write it as a text: "
+                f'`{{"{part}": ...}}`. For heads of all layers: `PerHead({{{part}: ...}})`.'
+            )
+
+
 def select(found: Found, selector: Any) -> list[int]:
     """The numbers of the layers that `selector` names: see `apply_head_masks`."""
     of_self = [i for i, entry in enumerate(found.known) if entry.kind == "self"]
     if selector is None:
         if found.unknown:
             raise ValueError(
-                f"The attention layer {found.unknown[0]} is of a class whose masks cannot be "
-                "reached: the rule would not hold there. Known are keras.layers."
-                "MultiHeadAttention and its subclasses that compute by `_compute_attention`."
+                _out_of_reach(found.unknown[0])
+                + (
+                    " Known are keras.layers.MultiHeadAttention and its subclasses that compute by "
+                    "`_compute_attention`."
+                    if not found.unknown[0].untracked
+                    else ""
+                )
                 + (
                     f" To leave that layer as it is, name the others in `layers`: {_names(found)}."
                     if found.known
@@ -211,6 +280,19 @@ def select(found: Found, selector: Any) -> list[int]:
     return [of_self[n] for n in _numbers(selector, len(of_self))]
 
 
+def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
+    if entry.untracked:
+        return (
+            f"The attention layer {entry}{named} is held where Keras does not track it, so the "
+            "rule would not hold there, and neither a copy nor a file would have its weights. "
+            "Assign it to an attribute of the layer that calls it."
+        )
+    return (
+        f"The attention layer {entry}{named} is of a class whose masks cannot be reached: the rule "
+        "would not hold there."
+    )
+
+
 def _check_all_clear(found: Found) -> None:
     """Raise if what is self-attention, and so its numbers, is not known of all layers."""
     if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
@@ -222,10 +304,14 @@ def _check_all_clear(found: Found) -> None:
         )
 
 
+def _is_number(x: Any) -> bool:
+    is_integer = hasattr(type(x), "__index__") and getattr(x, "shape", ()) == ()
+    return is_integer and not isinstance(x, bool)
+
+
 def _numbers(selector: Any, count: int) -> list[int]:
     """3, "3", "1-3" or "0,2-3" as numbers below `count`."""
-    is_number = hasattr(type(selector), "__index__") and getattr(selector, "shape", ()) == ()
-    if isinstance(selector, bool) or not (isinstance(selector, str) or is_number):
+    if not (isinstance(selector, str) or _is_number(selector)):
         raise TypeError(
             "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
             f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."
@@ -254,10 +340,7 @@ def _matching(found: Found, pattern: str) -> list[int]:
         raise ValueError(f"`layers` is no regex: {pattern!r} ({error}).") from error
     unknown = [entry for entry in found.unknown if regex.search(entry.path)]
     if unknown:
-        raise ValueError(
-            f"The attention layer {unknown[0]}, which {pattern!r} names, is of a class whose masks "
-            "cannot be reached: the rule would not hold there."
-        )
+        raise ValueError(_out_of_reach(unknown[0], f", which {pattern!r} names,"))
     numbers = [i for i, entry in enumerate(found.known) if regex.search(entry.path)]
     if not numbers:
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_headmask.consumed import empty
+from keras_headmask.reachable import untracked_layers
 
 # What a functional graph is made of; swapped as one when an input is added.
 _GRAPH = (
@@ -112,6 +113,11 @@ def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
 
 
 def _check_all_there(source: keras.Model, target: keras.Model) -> None:
+    if lost := [path for path, layer in untracked_layers(source) if layer.weights]:
+        raise ValueError(
+            f"it holds layers where Keras does not track them, whose weights a copy would not "
+            f"have: {lost}. Assign them to attributes of the layers that call them."
+        )
     if len(target.weights) < len(source.weights):
         inside = {id(w) for x in source.operations for w in getattr(x, "weights", ())}
         tracked = source._flatten_layers(include_self=False, recursive=False)

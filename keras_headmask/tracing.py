@@ -4,6 +4,7 @@ The model is run once on symbolic tensors, by Keras' shape inference, with the b
 layers in place of the layers: so what they do with their inputs is seen as a graph is.
 """
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ _ONE_AT_A_TIME = threading.RLock()  # a trace hooks the model's layers for a whi
 class Call(NamedTuple):
     layer: keras.Layer
     shows: str | None  # one of the above; None: not even the tensors are known
-    origin: frozenset[int] = frozenset()  # which inputs the query is made of, as far as seen
+    stream: "_Stream | None" = None  # the sequence of the query; None: made of weights, or not seen
 
 
 def attention_calls(model: keras.Model) -> list[Call]:
@@ -50,15 +51,51 @@ def attention_calls(model: keras.Model) -> list[Call]:
     return _Trace(model).read_graphs() if best is None else best
 
 
+def called_in_functions(model: keras.Model) -> set[int]:
+    """The ids of attention layers that a `tf.function` inside `model` calls.
+
+    Such a function keeps what it traced first, and nobody sees the calls in it: they show when
+    its Python code is run in its place.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return set()
+    import tensorflow as tf
+
+    def counted() -> collections.Counter[int]:
+        return collections.Counter(id(call.layer) for call in attention_calls(model))
+
+    with _ONE_AT_A_TIME:
+        attention_calls(model)  # from here on the functions have a trace of these sizes
+        usual, before = counted(), tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)  # other threads get the same numbers, more slowly
+        try:
+            return set(counted() - usual)
+        finally:
+            tf.config.run_functions_eagerly(before)
+
+
 def _unseen(calls: list[Call]) -> int:
     return sum(call.shows in (UNKNOWN, None) for call in calls)
+
+
+class _Stream(NamedTuple):
+    """A sequence, by what it is made of.
+
+    What one sequence alone gives is that sequence still, so `key` stands for an input, or for an
+    operation on two and more: equal operations on equal sequences give one. `inputs` are all that
+    had a part in it.
+    """
+
+    key: Any
+    inputs: frozenset[int]
 
 
 class _Trace:
     def __init__(self, model: keras.Model):
         self.model = model
         self.calls: list[Call] = []
-        self._origins: dict[int, frozenset[int]] = {}
+        self._origins: dict[int, _Stream | None] = {}  # `None` for what is made of weights alone
+        self._joints: dict[Any, object] = {}  # keys of streams: by operation and what it reads
         self._kept: list[Any] = []  # so that no id is used twice
         self._by_shapes = False  # inside a layer whose body takes no symbolic tensors
         self._thread = threading.get_ident()
@@ -180,7 +217,7 @@ class _Trace:
         value = query if value is None else value
         key = value if key is None else key
         seen = query is not None and not self._by_shapes
-        origin = self._origin(query) if seen else frozenset()
+        origin = self._origin(query) if seen else None
         self.calls.append(Call(layer, self._shown(query, value, key), origin))
         return query, value, key
 
@@ -197,8 +234,11 @@ class _Trace:
         origin, others = self._origin(query), (self._origin(value), self._origin(key))
         if origin in others:
             return ALIKE
+        if origin is None:
+            return OTHER
         # One sequence, changed by a further input on one side? Or two, one changed by the other?
-        return UNKNOWN if any(x and (origin > x or origin < x) for x in others) else OTHER
+        held = [x.inputs for x in others if x is not None]
+        return UNKNOWN if any(origin.inputs >= x or origin.inputs < x for x in held) else OTHER
 
     def _of_query(self, outputs: Any, query: Any) -> None:
         """What attention gives stands at the places of its queries, whatever it looked at."""
@@ -206,8 +246,8 @@ class _Trace:
             self._origins[id(tensor)] = self._origin(query)
             self._kept.append(tensor)
 
-    def _origin(self, tensor: Any) -> frozenset[int]:
-        """The inputs of the model of which a tensor is made; none for one made of weights alone."""
+    def _origin(self, tensor: Any) -> _Stream | None:
+        """The sequence of which a tensor is made; `None` for one made of weights alone."""
         waiting = [tensor]
         while waiting:
             last = waiting[-1]
@@ -216,12 +256,31 @@ class _Trace:
                 if missing := [x for x in read or () if id(x) not in self._origins]:
                     waiting += missing
                     continue
-                origins = [self._origins[id(x)] for x in read or ()]
-                of_itself = {id(last)} if read is None else ()
-                self._origins[id(last)] = frozenset(of_itself).union(*origins)
+                if read is None:
+                    self._origins[id(last)] = _Stream(id(last), frozenset({id(last)}))
+                else:
+                    self._origins[id(last)] = self._joined(last, read)
                 self._kept.append(last)
             waiting.pop()
         return self._origins[id(tensor)]
+
+    def _joined(self, tensor: Any, read: list[Any]) -> _Stream | None:
+        """The sequence that an operation makes of those that it reads.
+
+        What has another length, a vector that conditions each position or a mean over all of
+        them, changes a sequence, but the positions stay those of the other.
+        """
+        made = [self._origins[id(x)] for x in read]
+        pairs = [(x, s) for x, s in zip(read, made, strict=True) if s is not None]
+        if not pairs:
+            return None
+        inputs = frozenset().union(*(s.inputs for _, s in pairs))
+        along = [s.key for x, s in pairs if _is_as_long(x, tensor)]
+        keys = along or [s.key for _, s in pairs]
+        if len(set(keys)) == 1:
+            return _Stream(keys[0], inputs)
+        joint = _what_it_does(tensor._keras_history[0]), tuple(keys)
+        return _Stream(self._joints.setdefault(joint, object()), inputs)
 
 
 _NODES = "_inbound_nodes", "_outbound_nodes"
@@ -235,6 +294,18 @@ def _made_of(tensor: Any) -> list[Any] | None:
     if operation is None or isinstance(operation, keras.layers.InputLayer):
         return None
     return operation._inbound_nodes[index].input_tensors
+
+
+def _what_it_does(operation: Any) -> Any:
+    """Equal for operations that are known to do the same."""
+    if isinstance(operation, keras.Layer):
+        return id(operation)
+    settings = {k: v for k, v in vars(operation).items() if k != "name" and k[0] != "_"}
+    return type(operation), repr(sorted(settings.items()))
+
+
+def _is_as_long(x: Any, tensor: Any) -> bool:
+    return len(x.shape) > 1 and len(tensor.shape) > 1 and x.shape[1] == tensor.shape[1]
 
 
 def _attention_inside(layer: keras.Layer) -> bool:

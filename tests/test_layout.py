@@ -78,7 +78,8 @@ ARROWS = {
         "tiling",
     },
     "tracing": set(),
-    "selectors": {"specs", "tracing"},
+    "reachable": set(),
+    "selectors": {"reachable", "specs", "tracing"},
     "layer_rules": {"per_head", "position_leaves", "selectors", "specs"},
     "binding": {
         "attention",
@@ -91,7 +92,7 @@ ARROWS = {
     },
     "hooks": {"binding", "layer", "layer_rules", "specs"},
     "consumed": set(),
-    "stock": {"consumed"},
+    "stock": {"consumed", "reachable"},
     "masked_model": {"binding", "hooks", "layer_rules", "masks", "selectors", "specs", "stock"},
     "retrofit": {
         "binding",
@@ -103,6 +104,7 @@ ARROWS = {
         "per_head",
         "selectors",
         "specs",
+        "tracing",
     },
     "panels": {"config", "coverage", "describing", "evaluation", "per_head", "specs"},
     "drawing": {"panels", "specs"},

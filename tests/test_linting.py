@@ -393,7 +393,7 @@ def test_a_model_that_loses_the_mask_of_its_embedding():
     ],
 )
 def test_a_model_in_order(model, rule):
-    assert hm.lint(hm.apply_head_masks(model(), rule)) == []
+    assert hm.lint(hm.apply_head_masks(model(), rule, add_inputs=True)) == []
 
 
 @pytest.mark.tensorflow
@@ -413,7 +413,8 @@ def test_a_rule_is_looked_at_where_the_model_has_positions():
 
 @pytest.mark.tensorflow
 def test_a_rule_that_shows_only_what_the_model_hides():
-    model = hm.apply_head_masks(padded(True), hm.PerHead({1: ~recipes.padding()}))
+    rule = hm.PerHead({1: ~recipes.padding()})
+    model = hm.apply_head_masks(padded(True), rule, add_inputs=True)
     (off,) = hm.lint(model)
     assert (off.severity, off.code, off.heads) == ("error", "head-off", (1,))
     # What is made up for a lint are ids 1, padded by 0.
@@ -435,7 +436,7 @@ def test_two_masks_that_tell_padding_are_both_read():
 def test_a_model_with_examples():
     real = (TOKENS != 0).astype("int32")
     inputs = {"token_ids": TOKENS, "padding_mask": real}
-    inverted = hm.apply_head_masks(padded(False), ~recipes.padding())
+    inverted = hm.apply_head_masks(padded(False), ~recipes.padding(), add_inputs=True)
     assert "error looks-inverted" in codes(inverted, mask_inputs=inputs)
     in_order = hm.apply_head_masks(padded(True), BY_SENTENCE)
     assert codes(in_order, mask_inputs=inputs) == []
@@ -445,7 +446,7 @@ def test_a_model_with_examples():
 
 @pytest.mark.tensorflow
 def test_findings_name_the_layers_they_are_of():
-    model = hm.apply_head_masks(stack(3), {0: HALF, "1-2": CAUSAL})
+    model = hm.apply_head_masks(stack(3), {"0": HALF, "1-2": CAUSAL})
     findings = hm.lint(model)
     assert {f.code for f in findings} == {"dead-rows", "never-self", "unseen-keys"}
     assert all(len(f.layers) == 1 and f.layers[0].startswith("block_0/") for f in findings)

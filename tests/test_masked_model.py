@@ -94,7 +94,7 @@ model.evaluate(small_models.TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
 
 
 def test_saved_after_fitting_and_loaded_in_a_fresh_process(tmp_path):
-    masked = hm.apply_head_masks(stack(2), {0: hm.PerHead({0: hm.SameSentence(9)}), 1: CHUNK})
+    masked = hm.apply_head_masks(stack(2), {"0": BY_SENTENCE, "1": CHUNK})
     masked.compile("adam", "mse", jit_compile=False)
     x, y = np.tile(TOKENS, (4, 1)), np.tile(normal(2, 7, 8), (4, 1, 1))
     losses = masked.fit(x, y, epochs=8, verbose=0).history["loss"]
@@ -114,7 +114,7 @@ def test_saved_after_fitting_and_loaded_in_a_fresh_process(tmp_path):
 
 def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
     stock = stack(2)
-    masked = hm.apply_head_masks(stack(2), hm.SameSegment("parts"))
+    masked = hm.apply_head_masks(stack(2), hm.SameSegment("parts"), add_inputs=True)
     stock.save_weights(tmp_path / "stock.weights.h5")
     masked.load_weights(tmp_path / "stock.weights.h5")
     for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
@@ -127,7 +127,7 @@ def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
 
 
 def test_the_file_holds_the_stock_model_and_the_rule_in_json():
-    masked = hm.apply_head_masks(stack(3), {"0,2": CHUNK, 1: hm.Full()})
+    masked = hm.apply_head_masks(stack(3), {"0,2": CHUNK, "1": hm.Full()})
     config = json.loads(masked.to_json())
     assert config["registered_name"] == "keras_headmask>HeadMaskedModel"
     assert config["config"]["mask_specs"] == [
@@ -145,7 +145,8 @@ def test_the_file_holds_the_stock_model_and_the_rule_in_json():
 def test_exported(tmp_path):
     import tensorflow as tf
 
-    masked = hm.apply_head_masks(one_layer(), hm.PerHead({"1-2": hm.SameSegment("parts")}))
+    rule = hm.PerHead({"1-2": hm.SameSegment("parts")})
+    masked = hm.apply_head_masks(one_layer(), rule, add_inputs=True)
     masked.export(str(tmp_path / "model"), verbose=False)
     served = tf.saved_model.load(str(tmp_path / "model"))
     got = served.serve([tf.constant(TOKENS), tf.constant(PARTS)]).numpy()
@@ -164,7 +165,7 @@ def test_other_dtypes(policy, tmp_path):
         full = hm.apply_head_masks(stock, hm.Full())
         np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
         # In bfloat16, 256 and 257 are one number; as ids they must stay two.
-        masked = hm.apply_head_masks(stock, hm.SameSegment("parts"))
+        masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
         parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
         assert leak(masked, {"parts": parts}) == 0 < leak(stock)
         masked.compile("sgd", "mse")

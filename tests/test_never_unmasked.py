@@ -91,7 +91,7 @@ def test_a_rule_over_a_masked_model_inside_tells_both():
 
 
 def test_floats_for_a_mask_input_are_refused():
-    masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"))
+    masked = hm.apply_head_masks(one_layer(), hm.MaskInput("mask"), add_inputs=True)
     allowed = np.tril(np.ones((2, 4, 7, 7), bool))
     masked([TOKENS, allowed])
     additive = np.where(allowed, 0, -1e9).astype("float32")
@@ -387,7 +387,7 @@ def test_a_query_changed_by_another_input_is_not_taken_for_cross_attention():
 def test_ids_of_64_bits_stay_apart():
     x = keras.Input((None, 8))
     model = keras.Model(x, attention_of(x, x))
-    model = hm.apply_head_masks(model, hm.SameSegment("ids"))
+    model = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
     given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 3 * 10**9, 5]])
     expected = numpy(model([given, np.array([[5, 6, 7, 5]])]))
     if keras.backend.backend() == "jax":
@@ -396,6 +396,20 @@ def test_ids_of_64_bits_stay_apart():
         return
     assert_close(numpy(model([given, wide])), expected)
     assert_close(model.predict([given, wide], verbose=0), expected)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX has 32 bits")
+def test_ids_of_64_bits_through_an_outer_model():
+    """The outer model casts its inputs before ours sees them, so its dtype must have 64 bits."""
+    x = keras.Input((4, 8))
+    masked = hm.apply_head_masks(
+        keras.Model(x, attention_of(x, x)), hm.SameSegment("ids"), add_inputs=True
+    )
+    ids = keras.Input((4,), dtype="int64", name="ids")
+    outer = keras.Model([x, ids], masked([x, ids]))
+    given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
+    expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
+    np.testing.assert_allclose(numpy(outer([given, wide])), expected, atol=1e-6)
 
 
 def test_a_float_mask_in_a_nested_structure_is_refused():

@@ -49,7 +49,8 @@ def masked_model(length):
     x = keras.layers.Embedding(20, 16)(token_ids)
     for _ in range(2):
         x = keras.layers.MultiHeadAttention(2, 8)(x, x)
-    return hm.apply_head_masks(keras.Model({"token_ids": token_ids}, {"context": x}), RULE)
+    stock = keras.Model({"token_ids": token_ids}, {"context": x})
+    return hm.apply_head_masks(stock, RULE, add_inputs=True)
 
 
 def data(batch, length):

@@ -440,7 +440,7 @@ def test_many_rules_are_not_all_drawn(monkeypatch):
 
 @once
 def test_a_masked_model_shows_itself():
-    masked = hm.apply_head_masks(stack(3), {"0-1": SELF, 2: hm.SameSentence(9)})
+    masked = hm.apply_head_masks(stack(3), {"0-1": SELF, "2": hm.SameSentence(9)})
     html = masked._repr_html_()
     assert html.count("<img") == 1
     places = [html.index(x) for x in ("block_0/", "block_1/", "Window(before=0", "block_2/")]

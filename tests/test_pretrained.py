@@ -74,7 +74,7 @@ def given():
 
 
 def masked(stock, rule):
-    return hm.apply_head_masks(stock, dict(enumerate(RULES[rule])))
+    return hm.apply_head_masks(stock, {str(i): r for i, r in enumerate(RULES[rule])})
 
 
 def alive(given):

@@ -39,7 +39,7 @@ def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
     monkeypatch.setattr(binding, "tiled_attention", lambda *a, **k: went.append(1) or real(*a, **k))
     spec, inputs = RULES[rule]
     stock = one_layer(dropout=dropout)
-    masked = hm.apply_head_masks(stock, spec)
+    masked = hm.apply_head_masks(stock, spec, add_inputs=True)
     extra = sorted(set(inputs) - {"token_ids"})
     assert [x.name for x in masked.inputs] == ["token_ids", *extra]
     given = {"token_ids": TOKENS} | {name: inputs[name] for name in extra}
@@ -145,7 +145,7 @@ def test_structures_of_inputs():
         ({"token_ids": ids, "other": other}, dict),
     ):
         stock = keras.Model(inputs, y * 1.0)
-        masked = hm.apply_head_masks(stock, spec)
+        masked = hm.apply_head_masks(stock, spec, add_inputs=True)
         assert isinstance(masked.input, wanted)
         assert masked.unmasked().input_shape == stock.input_shape  # without the input for the rule
         names = [tensor.name for tensor in masked.inputs]
@@ -161,12 +161,29 @@ def test_structures_of_inputs():
 
 def test_a_whole_mask_is_an_input_with_a_head_axis():
     stock = one_layer()
-    masked = hm.apply_head_masks(stock, hm.MaskInput("shape"))
+    masked = hm.apply_head_masks(stock, hm.MaskInput("shape"), add_inputs=True)
     assert masked.inputs[1].shape == (None, 4, None, None)
     whole = np.random.default_rng(0).random((2, 4, 7, 7)) < 0.6
     got = numpy(masked([TOKENS, whole]))
     wanted = by_loops(stock, hm.MaskInput("shape"), {"shape": whole})
     assert_close(got, wanted, depth=2)
+
+
+def test_an_input_that_the_model_lacks():
+    """Added only on request: a typing error would leave the rule without its ids."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model(ids, layers.MultiHeadAttention(2, 4)(x, x))
+    lacks = r"reads \['token_ids'\].*inputs are \['ids'\].*input='ids'.*add_inputs=True"
+    for copy in (True, False):
+        with pytest.raises(ValueError, match=lacks):
+            hm.apply_head_masks(model, hm.SameSentence(9), copy=copy)
+    masked = hm.apply_head_masks(model, hm.SameSentence(9, input="ids"))
+    assert [x.name for x in masked.inputs] == ["ids"]
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), add_inputs=True)
+    assert [x.name for x in masked.inputs] == ["ids", "token_ids"]
+    again = hm.apply_head_masks(masked, hm.KeyFlag("token_ids"), existing="and")  # has it by now
+    assert [x.name for x in again.inputs] == ["ids", "token_ids"]
 
 
 def test_inputs_that_cannot_be_read():
@@ -180,8 +197,8 @@ def test_inputs_that_cannot_be_read():
         hm.apply_head_masks(model, hm.SameSegment("scores"))
     two = keras.Model(x, layers.MultiHeadAttention(4, 3)(y, y))
     with pytest.raises(ValueError, match=r"'ids' is read both"):
-        hm.apply_head_masks(two, {0: hm.SameSegment("ids"), 1: hm.MaskInput("ids")})
-    masked = hm.apply_head_masks(model, hm.SameSegment("ids"))
+        hm.apply_head_masks(two, {"0": hm.SameSegment("ids"), "1": hm.MaskInput("ids")})
+    masked = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
     with pytest.raises(ValueError, match=r"In the attention layer .*has length 5.*has 7"):
         masked([normal(2, 7, 8), normal(2, 7), np.zeros((2, 5), "int32")])
 
@@ -199,7 +216,8 @@ def test_a_sequential_model():
     )
     masked = hm.apply_head_masks(stock, CHUNK)
     assert leak(masked) == 0 < leak(stock)
-    assert hm.apply_head_masks(stock, hm.SameSegment("parts")).inputs[1].name == "parts"
+    by_parts = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+    assert by_parts.inputs[1].name == "parts"
     np.testing.assert_array_equal(numpy(masked.unmasked()(TOKENS)), numpy(stock(TOKENS)))
     lazy = keras.Sequential([layers.Dense(3)])
     with pytest.raises(ValueError, match=r"has no graph yet: start it with a keras.Input"):
@@ -220,7 +238,8 @@ def test_nested_models_and_shared_layers():
 
 
 def test_a_masked_model_inside_a_model(tmp_path):
-    inner = hm.apply_head_masks(stack(2), hm.PerHead({0: hm.SameSegment("parts")}, default=CHUNK))
+    rule = hm.PerHead({0: hm.SameSegment("parts")}, default=CHUNK)
+    inner = hm.apply_head_masks(stack(2), rule, add_inputs=True)
     outer = keras.Model(inner.input, layers.Dense(3)(inner(inner.input)), name="outer")
     given = {"token_ids": TOKENS, "parts": np.array([[0, 0, 0, 1, 1, 1, 1]] * 2, "int32")}
     outer.save(tmp_path / "outer.keras")

@@ -66,12 +66,12 @@ def test_selectors_that_name_nothing(decoder, selector, error, told):
 
 def test_rules_by_layer(decoder):
     a, b = hm.Window(1, 1), hm.PerHead({3: CHUNK})
-    masked = hm.apply_head_masks(decoder, {0: a, "looks": b.get_config(), (1,): b})
+    masked = hm.apply_head_masks(decoder, {"0": a, "looks": b.get_config(), ("1",): b})
     assert masked.mask_specs == {"first": a, "looks_over": b, "last": b}
     with pytest.raises(ValueError, match=r"'last' \(MultiHeadAttention\) has two rules"):
-        hm.apply_head_masks(decoder, {"0-1": a, 1: b})
+        hm.apply_head_masks(decoder, {"0-1": a, "1": b})
     with pytest.raises(ValueError, match="say the same twice"):
-        hm.apply_head_masks(decoder, {0: a}, layers=0)
+        hm.apply_head_masks(decoder, {"0": a}, layers=0)
     with pytest.raises(ValueError, match="empty mapping"):
         hm.apply_head_masks(decoder, {})
     with pytest.raises(TypeError, match="must be a mask spec"):
@@ -82,9 +82,15 @@ def test_rules_by_layer(decoder):
         assert set(hm.apply_head_masks(decoder, config).mask_specs.values()) == {a}
 
 
+@pytest.mark.parametrize("key", [0, np.int64(0), (0,), ("first", 0), range(1)])
+def test_a_number_as_a_key_may_mean_a_head(decoder, key):
+    with pytest.raises(ValueError, match=r'may mean a layer or a head.*"0": \.\.\..*PerHead\(\{0'):
+        hm.apply_head_masks(decoder, {key: CHUNK})
+
+
 def test_cross_attention_reads_a_pair(decoder):
     rule = hm.SameSegment("ids") & hm.KeyFlag("open")
-    masked = hm.apply_head_masks(decoder, rule, layers="looks")
+    masked = hm.apply_head_masks(decoder, rule, layers="looks", add_inputs=True)
     assert [x.name for x in masked.inputs] == ["q", "v", "key_ids", "open", "query_ids"]
     given = {"q": normal(2, 7, 8), "v": normal(2, 5, 8, seed=1)}
     ids = {"query_ids": PARTS, "key_ids": PARTS[:, 1:6], "open": np.array([[1, 1, 0, 1, 1]] * 2)}
@@ -111,7 +117,8 @@ def test_layers_of_one_name_are_told_apart():
             return self.twins[1](y := self.twins[0](x, x), y)
 
     x = keras.Input((7, 8))
-    masked = hm.apply_head_masks(keras.Model(x, Twins(name="pair")(x)), {0: CHUNK, 1: hm.Full()})
+    model = keras.Model(x, Twins(name="pair")(x))
+    masked = hm.apply_head_masks(model, {"0": CHUNK, "1": hm.Full()})
     assert masked.mask_specs == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
 
 

@@ -57,10 +57,13 @@ def fitted(model, given):
 def test_a_classifier_fits_saves_and_loads(masks, tmp_path):
     classifier = keras_hub.models.BertTextClassifier
     if masks == "the backbone":
-        task = classifier(backbone=hm.apply_head_masks(bert(), BY_SEGMENT), num_classes=2)
+        task = classifier(
+            backbone=hm.apply_head_masks(bert(), BY_SEGMENT, add_inputs=True), num_classes=2
+        )
         backbone = task.backbone
     else:
-        task = hm.apply_head_masks(classifier(backbone=bert(), num_classes=2), BY_SEGMENT)
+        task = classifier(backbone=bert(), num_classes=2)
+        task = hm.apply_head_masks(task, BY_SEGMENT, add_inputs=True)
         backbone = task
     assert isinstance(task, classifier)
     assert "sentence_ids" in task.input
@@ -285,7 +288,8 @@ def test_cross_attention_by_sentences_of_both_sides(bart):
     assert (in_first[2:] == 0).all()
     assert (in_second[:2] == 0).all()
     assert (in_second[2:] > 0).all()
-    named = hm.apply_head_masks(bart, hm.SameSegment("ids"), layers="cross_attention")
+    rule = hm.SameSegment("ids")
+    named = hm.apply_head_masks(bart, rule, layers="cross_attention", add_inputs=True)
     assert set(named.input) - set(bart.input) == {"query_ids", "key_ids"}
 
 

@@ -189,6 +189,42 @@ def test_places_added_to_query_and_key_alone():
     ]
 
 
+def mean(x):
+    return ops.mean(x, axis=1, keepdims=True)
+
+
+def test_two_sequences_of_which_each_is_changed_by_the_other():
+    x, y = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="y")
+    for of_other in (mean, lambda x: ops.flip(x, 1)):
+        h, m = x + of_other(y), y + of_other(x)
+        a, b = attention("a")(h + 1.0, m), attention("b")(h + 1.0, h)
+        model = keras.Model([x, y], a + b)
+        assert kinds(model) == [("a", "unclear"), ("b", "self")]
+        with pytest.raises(ValueError, match="attends to its own sequence or to another cannot be"):
+            hm.apply_head_masks(model, CHUNK)
+        assert list(hm.apply_head_masks(model, CHUNK, layers="^a$").mask_specs) == ["a"]
+
+
+@pytest.mark.parametrize("shared", ["a vector", "a mask"])
+def test_two_sequences_that_share_a_third_input(shared):
+    """One layer called on both: ids of one say nothing of the other."""
+    x, y = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="y")
+    third = keras.Input((1, 8) if shared == "a vector" else (None, 1), name="third")
+    layer = attention("a")
+    model = keras.Model([x, y, third], [layer(h, h) for h in (x * third, y * third)])
+    with pytest.raises(ValueError, match=r"'a' .*is called on two sequences"):
+        hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
+    hm.apply_head_masks(model, CHUNK)  # reads none
+
+    y = x * third  # on a sequence and what a vector makes of it: one; of a mask, nobody knows
+    model = keras.Model([x, third], layer(layer(x, x) * third, y))
+    if shared == "a vector":
+        hm.apply_head_masks(model, hm.SameSegment("ids"), layers="a", add_inputs=True)
+    else:
+        with pytest.raises(ValueError, match="or on one that a further input changes"):
+            hm.apply_head_masks(model, hm.SameSegment("ids"), layers="a", add_inputs=True)
+
+
 def test_weights_that_look_at_the_input():
     found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
     assert kinds(one_input(Latents(name="l"))) == found
@@ -210,7 +246,8 @@ def test_a_body_that_shows_nothing_but_its_tensors():
     for layers_ in (None, 0):
         with pytest.raises(ValueError, match=r"'one/a' .*cannot be told.*Name the layers by regex"):
             hm.apply_head_masks(model, CHUNK, layers=layers_)
-    masked = hm.apply_head_masks(model, {"one/b": CHUNK, "/a": hm.SameSegment("ids")})
+    rules = {"one/b": CHUNK, "/a": hm.SameSegment("ids")}
+    masked = hm.apply_head_masks(model, rules, add_inputs=True)
     assert [x.name for x in masked.inputs] == ["x", "memory", "key_ids", "query_ids"]
     lines = []
     masked.summary_masks(lines.append)
@@ -322,7 +359,7 @@ def test_files_name_layers_by_their_attributes(tmp_path):
     """A number in a file means the same layer wherever it is loaded, and however it is traced."""
     model = two_inputs(Decoder(name="one"), Decoder(name="two"))
     masked = hm.apply_head_masks(
-        model, {0: CHUNK, "two/a": hm.Window(1, 1), "one/a": hm.Keys(0, 2)}
+        model, {"0": CHUNK, "two/a": hm.Window(1, 1), "one/a": hm.Keys(0, 2)}
     )
     rules = json.loads(masked.to_json())["config"]["mask_specs"]
     assert [rule["layers"] for rule in rules] == [[0], [1], [2]]
@@ -336,7 +373,8 @@ def test_files_name_layers_by_their_attributes(tmp_path):
 
 def test_files_name_the_inputs_that_a_rule_reads(tmp_path, monkeypatch):
     """Even if, where a model is loaded, less is seen of what attends to what."""
-    masked = hm.apply_head_masks(two_inputs(Decoder(name="one")), hm.SameSegment("ids"))
+    model = two_inputs(Decoder(name="one"))
+    masked = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
     masked.save(tmp_path / "model.keras")
     monkeypatch.setattr(tracing, "attention_calls", lambda model: [])
     monkeypatch.setattr("keras_headmask.selectors._kind", lambda *shown: "unclear")

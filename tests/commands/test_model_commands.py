@@ -52,7 +52,7 @@ def test_info():
 
 
 def test_info_folds_layers_with_one_rule():
-    model = hm.apply_head_masks(stack(4), {"0-2": hm.Window(after=0), 3: hm.Full()})
+    model = hm.apply_head_masks(stack(4), {"0-2": hm.Window(after=0), "3": hm.Full()})
     model.save("deep.keras")
     lines = answer("info", "deep.keras").splitlines()
     assert "Layers 0 to 2: A token sees itself and every token before it." in lines
@@ -112,6 +112,15 @@ def test_apply_to_chosen_layers_and_over_rules():
     assert "existing='and'" in failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
     assert rules("masked.keras", full, "--existing", "replace") == ["full"]
     assert rules("masked.keras", full, "--existing", "and") == ["and"]
+
+
+def test_apply_adds_inputs_only_when_told(here):
+    rule = '{"0": {"kind": "same_segment", "input": "parts"}}'  # a key of JSON is a text: a layer
+    given = ("apply", "model.keras", rule, "-o", "out.keras")
+    assert "reads ['parts'], and the model has no inputs of those names" in failure(*given)
+    assert not (here / "out.keras").exists()
+    answer(*given, "--add-inputs")
+    assert [x.name for x in keras.saving.load_model("out.keras").inputs] == ["token_ids", "parts"]
 
 
 def test_apply_overwrites_only_when_told(here):

@@ -105,6 +105,14 @@ def held(holder: Any, name: str) -> Any:
     return own.held if isinstance(own, _Door) else own
 
 
+def attributes(holder: Any) -> dict[str, Any]:
+    """What the object itself holds, as `held` has it, also while other threads look."""
+    found = vars(holder).copy()
+    doors = {name: door for name, door in found.items() if isinstance(door, _Door)}
+    found |= {name: door.held for name, door in doors.items()}
+    return {k: v for k, v in found.items() if k not in doors or v is not None}
+
+
 def _key(holder: Any, name: str) -> tuple[int, str]:
     return id(holder), name
 

@@ -103,7 +103,7 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
 
     A rename onto a folder that holds something fails, so two writers never share a version.
     """
-    folder.chmod(0o777 & ~_umask())
+    folder.chmod(_usual_mode(folder))
     for file in folder.rglob("*"):
         _to_disk(file)
     _to_disk(folder)
@@ -165,8 +165,13 @@ def _to_disk(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _umask() -> int:
-    """What new folders of this process may not be: `mkdtemp` makes them private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _usual_mode(folder: pathlib.Path) -> int:
+    """What a new folder here is given: `mkdtemp` makes it private.
+
+    (To ask for the umask is to set it, for all threads of the process.)
+    """
+    probe = folder / ".mode"
+    probe.mkdir()
+    mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
+    return mode

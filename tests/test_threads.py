@@ -11,6 +11,7 @@ from contract import normal, numpy
 from keras import layers
 
 import keras_headmask as hm
+from keras_headmask import looking
 
 THREADS = 3
 TOKENS = np.array([[5, 9, 4, 6, 9, 7, 2]] * 2, "int32")
@@ -111,14 +112,25 @@ def looked_at_model():
     return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first")
 
 
+def small_model():
+    """Ours with a rule, and then stock under a rule."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    x = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")(x)
+    stock = keras.Model(ids, layers.MultiHeadAttention(2, 4, name="first")(x, x))
+    for weight in stock.weights:
+        weight.assign(normal(*weight.shape))
+    return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first")
+
+
 def run_fresh(folder, cases):
     """What a fresh process finds of a sound export, without the process."""
     found = {"milliseconds": 0.0, "answer": 0.0, "twin": 1.0}
     return {"load_milliseconds": 0.0, "cases": [found for _ in cases]}
 
 
-def exported(masked, folder, check):
-    return hm.export_saved_model(masked, folder, scores=True, check=check)
+def exported(masked, folder, precision=None):
+    return hm.export_saved_model(masked, folder, scores=True, precision=precision, check=[(2, 7)])
 
 
 def linted(masked, _folder):
@@ -127,7 +139,7 @@ def linted(masked, _folder):
 
 def drawn(masked, _folder):
     inputs = [TOKENS, PARTS[0]]
-    for layer in ("ours", "first", "second"):
+    for layer in [x.name for x in masked.layers if x.name in ("ours", "first", "second")]:
         figure = hm.plot_attention(masked, inputs, layer=layer)
         assert "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
 
@@ -136,9 +148,11 @@ def listed(masked, _folder):
     masked.summary_masks(lambda line: None)
 
 
+MOST_LOOKS = 3  # of each thread; they are slow, and the calls go on beside them
 LOOKS = {"lint": linted, "plot": drawn, "summary": listed}
 if keras.backend.backend() == "tensorflow":
-    LOOKS["export"] = lambda masked, folder: exported(masked, folder, [(2, 7), (1, 12)])
+    LOOKS["export"] = lambda masked, folder: exported(masked, folder)
+    LOOKS["export in bfloat16"] = lambda masked, folder: exported(masked, folder, "bfloat16")
 
 
 @pytest.fixture
@@ -179,7 +193,7 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
 def test_callers_beside_exports_lints_and_plots(tmp_path):
     """No wrong answer and no error, and the model obeys afterwards."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    masked, calls = looked_at_model(), 200 if on_tensorflow else 25
+    masked, calls = small_model(), 200 if on_tensorflow else 25
     asked = [[TOKENS, parts] for parts in PARTS]
     alone, before = [numpy(masked(given)) for given in asked], state(masked)
     done, base = threading.Event(), tmp_path / "base"
@@ -191,7 +205,7 @@ def test_callers_beside_exports_lints_and_plots(tmp_path):
 
     def look(kind):
         count = 0
-        while not count or (not done.is_set() and count < calls):
+        while not count or (not done.is_set() and count < MOST_LOOKS):
             LOOKS[kind](masked, base)
             count += 1
         return count
@@ -213,3 +227,36 @@ def test_callers_beside_exports_lints_and_plots(tmp_path):
     if on_tensorflow:
         versions = sorted(int(path.name) for path in base.iterdir())
         assert versions == list(range(1, sum(counts[2:]) + 1))
+
+
+def test_a_model_is_filed_and_moved_without_what_stands_on_it_for_a_look():
+    inner = model()
+    with looking.overriding(inner, "symbolic_call", lambda usual, *args: usual(*args)):
+        assert "symbolic_call" in vars(inner)
+        config = inner.get_config()
+        moved = hm.apply_head_masks(inner, hm.Window(3, 3), existing="replace", copy=False)
+    assert config["mask_specs"]
+    for one in (moved, moved._stock._model):
+        assert "symbolic_call" not in vars(one)
+    assert moved([TOKENS, PARTS[0]]).shape == (2, 7, 8)
+
+
+def test_two_exports_in_two_precisions_and_a_config_made_meanwhile():
+    """Each has its own policies, and the layers keep theirs, whichever ends first."""
+    from keras_headmask.precision import computing_in
+
+    masked = looked_at_model()
+    layer, config = masked.get_layer("first"), masked.get_config()
+    first, second = computing_in(masked, "bfloat16"), computing_in(masked, "float16")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.__enter__).result(timeout=60)
+        assert other.submit(lambda: layer.compute_dtype).result(timeout=60) == "bfloat16"
+        assert layer.compute_dtype == "float32"
+        second.__enter__()
+        assert layer.compute_dtype == "float16"
+        other.submit(first.__exit__, None, None, None).result(timeout=60)
+        assert layer.compute_dtype == "float16"
+        assert in_another_thread(masked.get_config) == config
+        second.__exit__(None, None, None)
+    assert layer.compute_dtype == "float32"
+    assert type(layer.dtype_policy) is keras.DTypePolicy

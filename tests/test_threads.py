@@ -238,7 +238,7 @@ def test_a_model_is_filed_and_moved_without_what_stands_on_it_for_a_look():
     assert config["mask_specs"]
     for one in (moved, moved._stock._model):
         assert "symbolic_call" not in vars(one)
-    assert moved([TOKENS, PARTS[0]]).shape == (2, 7, 8)
+    assert moved(TOKENS).shape == (2, 7, 8)
 
 
 def test_two_exports_in_two_precisions_and_a_config_made_meanwhile():

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
-from keras_headmask import evaluation, masks
+from keras_headmask import evaluation, looking, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.layer_rules import LayerRule
@@ -110,7 +110,7 @@ class Binding:
         key = _key(rule)
         kinds = rule.spec.inputs
         names = [name for name in kinds if kinds[name].rank is not None]
-        if not rule.restricts or not names or key in self._bounds:
+        if not _is_obeyed(rule) or not names or key in self._bounds:
             return
         given = rule.given(self.tensors)
         lengths = dict.fromkeys(("query", "key"))
@@ -127,7 +127,7 @@ class Binding:
         """Context and scores of one layer under its rule; `compute` is what it would do without."""
         check_not_in_own_function(rule, self._graph)
         self.used.add(id(rule.layer))
-        if not rule.restricts:
+        if not _is_obeyed(rule):
             return compute(**arguments)
         query, key, value = (arguments[name] for name in ("query", "key", "value"))
         if len(query.shape) != 4:
@@ -199,6 +199,10 @@ class Binding:
         if key not in self._masks:
             self._masks[key] = evaluation.mask_of_all_heads(rule.spec, bound, rule.heads)
         return self._masks[key]
+
+
+def _is_obeyed(rule: LayerRule) -> bool:
+    return rule.restricts and not looking.are_rules_off()
 
 
 def _key(rule: LayerRule) -> Any:
@@ -274,7 +278,7 @@ def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
     """Whether a class, or a rule bound before, computes attention in a way of its own."""
     known = (_Stock._compute_attention, PerHeadMaskedMultiHeadAttention._compute_attention)
     return bool(
-        rule.layer._flash_attention
+        looking.uses_flash(rule.layer)
         or getattr(compute, "__func__", None) not in known
         or type(rule.layer)._masked_softmax is not _Stock._masked_softmax
     )

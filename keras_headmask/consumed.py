@@ -4,12 +4,15 @@ from typing import Any
 
 import keras
 
+from keras_headmask import looking
+
 
 def moved(model: keras.Model) -> keras.Model:
     """The same model as another object; `model` keeps nothing but an error that says so."""
     cls = type(model)
     new, own = empty(cls)
-    vars(new).update({k: v for k, v in vars(model).items() if k not in own})
+    parts = looking.attributes(model).items()
+    vars(new).update({k: v for k, v in parts if k not in own})
     vars(model).clear()
     object.__setattr__(model, "__class__", type(cls.__name__, (_UsedUp, cls), {}))
     return new

@@ -60,7 +60,7 @@ def export_saved_model(
 
     Args:
         model: A model under `apply_head_masks`, one that holds `PerHeadMaskedMultiHeadAttention`,
-            or any Keras model. While it is exported no other thread may run it.
+            or any Keras model. Other threads may run and export it meanwhile.
         base_path: A folder of versions, or a new one.
         version: A whole number that is not there yet; by default the next free one.
         input_signature: A dict from names to `keras.InputSpec(shape=..., dtype=...)`, `None` for

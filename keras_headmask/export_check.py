@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_headmask import fresh_process, samples
-from keras_headmask.interventions import restricts, rules_of, watched, without_rules
+from keras_headmask import fresh_process, looking, samples
+from keras_headmask.interventions import restricts, rules_of, watched
 from keras_headmask.position_mixing import longest_sequence
 from keras_headmask.samples import Arrays
 from keras_headmask.selectors import find_attention
@@ -204,7 +204,7 @@ def default_cases(face: Interface, given: Sequence[Arrays]) -> list[Case]:
     alive = any(restricts(spec, _heads(face, path)) for path, spec in rules.items())
     cases = [Case("serving_default", one, answer(face, one)) for one in given]
     if alive:
-        with without_rules(face.model):
+        with looking.rules_off():
             for case in cases:
                 case.twin = answer(face, case.request)
     return cases

@@ -191,7 +191,7 @@ def _read_by(functions: Any, model: keras.Model) -> list[Any]:
     tables = [
         value
         for layer in model._flatten_layers()
-        for value in vars(layer).values()
+        for value in list(vars(layer).values())  # (another thread may look at the layer)
         if isinstance(value, tf.saved_model.experimental.TrackableResource)
     ]
     return [*variables.values(), *tables]

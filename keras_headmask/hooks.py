@@ -11,6 +11,7 @@ from typing import Any
 import keras
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
+from keras_headmask import looking
 from keras_headmask.binding import Binding, Plan, check_not_in_own_function
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.layer_rules import LayerRule
@@ -32,7 +33,7 @@ def install(plan: Plan, model: keras.Model) -> None:
     for layer in _around(plan, model):
         vars(layer)[_CONFIG] = _guarded_config(plan, layer)
     for rule in plan.rules.values():
-        inner = vars(rule.layer).get(_HOOK)
+        inner = looking.held(rule.layer, _HOOK)
         if rule.replaces:
             if inner is not None:
                 inner.plan.replaced.add(id(rule.layer))
@@ -87,7 +88,7 @@ def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
 
 def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
     """The `rematerialized_call` of a layer whose second run finds what the first one had bound."""
-    inner = vars(layer).get(_REMAT) or getattr(type(layer), _REMAT).__get__(layer)
+    inner = looking.held(layer, _REMAT) or getattr(type(layer), _REMAT).__get__(layer)
 
     def rematerialized_call(layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
         binding = plan.running.binding
@@ -104,7 +105,7 @@ def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
 
 def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | None:
     """The rule that `layer` obeys beside that of `plan`: its own, or of a masked model inside."""
-    hook = vars(layer).get(_HOOK)
+    hook = looking.held(layer, _HOOK)
     if hook is not None and hook.plan is plan:
         hook = hook.inner
     specs = []
@@ -121,7 +122,7 @@ def spec_beneath(layer: keras.Layer, plan: Plan | None = None) -> MaskSpec | Non
 
 def rules_at_work(layer: keras.Layer) -> Iterator[tuple[LayerRule, Binding]]:
     """The rules of masked models that `layer` obeys in the forward now running in this thread."""
-    hook = vars(layer).get(_HOOK)
+    hook = looking.held(layer, _HOOK)
     while getattr(hook, "rule", None) is not None:
         if hook.plan.running.binding is not None:
             yield hook.rule, hook.plan.running.binding
@@ -131,7 +132,7 @@ def rules_at_work(layer: keras.Layer) -> Iterator[tuple[LayerRule, Binding]]:
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
     layer = rule.layer
 
-    def compute_attention(
+    def obey(
         query: Any,
         key: Any,
         value: Any,
@@ -140,7 +141,9 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
     ) -> Any:
-        compute = getattr(type(layer), _HOOK).__get__(layer) if inner is None else inner
+        compute = inner
+        if inner is None:
+            compute = getattr(type(layer), _HOOK).__get__(looking.as_seen(layer))
         arguments = {
             "query": query,
             "key": key,
@@ -163,6 +166,11 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
             "its graph, use those of `model.unmasked()`. For `generate()`, give the rule to the "
             "task, not to its backbone."
         )
+
+    @looking.asks
+    @functools.wraps(obey)
+    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+        return looking.run(layer, _HOOK, obey, *args, **kwargs)
 
     compute_attention.plan, compute_attention.rule = plan, rule
     compute_attention.inner = inner

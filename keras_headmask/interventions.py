@@ -1,7 +1,6 @@
-"""What an export does to the attention layers of a model while it runs: see, limit, free them.
+"""What an export does to the attention of a model while it looks at it: see it, limit its keys.
 
-Each is a context; the layers are as before when it ends. Attributes of the layer objects are
-replaced, as `hooks` does it, so a layer is found however deep in the model it stands.
+Each is a context of the caller's own, by `looking`: other threads may run the model meanwhile.
 """
 
 import contextlib
@@ -13,10 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import evaluation, hooks, masks, observing
+from keras_headmask import evaluation, hooks, looking, masks, observing
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.masked_model import HeadMasked
-from keras_headmask.observing import holding
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full
 from keras_headmask.selectors import AttentionLayer, find_attention
@@ -36,56 +33,42 @@ def restricts(spec: MaskSpec, num_heads: int) -> bool:
 
 
 @contextlib.contextmanager
-def without_rules(model: keras.Model) -> Iterator[None]:
-    """Let `model` run as its twin in which every rule is `Full()`."""
-    holders: list[Any] = []
-    for layer in model._flatten_layers():
-        if isinstance(layer, PerHeadMaskedMultiHeadAttention):
-            holders.append((layer, "_restricts"))
-        if isinstance(layer, HeadMasked):
-            holders.extend((rule, "restricts") for rule in layer._head_masks.rules.values())
-    with contextlib.ExitStack() as stack:
-        for holder, name in holders:
-            stack.enter_context(holding(holder, **{name: False}))
-        yield
-
-
-@contextlib.contextmanager
 def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
     """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
     with contextlib.ExitStack() as stack:
         for entry in find_attention(model).known:
             layer = entry.layer
             if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
-                name, wrapper = "call", _limited_call(layer.call, live)
+                name, override = "call", _limited_call(layer.call, live)
             else:
-                name, wrapper = _HOOK, _limited_attention(getattr(layer, _HOOK), live)
-            stack.enter_context(holding(layer, **{name: wrapper}))
+                name, override = _HOOK, _limited_attention(getattr(layer, _HOOK), live)
+            stack.enter_context(looking.overriding(layer, name, override))
         yield
 
 
 def _is_our_own(layer: keras.Layer) -> bool:
-    ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and _HOOK not in vars(layer)
+    is_free = looking.held(layer, _HOOK) is None
+    ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and is_free
     return ours and "key_mask" in inspect.signature(layer.call).parameters
 
 
-def _limited_call(inner: Callable, live: Any) -> Callable:
-    signature = inspect.signature(inner)
+def _limited_call(method: Callable, live: Any) -> Callable:
+    signature = inspect.signature(method)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         key_mask = bound.arguments.get("key_mask")
         limited = live if key_mask is None else ops.logical_and(masks.as_bool(key_mask), live)
         bound.arguments["key_mask"] = limited
-        return inner(*bound.args, **bound.kwargs)
+        return usual(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _limited_attention(inner: Callable, live: Any) -> Callable:
-    signature = inspect.signature(inner)
+def _limited_attention(method: Callable, live: Any) -> Callable:
+    signature = inspect.signature(method)
 
-    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+    def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         mask = bound.arguments.get("attention_mask")
         if mask is None or len(mask.shape) == 3:
@@ -94,7 +77,7 @@ def _limited_attention(inner: Callable, live: Any) -> Callable:
         else:
             limited = masks.and_masks(mask, live[:, None, None, :])
         bound.arguments["attention_mask"] = limited
-        return inner(*bound.args, **bound.kwargs)
+        return usual(*bound.args, **bound.kwargs)
 
     return compute_attention
 

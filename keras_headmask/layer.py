@@ -8,7 +8,7 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
 
-from keras_headmask import config, evaluation, masks
+from keras_headmask import config, evaluation, looking, masks
 from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full, Window
@@ -247,7 +247,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             context, scores = self._attend(
                 projected,
                 all_that_restricts(
-                    self._mask_spec if self._restricts else None,
+                    self._mask_spec if self._obeys else None,
                     mask_inputs,
                     attention_mask,
                     query_mask,
@@ -281,12 +281,20 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return missing | dict(mask_inputs or {}) or mask_inputs
 
     def _has_hooks(self) -> bool:
-        """Whether a subclass computes attention or masks itself, or a flash kernel is asked for."""
+        """Whether a subclass computes attention or masks itself, or a flash kernel is asked for.
+
+        Or whether the caller looks at what is computed.
+        """
         ours = PerHeadMaskedMultiHeadAttention
-        return bool(self._flash_attention) or any(
+        special = self._flash_attention or looking.is_overridden(self, "_compute_attention")
+        return bool(special) or any(
             getattr(getattr(self, hook), "__func__", None) is not getattr(ours, hook)
             for hook in _HOOKS
         )
+
+    @property
+    def _obeys(self) -> bool:
+        return self._restricts and not looking.are_rules_off()
 
     def _attend(
         self,
@@ -336,7 +344,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         What comes from outside the spec is ANDed after it, so that no `~` or `|` inside reopens it.
         """
         mask = None
-        if self._restricts:
+        if self._obeys:
             queries, keys = ops.shape(query)[1], ops.shape(value)[1]
             bound = evaluation.bind(self._mask_spec, mask_inputs, queries, keys, query_offset)
             mask = evaluation.mask_of_all_heads(self._mask_spec, bound, self._num_heads)
@@ -381,6 +389,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             parts.append(evaluation.make_mask(window, queries, keys, query_offset=query_offset))
         return masks.and_masks(*parts)
 
+    @looking.asks
     def _compute_attention(
         self,
         query: Any,
@@ -391,14 +400,29 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
     ) -> tuple[Any, Any]:
+        arguments = (attention_mask, training, return_attention_scores, use_causal_mask)
+        usual = self._usual_attention
+        return looking.run(self, "_compute_attention", usual, query, key, value, *arguments)
+
+    def _usual_attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> tuple[Any, Any]:
+        stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
         if len(query.shape) != 4:  # more than one attention axis
             stock_arguments = (attention_mask, training, return_attention_scores, use_causal_mask)
-            return super()._compute_attention(query, key, value, *stock_arguments)
+            return stock(query, key, value, *stock_arguments)
         if use_causal_mask:
             causal = evaluation.make_mask(Window(after=0), ops.shape(query)[1], ops.shape(key)[1])
             attention_mask = masks.and_masks(attention_mask, causal)
         if self._is_left_to_stock(query, attention_mask, return_attention_scores):
-            context, scores = super()._compute_attention(
+            context, scores = stock(
                 query, key, value, attention_mask, training, return_attention_scores
             )
             if attention_mask is not None:
@@ -424,7 +448,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         values of another size than keys, which JAX's kernel refuses.
         """
         stock_softmax = keras.layers.MultiHeadAttention._masked_softmax
-        if self._flash_attention or type(self)._masked_softmax is not stock_softmax:
+        if looking.uses_flash(self) or type(self)._masked_softmax is not stock_softmax:
             return True
         fused = not return_scores and self._dropout == 0 and self._value_dim == self._key_dim
         return fused and mask is None and keras.backend.standardize_dtype(query.dtype) != "float16"

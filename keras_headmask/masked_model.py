@@ -14,7 +14,7 @@ import numpy as np
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
-from keras_headmask import hooks, masks, stock
+from keras_headmask import compiled, hooks, masks, stock
 from keras_headmask.binding import Plan
 from keras_headmask.layer_rules import LayerRule, new_inputs
 from keras_headmask.selectors import find_attention
@@ -28,9 +28,7 @@ def masked(model: keras.Model, rules: list[LayerRule]) -> keras.Model:
     if new := new_inputs(model, rules):
         stock.add_inputs(model, new)
     hooks.install(plan, model)
-    for name in ("train_function", "test_function", "predict_function", "generate_function"):
-        if getattr(model, name, None) is not None:
-            vars(model)[name] = None  # compiled without the rule
+    compiled.drop(model)
     if keras.backend.backend() == "tensorflow" and any(rule.restricts for rule in rules):
         # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
         vars(model)["supports_jit"] = False

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,12 +9,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import evaluation, hooks, masks
+from keras_headmask import evaluation, hooks, looking, masks
 from keras_headmask.position_leaves import Window
 from keras_headmask.selectors import AttentionLayer, find_attention, select
 from keras_headmask.specs import MaskSpec
-
-_ONE_AT_A_TIME = threading.RLock()  # a layer is hooked for a while
 
 
 class Observed(NamedTuple):
@@ -50,9 +47,9 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
         kept.append((_numpy(scores), _allowed(entry.layer, scores.shape, arguments)))
 
     rematerialised = [x for x in model._flatten_layers() if x._remat_mode is not None]
-    with _ONE_AT_A_TIME, watched(entry.layer, keep), contextlib.ExitStack() as stack:
+    with watched(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
-            stack.enter_context(holding(inner, _remat_mode=None))
+            stack.enter_context(looking.overriding(inner, "rematerialized_call", _run_once))
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
@@ -62,6 +59,10 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     scores, allowed = kept[call]
     spec = hooks.spec_beneath(entry.layer)
     return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
+
+
+def _run_once(usual: Callable, layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
+    return layer_call
 
 
 def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
@@ -78,64 +79,45 @@ def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
 
 @contextlib.contextmanager
 def watched(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
-    """Call `see` with the arguments and the scores of each run of `layer` in this thread.
+    """Call `see` with the arguments and the scores of each run of `layer` in this context.
 
     The scores are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
     """
-    usual, thread = layer._compute_attention, threading.get_ident()
 
     def compute_attention(
+        usual: Callable,
         query: Any,
         key: Any,
         value: Any,
         attention_mask: Any = None,
         training: bool | None = None,
         return_attention_scores: bool = False,
-        **rest: Any,
+        use_causal_mask: bool = False,
     ) -> Any:
         arguments = {"query": query, "key": key, "value": value, "attention_mask": attention_mask}
-        arguments |= {"training": training, **rest}
-        ours = threading.get_ident() == thread  # another may serve the model meanwhile
-        asked = return_attention_scores or ours
-        context, scores = usual(**arguments, return_attention_scores=asked)
-        if ours:
-            see(arguments, scores)
+        arguments["training"] = training
+        if use_causal_mask:  # else left out: subclasses of old do not know it
+            arguments["use_causal_mask"] = True
+        context, scores = usual(**arguments, return_attention_scores=True)
+        see(arguments, scores)
         return context, scores if return_attention_scores else None
 
-    for name in ("plan", "rule", "inner"):  # by which a masked model knows its hook
-        if hasattr(usual, name):
-            setattr(compute_attention, name, getattr(usual, name))
-    # (A flash kernel returns no scores.)
-    with holding(layer, _compute_attention=compute_attention, _flash_attention=False):
+    attention = looking.overriding(layer, "_compute_attention", compute_attention)
+    with attention, looking.scores_wanted(layer):
         yield
 
 
 @contextlib.contextmanager
 def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
     """Call `see` with the arguments of each call of `layer`, by name, before it runs."""
-    call = layer.call
-    signature = inspect.signature(call)
+    signature = inspect.signature(layer.call)
 
-    def seen(*args: Any, **kwargs: Any) -> Any:
+    def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         see(signature.bind(*args, **kwargs).arguments)
-        return call(*args, **kwargs)
+        return usual(*args, **kwargs)
 
-    with holding(layer, call=seen):
+    with looking.overriding(layer, "call", seen):
         yield
-
-
-@contextlib.contextmanager
-def holding(holder: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of this object alone for a while, past the trackers of Keras and TensorFlow."""
-    held = vars(holder)
-    before = {name: held[name] for name in attributes if name in held}
-    held.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            held.pop(name, None)
-        held.update(before)
 
 
 def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray:

@@ -1,7 +1,11 @@
 """A model computing in another precision for a while, its weights as they are."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
 
 import keras
 
@@ -59,16 +63,60 @@ class _ComputingInFloat32(keras.DTypePolicy):
     compute_dtype = "float32"
 
 
+class _OfTheCaller(keras.DTypePolicy):
+    """Stands on a layer for its policy: who exports has another, all others what they had."""
+
+    def __init__(self, layer: keras.Layer):
+        self.own, self.exports, self._layer = layer._dtype_policy, 0, id(layer)
+
+    @property
+    def now(self) -> keras.DTypePolicy:
+        return _chosen.get().get(self._layer, self.own)
+
+    @property
+    def __class__(self) -> type:  # so that it is filed, and asked what it is, as that policy
+        return type(self.now)
+
+    @property
+    def compute_dtype(self) -> str:
+        return self.now.compute_dtype
+
+    def get_config(self) -> dict[str, Any]:
+        return self.now.get_config()
+
+    def __getattr__(self, name: str) -> Any:  # what the base class reads
+        return getattr(self.now, name)
+
+    def __getitem__(self, path: str) -> Any:  # of a map of policies
+        return self.now[path]
+
+
+_chosen: ContextVar[Mapping[int, keras.DTypePolicy]] = ContextVar(
+    "policies", default=MappingProxyType({})
+)
+_LOCK = threading.Lock()
+
+
 @contextlib.contextmanager
 def _policies(model: keras.Model, choose: Callable) -> Iterator[None]:
-    before = []
+    """Policies for this caller alone: other threads run the model as it is."""
+    policies = {
+        layer: policy
+        for layer in model._flatten_layers()
+        if layer.quantization_mode is None and (policy := choose(layer)) is not None
+    }
+    token = _chosen.set({**_chosen.get(), **{id(x): policy for x, policy in policies.items()}})
+    with _LOCK:
+        for layer in policies:
+            if type(layer._dtype_policy) is not _OfTheCaller:
+                vars(layer)["_dtype_policy"] = _OfTheCaller(layer)
+            layer._dtype_policy.exports += 1
     try:
-        for layer in model._flatten_layers():
-            policy = None if layer.quantization_mode is not None else choose(layer)
-            if policy is not None:
-                before.append((layer, layer._dtype_policy))
-                layer._dtype_policy = policy
         yield
     finally:
-        for layer, policy in reversed(before):
-            layer._dtype_policy = policy
+        _chosen.reset(token)
+        with _LOCK:
+            for layer in policies:
+                layer._dtype_policy.exports -= 1
+                if not layer._dtype_policy.exports:
+                    vars(layer)["_dtype_policy"] = layer._dtype_policy.own

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask import config, hooks, tracing
+from keras_headmask import compiled, config, hooks, tracing
 from keras_headmask.binding import Plan, in_own_function
 from keras_headmask.consumed import moved
 from keras_headmask.layer_rules import Rules, check_inputs, rules_of_layers
@@ -62,7 +62,9 @@ def apply_head_masks(
             those. Self and cross, and the order, are told by how the model calls its layers.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            weights stay in place and `model` is used up: what it was is now the result.
+            weights stay in place and `model` is used up: what it was is now the result. Keras makes
+            its compiled functions anew, those of models around it too. What you compiled by
+            `jax.jit` or `torch.compile` cannot be found: make it anew from the result.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
@@ -74,8 +76,9 @@ def apply_head_masks(
         TypeError: for a model without a graph, or a spec or selector that is none.
         ValueError: for a selector that names no layer, a number as the key of a mapping, a name
             that no input of the model has (unless `add_inputs=True`), attention that no rule
-            reaches, a layer with two rules, a head that `mask_spec` names and a layer lacks, or a
-            layer of which it cannot be told whether it is self-attention, unless a regex names it.
+            reaches, a layer with two rules, a head that `mask_spec` names and a layer lacks, a
+            layer of which it cannot be told whether it is self-attention, unless a regex names it,
+            or, with `copy=False`, a model that a `tf.function` has traced.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
             rule.
 
@@ -110,6 +113,8 @@ def apply_head_masks(
     _check_heads(rules, found)
     _check_functions(model, rules, found)
     check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
+    if not copy:
+        compiled.drop_all_that_run([found.known[i].layer for i in rules])
     model = stock_copy(model) if copy else unhooked(moved(model))
     if isinstance(model, keras.Sequential):
         model = keras.Model(model.inputs, model.outputs, name=model.name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_headmask import looking
 from keras_headmask.consumed import empty
 from keras_headmask.reachable import untracked_layers
 
@@ -52,7 +53,7 @@ class Stock:
     def seen_through(self, model: keras.Model) -> keras.Model:
         """The stock model, with the parts that the masked `model` has now."""
         own = self._own | {"get_config"}  # the masked one's, where a masked model holds it
-        parts = {k: v for k, v in vars(model).items() if k not in own}
+        parts = {k: v for k, v in looking.attributes(model).items() if k not in own}
         vars(self._model).update(parts | self.graph)
         return self._model
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import looking
+
 # In place of unknown dimensions. 83 is what Keras itself puts there; layers may be built for it.
 # (420 and 240: layers may cut lengths into parts.)
 _BATCH, _SIZES = 2, (83, 8, 256, 420, 240)
@@ -23,7 +25,7 @@ ALIKE = "made of the same inputs"
 OTHER = "made of other inputs"
 UNKNOWN = "two tensors whose origins do not tell"
 
-_ONE_AT_A_TIME = threading.RLock()  # a trace hooks the model's layers for a while
+_ONE_AT_A_TIME = threading.RLock()  # a trace keeps the nodes that it adds to a graph apart
 
 
 class Call(NamedTuple):
@@ -98,7 +100,6 @@ class _Trace:
         self._joints: dict[Any, object] = {}  # keys of streams: by operation and what it reads
         self._kept: list[Any] = []  # so that no id is used twice
         self._by_shapes = False  # inside a layer whose body takes no symbolic tensors
-        self._thread = threading.get_ident()
 
     def run(self, size: int) -> list[Call]:
         def symbolic(x: Any) -> Any:
@@ -132,27 +133,29 @@ class _Trace:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Let layers with attention inside run their bodies, and attention layers tell."""
+        """Let layers with attention inside run their bodies, and attention layers tell.
+
+        Other threads may run the model meanwhile: the graph that they see only has more nodes.
+        """
         layers = list(self.model._flatten_layers())
-        operations = {id(x): x for x in layers}
+        operations = {id(x): x for x in layers[1:]}  # (the model's own body is run, no node of it)
         for layer in layers:
             operations |= {id(x): x for x in getattr(layer, "_operations", ())}
         nodes = [(x, name) for x in operations.values() for name in _NODES]
         before = [vars(x)[name] for x, name in nodes]
-        hooks = [(x, *hook) for x in layers[1:] for hook in self._hooks(x)]
-        for (x, name), held in zip(nodes, before, strict=True):
-            vars(x)[name] = list(held)  # a symbolic call adds to it
-        for x, name, hook in hooks:
-            vars(x)[name] = hook
-        try:
-            yield
-        finally:
-            for x, name, _ in hooks:
-                del vars(x)[name]
+        with contextlib.ExitStack() as stack:
+            for layer in layers[1:]:
+                for name, override in self._overrides(layer):
+                    stack.enter_context(looking.overriding(layer, name, override))
             for (x, name), held in zip(nodes, before, strict=True):
-                vars(x)[name] = held
+                vars(x)[name] = list(held)  # a symbolic call adds to it
+            try:
+                yield
+            finally:
+                for (x, name), held in zip(nodes, before, strict=True):
+                    vars(x)[name] = held
 
-    def _hooks(self, layer: keras.Layer) -> list[tuple[str, Callable]]:
+    def _overrides(self, layer: keras.Layer) -> list[tuple[str, Callable]]:
         if isinstance(layer, keras.layers.MultiHeadAttention):
             return [("symbolic_call", self._attention(layer)), ("call", self._recorded(layer))]
         if _attention_inside(layer):
@@ -160,7 +163,7 @@ class _Trace:
         return []
 
     def _body(self, layer: keras.Layer) -> Callable:
-        def symbolic_call(*args: Any, **kwargs: Any) -> Any:
+        def symbolic_call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
             before = len(self.calls)
             try:
                 outputs = layer.call(*args, **kwargs)
@@ -178,7 +181,7 @@ class _Trace:
                 inner = layer._flatten_layers(include_self=False)
                 attention = (x for x in inner if isinstance(x, keras.layers.MultiHeadAttention))
                 self.calls += [Call(x, None) for x in attention]
-                return type(layer).symbolic_call(layer, *args, **kwargs)
+                return usual(*args, **kwargs)
 
         return symbolic_call
 
@@ -191,7 +194,7 @@ class _Trace:
             self._by_shapes = before
 
     def _attention(self, layer: keras.Layer) -> Callable:
-        def symbolic_call(*args: Any, **kwargs: Any) -> Any:
+        def symbolic_call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
             query, value, key = self._record(layer, *_operands(args, kwargs))
             shapes = [tuple(x.shape) for x in (query, value, key)]
             outputs = keras.KerasTensor(layer.compute_output_shape(*shapes), layer.compute_dtype)
@@ -204,10 +207,9 @@ class _Trace:
         return symbolic_call
 
     def _recorded(self, layer: keras.Layer) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == self._thread:  # another may serve the model meanwhile
-                self._record(layer, *_operands(args, kwargs))
-            return type(layer).call(layer, *args, **kwargs)
+        def call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+            self._record(layer, *_operands(args, kwargs))
+            return usual(*args, **kwargs)
 
         return call
 

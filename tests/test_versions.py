@@ -246,3 +246,14 @@ def test_a_base_path_of_home_of_a_link_and_of_no_text(tmp_path, monkeypatch):
     for bad in (b"models", ""):
         with pytest.raises(TypeError, match="must be a path as text"):
             versions.checked_base(bad)
+
+
+def test_publishing_leaves_the_umask_of_the_process_alone(tmp_path, monkeypatch):
+    """Between its two changes, another thread would read the wrong one and put it back."""
+    (tmp_path / "usual").mkdir()
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+    with versions.being_written(tmp_path / "base") as folder:
+        (folder / "saved_model.pb").write_text("whole")
+        number = versions.publish(folder, tmp_path / "base", None)
+    mode = (tmp_path / "base" / str(number)).stat().st_mode
+    assert mode == (tmp_path / "usual").stat().st_mode

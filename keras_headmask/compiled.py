@@ -1,0 +1,77 @@
+"""Functions compiled from a model before it had a rule: they would go on without it, unseen."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
+
+
+def drop(model: keras.Model) -> None:
+    """Let Keras make its compiled functions of `model` anew, on their next use."""
+    for name in FUNCTIONS:
+        if vars(model).get(name) is not None:
+            vars(model)[name] = None
+
+
+def drop_all_that_run(layers: list[keras.Layer]) -> None:
+    """Drop Keras' compiled functions of every model that holds one of `layers`.
+
+    Raises for a `tf.function` that has traced one of them: it belongs to the user, and cannot be
+    made to trace again.
+    """
+    sought = {id(layer) for layer in layers}
+    for model in _alive(keras.Model):
+        if sought & _inside(model):
+            drop(model)
+    if keras.backend.backend() == "tensorflow" and (names := _traced(layers)):
+        raise ValueError(
+            "`copy=False` needs a model that no `tf.function` has traced: what was traced before "
+            f"would go on without the rule. Received: a model whose attention is in {names}. Drop "
+            "those functions (`del`) before this call and make them anew from its result; or pass "
+            "copy=True, which leaves the model as it is."
+        )
+
+
+def _inside(model: keras.Model) -> set[int]:
+    """The ids of all layers in `model`, by the attributes: one that was used up answers nothing."""
+    found: dict[int, Any] = {}
+    waiting = [model]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            waiting += vars(layer).get("_layers", ())
+    return set(found)
+
+
+def _traced(layers: list[keras.Layer]) -> list[str]:
+    """The names of the functions whose traces read weights of `layers`."""
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+    gc.collect()  # what nobody holds any more lives on in a circle until then
+    weights = {id(weight.value) for layer in layers for weight in layer.weights}
+    return sorted({f.name for f in _alive(Function) if not _is_of_keras(f) and _reads(f, weights)})
+
+
+def _is_of_keras(function: Any) -> bool:
+    """Whether a model's trainer or KerasHub made it: TensorFlow keeps what `drop` dropped alive."""
+    module = getattr(function.python_function, "__module__", None)
+    return module == "keras.src.backend.tensorflow.trainer" or function.name == "generate_step"
+
+
+def _reads(function: Any, weights: set[int]) -> bool:
+    for trace in list(function._function_cache.values()):
+        # (A trace whose variables are gone raises for them, and nobody can run it.)
+        with contextlib.suppress(AssertionError):
+            if any(id(variable) in weights for variable in trace.variables):
+                return True
+    return False
+
+
+def _alive(kind: type) -> Iterator[Any]:
+    # (By the type: `isinstance` would wake objects that load something when they are asked.)
+    return (x for x in gc.get_objects() if issubclass(type(x), kind))

@@ -1,0 +1,71 @@
+"""`copy=False` on a model that something compiled before: nothing goes on without the rule."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from keras import layers
+from small_models import CHUNK, TOKENS, one_layer
+
+import keras_headmask as hm
+
+
+def test_models_built_on_its_tensors_run_no_compiled_function_of_old():
+    model = one_layer()
+    head = keras.Model(model.inputs, layers.Dense(2)(model.output))
+    before = head.predict(TOKENS, verbose=0)
+    masked = hm.apply_head_masks(model, CHUNK, copy=False)
+    with pytest.raises(RuntimeError, match=r"obeys a rule of the model .* ran outside it"):
+        head.predict(TOKENS, verbose=0)
+    assert before.shape == (*numpy(masked(TOKENS)).shape[:2], 2)
+
+
+def test_nor_do_models_that_hold_it():
+    model = one_layer()
+    outer = keras.Sequential([model, layers.Dense(2)])
+    outer.predict(TOKENS, verbose=0)
+    hm.apply_head_masks(model, CHUNK, copy=False)
+    with pytest.raises(RuntimeError, match="This model was used up"):
+        outer.predict(TOKENS, verbose=0)
+
+
+def test_its_own_functions_are_made_anew():
+    model = one_layer()
+    without = model.predict(TOKENS, verbose=0)
+    masked = hm.apply_head_masks(model, CHUNK, copy=False)
+    obeying = masked.predict(TOKENS, verbose=0)
+    np.testing.assert_allclose(obeying, numpy(masked(TOKENS)), atol=1e-5)
+    assert abs(obeying - without).max() > 1e-3
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("existing", ["error", "replace"])
+def test_a_model_that_a_tf_function_has_traced_is_refused(existing):
+    import tensorflow as tf
+
+    model = one_layer()
+    if existing == "replace":
+        model = hm.apply_head_masks(model, hm.Window(1, 1))
+
+    @tf.function
+    def old_step(ids):
+        return model(ids)
+
+    before = old_step(TOKENS)
+    with pytest.raises(ValueError, match=r"no `tf.function` has traced.*'old_step'.*copy=True"):
+        hm.apply_head_masks(model, CHUNK, existing=existing, copy=False)
+    np.testing.assert_allclose(numpy(model(TOKENS)), numpy(before), atol=1e-5)  # as it was
+    copied = hm.apply_head_masks(model, CHUNK, existing=existing)
+    del old_step
+    in_place = hm.apply_head_masks(model, CHUNK, existing=existing, copy=False)
+    np.testing.assert_allclose(numpy(in_place(TOKENS)), numpy(copied(TOKENS)), atol=1e-5)
+
+
+@pytest.mark.tensorflow
+def test_a_function_of_other_layers_is_no_reason_to_refuse():
+    import tensorflow as tf
+
+    model = one_layer()
+    embed = tf.function(lambda ids: model.layers[1](ids))
+    embed(TOKENS)
+    assert hm.apply_head_masks(model, CHUNK, copy=False).mask_specs

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from keras_headmask import config
 
-_PADDING = "padding_mask"  # the name that recipes.padding and KerasHub give it
-
 
 class Words(NamedTuple):
     """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
@@ -74,7 +72,7 @@ def ordered_groups(
                 f"0 to {num_heads - 1}. Received: {spec!r}."
             )
         groups, others = _groups(spec, num_heads), None
-    groups.sort(key=lambda group: (others in group[1], openness(group[0])))
+    groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
     return groups, others
 
 
@@ -120,14 +118,9 @@ def enough_heads(spec: Any) -> int:
     return max(named_heads(spec), default=-1) + 2
 
 
-def openness(rule: Any) -> int:
-    """2 if `rule` hides nothing, 1 if it hides padding alone, else 0: what is open comes last.
-
-    It asks the rule alone, so that equal rules stand in one order.
-    """
-    if rule.kind == "full":
-        return 2
-    return int(rule.kind == "key_flag" and rule.input == _PADDING)
+def sees_everything(rule: Any) -> bool:
+    """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
+    return rule.kind == "full"
 
 
 def _groups(spec: Any, num_heads: int) -> list[tuple[Any, list[int]]]:
@@ -269,7 +262,7 @@ def _same_sentence(spec: Any) -> Words:
 
 
 def _key_flag(spec: Any) -> Words:
-    if spec.input == _PADDING:
+    if spec.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
         return Words("every token that `padding_mask` does not hide")
     return Words(f"every token whose `{spec.input}` is set")
 

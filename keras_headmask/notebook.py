@@ -16,7 +16,6 @@ import numpy as np
 from keras_headmask import describing, panels
 from keras_headmask.drawing import draw
 from keras_headmask.masked_model import HeadMasked
-from keras_headmask.position_leaves import Full
 from keras_headmask.specs import MaskSpec, leaves
 
 _SHORTEST, _LONGEST = 12, 4096  # positions of the example that is drawn
@@ -59,7 +58,7 @@ def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
             lines.append(f"A picture of {whose}: plot(rule, ..., mask_inputs={{{inputs}}})")
     text = f"<pre>{html.escape(chr(10).join(lines))}</pre>"
     drawn = [group for group in groups if _can_be_drawn(group[0], num_heads is not None)]
-    if len(drawn) < len(groups) and all(rule == Full() for rule, _ in drawn):
+    if len(drawn) < len(groups) and all(describing.sees_everything(rule) for rule, _ in drawn):
         return text  # a full square shows nothing of the heads that are restricted
     if more := drawn[_MOST_GROUPS:]:
         first = panels.head_names(more[0][1], others)

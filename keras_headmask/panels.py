@@ -81,8 +81,8 @@ def panels_of(
             folded.setdefault(key, []).append(head)
             cells[key] = drawing
     panels = [Panel(tuple(sorted(heads)), cells[key]) for key, heads in folded.items()]
-    openness = {head: describing.openness(rule) for rule, heads in groups for head in heads}
-    panels.sort(key=lambda panel: (max(openness[head] for head in panel.heads), panel.heads))
+    free = {head for rule, heads in groups if describing.sees_everything(rule) for head in heads}
+    panels.sort(key=lambda panel: (not free.isdisjoint(panel.heads), panel.heads))
     return Panels(panels, num_heads, tile, labels, query_offset)
 
 

@@ -151,7 +151,7 @@ def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
     if heads is None:
         chosen = list(range(count))
         if spec is not None:
-            chosen.sort(key=lambda head: describing.openness(spec.for_head(head)))
+            chosen.sort(key=lambda head: describing.sees_everything(spec.for_head(head)))
     else:
         chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
     beyond = [head for head in chosen if head >= count]

@@ -129,8 +129,6 @@ def test_heads():
     assert spec.describe() == nothing
     last = hm.PerHead({2: W(0, 0)})
     assert last.describe(4) == "Head 2: a token sees itself alone. Heads 0, 1 and 3: every token."
-    padded = hm.PerHead({1: W(0, 0)}, default=recipes.padding())
-    assert padded.describe(2) == f"Head 1: a token sees itself alone. Head 0: {PADDED}"
     assert hm.PerHead({0: W(0, 0)}, default=W(0, 0)).describe(4) == "A token sees itself alone."
     nested = ~HEADS
     assert nested.describe(2) == (

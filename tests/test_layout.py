@@ -99,15 +99,7 @@ ARROWS = {
     "figures": {"coverage", "panels"},
     "observing": {"evaluation", "hooks", "masks", "position_leaves", "selectors", "specs"},
     "plotting": {"coverage", "describing", "figures", "observing", "panels", "per_head", "specs"},
-    "notebook": {
-        "describing",
-        "drawing",
-        "figures",
-        "masked_model",
-        "panels",
-        "position_leaves",
-        "specs",
-    },
+    "notebook": {"describing", "drawing", "figures", "masked_model", "panels", "specs"},
     "lint_model": {
         "lint_subject",
         "masked_model",

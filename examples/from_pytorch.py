@@ -9,7 +9,7 @@ over in a few lines, outputs are compared, and the traps are walked into, with t
 it.
 
     pip install -e ".[tutorials]"
-    python examples/from_pytorch.py                    # half a minute, most of it imports
+    python examples/from_pytorch.py                    # up to 1 CPU minute, most of it imports
     jupytext --to notebook examples/from_pytorch.py    # the same as a notebook
 """
 

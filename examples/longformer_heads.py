@@ -12,7 +12,7 @@ The document is a chapter of Python's own manual, which comes with every Python.
 the global tokens: what stands under a heading can look up to it, and the heading reads the chapter.
 
     pip install -e ".[plot]" torch transformers
-    python examples/longformer_heads.py            # two minutes; 4 GiB of memory
+    python examples/longformer_heads.py            # 2 to 5 CPU minutes; 4 GiB of memory
     python examples/longformer_heads.py --quick    # seconds: a short text, a narrow layer
 
 Without transformers all runs but the comparison with it.

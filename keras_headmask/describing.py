@@ -42,6 +42,25 @@ def describe(spec: Any, num_heads: int | None = None) -> str:
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     """A sentence for each group of heads that obey one rule."""
+    groups, others = ordered_groups(spec, num_heads)
+    if len(groups) == 1:
+        return [f"A token sees {words(groups[0][0]).phrase}."]
+    found: list[str] = []
+    for rule, heads in groups:
+        title = "All other heads" if others in heads else heads_in_words(heads)
+        subject = "" if found else "a token sees "
+        found.append(f"{title}: {subject}{words(rule).phrase}.")
+    return found
+
+
+def ordered_groups(
+    spec: Any, num_heads: int | None
+) -> tuple[list[tuple[Any, list[int]]], int | None]:
+    """Each rule with the heads that obey it, those that see everything last.
+
+    Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
+    its group comes last.
+    """
     named = max(named_heads(spec), default=-1) + 1
     if num_heads is None:
         groups, others = _groups(spec, named + 1), named
@@ -53,15 +72,8 @@ def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
                 f"0 to {num_heads - 1}. Received: {spec!r}."
             )
         groups, others = _groups(spec, num_heads), None
-    if len(groups) == 1:
-        return [f"A token sees {words(groups[0][0]).phrase}."]
-    groups.sort(key=lambda group: others in group[1])  # "all other heads" come last
-    found: list[str] = []
-    for rule, heads in groups:
-        title = "All other heads" if others in heads else heads_in_words(heads)
-        subject = "" if found else "a token sees "
-        found.append(f"{title}: {subject}{words(rule).phrase}.")
-    return found
+    groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
+    return groups, others
 
 
 def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:
@@ -104,6 +116,11 @@ def named_heads(spec: Any) -> Iterator[int]:
 def enough_heads(spec: Any) -> int:
     """So many that each head `spec` numbers is among them, and one that stands for the rest."""
     return max(named_heads(spec), default=-1) + 2
+
+
+def sees_everything(rule: Any) -> bool:
+    """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
+    return rule.kind == "full"
 
 
 def _groups(spec: Any, num_heads: int) -> list[tuple[Any, list[int]]]:

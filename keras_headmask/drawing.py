@@ -34,9 +34,9 @@ def draw(
         spec: A `MaskSpec`.
         queries: Number of queries; as many as `tokens` by default.
         keys: Number of keys; as many as `tokens`, or as queries, by default.
-        num_heads: Number of heads. Heads with equal masks are drawn once, under their numbers. By
-            default one head for a rule that all heads share, else one more than `spec` names, so
-            that the last stands for the rest.
+        num_heads: Number of heads. Heads with equal masks are drawn once, under their numbers,
+            heads that see everything last. By default one head for a rule that all heads share,
+            else one more than `spec` names, so that the last stands for the rest.
         mask_inputs: The tensors `spec` reads, by name.
         query_offset: Query i stands at position i + `query_offset`.
         example: Which example of the batch to draw.

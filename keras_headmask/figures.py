@@ -70,7 +70,10 @@ def masks_figure(drawn: Panels, caption: Sequence[str]) -> Picture:
     for ax, panel in zip(axes, drawn.panels, strict=True):
         _image(ax, panel.cells, drawn.tile, drawn.query_offset, cmap=colours, norm=norm)
         room = ax.get_position().width * figure.get_figwidth() + _GAP
-        title = _title(panel.heads, room) if drawn.num_heads > 1 else "every head"
+        if drawn.others in panel.heads:
+            title = head_names(panel.heads, drawn.others)
+        else:
+            title = _title(panel.heads, room) if drawn.num_heads > 1 else "every head"
         ax.set_title(title, fontsize=_TITLE)
     if drawn.tile == (1, 1):
         texts = {Coverage.ALL: "may attend", Coverage.NONE: "hidden"}

@@ -26,7 +26,8 @@ class Panel(NamedTuple):
 class Panels(NamedTuple):
     """All that is drawn. A tile of `(1, 1)` is one pair of positions; `labels` are `None` or texts.
 
-    Query i stands at position i + `query_offset`. One head stands for all.
+    Query i stands at position i + `query_offset`. One head stands for all. `others` is the head
+    that stands for all that no panel names, where the number of heads is not known.
     """
 
     panels: list[Panel]
@@ -34,6 +35,7 @@ class Panels(NamedTuple):
     tile: tuple[int, int]
     labels: tuple[list[str] | None, list[str] | None]
     query_offset: int
+    others: int | None = None
 
 
 def panels_of(
@@ -83,7 +85,8 @@ def panels_of(
             folded.setdefault(key, []).append(head)
             cells[key] = drawing
     panels = [Panel(tuple(sorted(heads)), cells[key]) for key, heads in folded.items()]
-    panels.sort(key=lambda panel: panel.heads)
+    free = {head for rule, heads in groups if describing.sees_everything(rule) for head in heads}
+    panels.sort(key=lambda panel: (not free.isdisjoint(panel.heads), panel.heads))
     return Panels(panels, num_heads, tile, labels, query_offset)
 
 
@@ -195,8 +198,10 @@ def tile_of(queries: int, keys: int, tile_size: int | None, longest: int) -> tup
 # --- Names ---------------------------------------------------------------------------------------
 
 
-def head_names(heads: Sequence[int]) -> str:
-    """Head numbers with neighbours folded: `heads 0, 2-5`."""
+def head_names(heads: Sequence[int], others: int | None = None) -> str:
+    """Head numbers with neighbours folded: `heads 0, 2-5`. `others` is as in `Panels`."""
+    if others in heads:
+        return "all other heads"
     runs: list[list[int]] = []
     for head in heads:
         if runs and runs[-1][-1] == head - 1:

@@ -31,11 +31,11 @@ def plot(
 ) -> "Figure":
     """The mask that `spec` makes as a matplotlib figure: dark = may attend, light = hidden.
 
-    Needs matplotlib: `pip install matplotlib`. One panel for heads with equal masks,
-    under their numbers; queries downward, keys to the right; the rule stands above. Sequences of
-    more than 128 positions are drawn as tiles, without tokens: of a dark tile every pair may
-    attend, of an orange one some. A notebook shows the figure; `figure.savefig("rule.png")` saves
-    it. Pyplot has no part in it, so nothing needs to be closed.
+    Needs matplotlib: `pip install matplotlib`. One panel for heads with equal masks, under their
+    numbers, heads that see everything last; queries downward, keys to the right; the rule stands
+    above. Sequences of more than 128 positions are drawn as tiles, without tokens: of a dark tile
+    every pair may attend, of an orange one some. A notebook shows the figure;
+    `figure.savefig("rule.png")` saves it. Pyplot has no part in it, so nothing needs to be closed.
 
     Args:
         spec: A `MaskSpec`.
@@ -102,7 +102,8 @@ def plot_attention(
             several inputs.
         layer: A number, counted over self-attention in forward order, or a regex on the layer's
             path, as in `apply_head_masks`.
-        heads: Which heads: 3, `"0-3"`, `(0, 4)`; all by default.
+        heads: Which heads, in this order: 3, `"0-3"`, `(0, 4)`. All by default, heads that see
+            everything last.
         example: Which example of the batch to draw.
         tokens: A label for each position, or a pair of lists `(query_tokens, key_tokens)`.
         tile_size: Positions to a side of a tile, of which the largest probability is shown; 1 draws
@@ -130,7 +131,7 @@ def plot_attention(
         raise ValueError(
             f"`example` must be at least 0 and below the batch size {batch}. Received: {example}."
         )
-    chosen = _chosen(heads, count)
+    chosen = _chosen(heads, count, seen.spec)
     labels = panels.labels_of(tokens, queries, keys)
     tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
     scores, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
@@ -147,12 +148,13 @@ def plot_attention(
     return figures.attention_figure(scores, allowed, outside, chosen, tile, labels, caption)
 
 
-def _chosen(heads: Any, count: int) -> list[int]:
-    chosen = (
-        list(range(count))
-        if heads is None
-        else head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
-    )
+def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
+    if heads is None:
+        chosen = list(range(count))
+        if spec is not None:
+            chosen.sort(key=lambda head: describing.sees_everything(spec.for_head(head)))
+    else:
+        chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
     beyond = [head for head in chosen if head >= count]
     if beyond or not chosen:
         raise ValueError(

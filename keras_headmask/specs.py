@@ -115,8 +115,8 @@ class MaskSpec:
     def describe(self, num_heads: int | None = None) -> str:
         """This rule in plain English, a sentence for each group of heads that share a rule.
 
-        Equal specs read alike. `num_heads` names the heads that no rule names; without it they are
-        "all other heads".
+        Equal specs read alike; heads that see everything come last. `num_heads` names the heads
+        that no rule names; without it they are "all other heads".
 
         >>> from keras_headmask import PerHead, SameSentence, recipes
         >>> print(recipes.causal().describe())

@@ -128,6 +128,8 @@ def test_heads():
     assert spec.describe(8) == said.replace("0, 3 to 7", "0 and 3 to 7")
     nothing = "Heads 1 and 2: a token sees nothing. All other heads: itself alone."
     assert spec.describe() == nothing
+    last = hm.PerHead({2: W(0, 0)})
+    assert last.describe(4) == "Head 2: a token sees itself alone. Heads 0, 1 and 3: every token."
     assert hm.PerHead({0: W(0, 0)}, default=W(0, 0)).describe(4) == "A token sees itself alone."
     nested = ~HEADS
     assert nested.describe(2) == (

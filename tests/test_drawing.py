@@ -25,7 +25,7 @@ def test_a_rule_that_all_heads_share_is_drawn_once():
 def test_heads_are_folded():
     spec = hm.PerHead({0: CAUSAL, "2-3": CAUSAL, 5: SELF})
     assert hm.draw(spec, 2, num_heads=8) == "\n".join(
-        ["heads 0, 2-3:", "1 0", "1 1", "heads 1, 4, 6-7:", "1 1", "1 1", "head 5:", "1 0", "0 1"]
+        ["heads 0, 2-3:", "1 0", "1 1", "head 5:", "1 0", "0 1", "heads 1, 4, 6-7:", "1 1", "1 1"]
     )
 
 
@@ -40,9 +40,9 @@ def test_heads_whose_masks_are_equal_are_drawn_together():
     ("spec", "titles"),
     [
         (hm.PerHead({0: SELF}), ["head 0:", "head 1:"]),
-        (hm.PerHead({2: SELF}), ["heads 0-1, 3:", "head 2:"]),
+        (hm.PerHead({2: SELF}), ["head 2:", "heads 0-1, 3:"]),
         (~hm.PerHead({0: hm.PerHead({1: SELF})}), None),  # head 0 takes the inner default
-        (hm.Full() & hm.PerHead({1: SELF}), ["heads 0, 2:", "head 1:"]),
+        (hm.Full() & hm.PerHead({1: SELF}), ["head 1:", "heads 0, 2:"]),
     ],
     ids=repr,
 )

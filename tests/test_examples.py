@@ -46,6 +46,14 @@ def check_pictures(example, folder):
         assert (ROOT / "docs/images" / name).stat().st_size < 80_000
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_minutes_are_those_of_a_processor(path):
+    """What a busy machine takes cannot be promised; the time of its processors varies less."""
+    promised = re.findall(r"^ +python examples/.*?# (.*minute.*)$", path.read_text("utf-8"), re.M)
+    assert [text for text in promised if "CPU minute" not in text] == []
+    assert [text for text in promised if not re.match(r"\d+ to \d+ |up to ", text)] == []
+
+
 @pytest.mark.tensorflow
 def test_sentence_heads(tmp_path):
     pytest.importorskip("pysbd")

@@ -133,7 +133,7 @@ ARROWS = {
         "specs",
     },
     "plotting": {"coverage", "describing", "figures", "observing", "panels", "per_head", "specs"},
-    "notebook": {"describing", "drawing", "figures", "masked_model", "panels", "per_head", "specs"},
+    "notebook": {"describing", "drawing", "figures", "masked_model", "panels", "specs"},
     "lint_model": {
         "lint_subject",
         "masked_model",

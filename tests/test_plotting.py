@@ -45,15 +45,31 @@ def test_a_panel_for_each_mask():
     spec = hm.PerHead({0: CAUSAL, "2-3": CAUSAL, 5: SELF})
     figure = hm.plot(spec, 3, 4, num_heads=8)
     titles = [ax.get_title() for ax in figure.axes]
-    assert titles == ["heads 0, 2-3", "heads 1, 4, 6-7", "head 5"]
+    assert titles == ["heads 0, 2-3", "head 5", "heads 1, 4, 6-7"]
     expected = mask_by_loops(spec, 1, 8, 3, 4, {})[0]
-    for ax, head in zip(figure.axes, (0, 1, 5), strict=True):
+    for ax, head in zip(figure.axes, (0, 5, 1), strict=True):
         np.testing.assert_array_equal(cells(ax), 2 * expected[head])
     assert figure.get_suptitle().split("\n") == [
         "Heads 0, 2 and 3: a token sees itself and every token before it.",
-        "Heads 1, 4, 6 and 7: every token.",
         "Head 5: itself alone.",
+        "Heads 1, 4, 6 and 7: every token.",
     ]
+
+
+@once
+@pytest.mark.parametrize(
+    ("spec", "titles"),
+    [
+        (hm.PerHead({3: SELF}), ["head 3", "heads 0-2"]),
+        (hm.PerHead({"0-2": hm.Full()}, default=SELF), ["head 3", "heads 0-2"]),
+        # At this length head 0 sees everything, too.
+        (hm.PerHead({0: hm.Window(9, 9), 3: SELF}), ["head 3", "heads 0-2"]),
+    ],
+    ids=repr,
+)
+def test_heads_that_see_everything_come_last(spec, titles):
+    figure = hm.plot(spec, 7, num_heads=4)
+    assert [ax.get_title() for ax in figure.axes] == titles
 
 
 @once
@@ -91,7 +107,7 @@ def test_two_sequences():
 def test_long_sequences_are_tiles():
     inputs = {"x": np.repeat([[0, 1, 2]], 100)[None]}
     figure = hm.plot(hm.PerHead({1: hm.SameSegment("x")}), 300, mask_inputs=inputs)
-    everything, segments = (cells(ax) for ax in figure.axes)
+    segments, everything = (cells(ax) for ax in figure.axes)
     assert everything.shape == (38, 38)
     assert (everything == 2).all()
     assert set(np.unique(segments)) == {0, 1, 2}
@@ -245,6 +261,22 @@ def test_a_masked_model():
 
 
 @once
+def test_restricted_heads_come_first():
+    masked = hm.apply_head_masks(one_layer(), hm.PerHead({2: CAUSAL, 3: SELF}))
+    figure = hm.plot_attention(masked, TOKENS)
+    assert [ax.get_title() for ax in figure.axes[:4]] == ["head 2", "head 3", "head 0", "head 1"]
+    _, allowed = drawn_attention(figure, 4)
+    np.testing.assert_array_equal(allowed[0], np.tri(7) * (TOKENS[0] != 0)[:, None] > 0)
+    assert figure.get_suptitle().split("\n")[:3] == [
+        "Head 2: a token sees itself and every token before it.",
+        "Head 3: itself alone.",
+        "Heads 0 and 1: every token.",
+    ]
+    as_asked = hm.plot_attention(masked, TOKENS, heads=(0, 3))
+    assert [ax.get_title() for ax in as_asked.axes[:2]] == ["head 0", "head 3"]
+
+
+@once
 def test_what_lies_outside_would_show(monkeypatch):
     """A layer that does not obey its rule: here, a masked model whose mask is not applied."""
     from keras_headmask import binding
@@ -274,7 +306,7 @@ def per_head_layer():
 @once
 def test_a_layer_with_a_rule_of_its_own():
     x = np.random.default_rng(0).normal(size=(1, 5, 8)).astype("float32")
-    figure = hm.plot_attention(per_head_layer(), x)
+    figure = hm.plot_attention(per_head_layer(), x, heads="0-1")
     scores, allowed = drawn_attention(figure, 2)
     np.testing.assert_array_equal(allowed[0], np.tri(5, dtype=bool))
     np.testing.assert_array_equal(allowed[1], np.eye(5, dtype=bool))
@@ -325,7 +357,7 @@ def test_cross_attention():
 @once
 def test_long_attention_is_tiles():
     x = np.random.default_rng(0).normal(size=(1, 140, 8)).astype("float32")
-    figure = hm.plot_attention(per_head_layer(), x)
+    figure = hm.plot_attention(per_head_layer(), x, heads="0-1")
     scores, allowed = drawn_attention(figure, 2)
     assert scores.shape == (2, 35, 35)
     np.testing.assert_array_equal(allowed[0], np.tri(35, dtype=bool))
@@ -409,16 +441,22 @@ def test_a_spec_shows_itself():
     assert "<ids>" not in html
 
 
-@once
-def test_what_a_spec_shows(monkeypatch):
+@pytest.fixture
+def shown(monkeypatch):
+    """The figures that values show of themselves."""
     from keras_headmask import figures
 
     seen = []
     make = figures.masks_figure
     monkeypatch.setattr(figures, "masks_figure", lambda *a: seen.append(make(*a)) or seen[-1])
+    return seen
+
+
+@once
+def test_what_a_spec_shows(shown):
     hm.PerHead({0: hm.Window(100, 0)}, default=hm.SameSegment("x"))._repr_html_()
     hm.Chunk(3)._repr_html_()
-    long, short = seen
+    long, short = shown
     assert [ax.get_title() for ax in long.axes] == ["head 0"]
     assert long.get_suptitle() == "over 202 positions"  # so that the window is seen
     assert short.get_suptitle() == "over 12 positions"
@@ -427,14 +465,19 @@ def test_what_a_spec_shows(monkeypatch):
 
 
 @once
-def test_many_rules_are_not_all_drawn(monkeypatch):
-    from keras_headmask import figures
+def test_a_spec_does_not_make_up_a_number_of_heads(shown):
+    html = hm.PerHead({2: SELF}, default=CAUSAL)._repr_html_()
+    assert [ax.get_title() for ax in shown[0].axes] == ["head 2", "all other heads"]
+    assert "Head 2: a token sees itself alone.\nAll other heads: itself and every token" in html
+    html = hm.PerHead({0: hm.SameSentence(9)})._repr_html_()
+    assert "All other heads: every token." in html
+    assert len(shown) == 1  # nothing that a full square would show
 
-    seen = []
-    make = figures.masks_figure
-    monkeypatch.setattr(figures, "masks_figure", lambda *a: seen.append(make(*a)) or seen[-1])
+
+@once
+def test_many_rules_are_not_all_drawn(shown):
     html = hm.PerHead({i: hm.Window(i, 0) for i in range(20)})._repr_html_()
-    assert len(seen[0].axes) == 16
+    assert len(shown[0].axes) == 16
     assert "Not drawn: 5 more rules, the first that of head 16." in html
 
 
@@ -442,9 +485,81 @@ def test_many_rules_are_not_all_drawn(monkeypatch):
 def test_a_masked_model_shows_itself():
     masked = hm.apply_head_masks(stack(3), {"0-1": SELF, "2": hm.SameSentence(9)})
     html = masked._repr_html_()
-    assert html.count("<img") == 1
+    assert html.count("<img") == 2
     places = [html.index(x) for x in ("block_0/", "block_1/", "Window(before=0", "block_2/")]
     assert places == sorted(places)
+
+
+@once
+def test_a_masked_model_shows_its_own_number_of_heads(shown):
+    spec = hm.PerHead({2: SELF})
+    html = hm.apply_head_masks(stack(1), spec)._repr_html_()
+    assert "Head 2: a token sees itself alone.\nHeads 0, 1 and 3: every token." in html
+    assert [ax.get_title() for ax in shown[0].axes] == ["head 2", "heads 0-1, 3"]
+    assert [cells(ax).all() for ax in shown[0].axes] == [False, True]
+    hm.apply_head_masks(one_layer(), hm.PerHead(dict.fromkeys(range(4), SELF)))._repr_html_()
+    assert [ax.get_title() for ax in shown[1].axes] == ["heads 0-3"]
+
+
+@once
+def test_a_rule_is_shown_for_each_number_of_heads():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = keras.layers.Embedding(12, 8)(ids)
+    for heads in (2, 6):
+        x = keras.layers.MultiHeadAttention(heads, 3, name=f"of_{heads}")(x, x)
+    html = hm.apply_head_masks(keras.Model(ids, x), hm.PerHead({0: SELF}))._repr_html_()
+    places = ["of_2</pre>", "Head 1: every token.", "of_6</pre>", "Heads 1 to 5: every token."]
+    assert [html.count(place) for place in places] == [1] * 4
+    assert sorted(places, key=html.index) == places
+
+
+@once
+def test_a_masked_model_shows_a_rule_that_reads_inputs(shown):
+    """With inputs made up: the restricted head must be seen."""
+    spec = hm.PerHead({0: hm.SameSentence(9)})
+    html = hm.apply_head_masks(one_layer(), spec)._repr_html_()
+    assert "Heads 1 to 3: every token." in html
+    assert "A picture of head 0: plot(rule, ..., mask_inputs={&#x27;token_ids&#x27;: ...})" in html
+    (figure,) = shown
+    assert [ax.get_title() for ax in figure.axes] == ["head 0", "heads 1-3"]
+    sentences, everything = (cells(ax) for ax in figure.axes)
+    assert everything.all()
+    sentence = np.repeat([0, 1, 2], [5, 5, 2])
+    np.testing.assert_array_equal(sentences == 2, sentence[:, None] == sentence)
+    assert figure.get_suptitle() == "over 12 positions; `token_ids` is made up"
+
+
+@once
+@pytest.mark.parametrize(
+    "spec",
+    [
+        hm.SameSegment("x"),
+        hm.SameSentence((3, 9), "x"),
+        hm.KeyFlag("x"),
+        hm.QueryFlag("x"),
+        hm.KeyIn("x", (0, 7)),
+        hm.recipes.padding(),
+        hm.KeyFlag("padding_mask") & hm.SameSentence(5) & ~hm.KeyIn("token_ids", 4),
+    ],
+    ids=repr,
+)
+def test_what_is_made_up_hides_some_pairs_and_allows_some(spec, shown):
+    from keras_headmask.notebook import _rule_html
+
+    _rule_html(spec, num_heads=2)
+    assert 0 < cells(shown[0].axes[0]).mean() < 2
+
+
+@once
+def test_a_whole_mask_is_not_made_up(shown):
+    x = keras.Input((7, 8), name="x")
+    mask = keras.Input((None, None), dtype="bool", name="pairs")
+    layer = keras.layers.MultiHeadAttention(4, 3, name="attention")
+    model = keras.Model({"x": x, "pairs": mask}, layer(x, x))
+    html = hm.apply_head_masks(model, hm.PerHead({0: hm.MaskInput("pairs")}))._repr_html_()
+    assert "Heads 1 to 3: every token." in html
+    assert "A picture of head 0: plot(rule, ..., mask_inputs=" in html
+    assert shown == []
 
 
 @once

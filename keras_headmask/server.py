@@ -11,6 +11,7 @@ batch, and has neither TLS nor users: for production there is TensorFlow Serving
 
 import argparse
 import functools
+import importlib.util
 import logging
 import pathlib
 import signal
@@ -103,6 +104,8 @@ def _bound(host, port):
 def _import_extra():
     arguments, sys.argv[1:] = sys.argv[1:], []  # KServe parses them when it is imported
     try:
+        if importlib.util.find_spec("kserve") is None:  # before the rest is imported, slowly
+            raise ImportError("no module named 'kserve'")
         import uvicorn
 
         from keras_headmask.kserve_app import create_app

@@ -9,7 +9,7 @@ import click
 import keras_headmask
 from keras_headmask import model_commands, rule_commands
 from keras_headmask.command_frame import BAD_INPUT, INTERRUPTED
-from keras_headmask.terminal import shown
+from keras_headmask.terminal import in_one_line, shown
 
 
 class _Commands(click.Group):
@@ -24,7 +24,8 @@ class _Commands(click.Group):
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except click.ClickException as error:
-            error.message = shown(error.message)
+            escaped = in_one_line if isinstance(error, click.UsageError) else shown
+            error.message = escaped(error.message)
             error.show()
             code = error.exit_code
         except click.Abort:

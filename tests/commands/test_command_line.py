@@ -185,6 +185,7 @@ def test_control_characters_are_escaped(here):
         result = run(*arguments)
         assert result.exit_code == 2
         assert all(c.isprintable() for c in result.stderr.replace("\n", "")), result.stderr
+        assert "\nError: c" not in result.stderr
 
 
 def test_control_characters_in_a_traceback(monkeypatch):

@@ -5,8 +5,10 @@ arrive and for an answer to be taken, and an end that answers those who have alr
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import socket
 from typing import Any
 
 import h11
@@ -61,7 +63,30 @@ class _Server(uvicorn.Server):
         end = asyncio.get_running_loop().time() + self._linger
         while state.connections and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.02)
+        last = self._stop_listening(sockets or [])
+        for accepted in last:
+            await asyncio.get_running_loop().connect_accepted_socket(self._protocol, accepted)
         await super().shutdown(sockets)
+
+    def _stop_listening(self, sockets: Any) -> list[socket.socket]:
+        """Close the listeners; those who connected just before, whom that would reset."""
+        accepted = []
+        for listener in sockets:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    accepted.append(listener.accept()[0])
+        for server in self.servers:
+            server.close()
+        for listener in sockets:
+            listener.close()
+        for connection in accepted:
+            connection.setblocking(False)
+        return accepted
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 class _Protocol(H11Protocol):

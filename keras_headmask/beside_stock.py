@@ -15,6 +15,7 @@ from keras_headmask.evaluation import make_mask
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.signatures import Input, Interface
 from keras_headmask.specs import MaskSpec
+from keras_headmask.terminal import in_one_line
 
 _WARM_UP = 2
 _TOLERANCE = 1e-4  # of outputs of size 1, in float32
@@ -73,7 +74,7 @@ class Comparison:
         ]
         if self.made_up:
             lines[2] += f", with {', '.join(self.made_up)} made up (seed {self.seed})"
-        return "\n".join(lines)
+        return "\n".join(map(in_one_line, lines))
 
 
 def compare(

@@ -18,6 +18,7 @@ import click
 
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tensorflow_errors import reason
+from keras_headmask.terminal import in_one_line, shown
 
 FOUND, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 # What the library and the system raise for what they are handed.
@@ -60,7 +61,7 @@ def command(function: Callable[..., Answer]) -> click.Command:
         with told(context.obj), contextlib.redirect_stdout(sys.stderr):  # what models print
             answer = function(**arguments)
             data = answer.data() if as_json and callable(answer.data) else answer.data
-        _print(json.dumps(plain(data)) if as_json else answer.text)
+        _print(json.dumps(plain(data)) if as_json else shown(answer.text))
         context.exit(answer.exit_code)
 
     return click.command()(run)
@@ -75,16 +76,23 @@ def told(debug: bool) -> Iterator[None]:
         if debug:
             raise
         if isinstance(error, _of_tensorflow()):
-            raise BadInput(f"TensorFlow cannot compute this: {reason(str(error))}") from error
+            raise BadInput(
+                in_one_line(f"TensorFlow cannot compute this: {reason(str(error))}")
+            ) from error
         if not isinstance(error, _USUAL):
             raise
-        raise BadInput(str(error).strip() or type(error).__name__) from error
+        raise BadInput(in_one_line(_said(error))) from error
 
 
 def _of_tensorflow() -> tuple[type[Exception], ...]:
     """What its operations raise: of ids that an embedding has not, or out of memory."""
     tensorflow = sys.modules.get("tensorflow")
-    return () if tensorflow is None else (tensorflow.errors.OpError,)
+    errors = getattr(tensorflow, "errors", None)  # none of one that is imported in part
+    return () if errors is None else (errors.OpError,)
+
+
+def _said(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
 
 
 def _print(text: str) -> None:
@@ -107,6 +115,11 @@ def _import(context: click.Context, parameter: click.Parameter, modules: Iterabl
             found = getattr(module, "__file__", None)
             if is_file and (found is None or not file.samefile(found)):
                 raise ImportError(f"there is another module '{file.stem}'. Rename the file.")
+        except SystemExit as error:
+            raise click.BadParameter(
+                f"'{name}' cannot be imported: it ends the process by sys.exit({error.code!r}). "
+                'Put that under `if __name__ == "__main__":`.'
+            ) from error
         except Exception as error:  # whatever the module does
             raise click.BadParameter(
                 f"'{name}' cannot be imported: {type(error).__name__}: {error}"

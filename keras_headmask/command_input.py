@@ -11,12 +11,15 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import keras
 import numpy as np
 
+from keras_headmask import starting
 from keras_headmask.specs import MaskSpec
+
+if TYPE_CHECKING:
+    import keras
 
 _STDIN = "standard input"
 _PARTS_OF_A_MODEL = {"config.json", "metadata.json"}
@@ -70,26 +73,46 @@ def read_tokens(source: str | None) -> Any:
     return tuple(tokens) if is_pair else tokens
 
 
-def load_model(path: str, unsafe: bool = False) -> keras.Model:
+def load_model(path: str, unsafe: bool = False) -> "keras.Model":
     """The model in a .keras file, not compiled."""
-    with _readable(path) as file:
-        is_zip = zipfile.is_zipfile(file)
-        parts = set(zipfile.ZipFile(file).namelist()) if is_zip else set()
-    if pathlib.Path(path).suffix != ".keras" or not parts >= _PARTS_OF_A_MODEL:
-        raise ValueError(
-            f"'{path}' is no .keras file, as `model.save(\"model.keras\")` of Keras 3 writes it."
-        )
+    metadata_of(path)  # which also sees whether it is such a file
+    starting.import_all()
+    import keras
+
     try:
-        return keras.saving.load_model(path, compile=False, safe_mode=not unsafe)
+        model = keras.saving.load_model(path, compile=False, safe_mode=not unsafe)
     except Exception as error:  # whatever the classes in a file raise
-        reason = str(error).strip().split("\n")[0][:300]
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
         raise ValueError(f"'{path}' does not load: {reason}{_way_out(reason)}") from error
+    if not isinstance(model, keras.Model):
+        raise ValueError(f"'{path}' holds no model, but a {type(model).__name__}.")
+    return model
 
 
 def metadata_of(path: str) -> dict[str, Any]:
     """What a .keras file says of itself: `keras_version`, `date_saved`."""
-    with zipfile.ZipFile(path) as file:
-        return json.loads(file.read("metadata.json"))
+    with _readable(path) as file:
+        try:
+            with zipfile.ZipFile(file) as parts:
+                is_model = set(parts.namelist()) >= _PARTS_OF_A_MODEL
+                content = parts.read("metadata.json") if is_model else b""
+        except Exception as error:  # whatever a damaged file makes the reader raise
+            reason = "" if isinstance(error, zipfile.BadZipFile) else f" ({error})"
+            raise ValueError(f"{_no_model(path)}{reason}") from error
+    if pathlib.Path(path).suffix != ".keras" or not is_model:
+        raise ValueError(_no_model(path))
+    metadata = _parsed(content, f"metadata.json of '{path}'")
+    version = metadata.get("keras_version") if isinstance(metadata, dict) else None
+    if not isinstance(version, str):
+        raise ValueError(
+            f"metadata.json of '{path}' must be an object with a text `keras_version`. Received: "
+            f'{_shortened(metadata)}. Save the model again by `model.save("model.keras")`.'
+        )
+    return metadata
+
+
+def _no_model(path: str) -> str:
+    return f"'{path}' is no .keras file, as `model.save(\"model.keras\")` of Keras 3 writes it."
 
 
 def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
@@ -170,6 +193,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spec(config: Any) -> MaskSpec:
+    starting.import_all()  # which registers the kinds
     try:
         return MaskSpec.from_config(config)
     except ValueError as error:

@@ -9,6 +9,7 @@ import click
 import keras_headmask
 from keras_headmask import model_commands, rule_commands
 from keras_headmask.command_frame import BAD_INPUT, INTERRUPTED
+from keras_headmask.terminal import in_one_line, shown
 
 
 class _Commands(click.Group):
@@ -23,12 +24,14 @@ class _Commands(click.Group):
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except click.ClickException as error:
+            escaped = in_one_line if isinstance(error, click.UsageError) else shown
+            error.message = escaped(error.message)
             error.show()
             code = error.exit_code
         except click.Abort:
             code = INTERRUPTED
         except Exception:
-            traceback.print_exc()
+            click.echo(shown(traceback.format_exc()), nl=False, err=True)
             code = BAD_INPUT
         sys.exit(code or 0)
 

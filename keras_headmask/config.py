@@ -19,6 +19,7 @@ _KINDS: dict[str, type] = {}
 _RECIPES: dict[str, str] = {}  # the call of each recipe, by its name
 _OURS = f"{__name__.partition('.')[0]}."
 _LARGEST = 2**31 - 1
+_MOST_HEADS = 100_000
 _LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
 
 
@@ -233,6 +234,19 @@ def build(config: Any, path: str = "") -> Any:
             "imported, so that @register_spec has run, before a rule that holds it is loaded.",
         )
     return cls.from_fields(fields, path)
+
+
+def number_of_heads(value: Any) -> int:
+    """`value` as a number of heads that can be gone through one by one."""
+    number = whole_number(value, "num_heads", at_least=1, any_size=True)
+    if number > _MOST_HEADS:
+        fail(
+            ValueError,
+            "num_heads",
+            f"`num_heads` must be at most {_MOST_HEADS}. Received: {number}. Pass the number of "
+            "heads of the attention layer.",
+        )
+    return number
 
 
 def build_dataclass(cls: type, fields: dict, path: str) -> Any:

@@ -65,7 +65,7 @@ def ordered_groups(
     if num_heads is None:
         groups, others = _groups(spec, named + 1), named
     else:
-        config.whole_number(num_heads, "num_heads", at_least=1)
+        config.number_of_heads(num_heads)
         if named > num_heads:
             raise ValueError(
                 f"The mask spec names head {named - 1}, but there are {num_heads} heads, numbered "

@@ -46,7 +46,8 @@ def draw(
     Raises:
         TypeError: for a `spec` or `tokens` that are none, or a mask input of floats.
         ValueError: for lengths, tokens or mask inputs that do not fit, a head that `spec` names
-            and there is not, or an example that the batch has not.
+            and there is not, an example that the batch has not, or a drawing of more than 2^24
+            positions to a side, 2^25 signs, or 2^30 pairs to look into.
 
     >>> from keras_headmask import PerHead, SameSentence, Window
     >>> print(draw(PerHead({0: Window(before=0, after=0)}), queries=2, num_heads=4))

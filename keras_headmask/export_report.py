@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from keras_headmask.export_check import CheckResult
+from keras_headmask.terminal import in_one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ExportReport:
     check: CheckResult | None
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(map(in_one_line, _lines(self)))
 
 
 def _lines(report: ExportReport) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from keras_headmask import describing
+from keras_headmask.terminal import in_one_line
 
 SEVERITIES = ("error", "warning", "info")
 
@@ -26,8 +27,10 @@ class Finding:
 
     def __str__(self) -> str:
         heads = f", {describing.heads_in_words(self.heads).lower()}" if self.heads else ""
-        text = f"{self.severity}: {self.code}{heads}: {self.message}\n    {self.way_out}"
-        return f"{text}\n    In {_few(self.layers)}." if self.layers else text
+        lines = [f"{self.severity}: {self.code}{heads}: {self.message}", f"    {self.way_out}"]
+        if self.layers:
+            lines.append(f"    In {_few(self.layers)}.")
+        return "\n".join(map(in_one_line, lines))
 
 
 class Findings(list):

@@ -29,6 +29,7 @@ from keras_headmask.predict_requests import DEFAULT_SIGNATURE, BadRequest
 # Beside those that KServe keeps: `request_predict_seconds` and others, by model.
 _REQUESTS = Counter("keras_headmask_requests", "Requests answered, by HTTP status", ["code"])
 _UNDER_WAY = Gauge("keras_headmask_requests_under_way", "Requests whose answer is not sent yet")
+_HELD = Gauge("keras_headmask_body_bytes", "Bytes of the bodies of requests under way")
 _VERSION = Gauge("keras_headmask_model_version", "The version that is served", ["model_name"])
 _BROKEN = Gauge("keras_headmask_broken_versions", "Versions that do not load", ["model_name"])
 
@@ -36,8 +37,11 @@ _VERSIONED = re.compile(r"(/v[12]/models/[^/:]+)/versions/([^/:]+)([:/].*)?")
 _ASKED_VERSION = "x-asked-version"  # hands the version in the path on to the model
 
 
-def create_app(versions, name, max_request_bytes):
-    """The ASGI application that serves `versions`, a `ServedVersions`, as model `name`."""
+def create_app(versions, name, limits):
+    """The ASGI application that serves `versions`, a `ServedVersions`, as model `name`.
+
+    `limits` are `http_limits.Limits`, of which it keeps those on bodies.
+    """
     app = FastAPI(title="keras_headmask development server", docs_url=None, redoc_url=None)
     repository = ModelRepository()
     repository.update(_ServedModel(name, versions))
@@ -57,7 +61,7 @@ def create_app(versions, name, max_request_bytes):
     app.add_exception_handler(RequestValidationError, _invalid_v2)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, generic_exception_handler)
-    app.add_middleware(_Gate, versions=versions, max_request_bytes=max_request_bytes)
+    app.add_middleware(_Gate, versions=versions, limits=limits)
     return app
 
 
@@ -230,12 +234,13 @@ async def _invalid_v2(_, error):
 
 
 class _Gate:
-    """In front of all routes: the size limit, `/versions/<n>` in paths, and counters."""
+    """In front of all routes: limits on bodies, `/versions/<n>` in paths, and counters."""
 
-    def __init__(self, app, versions, max_request_bytes):
+    def __init__(self, app, versions, limits):
         self._app = app
         self._versions = versions
-        self._limit = max_request_bytes
+        self._limits = limits
+        self._held = 0  # bytes of bodies, from their first byte to the end of their answer
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -261,28 +266,58 @@ class _Gate:
                 return await JSONResponse(told, status_code=404)(scope, receive, send)
             header = (_ASKED_VERSION.encode(), version.encode())
             scope = {**scope, "path": model + rest, "headers": [*scope["headers"], header]}
-        body = await self._read(receive)
-        if body is None:
-            told = {"error": f"The request is larger than {self._limit} bytes."}
-            return await JSONResponse(told, status_code=413)(scope, receive, send)
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
+        body = bytearray()
+        try:
+            refusal = await self._read(receive, body)
+            if refusal is not None:
+                return await refusal(scope, receive, send)
+            unread = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
-        async def replay():
-            return unread.pop() if unread else await receive()
+            async def replay():
+                return unread.pop() if unread else await receive()
 
-        await self._app(scope, replay, send)
+            await self._app(scope, replay, send)
+        finally:
+            self._hold(-len(body))
 
-    async def _read(self, receive):
-        """The body, or None where it is too large: then read to its end and thrown away, since many
-        clients look for an answer only when they have sent all."""
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            part = message.get("body", b"")
-            more = message.get("more_body", False)  # also false where the client has gone
-            size += len(part)
-            if size <= self._limit:
-                parts.append(part)
-            else:
-                parts.clear()
-        return None if size > self._limit else b"".join(parts)
+    async def _read(self, receive, body):
+        """Fill `body`; the answer that refuses it, or None.
+
+        What is too large is read to its end and thrown away, since many clients look for an answer
+        only when they have sent all.
+        """
+        refusal, more, size = None, True, 0
+        try:
+            async with asyncio.timeout(self._limits.read_seconds):
+                while more:
+                    message = await receive()
+                    part = message.get("body", b"")
+                    more = message.get("more_body", False)  # also false where the client has gone
+                    size += len(part)
+                    refusal = refusal or self._refusal(size, len(part))
+                    if refusal is None:
+                        self._hold(len(part))
+                        body += part
+                    else:
+                        self._hold(-len(body))
+                        body.clear()
+        except TimeoutError:
+            told = f"The request did not arrive whole in {self._limits.read_seconds} seconds."
+            return JSONResponse({"error": told}, 408, {"connection": "close"})
+        return refusal
+
+    def _refusal(self, size, news):
+        if size > self._limits.request_bytes:
+            told = f"The request is larger than {self._limits.request_bytes} bytes."
+            return JSONResponse({"error": told}, 413)
+        if self._held + news > self._limits.bytes_in_all:
+            told = (
+                f"The requests under way hold {self._limits.bytes_in_all} bytes, the most they "
+                "may together. Try again later."
+            )
+            return JSONResponse({"error": told}, 503, {"retry-after": "1"})
+        return None
+
+    def _hold(self, size):
+        self._held += size
+        _HELD.set(self._held)

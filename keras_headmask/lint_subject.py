@@ -38,7 +38,7 @@ class Subject:
         self.offset = evaluation.checked_offset(query_offset)
         self.heads = describing.enough_heads(spec)
         if num_heads is not None:
-            self.heads = config.whole_number(num_heads, "num_heads", at_least=1)
+            self.heads = config.number_of_heads(num_heads)
         self.groups = head_groups(spec, self.heads)
         self.given = dict(given or {})
         told = None if padding is None else padding.shape[1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.backend.common import global_state  # what `save` says of the format
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
@@ -145,7 +146,15 @@ class HeadMasked:
             )
         return super()._run_through_graph(*args, **kwargs)
 
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if str(filepath).endswith((".h5", ".hdf5")):
+            raise ValueError(_no_hdf5(self, filepath))  # before a file is opened
+        super().save(filepath, *args, **kwargs)
+
     def get_config(self) -> dict[str, Any]:
+        if global_state.get_global_attribute("use_legacy_config", False):
+            # `keras.saving.save_model`, or a model around this one: the file is open already.
+            raise ValueError(_no_hdf5(self, "an HDF5 file"))
         if _is_part_of_a_preset():
             self.save_to_preset()
         rules = _rules_config(self._head_masks.rules.values())
@@ -168,6 +177,14 @@ class HeadMasked:
             "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
             "`model.unmasked()` as a preset and apply the rule again after `from_preset`."
         )
+
+
+def _no_hdf5(model: keras.Model, place: Any) -> str:
+    return (
+        f"A whole model in HDF5 loses its rule, so the masked model '{model.name}' is not saved "
+        f"so. Received: {str(place)!r}. Save it by `model.save('model.keras')`, or its weights by "
+        "`model.save_weights('model.weights.h5')`."
+    )
 
 
 def _is_part_of_a_preset() -> bool:

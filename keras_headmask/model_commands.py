@@ -1,13 +1,12 @@
 """The commands on models: info, apply, export, serve."""
 
 import contextlib
+import re
 from typing import Any
 
 import click
-import keras
 
-from keras_headmask import command_input, model_info, server
-from keras_headmask.attention import dense_scope
+from keras_headmask import command_input, starting
 from keras_headmask.command_frame import (
     Answer,
     CheckFailed,
@@ -16,8 +15,10 @@ from keras_headmask.command_frame import (
     told,
     unsafe_option,
 )
-from keras_headmask.export import export_saved_model
-from keras_headmask.retrofit import apply_head_masks
+from keras_headmask.terminal import in_one_line
+from keras_headmask.warmup import check_installed
+
+# What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 
 
 class _Pair(click.ParamType):
@@ -43,10 +44,13 @@ def info(model: str, unsafe: bool) -> Answer:
     \b
     keras-headmask info masked.keras
     """
-    found = model_info.information(command_input.load_model(model, unsafe))
-    saved = command_input.metadata_of(model)
-    saved_by = saved.get("keras_version")
-    text = f"{model}, saved by Keras {saved_by}: {model_info.as_text(found)}"
+    saved_by = command_input.metadata_of(model)["keras_version"]
+    loaded = command_input.load_model(model, unsafe)
+    from keras_headmask import model_info
+
+    found = model_info.information(loaded)
+    source = in_one_line(f"{model}, saved by Keras {saved_by}")
+    text = f"{source}: {model_info.as_text(found)}"
     return Answer(text, {"file": model, "saved_by_keras": saved_by, **found})
 
 
@@ -91,19 +95,26 @@ def apply(
     keras-headmask apply model.keras rule.json --layers 0-3 -o masked.keras
     """
     command_input.check_output(output, (".keras",), overwrite=force)
+    command_input.metadata_of(model)
     rules = command_input.read_rules(rule)
+    from keras_headmask import model_info
+    from keras_headmask.retrofit import apply_head_masks
+
     with steps(3) as begin:
         begin("loading")
         loaded = command_input.load_model(model, unsafe)
         begin("applying")
-        masked = apply_head_masks(
-            loaded, rules, layers or None, existing, copy=False, add_inputs=add_inputs
-        )
+        try:
+            masked = apply_head_masks(
+                loaded, rules, layers or None, existing, copy=False, add_inputs=add_inputs
+            )
+        except ValueError as error:  # in the words of the command
+            raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
         begin("writing")
         with command_input.written_whole(output) as file:
             masked.save(file)
     found = model_info.information(masked)
-    text = f"Wrote {output}: {model_info.as_text(found)}"
+    text = f"Wrote {in_one_line(output)}: {model_info.as_text(found)}"
     return Answer(text, {"file": output, **found})
 
 
@@ -141,6 +152,15 @@ def export(
     keras-headmask export masked.keras saved_models/bert
     keras-headmask export masked.keras saved_models/bert --xla 8x128 --scores
     """
+    if warmup:
+        check_installed()
+    command_input.metadata_of(model)
+    starting.import_all()
+    import keras
+
+    from keras_headmask.attention import dense_scope
+    from keras_headmask.export import export_saved_model
+
     backend = keras.backend.backend()
     if backend != "tensorflow":
         raise ValueError(
@@ -190,5 +210,7 @@ def serve(debug: bool, base: str, name: str | None, host: str, port: int) -> Non
     \b
     keras-headmask serve saved_models/bert --port 8501
     """
+    from keras_headmask import server
+
     with told(debug):
         server.serve(base, name=name, host=host, port=port)

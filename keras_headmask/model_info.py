@@ -11,6 +11,7 @@ from keras_headmask import describing
 from keras_headmask.interventions import rules_of
 from keras_headmask.selectors import AttentionLayer, find_attention
 from keras_headmask.specs import MaskSpec
+from keras_headmask.terminal import in_one_line
 
 _PACKAGES = ("keras", "tensorflow", "jax", "torch", "keras-hub", "numpy")
 
@@ -74,14 +75,14 @@ def as_text(told: Mapping[str, Any]) -> str:
         if layers[0]["mask_inputs"]:
             lines.append(f"  reads {', '.join(layers[0]['mask_inputs'])}")
     lines.append(", ".join(f"{name} {version}" for name, version in told["versions"].items()))
-    return "\n".join(lines)
+    return "\n".join(map(in_one_line, lines))
 
 
 def _table(layers: list[dict[str, Any]]) -> list[str]:
     rows = [
         (
             "-" if layer["number"] is None else str(layer["number"]),
-            layer["path"],
+            in_one_line(layer["path"]),
             layer["class"],
             f"{'?' if layer['heads'] is None else layer['heads']} heads",
             layer["kind"],

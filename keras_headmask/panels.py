@@ -14,6 +14,9 @@ from keras_headmask.specs import MaskSpec, Sides, check_spec
 
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
+_MOST_PAIRS_IN_ALL = 2**30
+_MOST_CELLS = 2**25
+_MOST_POSITIONS = 2**24
 
 
 class Panel(NamedTuple):
@@ -66,7 +69,10 @@ def panels_of(
     if keys is None:
         keys = len(sides[1]) if sides[1] is not None else queries
     for name, length in (("queries", queries), ("keys", keys)):
-        config.whole_number(length, name, at_least=0)
+        if config.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
+            raise ValueError(
+                f"`{name}` of a drawing must be at most {_MOST_POSITIONS}. Received: {length}."
+            )
     labels = labels_of(tokens, queries, keys, query_offset)
     num_heads = describing.enough_heads(spec) if num_heads is None else num_heads
     groups = head_groups(spec, num_heads)
@@ -75,10 +81,19 @@ def panels_of(
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
     check_example(example, _batch_size(bound))
     tile = tile_of(queries, keys, tile_size, longest)
+    _check_cells(queries, keys, tile, num_heads)
+    pairs = 0
     folded: dict[Any, list[int]] = {}
     cells: dict[Any, np.ndarray] = {}
     for rule, heads in groups:
-        drawn, whole = _cells(rule, heads, bound, (queries, keys), tile, query_offset, example)
+        known, unclear = _known(rule, (queries, keys), tile, query_offset)
+        pairs += sum(_size(rows) * _size(columns) for rows, columns in unclear) * tile[0] * tile[1]
+        if pairs > _MOST_PAIRS_IN_ALL:
+            raise ValueError(
+                f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
+                f"for {queries} queries and {keys} keys. Draw fewer positions."
+            )
+        drawn, whole = _cells(rule, heads, bound, (queries, keys), tile, example, known, unclear)
         for head, drawing, digest in zip(heads, drawn, whole, strict=True):
             # Masks that differ may look alike as tiles.
             key = drawing.tobytes(), None if tile == (1, 1) else (rule, digest)
@@ -90,26 +105,48 @@ def panels_of(
     return Panels(panels, num_heads, tile, labels, query_offset)
 
 
+def _check_cells(queries: int, keys: int, tile: tuple[int, int], num_heads: int) -> None:
+    cells = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
+    if cells > _MOST_CELLS:
+        raise ValueError(
+            f"A drawing has at most {_MOST_CELLS} signs; {num_heads} heads of {queries} x {keys} "
+            f"positions in tiles of {tile[0]} x {tile[1]} have {cells}. Draw fewer positions or "
+            "heads, or larger tiles."
+        )
+
+
+def _known(
+    rule: MaskSpec, lengths: tuple[int, int], tile: tuple[int, int], query_offset: int
+) -> tuple[np.ndarray, list[tuple[slice, slice]]]:
+    """`Coverage` of each tile, as far as the rule says it, and the rectangles to look into."""
+    if tile == (1, 1):
+        known = np.full(lengths, Coverage.SOME, np.int8)
+    else:
+        known = coverage(rule, *lengths, *tile, query_offset).astype(np.int8)
+    return known, list(_unclear(known == Coverage.SOME, tile))
+
+
+def _size(places: slice) -> int:
+    return places.stop - places.start
+
+
 def _cells(
     rule: MaskSpec,
     heads: tuple[int, ...],
     bound: evaluation.Bound,
     lengths: tuple[int, int],
     tile: tuple[int, int],
-    query_offset: int,
     example: int,
+    known: np.ndarray,
+    unclear: list[tuple[slice, slice]],
 ) -> tuple[np.ndarray, list[bytes]]:
     """`Coverage` of each tile for each of `heads`, and a digest of what was evaluated for it.
 
     Tiles of which the rule can tell all or nothing are not looked into; all others are, exactly.
     """
-    if tile == (1, 1):
-        known = np.full(lengths, Coverage.SOME, np.int8)
-    else:
-        known = coverage(rule, *lengths, *tile, query_offset).astype(np.int8)
     cells = np.repeat(known[None], len(heads), axis=0)
     digests = [hashlib.sha256() for _ in heads]
-    for rows, columns in _unclear(known == Coverage.SOME, tile):
+    for rows, columns in unclear:
         places = tuple(
             slice(part.start * size, min(part.stop * size, length))
             for part, size, length in zip((rows, columns), tile, lengths, strict=True)

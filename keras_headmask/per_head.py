@@ -1,5 +1,6 @@
 """A rule for each head, and which heads share one."""
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from keras_headmask.position_leaves import Full
 from keras_headmask.specs import InputType, MaskSpec, check_spec, merged_inputs, register_spec
 
 _FULL = Full()
-_MOST_HEADS = 65535
+_LAST_HEAD = 65535
 
 
 @register_spec("per_head")
@@ -64,7 +65,10 @@ class PerHead(MaskSpec):
         return merged_inputs(self.children)
 
     def for_head(self, head: int) -> MaskSpec:
-        return dict(self.heads).get(head, self.default).for_head(head)
+        # Looked up by halves: a dict for each of many heads would be made from all of them.
+        place = bisect.bisect_left(self.heads, head, key=lambda named: named[0])
+        is_named = place < len(self.heads) and self.heads[place][0] == head
+        return (self.heads[place][1] if is_named else self.default).for_head(head)
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -133,7 +137,7 @@ def head_numbers(key: Any) -> list[int]:
             stop = int(last if dash else first)
             if stop < int(first):
                 config.fail(ValueError, field, f"The range {part!r} of heads runs backwards.")
-            if stop > _MOST_HEADS:
+            if stop > _LAST_HEAD:
                 config.fail(ValueError, field, f"Head {stop} is beyond any layer's heads.")
             numbers.extend(range(int(first), stop + 1))
         return numbers
@@ -164,7 +168,7 @@ def check_heads(spec: MaskSpec, num_heads: int) -> None:
 
 def head_groups(spec: MaskSpec, num_heads: int) -> list[tuple[MaskSpec, tuple[int, ...]]]:
     """Each rule that some head obeys, free of `PerHead`, with the heads that obey it."""
-    config.whole_number(num_heads, "num_heads", at_least=1)
+    config.number_of_heads(num_heads)
     check_heads(spec, num_heads)
     groups: dict[MaskSpec, list[int]] = {}
     for head in range(num_heads):

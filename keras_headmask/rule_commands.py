@@ -1,20 +1,13 @@
 """The commands on rules: draw, lint, describe, schema, bench."""
 
+import importlib.util
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from keras_headmask import (
-    beside_stock,
-    command_input,
-    drawing,
-    json_schema,
-    linting,
-    model_info,
-    panels,
-)
+from keras_headmask import command_input, json_schema, starting
 from keras_headmask.command_frame import (
     AT_LEAST_ONE,
     FOUND,
@@ -26,10 +19,13 @@ from keras_headmask.command_frame import (
     rounds,
     unsafe_option,
 )
-from keras_headmask.plotting import plot
-from keras_headmask.retrofit import apply_head_masks
 from keras_headmask.specs import MaskSpec
+from keras_headmask.terminal import in_one_line
 
+if TYPE_CHECKING:
+    from keras_headmask.findings import Finding
+
+# What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -88,6 +84,11 @@ def draw(
     """
     if output is not None:
         command_input.check_output(output, _PICTURES, overwrite=force)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError(
+                "Pictures need matplotlib. Install it with `pip install matplotlib`, or leave "
+                "out --output for a drawing in text."
+            )
     spec = command_input.read_rule(rule)
     mask_inputs = command_input.read_tensors(inputs)
     _check_names(spec, mask_inputs)
@@ -102,13 +103,16 @@ def draw(
         "tokens": command_input.read_tokens(tokens),
         "tile_size": tile,
     }
+    from keras_headmask import drawing, panels
+    from keras_headmask.plotting import plot
+
     if output is None:
         text = drawing.draw(**arguments)
     else:
         figure = plot(**arguments)
         with command_input.written_whole(output) as file:
             figure.savefig(file)
-        text = f"Wrote {output}"
+        text = f"Wrote {in_one_line(output)}"
 
     def data() -> dict[str, Any]:
         drawn = panels.panels_of(**arguments, longest=drawing.LONGEST)
@@ -170,15 +174,19 @@ def lint(
         rules = None if rule is None else command_input.read_rules(rule)
         subject = command_input.load_model(model, unsafe)
         if rules is not None:
+            from keras_headmask.retrofit import apply_head_masks
+
             subject = apply_head_masks(
                 subject, rules, existing="replace", copy=False, add_inputs=True
             )
+    from keras_headmask import linting
+
     findings = linting.lint(subject, queries, keys, heads, mask_inputs, query_offset)
     severities = ("error", "warning") if strict else ("error",)
     return Answer(str(findings), {"findings": list(findings)}, _code(findings, severities))
 
 
-def _code(findings: Iterable[linting.Finding], severities: tuple[str, ...]) -> int:
+def _code(findings: Iterable["Finding"], severities: tuple[str, ...]) -> int:
     return FOUND if any(finding.severity in severities for finding in findings) else 0
 
 
@@ -194,7 +202,8 @@ def describe(rule: str, heads: int | None) -> Answer:
     """
     spec = command_input.read_rule(rule)
     words = spec.describe(heads)
-    return Answer(words, {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec})
+    data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
+    return Answer(in_one_line(words), data)
 
 
 @command
@@ -207,6 +216,7 @@ def schema() -> Answer:
     keras-headmask schema > rule.schema.json
     keras-headmask schema --import my_specs.py > rule.schema.json
     """
+    starting.import_all()  # which registers the kinds
     data = json_schema.schema()
     return Answer(json.dumps(data, indent=2), data)
 
@@ -242,6 +252,8 @@ def bench(
     """
     spec = command_input.read_rule(rule)
     mask_inputs = command_input.read_tensors(inputs)
+    from keras_headmask import beside_stock, model_info
+
     found = beside_stock.compare(
         spec, queries, heads, key_dim, batch, mask_inputs, repetitions, seed, rounds
     )

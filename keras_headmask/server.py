@@ -10,7 +10,7 @@ batch, and has neither TLS nor users: for production there is TensorFlow Serving
 """
 
 import argparse
-import functools
+import importlib.util
 import logging
 import pathlib
 import signal
@@ -20,6 +20,7 @@ import warnings
 
 from keras_headmask.served_versions import ServedVersions
 from keras_headmask.serving import check_model_name
+from keras_headmask.terminal import shown
 
 _MIB = 2**20
 
@@ -32,6 +33,7 @@ def serve(
     port=8501,
     poll_seconds=1.0,
     max_request_bytes=64 * _MIB,
+    read_seconds=60,
     grace_seconds=30,
 ):
     """Serve `base_path` until SIGTERM or SIGINT, then finish the requests under way and return.
@@ -42,7 +44,10 @@ def serve(
         host: the address to listen on. On anything but loopback, whoever can reach it may ask.
         port: the port to listen on; 0 takes a free one, which is printed.
         poll_seconds: how often to look for a new version.
-        max_request_bytes: a larger request is answered with 413.
+        max_request_bytes: a larger request is answered with 413; where the bodies of all requests
+            under way exceed four times as many bytes, with 503.
+        read_seconds: a request that has not arrived whole by then is answered with 408, or its
+            connection closed; so is one whose client takes nothing of its answer for as long.
         grace_seconds: how long requests under way may take after the signal.
 
     Raises:
@@ -57,23 +62,28 @@ def serve(
     for key, value in (
         ("poll_seconds", poll_seconds),
         ("max_request_bytes", max_request_bytes),
+        ("read_seconds", read_seconds),
         ("grace_seconds", grace_seconds),
     ):
         if not value > 0:
             raise ValueError(f"`{key}` must be positive. Received: {value!r}")
-    create_app, uvicorn = _import_extra()
+    create_app, http_limits = _import_extra()
     _silence_what_means_nothing_here()
 
     with _bound(host, port) as listener:  # before the model is loaded, which takes a while
-        report = functools.partial(print, flush=True)
+
+        def report(text):  # which may hold what the files of a version say
+            print(shown(text), flush=True)
+
         versions = ServedVersions(base_path, report)
-        config = uvicorn.Config(
-            create_app(versions, name, max_request_bytes),
-            host=host,
-            port=port,
-            log_level="warning",
-            timeout_graceful_shutdown=grace_seconds,
+        limits = http_limits.Limits(
+            request_bytes=max_request_bytes,
+            bytes_in_all=4 * max_request_bytes,
+            read_seconds=read_seconds,
+            grace_seconds=grace_seconds,
         )
+        app = create_app(versions, name, limits)
+        server = http_limits.server(app, limits, host=host, port=port, log_level="warning")
         # uvicorn acts on these and raises them again, which would end the process with an error.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -81,7 +91,7 @@ def serve(
         listener.listen()  # from here on clients wait where they were refused before
         address = f"[{host}]" if ":" in host else host
         report(f"Listening on http://{address}:{listener.getsockname()[1]}/v1/models/{name}")
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
         versions.close()
         report("Stopped")
 
@@ -103,8 +113,9 @@ def _bound(host, port):
 def _import_extra():
     arguments, sys.argv[1:] = sys.argv[1:], []  # KServe parses them when it is imported
     try:
-        import uvicorn
-
+        if importlib.util.find_spec("kserve") is None:  # before the rest is imported, slowly
+            raise ImportError("no module named 'kserve'")
+        from keras_headmask import http_limits
         from keras_headmask.kserve_app import create_app
     except ImportError as error:
         raise ImportError(
@@ -113,7 +124,7 @@ def _import_extra():
         ) from error
     finally:
         sys.argv[1:] = arguments
-    return create_app, uvicorn
+    return create_app, http_limits
 
 
 def _silence_what_means_nothing_here():
@@ -147,12 +158,15 @@ def main(argv=None):
         type=int,
         help="a larger request is answered with 413",
     )
+    parser.add_argument(
+        "--read-seconds", default=60, type=float, help="for a request to arrive whole"
+    )
     parser.add_argument("--grace-seconds", default=30, type=int, help="to finish after SIGTERM")
     args = vars(parser.parse_args(argv))
     try:
         serve(args.pop("base_path"), **args)
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(shown(f"error: {error}"))
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ class MaskSpec:
 token that `padding_mask` does not hide.
 
         Raises:
-            ValueError: for a head that this spec names and `num_heads` does not reach.
+            ValueError: for a head that this spec names and `num_heads` does not reach, or a
+                `num_heads` above 100,000.
         """
         return describing.describe(self, num_heads)
 

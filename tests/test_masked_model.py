@@ -126,6 +126,22 @@ def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["model.h5", "model.hdf5"])
+def test_a_whole_model_in_hdf5_is_refused(name, tmp_path):
+    """It was written, and did not load."""
+    masked = hm.apply_head_masks(one_layer(), BY_SENTENCE)
+    path = tmp_path / name
+    path.write_text("precious")
+    for given in (path, str(path)):
+        with pytest.raises(ValueError, match=rf"HDF5 loses its rule.*{name}.*model\.keras"):
+            masked.save(given)
+    assert path.read_text() == "precious"
+    around = keras.Model(masked.inputs, masked(masked.inputs))
+    for model in (masked, around):  # Keras opens the file before it asks the model
+        with pytest.raises(ValueError, match=r"HDF5 loses its rule.*model\.keras"):
+            keras.saving.save_model(model, path)
+
+
 def test_the_file_holds_the_stock_model_and_the_rule_in_json():
     masked = hm.apply_head_masks(stack(3), {"0,2": CHUNK, "1": hm.Full()})
     config = json.loads(masked.to_json())

@@ -7,11 +7,14 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tomllib
+import zipfile
 
+import keras
 import pytest
 
 import keras_headmask as hm
@@ -70,6 +73,12 @@ BAD = [
     ("info text.keras", "'text.keras' is no .keras file"),
     ("info rule.json", "'rule.json' is no .keras file"),
     ("info lambda.keras", "does not load: .* --unsafe"),
+    ("describe rule.json -n 999999999", "`num_heads` must be at most 100000"),
+    ("draw causal.json -q 3 -n 999999999", "`num_heads` must be at most 100000"),
+    ("lint causal.json -n 999999999", "`num_heads` must be at most 100000"),
+    ("draw causal.json -q 200000", "pairs of positions .* Draw fewer positions"),
+    ("draw causal.json -q 3 -k 2000000000", "`keys` of a drawing must be at most 16777216"),
+    ("draw causal.json -q 200000 --tile 1", "at most 33554432 signs"),
     ("apply model.keras rule.json -o rule.json", "'rule.json' must end in .keras"),
     ("apply model.keras rule.json -o model.keras", "'model.keras' exists. .* --force"),
     ("apply model.keras rule.json -o no/out.keras", "there is no folder"),
@@ -93,6 +102,120 @@ def test_bad_input_is_told_in_a_line(line, message, here):
     before = {path.name for path in here.iterdir()}
     assert re.search(message, failure(*shlex.split(line)))
     assert {path.name for path in here.iterdir()} == before
+
+
+METADATA = [
+    ("a list", b'["3.15"]', r"metadata.json of 'odd.keras' must be an object .* Received: \["),
+    ("no version", b"{}", "must be an object with a text `keras_version`"),
+    ("a number", b'{"keras_version": 3}', "must be an object with a text `keras_version`"),
+    ("no JSON", b"{", "There is no JSON in metadata.json of 'odd.keras'"),
+    ("no text", b"\xff\xfe\xfd", "There is no JSON in metadata.json of 'odd.keras'"),
+    ("nested", b"[" * 10**5, "metadata.json of 'odd.keras' is nested too deeply"),
+    ("missing", None, "'odd.keras' is no .keras file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [m[1:] for m in METADATA], ids=[m[0] for m in METADATA]
+)
+def test_odd_metadata_is_told_in_a_line(content, message, here):
+    with zipfile.ZipFile("model.keras") as model, zipfile.ZipFile("odd.keras", "w") as odd:
+        for name in model.namelist():
+            if name != "metadata.json":
+                odd.writestr(name, model.read(name))
+        if content is not None:
+            odd.writestr("metadata.json", content)
+    assert re.search(message, failure("info", "odd.keras"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"[]",
+        b"null",
+        b"{",
+        b"\xff",
+        b'{"class_name": 3, "module": [], "config": 7}',
+        b'{"class_name": "Dense", "module": "keras.layers", "config": {"units": 2}}',
+    ],
+)
+def test_an_odd_config_is_told_in_a_line(config, here):
+    with zipfile.ZipFile("model.keras") as model, zipfile.ZipFile("odd.keras", "w") as odd:
+        for name in model.namelist():
+            odd.writestr(name, config if name == "config.json" else model.read(name))
+    assert "'odd.keras' " in failure("info", "odd.keras")
+
+
+def test_a_file_cut_short_or_damaged_is_told_in_a_line(here):
+    content = (here / "model.keras").read_bytes()
+    altered = content.replace(b"keras_version", b"keras_VERSION")  # its checksum is wrong, then
+    assert altered != content
+    for damaged in (content[:-40], content[:300], altered):
+        (here / "odd.keras").write_bytes(damaged)
+        assert "'odd.keras' " in failure("info", "odd.keras")
+
+
+HIDDEN = "a\x1b[2J\u202eb\x07\nError: c"
+
+
+def test_control_characters_are_escaped(here):
+    """Names in files and arguments may hold codes that a terminal obeys."""
+    said = r"a\x1b[2J\u202eb\x07\nError: c"
+    rule = json.dumps(hm.SameSegment(HIDDEN).get_config())
+    assert said in answer("describe", rule)
+    assert answer("describe", rule).count("\n") == 1
+    assert json.loads(answer("describe", rule, "--json"))["mask_inputs"] == [HIDDEN]
+    assert "\x1b" not in answer("describe", rule, "--json")
+    assert said in failure("describe", HIDDEN)
+    assert said in failure("draw", rule, "-q", "3")
+    x = keras.Input((3, 4), name="\x1b[31mx")
+    y = keras.layers.MultiHeadAttention(2, 2, name="\u202eattention\r")(x, x)
+    keras.Model(x, y, name="\x9bmodel\nLayer 0: no rule").save("odd.keras")
+    shutil.copy("odd.keras", "o\x1bdd.keras")
+    told = answer("info", "o\x1bdd.keras")
+    assert all(c.isprintable() for c in told.replace("\n", "")), told
+    for part in (
+        r"o\x1bdd.keras, saved",
+        r"\x9bmodel\nLayer",
+        r"\x1b[31mx:",
+        r"\u202eattention\r ",
+    ):
+        assert part in told
+    for arguments in ((HIDDEN,), ("describe", "--" + HIDDEN), ("draw", CAUSAL, "-q", HIDDEN)):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert all(c.isprintable() for c in result.stderr.replace("\n", "")), result.stderr
+        assert "\nError: c" not in result.stderr
+
+
+def test_control_characters_in_a_traceback(monkeypatch):
+    def raises(*_):
+        raise AssertionError("\x1b[2J")
+
+    monkeypatch.setattr(hm.MaskSpec, "describe", raises)
+    result = run("describe", "rule.json")
+    assert r"AssertionError: \x1b[2J" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import sys; sys.exit(3)",
+            r"'ends.py' cannot be imported: it ends the process by .*\(3\)",
+        ),
+        ("import sys; sys.exit('why')", r"by sys.exit\('why'\)"),
+        ("raise SystemExit", r"by sys.exit\(None\)"),
+        ("raise RuntimeError('\\x1bwhy')", r"cannot be imported: RuntimeError: \\x1bwhy"),
+    ],
+)
+def test_a_module_that_ends_the_process(text, message, here):
+    (here / "ends.py").write_text(text)
+    sys.modules.pop("ends", None)
+    result = run("describe", CAUSAL, "--import", "ends.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(message, result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +346,66 @@ def test_ctrl_c_is_quiet(here):
     assert ([text.strip() for text in told], process.returncode) == (["", ""], 130)
 
 
-def test_without_click(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['click'] = None\n")
-    process = start("--help", path=tmp_path)
+# A process in which packages are missing, and importing others is a failure.
+WITHOUT = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+
+class Refuse:
+    def find_spec(name, path=None, target=None):
+        assert name not in {refused!r}, name
+
+sys.meta_path.insert(0, Refuse)
+"""
+SLOW = ("keras", "tensorflow", "jax", "torch")
+STARTS = {
+    "no click": ("describe rule.json", ("click",), "Install it with `pip install click`."),
+    "no matplotlib": (
+        "draw causal.json -q 3 -o rule.png",
+        ("matplotlib",),
+        "Install it with `pip install matplotlib`",
+    ),
+    "no kserve": ("serve folder", ("kserve",), "Install it with `pip install "),
+    "no serving": (
+        "export model.keras base --warmup 2x8",
+        ("tensorflow_serving",),
+        "pip install --no-deps tensorflow-serving-api",
+    ),
+    "no such file": ("info nope.keras", (), "'nope.keras' cannot be read"),
+    "wrong usage": ("describe", (), "Missing argument 'RULE'"),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_what_is_missing_is_said_before_keras_is_imported(case, tmp_path):
+    line, missing, message = STARTS[case]
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(missing=missing, refused=SLOW))
+    process = start(*shlex.split(line), path=tmp_path)
+    told, said = process.communicate(timeout=300)
+    assert (process.returncode, told) == (2, ""), said
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_help_comes_before_keras_is_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(missing=(), refused=SLOW))
+    for arguments in (["--help"], ["--version"], *([name, "--help"] for name in cli.commands)):
+        process = start(*arguments, path=tmp_path)
+        told, said = process.communicate(timeout=300)
+        assert (process.returncode, said) == (0, ""), said
+        assert told
+
+
+def test_without_the_backend(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        WITHOUT.format(missing=("tensorflow",), refused=())
+        + "import os; os.environ['KERAS_BACKEND'] = 'tensorflow'\n"
+    )
+    process = start("describe", CAUSAL, path=tmp_path)
     told, said = process.communicate(timeout=300)
     assert (process.returncode, told) == (2, "")
-    assert said.endswith("Install it with `pip install click`.\n")
+    assert said.startswith("Error: 'tensorflow' is not installed. Install it with `pip install ")
     assert said.count("\n") == 1
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("click")
 from calling import CAUSAL, RULE, answer, as_json, failure, run, start
 from tolerance import assert_close
 
-from keras_headmask import model_commands, model_info
+from keras_headmask import model_info
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 
@@ -109,7 +109,8 @@ def test_apply_to_chosen_layers_and_over_rules():
     by_layer = '{"0,2": {"kind": "nothing"}, "block_3": {"kind": "full"}}'
     assert rules("deep.keras", by_layer) == ["nothing", None, "nothing", "full"]
     full = '{"kind": "full"}'
-    assert "existing='and'" in failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
+    told = failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
+    assert "Pass --existing and to keep both, or --existing replace." in told
     assert rules("masked.keras", full, "--existing", "replace") == ["full"]
     assert rules("masked.keras", full, "--existing", "and") == ["and"]
 
@@ -186,13 +187,14 @@ def test_export_and_serve(here):
 
 
 def test_export_hands_its_options_on(monkeypatch):
+    pytest.importorskip("tensorflow_serving")  # for `--warmup`
     seen = {}
 
-    def export(model, base, **options):
+    def exported(model, base, **options):
         seen.update(options, base=base)
         raise RuntimeError("The export was not published: its head sees too much")
 
-    monkeypatch.setattr(model_commands, "export_saved_model", export)
+    monkeypatch.setattr("keras_headmask.export.export_saved_model", exported)
     result = run(
         *("export", "model.keras", "base", "--version", "7", "--no-padded", "--scores"),
         *("--xla", "8x128", "--xla", "1X16", "--warmup", "2x9", "--precision", "bfloat16"),

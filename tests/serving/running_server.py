@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import socket
 import threading
 
 
@@ -15,6 +16,7 @@ class Endpoint:
 
     url: str  # up to the model's name
     kind: str = "ours"
+    server: object = None  # the `uvicorn.Server`, if it is ours
 
     @property
     def ours(self):
@@ -22,21 +24,24 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def running(versions, name="tiny", max_request_bytes=2**20):
+def running(versions, name="tiny", max_request_bytes=2**20, send_buffer=None, **limits):
     """The `Endpoint` of `versions` as model `name`, while the context lasts."""
-    import uvicorn
-
+    from keras_headmask import http_limits
     from keras_headmask.kserve_app import create_app
 
-    app = create_app(versions, name, max_request_bytes)
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")
-    server = uvicorn.Server(config)
-    socket = config.bind_socket()
-    socket.listen()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    limits = http_limits.Limits(request_bytes=max_request_bytes, **limits)
+    app = create_app(versions, name, limits)
+    server = http_limits.server(app, limits, host="127.0.0.1", port=0, log_level="error")
+    listener = server.config.bind_socket()
+    if send_buffer is not None:  # a small one, so that an answer nobody takes soon waits
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    listener.listen()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield Endpoint(f"http://127.0.0.1:{socket.getsockname()[1]}/v1/models/{name}")
+        yield Endpoint(
+            f"http://127.0.0.1:{listener.getsockname()[1]}/v1/models/{name}", server=server
+        )
     finally:
         server.should_exit = True
         thread.join()

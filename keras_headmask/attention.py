@@ -15,7 +15,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import evaluation, masks
+from keras_headmask import evaluation, finite, masks
 from keras_headmask.evaluation import Lengths
 from keras_headmask.input_leaves import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.specs import MaskSpec, check_spec
@@ -32,7 +32,7 @@ def dot_product_attention(
     mask_spec: MaskSpec | None = None,
     mask_inputs: Mapping[str, Any] | None = None,
     scale: float | None = None,
-    query_offset: Any = 0,
+    query_offset: Any = None,
     dropout: float = 0.0,
     return_scores: bool = False,
     bias: Any = None,
@@ -50,7 +50,9 @@ def dot_product_attention(
         mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
         mask_inputs: The tensors that `mask_spec` reads, by name.
         scale: Factor of the scores; `1 / sqrt(D)` by default.
-        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`).
+        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`). Left out it
+            is 0, with a warning where a rule on positions meets fewer queries than keys: a step
+            with a cache of keys needs it.
         dropout: Share of the probabilities set to 0, the rest scaled up; applied whenever it is
             above 0, so pass 0 at inference.
         return_scores: Whether to return the probabilities, before dropout, too.
@@ -80,7 +82,6 @@ def dot_product_attention(
      [0.33 0.33 0.33]]
     """
     query, key, value = (masks.as_tensor(x) for x in (query, key, value))
-    query_offset = evaluation.checked_offset(query_offset)
     _check_operands(query, key, value)
     batch, queries, heads, size = query.shape
     lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
@@ -88,6 +89,7 @@ def dot_product_attention(
         masks.check_shape(masks.as_bool(mask), "mask", *lengths)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
+    query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     if tiled is not None and not isinstance(tiled, bool):
@@ -217,12 +219,17 @@ def dense_attention(
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
+    given = query, key, value
+    if mask is not None:
+        all_finite = finite.are_finite(*given, may_branch=not _in_dense_scope.get())
+        query, key, value = finite.unless(all_finite, finite.zeroed, *given)
     scores = ops.einsum("bthd,bshd->bhts", query, key)
     if bias is not None:
         scores = scores + ops.cast(bias, dtype)
     if mask is not None:
         if bias is not None:
             scores = scores - _largest_allowed(scores, mask)
+        (scores,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], scores)
         # A hidden score is taken as 0 first: were it infinite, -1e9 would not hide it.
         scores = ops.where(mask, scores, ops.zeros_like(scores)) + masks.to_additive(mask, dtype)
     probabilities = ops.softmax(scores, axis=-1)

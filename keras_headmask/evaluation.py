@@ -5,6 +5,7 @@ matrix; `make_mask` is the tile that is everything.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from keras import ops
 
 from keras_headmask import config, masks
 from keras_headmask.per_head import head_groups
+from keras_headmask.position_leaves import Full, Keys, Nothing
 from keras_headmask.specs import And, InputType, MaskSpec, Not, Or, Sides, check_spec, leaves
 
 _MOST_OFFSET = 2**30  # positions are int32
@@ -89,6 +91,30 @@ def _is_scalar_tensor(value: Any) -> bool:
     return hasattr(value, "dtype") and len(value.shape) == 0 and not is_array
 
 
+def given_offset(
+    query_offset: Any, spec: MaskSpec | None, queries: int | None, keys: int | None
+) -> Any:
+    """`query_offset`, checked; 0 for `None`, with a warning if a cached step may have lost it."""
+    if query_offset is not None:
+        return checked_offset(query_offset)
+    fewer = None not in (queries, keys) and queries < keys
+    if fewer and spec is not None and any(map(_reads_query_positions, leaves(spec))):
+        warnings.warn(
+            f"The rule depends on the positions of the queries, and there are {queries} queries "
+            f"for {keys} keys: without `query_offset` they are taken to stand at positions 0 to "
+            f"{queries - 1}. In a step with a cache of keys pass "
+            f"`query_offset={keys - queries}`, the position of the first query. If positions 0 to "
+            f"{queries - 1} are meant, as in cross-attention, pass `query_offset=0`.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return 0
+
+
+def _reads_query_positions(leaf: MaskSpec) -> bool:
+    return not leaf.inputs and not isinstance(leaf, (Full, Nothing, Keys))
+
+
 def as_pair(value: Any) -> tuple | None:
     """`(query_side, key_side)` if `value` is a pair; a saved model's is a list of tensors."""
     if isinstance(value, tuple):
@@ -136,7 +162,7 @@ def check_inputs(
         )
     for name, kind in wanted.items():
         batch = _check_input(name, given[name], kind, lengths, query_offset)
-        if lengths.batch is None and batch != 1:
+        if lengths.batch is None:
             lengths = lengths._replace(batch=batch)  # the inputs must agree among themselves
 
 
@@ -156,13 +182,15 @@ def _check_input(
             raise TypeError(f"`{place}` is a whole mask: one tensor, not a pair.")
         value = masks.as_mask_input(value)
         _check_whole_numbers(value, place, "bool")
+        masks.as_bool(value, place)
         masks.check_shape(value, place, *lengths)
         if len(value.shape) == 4 and value.shape[1] is None:
             raise ValueError(
                 f"`{place}` must have a known head axis, 1 or {lengths.heads}. Received: shape "
                 f"{tuple(value.shape)}."
             )
-        return value.shape[0] if len(value.shape) > 2 else 1
+        # Of batch 1 it serves every example.
+        return value.shape[0] if len(value.shape) > 2 and value.shape[0] != 1 else None
     pair = as_pair(value)
     if pair is not None and len(pair) != 2:
         raise ValueError(
@@ -171,7 +199,6 @@ def _check_input(
         )
     query, key = (value, value) if pair is None else pair
     sides = {"query": query, "key": key}
-    batch: int | None = 1
     for side in sorted(kind.sides):
         tensor = sides[side]
         if tensor is None:
@@ -181,14 +208,21 @@ def _check_input(
         shape = tuple(tensor.shape)
         if len(shape) != 2:
             raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
-        if None not in (shape[0], lengths.batch) and shape[0] not in (1, lengths.batch):
+        if None not in (shape[0], lengths.batch) and shape[0] != lengths.batch:
+            hint = ""
+            if shape[0] == 1:
+                hint = (
+                    " The ids of one example do not serve the others: repeat them, or pass the "
+                    "tensor that has them for the whole batch."
+                )
             raise ValueError(
                 f"`{place}` has {shape[0]} examples where the batch has {lengths.batch}. "
-                f"Received: shape {shape}."
+                f"Received: shape {shape}.{hint}"
             )
+        if lengths.batch is None:
+            lengths = lengths._replace(batch=shape[0])
         _check_length(place, shape, side, pair is not None, kind, lengths, query_offset)
-        batch = shape[0] if shape[0] != 1 else batch
-    return batch
+    return lengths.batch
 
 
 def _check_length(

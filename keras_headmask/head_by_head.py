@@ -18,7 +18,13 @@ from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_python import Part, in_order, of_heads
-from keras_headmask.tiled_tensorflow import alive_or_0, computed_again, masked_scores, widened
+from keras_headmask.tiled_tensorflow import (
+    alive_or_0,
+    computed_again,
+    masked_scores,
+    times,
+    widened,
+)
 
 _SCORES = 2**20  # of one step: 4 MB
 
@@ -55,7 +61,7 @@ def _gradients(
     scores, alive = _scores(allowed, query, key)
     probabilities = alive_or_0(alive, tf.nn.softmax(scores))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
-    d_scores = probabilities * (tf.matmul(upstream, value, transpose_b=True) - delta)
+    d_scores = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
     return (
         tf.matmul(d_scores, key),
         tf.matmul(d_scores, query, transpose_a=True),

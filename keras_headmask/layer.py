@@ -1,6 +1,8 @@
 """`keras.layers.MultiHeadAttention` with a mask for every head."""
 
 import contextlib
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,26 @@ _HOOKS = (
     "_compute_sliding_window_mask",
     "_masked_softmax",
 )
+_warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
+
+
+def supports_unknown_lengths(holder: keras.Layer) -> bool:
+    """Whether a layer or model under a rule may be compiled at lengths not known; why not, once."""
+    if keras.backend.backend() != "tensorflow":
+        return True
+    if holder not in _warned:
+        _warned.add(holder)
+        warnings.warn(
+            f"'{holder.name}' is not compiled by XLA (`jit_compile`): its lengths are not known, "
+            "and XLA cannot skip what a rule hides by slices of unknown size. It runs in a "
+            "TensorFlow graph. For XLA give `keras.Input` the length, as in "
+            "`keras.Input((128,), dtype='int32')`.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return False
+
+
 _STOCK_MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
 
 
@@ -66,7 +88,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         mask_inputs: The tensors that `mask_spec` reads, by name: integer or boolean `(B, length)`,
             or a pair `(query_side, key_side)` for cross-attention.
         query_offset: Query i stands at position i + `query_offset`, key j at j; for the rule, the
-            causal mask and the sliding window. An int or an integer scalar tensor.
+            causal mask and the sliding window. An int or an integer scalar tensor. Left out it is
+            0, with a warning where one of these meets fewer queries than keys: a step with a cache
+            of keys needs it.
         return_attention_scores, training, use_causal_mask: As in Keras. The scores `(B, H, T, S)`
             are the probabilities before dropout.
 
@@ -89,6 +113,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
      [0.  0.  0.5 0.5]
      [0.  0.  0.5 0.5]]
     """
+
+    _restricts = _has_unknown_length = False
 
     def __init__(
         self,
@@ -151,12 +177,20 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
         self._tiled = tiled
         self._missed_weights = False  # whether a file held weights before it was built
-        if self._restricts and keras.backend.backend() == "tensorflow":
-            # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
-            self.supports_jit = False
 
     def __repr__(self) -> str:
         return f"<PerHeadMaskedMultiHeadAttention name={self.name}, mask_spec={self._mask_spec!r}>"
+
+    @property
+    def supports_jit(self) -> bool:
+        """Whether Keras may compile it by XLA: on TensorFlow, under a rule, for known lengths."""
+        if self._restricts and self._has_unknown_length:
+            return supports_unknown_lengths(self)
+        return self._supports_jit
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        self._supports_jit = value
 
     @property
     def mask_spec(self) -> MaskSpec | None:
@@ -171,7 +205,10 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         return fields if self._tiled is None else fields | {"tiled": self._tiled}
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
-        super().build(query_shape, query_shape if value_shape is None else value_shape, key_shape)
+        value_shape = query_shape if value_shape is None else value_shape
+        super().build(query_shape, value_shape, key_shape)
+        lengths = query_shape[1:-1], value_shape[1:-1]
+        self._has_unknown_length = any(None in of_side for of_side in lengths)
         # Or they would warn that they destroy the Keras mask of their input; the layer sees to it.
         for projection in (self._query_dense, self._key_dense, self._value_dense):
             projection.supports_masking = True
@@ -206,7 +243,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         training: bool | None = None,
         use_causal_mask: bool = False,
         mask_inputs: Mapping[str, Any] | None = None,
-        query_offset: Any = 0,
+        query_offset: Any = None,
         mask: Any = None,  # where Keras puts the query's mask if the query is the only tensor
     ) -> Any:
         if query_mask is None:
@@ -217,7 +254,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         key = value if key is None else key
         if masks.has_shape_alone(query):
             mask_inputs = self._with_stand_ins(mask_inputs, query, value)
-        query_offset = evaluation.checked_offset(query_offset)
+        query_offset = self._given_offset(query, value, use_causal_mask, query_offset)
         stock_masks = (query_mask, value_mask, key_mask, attention_mask)
         self._check_call(query, value, stock_masks, mask_inputs, query_offset)
         if len(query.shape) != 3:
@@ -273,12 +310,22 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         is_mapping = mask_inputs is None or isinstance(mask_inputs, Mapping)
         if self._mask_spec is None or not is_mapping or len(query.shape) != 3:
             return mask_inputs  # the checks say what is wrong
-        sides = tuple(ops.cast(ops.zeros_like(x[:1, :, 0]), "int32") for x in (query, value))
+        sides = tuple(ops.cast(ops.zeros_like(x[..., 0]), "int32") for x in (query, value))
         missing = {
-            name: sides if kind.rank is not None else sides[0][:, :1]
+            name: sides if kind.rank is not None else sides[0][:1, :1]
             for name, kind in self._mask_spec.inputs.items()
         }
         return missing | dict(mask_inputs or {}) or mask_inputs
+
+    def _given_offset(
+        self, query: Any, value: Any, use_causal_mask: bool, query_offset: Any
+    ) -> Any:
+        if query_offset is not None or len(query.shape) != 3:
+            return evaluation.checked_offset(0 if query_offset is None else query_offset)
+        spec, window = self._mask_spec, self._window(use_causal_mask)
+        if window is not None:
+            spec = window if spec is None else spec & window
+        return evaluation.given_offset(None, spec, query.shape[1], value.shape[1])
 
     def _has_hooks(self) -> bool:
         """Whether a subclass computes attention or masks itself, or a flash kernel is asked for.
@@ -504,11 +551,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         training: bool | None = None,
         use_causal_mask: bool = False,
         mask_inputs: Mapping[str, Any] | None = None,
-        query_offset: Any = 0,
+        query_offset: Any = None,
         mask: Any = None,
     ) -> Any:
         value = query if value is None else value
-        query_offset = evaluation.checked_offset(query_offset)
+        query_offset = self._given_offset(query, value, use_causal_mask, query_offset)
         stock_masks = (query_mask, value_mask, key_mask, attention_mask)
         self._check_call(query, value, stock_masks, mask_inputs, query_offset)
         key_shape = None if key is None else key.shape

@@ -17,6 +17,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for 
 
 from keras_headmask import compiled, hooks, masks, stock
 from keras_headmask.binding import Plan
+from keras_headmask.layer import supports_unknown_lengths
 from keras_headmask.layer_rules import LayerRule, new_inputs
 from keras_headmask.selectors import find_attention
 from keras_headmask.specs import MaskSpec
@@ -30,9 +31,6 @@ def masked(model: keras.Model, rules: list[LayerRule]) -> keras.Model:
         stock.add_inputs(model, new)
     hooks.install(plan, model)
     compiled.drop(model)
-    if keras.backend.backend() == "tensorflow" and any(rule.restricts for rule in rules):
-        # XLA cannot slice by data: under `jit_compile="auto"` a graph is the faster way.
-        vars(model)["supports_jit"] = False
     object.__setattr__(model, "__class__", _masked_class(type(model)))
     return model
 
@@ -47,7 +45,6 @@ def unhooked(model: keras.Model) -> keras.Model:
     if isinstance(model, HeadMasked):
         hooks.uninstall(model._head_masks, model)
         vars(model).update(model._stock.graph)
-        vars(model)["supports_jit"] = True
         object.__setattr__(model, "__class__", type(model).__bases__[1])
     return model
 
@@ -64,6 +61,18 @@ class HeadMasked:
 
     _head_masks: Plan
     _stock: stock.Stock
+
+    @property
+    def supports_jit(self) -> bool:
+        """Whether Keras may compile it by XLA: on TensorFlow only at known lengths."""
+        unknown = any(None in tensor.shape[1:] for tensor in self._inputs)
+        if unknown and any(rule.restricts for rule in self._head_masks.rules.values()):
+            return supports_unknown_lengths(self)
+        return vars(self)["supports_jit"]
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        vars(self)["supports_jit"] = value
 
     @property
     def mask_specs(self) -> dict[str, MaskSpec]:

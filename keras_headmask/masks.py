@@ -49,7 +49,11 @@ def has_shape_alone(tensor: Any) -> bool:
 
 
 def as_bool(mask: Any, name: str = "mask") -> Any:
-    """`mask` as booleans. Integers count as flags; floats are refused, with the two ways out."""
+    """`mask` as booleans, of booleans or of 0 and 1; anything else is refused, with the way out.
+
+    Integers are looked at where that costs no wait: in NumPy arrays and eager tensors in the
+    memory of the CPU. Elsewhere every integer but 0 counts as True.
+    """
     mask = as_mask_input(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
     if dtype == "bool":
@@ -61,7 +65,36 @@ def as_bool(mask: Any, name: str = "mask") -> Any:
             "`keras_headmask.from_additive(mask)`, a mask of 0 / 1 by a cast to bool; a "
             "`keras.Input` for a mask needs dtype='bool'."
         )
+    values = _values_at_hand(mask)
+    if values is not None and (odd := values[(values != 0) & (values != 1)]).size:
+        raise ValueError(
+            f"`{name}` holds the integer {odd.flat[0]}: a mask of integers holds 1 where a query "
+            "may attend to a key, and 0 elsewhere. An additive mask (0 / -10000), cast to floats, "
+            "becomes one by `keras_headmask.from_additive(mask)`; if every value but 0 means True, "
+            "pass `mask != 0`."
+        )
     return ops.cast(mask, "bool")
+
+
+def _values_at_hand(tensor: Any) -> np.ndarray | None:
+    """The values of an eager tensor in the memory of the CPU, else `None`."""
+    if keras.backend.is_keras_tensor(tensor):
+        return None
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        at_hand = hasattr(tensor, "numpy") and tf.executing_eagerly() and "CPU" in tensor.device
+    elif backend == "jax":
+        import jax
+
+        traced = isinstance(tensor, jax.core.Tracer)
+        at_hand = not traced and all(d.platform == "cpu" for d in tensor.devices())
+    else:
+        import torch
+
+        at_hand = tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return known_values(tensor) if at_hand else None
 
 
 def lift(mask: Any, name: str = "mask") -> Any:

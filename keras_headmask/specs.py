@@ -216,7 +216,8 @@ token that `padding_mask` does not hide.
 def register_spec(kind: str) -> Callable[[type], type]:
     """Class decorator: let a spec of your own join the language under a permanent name.
 
-    The class must be a frozen dataclass that subclasses `MaskSpec`; its fields are what is saved.
+    The class must be a frozen dataclass that subclasses `MaskSpec`. Its fields are what is saved
+    and what is compared: specs with equal fields are one.
     """
 
     def decorate(cls: type) -> type:
@@ -231,6 +232,19 @@ def register_spec(kind: str) -> Callable[[type], type]:
         if "kind" in {f.name for f in dataclasses.fields(cls)}:
             raise TypeError(
                 f"A field named `kind` would hide the kind {kind!r} of {cls.__name__}. Rename it."
+            )
+        hidden = [f.name for f in dataclasses.fields(cls) if not f.compare]
+        if hidden:
+            raise TypeError(
+                f"Every field of a spec must compare, since specs that are equal are merged: with "
+                f"compare=False on {hidden}, one value of `{hidden[0]}` would replace another. "
+                f"Received: {cls.__name__}. Leave `compare` out."
+            )
+        if cls.__eq__ is object.__eq__ or cls.__eq__ is MaskSpec.__eq__:
+            raise TypeError(
+                "Specs are values: those with equal fields must be equal, or a saved rule would "
+                f"not equal itself. {cls.__name__} has eq=False and no `__eq__`: leave eq=False "
+                "out."
             )
         config.register(kind, cls)
         cls.kind = kind

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import coverage
+from keras_headmask import coverage, finite
 from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_dropout import Dropout
@@ -111,13 +111,14 @@ def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
     if keras.backend.backend() == "jax":
         # Its custom gradients cannot read what is traced outside of them, as mask inputs are; its
         # own way to compute again what a gradient needs can.
-        return _forward(part, plan, query, key, value, computed_again=keras.remat)
+        marked = finite.marked(query, key, value)
+        return _forward(part, plan, *marked, computed_again=keras.remat)
     if is_forward_only():
-        return _forward(part, plan, query, key, value)
+        return _forward(part, plan, *finite.marked(query, key, value))
 
     @ops.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:
-        context = _forward(part, plan, query, key, value)
+        context = _forward(part, plan, *finite.marked(query, key, value))
         # On torch, a result that its own gradient keeps would never be freed.
         kept = context if keras.backend.backend() == "tensorflow" else None
 
@@ -159,6 +160,7 @@ def _gradient(
     part: Part, plan: Plan, query: Any, key: Any, value: Any, context: Any, upstream: Any
 ) -> tuple[Any, Any, Any]:
     """The gradients of `query`, `key` and `value`, given that of `context`, which may be `None`."""
+    query, key, value = finite.without_bad(query, key, value)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
     delta = None
     if context is not None:
@@ -176,11 +178,12 @@ def _gradient(
         tile_values = _joined([values[i] for i in blocks])
         d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
         d_probabilities = tile.dropped(d_probabilities)
-        if delta is None:
+        if delta is None:  # a hidden value may let its gradient overflow
+            d_probabilities = tile.allowed_or_0(d_probabilities)
             of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
+            d_scores = tile.probabilities * (d_probabilities - of_tile)
         else:
-            of_tile = delta[number]
-        d_scores = tile.probabilities * (d_probabilities - of_tile)
+            d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - delta[number]))
         d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile.keys) * part.scale)
         d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
         d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
@@ -200,7 +203,7 @@ class _Tile(NamedTuple):
     """The queries of one tile with the keys they may see, and their probabilities.
 
     `alive` tells which queries see something, and is `None` where all do; the probabilities of the
-    others mean nothing.
+    others mean nothing. `allowed` is `None` where no pair is hidden.
     """
 
     part: Part
@@ -208,6 +211,7 @@ class _Tile(NamedTuple):
     keys: Any
     probabilities: Any
     alive: Any
+    allowed: Any
 
     @classmethod
     def of(cls, part: Part, plan: Plan, number: int, queries: Any, blocks: Sequence) -> "_Tile":
@@ -220,13 +224,24 @@ class _Tile(NamedTuple):
         )
         needed = _joined(blocks)
         # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
-        scores = ops.einsum("bhtd,bhsd->bhts", queries, needed)
-        alive = None
+        product = functools.partial(ops.einsum, "bhtd,bhsd->bhts")
+        if keras.backend.backend() == "jax":  # whose gradient is that of what stands here
+            scores = product(*finite.zeroed(queries, needed))
+            scores = scores + finite.marks(queries, needed, heads_first=True)
+        else:
+            scores = product(queries, needed)
+        alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
             scores = ops.where(allowed, scores, ops.cast(HIDDEN, scores.dtype))
             alive = ops.any(allowed, axis=-1, keepdims=True)
-        return cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive)
+        tile = cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive, allowed)
+        if keras.backend.backend() == "jax":
+            return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
+        return tile
+
+    def allowed_or_0(self, pairs: Any) -> Any:
+        return pairs if self.allowed is None else ops.where(self.allowed, pairs, 0.0)
 
     def alive_or_0(self, rows: Any) -> Any:
         return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))

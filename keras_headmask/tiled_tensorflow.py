@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask import graph_sharing
+from keras_headmask import finite, graph_sharing
 from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.position_leaves import Full
 from keras_headmask.specs import Sides
@@ -54,14 +54,14 @@ def computed_again(forward: Callable, backward: Callable, query: Any, key: Any, 
         def nothing() -> Any:
             return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
 
-        context = tf.cond(something, lambda: forward(*operands), nothing)
+        context = tf.cond(something, lambda: forward(*finite.marked(*operands)), nothing)
         context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
 
         def gradient(upstream: Any) -> Any:
             upstream = tf.ensure_shape(upstream, context.shape)
             return tf.cond(
                 something,
-                lambda: backward(*operands, upstream, context),
+                lambda: backward(*finite.without_bad(*operands), upstream, context),
                 lambda: tuple(map(tf.zeros_like, operands)),
             )
 
@@ -119,7 +119,7 @@ def _backward_to_queries(
         log_sum = tf.reduce_max(scores, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
         d_probabilities = tf.matmul(visit.rows(upstream), visit.runs(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
-        d_scores = probabilities * (d_probabilities - visit.rows(delta)[..., None])
+        d_scores = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
         d_query = alive_or_0(alive, tf.matmul(d_scores, keys) * part.scale)
         if alive is not None:
             log_sum = tf.where(tf.squeeze(alive, -1), log_sum, _DEAD)
@@ -141,7 +141,7 @@ def _backward_to_keys(
         probabilities = tf.exp(scores - visit.runs(log_sum)[..., None])
         d_probabilities = tf.matmul(d_context, visit.rows(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
-        d_scores = probabilities * (d_probabilities - visit.runs(delta)[..., None])
+        d_scores = times(probabilities, d_probabilities - visit.runs(delta)[..., None])
         return (
             tf.matmul(d_scores, queries, transpose_a=True),
             tf.matmul(_dropped(part, visit, probabilities), d_context, transpose_a=True),
@@ -174,6 +174,11 @@ def masked_scores(scores: Any, allowed: Any) -> tuple[Any, Any]:
     """`scores`, the lowest where hidden, and which rows see something."""
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     return tf.where(allowed, scores, tf.constant(HIDDEN, scores.dtype)), alive
+
+
+def times(probabilities: Any, gradients: Any) -> Any:
+    """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
+    return tf.math.multiply_no_nan(gradients, probabilities)
 
 
 def _dropped(part: Part, visit: "Visit", probabilities: Any) -> Any:

@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_headmask import tiled_dropout, tiled_python
 from keras_headmask.evaluation import Bound
+from keras_headmask.finite import in_xla
 from keras_headmask.input_leaves import SameSegment, SameSentence
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Chunk, Window
@@ -37,7 +38,7 @@ def is_local(rule: MaskSpec) -> bool:
 
 def can_tile(queries: int | None, keys: int | None, query_offset: Any) -> bool:
     """Whether the tiled way can be gone: on TensorFlow always, elsewhere if the sizes are known."""
-    if keras.backend.backend() == "tensorflow" and not _in_xla():
+    if keras.backend.backend() == "tensorflow" and not in_xla():
         return True
     # (JAX' unknown sizes are no `None`, and cannot be compared.)
     return all(isinstance(number, int) for number in (queries, keys, query_offset))
@@ -51,7 +52,7 @@ def is_worth_it(
         return True
     if queries * keys < _SMALLEST:
         return False
-    if keras.backend.backend() == "tensorflow" and not _in_xla():
+    if keras.backend.backend() == "tensorflow" and not in_xla():
         return True
     # Elsewhere a tile costs more to start, and only what positions tell is skipped.
     shares = []
@@ -90,7 +91,7 @@ def _by_length(of_all: Part, operands: list[Any], query_offset: Any) -> Any:
     def tiles() -> Any:
         return _group_by_group(of_all, operands, query_offset)
 
-    if keras.backend.backend() != "tensorflow" or _in_xla() or of_all.dropout is not None:
+    if keras.backend.backend() != "tensorflow" or in_xla() or of_all.dropout is not None:
         return tiles()
     from keras_headmask import head_by_head
 
@@ -123,19 +124,9 @@ def _attend(part: Part, query: Any, key: Any, value: Any, offset: Any) -> Any:
     # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph of
     # one size. Unrolled in Python, the same tiles train in less time if they are few.
     wants_loop = not known or part.rule.inputs or queries > _MOST_UNROLLED * part.tile
-    if wants_loop and keras.backend.backend() == "tensorflow" and not _in_xla():
+    if wants_loop and keras.backend.backend() == "tensorflow" and not in_xla():
         from keras_headmask import tiled_tensorflow
 
         return tiled_tensorflow.attend(part, query, key, value)
     plan = tiled_python.plan(part.rule, queries, keys, part.tile, offset)
     return tiled_python.attend(part, plan, query, key, value)
-
-
-def _in_xla() -> bool:
-    """Whether XLA compiles what is being traced: it allows no slice of a length not known."""
-    import tensorflow as tf
-    from tensorflow.python.ops import control_flow_util  # no public name for this question
-
-    if tf.executing_eagerly():
-        return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())

@@ -116,16 +116,6 @@ def test_shapes(spec, shape):
     assert tuple(mask.shape) == shape
 
 
-def test_an_input_of_one_example_serves_the_batch():
-    inputs = {"one": np.array([[1, 0]]), "two": np.array([[1, 1], [0, 1]])}
-    spec = hm.KeyFlag("one") & hm.KeyFlag("two")
-    mask = ops.convert_to_numpy(hm.make_mask(spec, 2, 2, mask_inputs=inputs))
-    assert [oracle.picture(example[0]) for example in mask] == ["10 10", "00 00"]
-    heads = hm.PerHead({0: hm.KeyFlag("one")}, default=hm.KeyFlag("two"))
-    mask = ops.convert_to_numpy(hm.make_mask(heads, 2, 2, 2, inputs))
-    assert [oracle.picture(head) for head in mask[1]] == ["10 10", "01 01"]
-
-
 @pytest.mark.parametrize("offset", [0, 2, -1])
 def test_an_offset_and_lengths_may_be_tensors(offset):
     def scalar(number):

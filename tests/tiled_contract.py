@@ -128,7 +128,6 @@ LONG = {
     "padding": (hm.KeyFlag("pad") & hm.Window(4, 4), {"pad": PADDING}),
     "padded queries": (hm.KeyFlag("pad") & hm.QueryFlag("pad"), {"pad": PADDING}),
     "longformer": (hm.recipes.longformer(2, "is_global"), {"is_global": FLAGS}),
-    "one example's flags": (hm.recipes.longformer(2, "is_global"), {"is_global": FLAGS[:1]}),
     "too many flags": (hm.recipes.longformer(2, "is_global"), {"is_global": PADDING}),
     "flags and padding": (
         (hm.Window(2, 2) | hm.KeyFlag("is_global") | hm.QueryIn("ids", 1)) & hm.KeyFlag("pad"),
@@ -138,10 +137,10 @@ LONG = {
         (hm.Window(2, 2) | hm.KeyFlag("is_global")) & (~hm.KeyFlag("is_global") | hm.Window(4, 0)),
         {"is_global": FLAGS},
     ),
-    "one example's ids": (hm.SameSegment("ids") | hm.Keys(0, 1), {"ids": UNSORTED_IDS[:1]}),
-    "ids of one, padding of all": (
+    "ids and a sink": (hm.SameSegment("ids") | hm.Keys(0, 1), {"ids": UNSORTED_IDS}),
+    "ids and padding": (
         hm.SameSegment("ids") & hm.KeyFlag("pad"),
-        {"ids": SORTED_IDS[:1], "pad": PADDING},
+        {"ids": SORTED_IDS, "pad": PADDING},
     ),
     "a whole mask": (hm.MaskInput("m"), {"m": _rng.random((3, 4, 23, 23)) < 0.3}),
     "a whole mask of one example": (hm.MaskInput("m"), {"m": _rng.random((1, 4, 23, 23)) < 0.3}),

@@ -96,13 +96,6 @@ def example(batch=2, length=3, seed=0):
     }
 
 
-def assert_close(actual, expected):
-    """Equal but for the rounding of float32, which grows with the size of the outputs."""
-    largest = np.abs(expected).max(initial=0)
-    atol = 1e-6 + 4e-7 * WIDTH**0.5 * largest
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=atol)
-
-
 def as_json(arrays):
     return {name: np.asarray(array).tolist() for name, array in arrays.items()}
 

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from serving_model import as_json, as_rows, assert_close, example
+from serving_model import as_json, as_rows, example
+from tolerance import assert_close
 
 requests = pytest.importorskip("requests")
 pytestmark = pytest.mark.tensorflow

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import running
-from serving_model import as_json, as_rows, as_v2, assert_close, example, publish
+from serving_model import as_json, as_rows, as_v2, example, publish
+from tolerance import assert_close
 
 requests = pytest.importorskip("requests")
 pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')

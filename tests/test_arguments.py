@@ -1,0 +1,192 @@
+"""Arguments that were taken in silence and meant something else."""
+
+import dataclasses
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+
+import keras_headmask as hm
+
+BACKEND = keras.backend.backend()
+X, KEYS = normal(4, 2, 2, 3), normal(4, 5, 2, 3)
+IDS = np.array([[1, 1, 2, 2, 2]])
+
+
+# --- One batch ---
+
+
+def layer_on(ids, spec):
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=spec)
+    return layer(normal(4, 5, 8), mask_inputs={"ids": ids})
+
+
+def attention_on(ids, spec):
+    return hm.dot_product_attention(KEYS, KEYS, KEYS, mask_spec=spec, mask_inputs={"ids": ids})
+
+
+def retrofitted_on(ids, spec):
+    x, tokens = keras.Input((5, 8), name="x"), keras.Input((5,), dtype="int32", name="ids")
+    y = keras.layers.MultiHeadAttention(2, 4)(x, x)
+    model = keras.Model([x, tokens], [y, tokens])
+    return hm.apply_head_masks(model, spec)([normal(4, 5, 8), ids])
+
+
+@pytest.mark.parametrize("call", [layer_on, attention_on, retrofitted_on])
+@pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.KeyFlag("ids")], ids=repr)
+def test_ids_of_one_example_do_not_serve_a_batch(call, spec):
+    with pytest.raises(ValueError, match=r"'ids'\]` has 1 examples where the batch has 4.*repeat"):
+        call(IDS, spec)
+    call(np.repeat(IDS, 4, 0), spec)
+
+
+def test_mask_inputs_agree_on_the_batch_among_themselves():
+    spec = hm.SameSegment("a") & hm.KeyFlag("b")
+    with pytest.raises(ValueError, match=r"\['b'\]` has 3 examples where the batch has 1"):
+        hm.make_mask(spec, 5, 5, mask_inputs={"a": IDS, "b": np.repeat(IDS, 3, 0)})
+    pair = (IDS, np.repeat(IDS, 3, 0))
+    with pytest.raises(ValueError, match=r"\['a'\]` has 1 examples where the batch has 3"):
+        hm.make_mask(hm.SameSegment("a"), 5, 5, mask_inputs={"a": pair})
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_whole_mask_of_one_example_serves_a_batch(batch):
+    mask = np.ones((batch, 1, 5, 5), "int32")
+    spec = hm.MaskInput("m") & hm.KeyFlag("ids")
+    given = {"m": mask, "ids": np.repeat(IDS, 4, 0)}
+    hm.dot_product_attention(KEYS, KEYS, KEYS, mask_spec=spec, mask_inputs=given)
+
+
+# --- Integer masks ---
+
+ADDITIVE = np.array([[0, -10000, 0, -10000, -10000]])
+
+
+@pytest.mark.parametrize("value", [-10000, 2, -1])
+def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
+    mask = np.where(ADDITIVE == 0, 0, value)
+    for call in (
+        lambda: hm.and_masks(mask),
+        lambda: hm.dot_product_attention(X, KEYS, KEYS, mask=mask),
+        lambda: hm.PerHeadMaskedMultiHeadAttention(2, 4)(normal(1, 5, 8), attention_mask=mask),
+        lambda: hm.make_mask(hm.MaskInput("m"), 2, 5, mask_inputs={"m": mask}),
+        lambda: hm.not_mask(keras.ops.convert_to_tensor(mask)),
+    ):
+        with pytest.raises(ValueError, match=rf"integer {value}.*from_additive.*mask != 0"):
+            call()
+
+
+def test_flags_are_true_where_they_are_not_0():
+    mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, ADDITIVE)})
+    assert numpy(mask).ravel().tolist() == [False, True, False, True, True]
+
+
+# --- Specs that compare ---
+
+
+def test_a_field_that_does_not_compare_is_refused():
+    with pytest.raises(TypeError, match=r"compare=False on \['reach'\].*S.*Leave `compare` out"):
+
+        @hm.register_spec("test_no_compare")
+        @dataclasses.dataclass(frozen=True)
+        class S(hm.MaskSpec):
+            reach: int = dataclasses.field(default=1, compare=False)
+
+
+def test_a_spec_that_equals_itself_alone_is_refused():
+    with pytest.raises(TypeError, match=r"S has eq=False and no `__eq__`"):
+
+        @hm.register_spec("test_no_eq")
+        @dataclasses.dataclass(frozen=True, eq=False)
+        class S(hm.MaskSpec):
+            reach: int = 1
+
+
+# --- A cached step without its offset ---
+
+FORGOTTEN = r"positions 0 to 1\. .*`query_offset=3`.*`query_offset=0`"
+ON_POSITIONS = [hm.Window(1, 0), hm.Chunk(2), hm.PerHead({0: hm.Queries(1)}), ~hm.Window(1, 1)]
+
+
+def decoded(spec=None, queries=2, **more):
+    return hm.dot_product_attention(X[:, :queries], KEYS, KEYS, mask_spec=spec, **more)
+
+
+def by_layer(spec=None, queries=2, causal=False, **more):
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=spec)
+    x = normal(4, 5, 8)
+    return layer(x[:, :queries], x, use_causal_mask=causal, **more)
+
+
+@pytest.mark.parametrize("call", [decoded, by_layer])
+@pytest.mark.parametrize("spec", ON_POSITIONS, ids=repr)
+def test_fewer_queries_than_keys_and_no_offset_warns(call, spec):
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        unsaid = call(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        if call is decoded:
+            np.testing.assert_array_equal(numpy(unsaid), numpy(call(spec, query_offset=0)))
+        call(spec, query_offset=0)
+        call(spec, query_offset=3)
+
+
+def test_the_causal_flag_warns_too():
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        by_layer(causal=True)
+
+
+@pytest.mark.parametrize("spec", [None, hm.Full(), hm.Keys(1), hm.MaskInput("m")], ids=repr)
+def test_what_does_not_read_the_positions_of_queries_does_not_warn(spec):
+    given = {"mask_inputs": {"m": np.ones((2, 5), "bool")}} if spec == hm.MaskInput("m") else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        decoded(spec, **given)
+        by_layer(spec, **given)
+
+
+# --- XLA ---
+
+
+def model_of(length, retrofit):
+    keras.utils.set_random_seed(1)
+    x = keras.Input((length, 8))
+    if retrofit:
+        y = keras.layers.MultiHeadAttention(2, 4)(x, x)
+        return hm.apply_head_masks(keras.Model(x, y), hm.Window(2, 0))
+    return keras.Model(x, hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 0))(x))
+
+
+def trained(model, jit_compile):
+    model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit_compile)
+    model.fit(normal(4, 5, 8), normal(4, 5, 8, seed=1), verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("retrofit", [False, True], ids=["layer", "retrofitted"])
+def test_xla_trains_where_lengths_are_known(retrofit):
+    compiled = model_of(5, retrofit)
+    weights = trained(compiled, True)
+    assert compiled.jit_compile is True
+    for one, other in zip(weights, trained(model_of(5, retrofit), False), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("retrofit", [False, True], ids=["layer", "retrofitted"])
+def test_why_there_is_no_xla_where_lengths_are_unknown(retrofit):
+    model = model_of(None, retrofit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.compile("sgd", "mse")
+        model.compile("sgd", "mse", jit_compile=False)
+    with pytest.warns(UserWarning, match="not compiled by XLA.*lengths are not known.*keras.Input"):
+        model.compile("sgd", "mse", jit_compile=True)
+    assert model.jit_compile is False
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model.compile("sgd", "mse", jit_compile=True)
+    assert not any("lengths are not known" in str(w.message) for w in said), "said once"

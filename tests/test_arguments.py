@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from contract import normal, numpy
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -172,7 +173,7 @@ def test_xla_trains_where_lengths_are_known(retrofit):
     weights = trained(compiled, True)
     assert compiled.jit_compile is True
     for one, other in zip(weights, trained(model_of(5, retrofit), False), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+        assert_close(one, other)
 
 
 @pytest.mark.tensorflow

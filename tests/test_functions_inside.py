@@ -1,11 +1,11 @@
 """A `tf.function` inside a model keeps what it traced first: no rule may hang on it."""
 
 import keras
-import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
 from small_models import CHUNK
+from tolerance import assert_close
 
 import keras_headmask as hm
 
@@ -74,6 +74,4 @@ def test_a_function_that_shows_only_in_the_forward_is_refused_there():
 def test_loops_of_tensorflow_are_none():
     model = hm.apply_head_masks(one(Loops("never", name="loops")), CHUNK, copy=False)
     given = normal(2, 7, 8)
-    np.testing.assert_allclose(
-        model.predict(given, verbose=0), numpy(model(given)), rtol=1e-5, atol=1e-6
-    )
+    assert_close(model.predict(given, verbose=0), numpy(model(given)))

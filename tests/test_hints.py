@@ -52,7 +52,9 @@ def test_a_hint_shows_the_call(call, near, hint, written):
         call(near)
 
 
-@pytest.mark.parametrize("near", [[hm.Full()], hm.Full, hm.recipes.causal], ids=str)
+@pytest.mark.parametrize(
+    "near", [[hm.Full()], hm.Full, hm.recipes.causal], ids=["list", "class", "function"]
+)
 def test_a_hint_shows_apply_head_masks(near):
     with pytest.raises(
         TypeError, match=r"must be a mask spec.*: hm\.apply_head_masks\(model, hm\."

@@ -409,7 +409,7 @@ def test_ids_of_64_bits_through_an_outer_model():
     outer = keras.Model([x, ids], masked([x, ids]))
     given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
     expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
-    np.testing.assert_allclose(numpy(outer([given, wide])), expected, atol=1e-6)
+    assert_close(numpy(outer([given, wide])), expected)
 
 
 def test_a_float_mask_in_a_nested_structure_is_refused():

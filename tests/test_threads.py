@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask import looking
@@ -184,7 +185,7 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
     LOOKS[look](masked, tmp_path)
     numpy(masked(given))  # (a summary need not run it)
     for answer in answers:
-        np.testing.assert_allclose(answer, alone, atol=1e-5)
+        assert_close(answer, alone, depth=3)
     assert answers
     assert state(masked) == before
 
@@ -201,7 +202,7 @@ def test_callers_beside_exports_lints_and_plots(tmp_path):
     def call(number):
         for i in range(calls):
             which = (i + number) % len(asked)
-            np.testing.assert_allclose(numpy(masked(asked[which])), alone[which], atol=1e-5)
+            assert_close(numpy(masked(asked[which])), alone[which], depth=3)
 
     def look(kind):
         count = 0
@@ -222,8 +223,8 @@ def test_callers_beside_exports_lints_and_plots(tmp_path):
         counts = [x.result(timeout=300) for x in looks]
     assert state(masked) == before
     for given, answer in zip(asked, alone, strict=True):
-        np.testing.assert_allclose(numpy(masked(given)), answer, atol=1e-5)
-        np.testing.assert_allclose(masked.predict(given, verbose=0), answer, atol=1e-5)
+        assert_close(numpy(masked(given)), answer, depth=3)
+        assert_close(masked.predict(given, verbose=0), answer, depth=3)
     if on_tensorflow:
         versions = sorted(int(path.name) for path in base.iterdir())
         assert versions == list(range(1, sum(counts[2:]) + 1))

@@ -7,6 +7,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import keras
 import pytest
+from keras.src.backend.common import global_state
 
 collect_ignore_glob = ["*conftest.py"]  # no tests; `--doctest-modules` would import all as one name
 
@@ -42,6 +43,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _same_weights_every_run():
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_of_a_call():
+    """A call that Keras did not end would make later ones train: see `Layer._get_call_context`."""
+    yield
+    left = global_state.get_global_attribute("current_call_ctx")
+    global_state.set_global_attribute("current_call_ctx", None)
+    assert left is None, f"the call of {left.entry_layer} was not ended"
 
 
 @pytest.fixture

@@ -58,8 +58,10 @@ def _gradients(
     allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
 ) -> tuple:
     """Those of the queries (times the scale), keys and values of some rows."""
-    scores, alive = _scores(allowed, query, key)
-    probabilities = alive_or_0(alive, tf.nn.softmax(scores))
+    scores, _ = _scores(allowed, query, key)
+    probabilities = tf.nn.softmax(scores)
+    if allowed is not None:  # a row whose scores overflow is NaN, and what it may not see is not
+        probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
     d_scores = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
     return (
@@ -70,7 +72,7 @@ def _gradients(
 
 
 def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
-    """The scores, the lowest where hidden, and which queries see something (`None`: all do)."""
+    """The scores, -inf where hidden, and which queries see something (`None`: all do)."""
     scores = tf.matmul(query, key, transpose_b=True)
     return (scores, None) if allowed is None else masked_scores(scores, allowed)
 

@@ -315,7 +315,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             name: sides if kind.rank is not None else sides[0][:1, :1]
             for name, kind in self._mask_spec.inputs.items()
         }
-        return missing | dict(mask_inputs or {}) or mask_inputs
+        given = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
+        return missing | given or mask_inputs
 
     def _given_offset(
         self, query: Any, value: Any, use_causal_mask: bool, query_offset: Any
@@ -588,6 +589,7 @@ def _check_keras_mask(name: str, mask: Any, batch: int | None, length: int | Non
             f"`{name}` must have shape (batch, length) = ({batch}, {length}), true at real tokens. "
             f"Received: shape {shape}. A mask with an axis of queries is an `attention_mask`."
         )
+    masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
 
 
 @contextlib.contextmanager

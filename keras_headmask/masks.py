@@ -66,7 +66,9 @@ def as_bool(mask: Any, name: str = "mask") -> Any:
             "`keras.Input` for a mask needs dtype='bool'."
         )
     values = _values_at_hand(mask)
-    if values is not None and (odd := values[(values != 0) & (values != 1)]).size:
+    # (No `:=` here: AutoGraph, which reads this in a user's `tf.function`, does not know it.)
+    odd = None if values is None else values[(values != 0) & (values != 1)]
+    if odd is not None and odd.size:
         raise ValueError(
             f"`{name}` holds the integer {odd.flat[0]}: a mask of integers holds 1 where a query "
             "may attend to a key, and 0 elsewhere. An additive mask (0 / -10000), cast to floats, "

@@ -20,7 +20,9 @@ from keras_headmask.evaluation import Bound, Cuts, allowed_tile
 from keras_headmask.specs import MaskSpec
 from keras_headmask.tiled_dropout import Dropout
 
-HIDDEN = -3e38  # in place of a hidden score: whatever that is, inf or NaN, it is hidden
+# In place of a hidden score: whatever that is, inf or NaN, it is hidden, and no less so where all
+# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
+HIDDEN = float("-inf")
 _BLOCK = 64  # keys that are kept or skipped together
 _is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "forward_only", default=False
@@ -175,6 +177,8 @@ def _gradient(
         blocks = plan.blocks(number)
         tile = _Tile.of(part, plan, number, queries, [keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
+        # A row whose scores overflow is NaN: what it may not see gets nothing of that.
+        tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
         d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
         d_probabilities = tile.dropped(d_probabilities)
@@ -233,8 +237,9 @@ class _Tile(NamedTuple):
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
-            scores = ops.where(allowed, scores, ops.cast(HIDDEN, scores.dtype))
             alive = ops.any(allowed, axis=-1, keepdims=True)
+            hidden = ops.where(alive, ops.cast(HIDDEN, scores.dtype), ops.cast(0, scores.dtype))
+            scores = ops.where(allowed, scores, hidden)
         tile = cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive, allowed)
         if keras.backend.backend() == "jax":
             return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))

@@ -122,7 +122,9 @@ def _backward_to_queries(
         d_scores = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
         d_query = alive_or_0(alive, tf.matmul(d_scores, keys) * part.scale)
         if alive is not None:
-            log_sum = tf.where(tf.squeeze(alive, -1), log_sum, _DEAD)
+            # (NaN or inf where scores overflow: hidden keys get nothing of that.)
+            counts = tf.squeeze(alive, -1) & tf.math.is_finite(log_sum)
+            log_sum = tf.where(counts, log_sum, _DEAD)
         return d_query, log_sum
 
     return _over_tiles(part, query, key, tile, by_key=False, ranks=(4, 3))
@@ -137,7 +139,7 @@ def _backward_to_keys(
     def tile(visit: Visit) -> tuple:
         # Scaled as where `log_sum` was made: other roundings would tell in large scores.
         queries, d_context = visit.runs(query) * part.scale, visit.runs(upstream)
-        scores, _ = _scores(part, visit, queries, visit.rows(key))
+        scores, _ = _scores(part, visit, queries, visit.rows(key), whole_rows=False)
         probabilities = tf.exp(scores - visit.runs(log_sum)[..., None])
         d_probabilities = tf.matmul(d_context, visit.rows(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
@@ -150,8 +152,8 @@ def _backward_to_keys(
     return _over_tiles(part, query, key, tile, by_key=True, ranks=(4, 4))
 
 
-def _scores(part: Part, visit: "Visit", queries: Any, keys: Any) -> tuple:
-    """The scores of one tile, -1e9 where the rule hides, and which rows see something."""
+def _scores(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: bool = True) -> tuple:
+    """The scores of one tile, -inf where the rule hides, and which rows see something."""
 
     def plain() -> Any:
         return tf.matmul(queries, keys, transpose_b=True)
@@ -160,7 +162,7 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any) -> tuple:
         allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
-        return masked_scores(plain(), allowed)
+        return masked_scores(plain(), allowed, whole_rows)
 
     if part.rule == Full():
         return plain(), None
@@ -170,10 +172,16 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any) -> tuple:
     return tf.cond(visit.needs_mask, masked, lambda: (plain(), tf.ones([1, 1, 1, 1], tf.bool)))
 
 
-def masked_scores(scores: Any, allowed: Any) -> tuple[Any, Any]:
-    """`scores`, the lowest where hidden, and which rows see something."""
+def masked_scores(scores: Any, allowed: Any, whole_rows: bool = True) -> tuple[Any, Any]:
+    """`scores`, -inf where hidden, and which rows see something.
+
+    With `whole_rows` one that sees nothing has 0 throughout, of which no NaN comes.
+    """
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    return tf.where(allowed, scores, tf.constant(HIDDEN, scores.dtype)), alive
+    hidden = tf.constant(HIDDEN, scores.dtype)
+    if whole_rows:
+        hidden = tf.where(alive, hidden, tf.zeros([], scores.dtype))
+    return tf.where(allowed, scores, hidden), alive
 
 
 def times(probabilities: Any, gradients: Any) -> Any:

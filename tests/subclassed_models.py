@@ -80,7 +80,7 @@ class OverABackbone(keras.Model):
         ids = keras.Input((None,), dtype="int32", name="token_ids")
         x = layers.Embedding(12, 8)(ids)
         stock = keras.Model({"token_ids": ids}, layers.MultiHeadAttention(2, 4)(x, x))
-        self.backbone = hm.apply_head_masks(stock, RULE & hm.MaskInput("mask"))
+        self.backbone = hm.apply_head_masks(stock, RULE & hm.MaskInput("mask"), add_inputs=True)
         self.head = layers.Dense(3)
 
     def call(self, inputs):
@@ -131,6 +131,18 @@ class OfAnArgument(keras.Model):
 
 
 @registered
+class OfAnOption(keras.Model):
+    """The ids are an optional argument, which Keras leaves out when it builds what it loads."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.before, self.attention, self.head = layers.Dense(8), attention(), layers.Dense(3)
+
+    def call(self, x, token_ids=None):
+        return self.head(self.attention(self.before(x), mask_inputs={"token_ids": token_ids}))
+
+
+@registered
 class Unbuildable(OfAnArgument):
     def call(self, x, mask_inputs=None):
         return super().call(x, {"token_ids": mask_inputs["token_ids"]})
@@ -146,9 +158,12 @@ SHAPES = {
     Nested: [[X, IDS]],
     OfFunctions: [NAMED | {"bias": np.zeros((7, 7), "float32")}],
     OfAnArgument: [X, {"token_ids": IDS}],
+    OfAnOption: [X],
 }
+BY_NAME = {OfAnOption: {"token_ids": IDS}}
 
 
 def called(model):
     given, *rest = SHAPES[type(model)]
-    return keras.ops.convert_to_numpy(model(given, *rest))
+    by_name = BY_NAME.get(type(model), {})
+    return keras.ops.convert_to_numpy(model(given, *rest, **by_name))

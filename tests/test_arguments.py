@@ -191,3 +191,25 @@ def test_why_there_is_no_xla_where_lengths_are_unknown(retrofit):
         warnings.simplefilter("always")
         model.compile("sgd", "mse", jit_compile=True)
     assert not any("lengths are not known" in str(w.message) for w in said), "said once"
+
+
+@pytest.mark.parametrize("name", ["query_mask", "value_mask", "key_mask"])
+def test_an_additive_keras_mask_is_refused(name):
+    additive = np.array([[0] * 5 + [-10000] * 3] * 2)
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4)
+    with pytest.raises(ValueError, match=rf"`{name}` holds the integer -10000.*from_additive"):
+        layer(np.ones((2, 8, 8), "float32"), **{name: additive})
+    layer(np.ones((2, 8, 8), "float32"), **{name: (additive == 0).astype("int32")})
+
+
+@pytest.mark.tensorflow
+def test_autograph_reads_what_a_mask_runs_through(caplog):
+    import tensorflow as tf
+
+    @tf.function
+    def attend(x, mask):
+        return hm.dot_product_attention(x, x, x, mask=mask)
+
+    with caplog.at_level("WARNING", logger="tensorflow"):
+        attend(tf.ones([1, 3, 1, 2]), tf.ones([3, 3], "int32"))
+    assert "AutoGraph could not transform" not in caplog.text

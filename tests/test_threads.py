@@ -110,7 +110,9 @@ def looked_at_model():
     stock = keras.Model(ids, x)
     for weight in stock.weights:
         weight.assign(normal(*weight.shape))
-    return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first")
+    return hm.apply_head_masks(
+        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
+    )
 
 
 def small_model():
@@ -121,7 +123,9 @@ def small_model():
     stock = keras.Model(ids, layers.MultiHeadAttention(2, 4, name="first")(x, x))
     for weight in stock.weights:
         weight.assign(normal(*weight.shape))
-    return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first")
+    return hm.apply_head_masks(
+        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
+    )
 
 
 def run_fresh(folder, cases):

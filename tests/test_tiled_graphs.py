@@ -117,7 +117,7 @@ def _ones(tensor):
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("name", ["documents", "streaming", "one example's ids", "padding"])
+@pytest.mark.parametrize("name", ["documents", "streaming", "padding"])
 def test_one_trace_serves_all_lengths_and_batches(tiny, name):
     import tensorflow as tf
 

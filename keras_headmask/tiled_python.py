@@ -185,9 +185,9 @@ def _gradient(
         if delta is None:  # a hidden value may let its gradient overflow
             d_probabilities = tile.allowed_or_0(d_probabilities)
             of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
-            d_scores = tile.probabilities * (d_probabilities - of_tile)
         else:
-            d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - delta[number]))
+            of_tile = delta[number]
+        d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
         d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile.keys) * part.scale)
         d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
         d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)

@@ -560,7 +560,8 @@ def test_made_up_ids_are_ends_special_and_neither(shown):
     hm.apply_head_masks(one_layer(), spec)._repr_html_()
     sentences, everything = (cells(ax) == 2 for ax in shown[0].axes)
     assert everything.all()
-    assert sentences[0].all() and sentences[:, 0].all()  # a special token comes first
+    assert sentences[0].all()  # a special token comes first
+    assert sentences[:, 0].all()
     sentence = np.repeat([0, 1, 2], [4, 5, 2])
     np.testing.assert_array_equal(sentences[1:, 1:], sentence[:, None] == sentence)
 

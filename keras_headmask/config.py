@@ -79,6 +79,11 @@ def known_recipes() -> dict[str, str]:
     return dict(_RECIPES)
 
 
+def names_of_recipes() -> str:
+    """Every recipe by name, for an error."""
+    return f"The recipes are {', '.join(sorted(_RECIPES))}"
+
+
 def call_of(value: Any) -> str | None:
     """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
     if isinstance(value, str):

@@ -11,7 +11,7 @@ import numpy as np
 from keras_headmask import describing, tiled_python
 from keras_headmask.findings import Finding
 from keras_headmask.lint_subject import MOST_UNKNOWN, Subject, nodes_of
-from keras_headmask.position_leaves import Nothing, Window
+from keras_headmask.position_leaves import Chunk, Keys, Nothing, Window
 from keras_headmask.specs import And, MaskSpec, Not, Or, leaves
 
 _TILE, _MANY = 128, 1024  # to see what tiles skip
@@ -135,10 +135,13 @@ def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     found: dict[Window, list[int]] = {}
     for rule, heads in subject.groups:
         for leaf in leaves(rule):
-            if type(leaf) is Window and _is_open(leaf) and _matters(subject, rule, heads, leaf):
+            if type(leaf) is not Window or not _is_open(leaf):
+                continue
+            if _stays_open(rule, leaf, _open_side(leaf)) and _matters(subject, rule, heads, leaf):
                 found.setdefault(leaf, []).extend(heads)
     for leaf, heads in found.items():
-        side, bound = ("after", leaf.before) if leaf.after is None else ("before", leaf.after)
+        side = _open_side(leaf)
+        bound = leaf.before if side == "after" else leaf.after
         if side in hidden:
             continue
         both = Window(bound, bound, step=leaf.step)
@@ -167,6 +170,32 @@ def _is_open(window: Window) -> bool:
     before, after = window.before, window.after
     one_sided = (before is None) != (after is None)
     return one_sided and (before is None or before >= 0) and (after is None or after > 0)
+
+
+def _open_side(window: Window) -> str:
+    return "after" if window.after is None else "before"
+
+
+def _stays_open(rule: MaskSpec, leaf: Window, side: str) -> bool:
+    """Whether `leaf` stands somewhere in `rule` where no other part of an `&` closes that side."""
+    if isinstance(rule, And):
+        return any(
+            _stays_open(part, leaf, side)
+            and not any(_closes(other, side) for other in rule.specs if other is not part)
+            for part in rule.specs
+        )
+    if isinstance(rule, Or):
+        return any(_stays_open(part, leaf, side) for part in rule.specs)
+    return leaf in leaves(rule)  # under `~` nothing is known to be closed
+
+
+def _closes(spec: MaskSpec, side: str) -> bool:
+    """Whether `spec` alone keeps a query from seeing every token on that side."""
+    if isinstance(spec, (And, Or)):
+        return (any if isinstance(spec, And) else all)(_closes(part, side) for part in spec.specs)
+    if type(spec) is Window:
+        return getattr(spec, side) is not None
+    return type(spec) in (Chunk, Nothing) or (type(spec) is Keys and spec.stop is not None)
 
 
 def _matters(subject: Subject, rule: MaskSpec, heads: tuple[int, ...], leaf: Window) -> bool:

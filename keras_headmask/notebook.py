@@ -117,8 +117,8 @@ def _picture(
 def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
     """An input that `spec` reads, such that its rules hide some pairs and allow some.
 
-    Three runs of positions are segments, or sentences by their last token; the last quarter is
-    padding.
+    Three runs of positions are segments, or sentences by their last token; ids that are looked for
+    besides come first; the last quarter is padding.
     """
     positions = np.arange(length)
     run = 5 * length // 12
@@ -126,9 +126,17 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
         return (positions < 3 * length // 4)[None]
     is_last = positions % run == run - 1
     readers = [leaf for leaf in leaves(spec) if name in leaf.inputs]
-    wanted = [i for leaf in readers for i in getattr(leaf, "end_ids", getattr(leaf, "ids", ()))]
-    if wanted:  # ids that leaves look for, among one that none does
-        return np.where(is_last, wanted[0], max(wanted) + 1)[None]
+    ends = [leaf.end_ids[0] for leaf in readers if hasattr(leaf, "end_ids")]
+    looked_for = {i for leaf in readers for i in getattr(leaf, "end_ids", getattr(leaf, "ids", ()))}
+    if looked_for:
+        # Most tokens are none that a leaf looks for: they obey what the rule says of the rest.
+        made_up = np.full(length, max(looked_for) + 1)
+        free = dict.fromkeys(leaf.ids for leaf in readers if hasattr(leaf, "ids"))
+        special = [next((i for i in ids if i not in ends), ids[0]) for ids in free]
+        made_up[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
+        if ends:
+            made_up[: len(special)] = special
+        return made_up[None]
     return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
 
 

@@ -36,7 +36,7 @@ class PerHead(MaskSpec):
                 TypeError,
                 "heads",
                 "`heads` must map head numbers to specs, such as {0: Window(after=0)}. "
-                f"Received: {heads!r}.",
+                f"Received: {heads!r}.{_hint(heads)}",
             )
         rules: dict[int, MaskSpec] = {}
         for key, spec in heads.items():
@@ -116,6 +116,15 @@ class PerHead(MaskSpec):
         heads = ", ".join(f"{key!r}: {spec!r}" for key, spec in self._runs())
         rest = "" if self.default == _FULL else f", default={self.default!r}"
         return f"PerHead({{{heads}}}{rest})"
+
+
+def _hint(heads: Any) -> str:
+    """What to write for rules that come without the numbers of their heads."""
+    rule = config.call_of(heads) or "..."
+    hint = f" Give the rule of each head by its number: hm.PerHead({{0: {rule}}})"
+    if isinstance(heads, (list, tuple)):
+        hint += ", or of a list: hm.PerHead(dict(enumerate(rules)))"
+    return f"{hint}."
 
 
 def head_numbers(key: Any) -> list[int]:

@@ -100,8 +100,12 @@ def apply_head_masks(
         try:
             mask_spec = json.loads(mask_spec)
         except json.JSONDecodeError as error:
-            meant = config.call_of(mask_spec)
-            hint = "" if meant is None else f" Call it: hm.apply_head_masks(model, {meant})."
+            hint = ""
+            if not mask_spec.lstrip().startswith(("{", "[")):
+                meant = config.call_of(mask_spec)
+                start = config.names_of_recipes() if meant is None else "Call it"
+                meant = meant or "hm.recipes.causal()"
+                hint = f" {start}: hm.apply_head_masks(model, {meant})."
             raise ValueError(
                 f"`mask_spec` is a text, so it must be a rule's JSON, but it is none: {error}. "
                 f"Received: {mask_spec[:80]!r}.{hint}"

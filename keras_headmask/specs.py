@@ -279,10 +279,9 @@ def _hint(value: Any, call: str = "SPEC") -> str:
     if (meant := config.call_of(value)) is not None:
         return f" Call it: {written(meant)}."
     if isinstance(value, str):
-        names = ", ".join(sorted(config.known_recipes()))
         return (
-            f" The recipes are {names}: {written('hm.recipes.causal()')}. JSON text becomes a spec "
-            "by `MaskSpec.from_config(json.loads(text))`."
+            f" {config.names_of_recipes()}: {written('hm.recipes.causal()')}. JSON text becomes a "
+            "spec by `MaskSpec.from_config(json.loads(text))`."
         )
     if isinstance(value, Mapping):
         if config.names_heads(value):
@@ -293,7 +292,23 @@ def _hint(value: Any, call: str = "SPEC") -> str:
             " Combine specs by & or |, or give each head its own by PerHead: "
             f"{written('hm.PerHead({0: a, 1: b})')}."
         )
+    if hasattr(type(value), "get_weights"):
+        return _hint_for_keras(type(value), written, call)
     return f" A mask tensor enters a spec by MaskInput(name): {written('hm.MaskInput(name)')}."
+
+
+def _hint_for_keras(cls: type, written: Callable[[str], str], call: str) -> str:
+    """What to write in place of a model or a layer; Keras itself is not imported here."""
+    if hasattr(cls, "mask_specs"):
+        rule = written("model.mask_specs[path]")
+        hint = f" The rules of a model are its `model.mask_specs`, by layer: {rule}."
+    elif hasattr(cls, "mask_spec"):
+        hint = f" The rule of a layer is `layer.mask_spec`: {written('layer.mask_spec')}."
+    else:
+        hint = " A model gets a rule by hm.apply_head_masks(model, spec)."
+    if call.startswith(("hm.plot", "hm.draw")):
+        hint += " What a model attends to: hm.plot_attention(model, inputs)."
+    return hint
 
 
 def _first(heads: Mapping[Any, Any]) -> str:

@@ -71,10 +71,68 @@ def test_a_recipe_by_its_name_alone(name):
         getattr(hm, name)
 
 
-def test_a_name_that_is_no_recipe():
-    assert not hasattr(hm, "no_such_name")
-    with pytest.raises(ValueError, match=r"rule's JSON, but it is none: .*Received: 'caused'\.$"):
-        hm.apply_head_masks(one_layer(), "caused")
+@pytest.mark.parametrize("name", ["caused", "Causal", "foo"])
+def test_a_name_that_is_no_recipe(name):
+    assert not hasattr(hm, name)
+    recipes = (
+        r"The recipes are .*, causal, .*: hm\.apply_head_masks\(model, hm\.recipes\.causal\(\)\)"
+    )
+    with pytest.raises(ValueError, match=rf"JSON, but .*Received: '{name}'\. {recipes}\.$"):
+        hm.apply_head_masks(one_layer(), name)
+
+
+def test_broken_json_is_no_name_of_a_recipe():
+    with pytest.raises(ValueError, match=r"but it is none: .*Received: '{\"kind\": '\.$"):
+        hm.apply_head_masks(one_layer(), '{"kind": ')
+
+
+@pytest.mark.parametrize(
+    ("heads", "written"),
+    [
+        ("causal", "hm.PerHead({0: hm.recipes.causal()})."),
+        (hm.Full, "hm.PerHead({0: hm.Full()})."),
+        (hm.recipes.causal, "hm.PerHead({0: hm.recipes.causal()})."),
+        ("foo", "hm.PerHead({0: ...})."),
+        (hm.Full(), "hm.PerHead({0: ...})."),
+        ([hm.Full()], "hm.PerHead({0: ...}), or of a list: hm.PerHead(dict(enumerate(rules)))."),
+    ],
+    ids=repr,
+)
+def test_rules_without_the_number_of_a_head(heads, written):
+    message = rf"must map head numbers to specs.*Received: .*: {re.escape(written)}$"
+    with pytest.raises(TypeError, match=message):
+        hm.PerHead(heads)
+
+
+CALLS_OF_KERAS = {
+    "hm.plot({}, ...)": hm.plot,
+    "hm.draw({}, ...)": hm.draw,
+    "hm.make_mask({}, queries, keys)": lambda value: hm.make_mask(value, 3, 3),
+}
+
+
+@pytest.mark.parametrize("call", CALLS_OF_KERAS)
+def test_a_model_or_a_layer_in_place_of_a_rule(call):
+    masked = hm.apply_head_masks(one_layer(), hm.PerHead({0: hm.Window(0, 0)}))
+    of_rules = re.escape(f"`model.mask_specs`, by layer: {call.format('model.mask_specs[path]')}.")
+    attention = "" if "make_mask" in call else r".* hm\.plot_attention\(model, inputs\)"
+    with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rules}{attention}"):
+        CALLS_OF_KERAS[call](masked)
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(0, 0))
+    of_rule = re.escape(f"`layer.mask_spec`: {call.format('layer.mask_spec')}.")
+    with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rule}{attention}"):
+        CALLS_OF_KERAS[call](layer)
+    for stock in one_layer(), masked.layers[-1]:
+        with pytest.raises(
+            TypeError, match=rf"gets a rule by hm\.apply_head_masks\(model.*{attention}"
+        ):
+            CALLS_OF_KERAS[call](stock)
+
+
+def test_a_layer_is_linted_by_its_rule():
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(0, 0))
+    with pytest.raises(TypeError, match=r"`layer\.mask_spec`: hm\.lint\(layer\.mask_spec\)\."):
+        hm.lint(layer)
 
 
 def test_rules_by_head_in_json():

@@ -531,11 +531,33 @@ def test_an_open_side_names_the_ways_out(rule, words):
         recipes.streaming(4, 8),
         recipes.sparse_transformer(4),
         hm.PerHead({0: W(before=2)}, default=CAUSAL) & CAUSAL,
+        W(before=2) & W(after=3),
+        W(after=2000) & W(before=2),
+        hm.Chunk(4) & W(before=2),
+        hm.Chunk(4, before=1, after=1) & W(after=3),
+        (W(before=2) | hm.Keys(0, 1)) & W(after=3),
+        (W(before=2) | SENTENCES) & (W(after=0) | (W(after=3) & SENTENCES)),
+        hm.PerHead({0: W(before=2), 1: hm.Chunk(4)}) & W(2, 3),
     ],
     ids=repr,
 )
 def test_no_open_side(rule):
     assert "open-side" not in {f.code for f in hm.lint(rule)}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        W(before=2) & W(before=5),
+        W(before=2) & (W(after=3) | SENTENCES),
+        W(before=2) | (W(before=1) & W(after=3)),
+        (W(before=2) & W(after=3)) | (W(before=2) & SENTENCES),
+        ~(W(before=2) & W(after=3)),
+    ],
+    ids=repr,
+)
+def test_an_open_side_that_nothing_closes_everywhere(rule):
+    assert "open-side" in {f.code for f in hm.lint(rule)}
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -540,6 +540,10 @@ def test_a_masked_model_shows_a_rule_that_reads_inputs(shown):
         hm.KeyIn("x", (0, 7)),
         hm.recipes.padding(),
         hm.KeyFlag("padding_mask") & hm.SameSentence(5) & ~hm.KeyIn("token_ids", 4),
+        hm.recipes.sentences(1012, (101, 102)),
+        hm.recipes.sentences((102, 1012), (101, 102)),
+        hm.SameSentence(8, "x") | hm.SameSentence(9, "x"),
+        hm.KeyIn("x", 8) & hm.QueryIn("x", 9),
     ],
     ids=repr,
 )
@@ -548,6 +552,18 @@ def test_what_is_made_up_hides_some_pairs_and_allows_some(spec, shown):
 
     _rule_html(spec, num_heads=2)
     assert 0 < cells(shown[0].axes[0]).mean() < 2
+
+
+@once
+def test_made_up_ids_are_ends_special_and_neither(shown):
+    spec = hm.PerHead({0: hm.recipes.sentences(1012, (101, 102))})
+    hm.apply_head_masks(one_layer(), spec)._repr_html_()
+    sentences, everything = (cells(ax) == 2 for ax in shown[0].axes)
+    assert everything.all()
+    assert sentences[0].all()  # a special token comes first
+    assert sentences[:, 0].all()
+    sentence = np.repeat([0, 1, 2], [4, 5, 2])
+    np.testing.assert_array_equal(sentences[1:, 1:], sentence[:, None] == sentence)
 
 
 @once

@@ -119,7 +119,11 @@ def _parts(value: Any, home: str) -> Iterator[tuple[str, Any]]:
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, and what the classes hold that it is made from, up to Keras' own."""
     held = getattr(value, "__dict__", {})
-    skipped = _OF_MODELS if isinstance(value, keras.Model) else ()
+    skipped = _OF_MODELS if isinstance(value, keras.Model) else frozenset()
+    if isinstance(value, keras.Layer):
+        skipped |= {"_modules"}  # PyTorch's list of what Keras tracks
+    if isinstance(value, keras.Sequential):
+        skipped |= {"_functional"}  # a model made of the layers that Keras tracks
     for name, part in list(held.items()):
         if name not in skipped and not name.startswith("_self_"):  # TensorFlow's own notes
             yield f".{name}", part

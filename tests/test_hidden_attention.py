@@ -249,6 +249,22 @@ class Block(layers.Layer):
         return super().get_config() | {"way": self.way, "inner": self.inner}
 
 
+@keras.saving.register_keras_serializable("test_hidden_attention")
+class SelfAttends(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = layers.MultiHeadAttention(2, 4)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return x + self.attention(x, x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
 def one_block(*arguments):
     x = keras.Input((7, 8))
     return keras.Model(x, Block(*arguments, name="block")(x))
@@ -301,3 +317,19 @@ def test_layers_that_keras_tracks_are_not_taken_for_hidden():
     x = keras.Input((7, 8))
     masked = hm.apply_head_masks(keras.Model(x, Tracks()(x)), CHUNK, copy=False)
     assert len(masked.mask_specs) == 1
+
+
+def sequential(*inner):
+    return keras.Sequential([keras.Input((7, 8)), *inner])
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("attends", [True, False])
+def test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden(copy, attends):
+    part = SelfAttends() if attends else layers.Dense(8)
+    nested = sequential(sequential(part), layers.Dense(8))
+    model = beside_known(nested)
+    masked = hm.apply_head_masks(model, CHUNK, copy=copy)
+    assert len(masked.mask_specs) == 1 + attends
+    assert numpy(masked(normal(2, 7, 8))).shape == (2, 7, 8)
+    assert len(hm.apply_head_masks(sequential(SelfAttends()), CHUNK, copy=copy).mask_specs) == 1

@@ -5,7 +5,9 @@ and bound functions and in closures, and the functions that a layer's code may c
 """
 
 import collections
+import dis
 import functools
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -20,6 +22,9 @@ _LIBRARIES = frozenset(
 _CONTAINERS = list, tuple, set, frozenset, collections.deque
 # Where TensorFlow, JAX and PyTorch keep the function that they compiled.
 _COMPILED = "__wrapped__", "_python_function", "_torchdynamo_orig_callable"
+# Of these, `use_dot_product_attention` in an attribute is a flag.
+_OPERATIONS = "dot_product_attention", "DotProductAttention"
+_PLAIN = str, bytes, int, float, complex, type(None)
 # Of a model: its graph, which is walked as such, and what `compile` leaves, which no forward runs.
 _OF_MODELS = frozenset(
     {"_operations", "_operations_by_depth", "_layers", "loss", "optimizer", "train_function"}
@@ -51,8 +56,15 @@ def names_in_code(layer: Any) -> set[str]:
     home = _package(type(layer).__module__)
     for _, value in reached(layer):
         if isinstance(value, types.FunctionType) and _may_enter(_home(value), home):
-            for code in _codes(value.__code__):
-                names.update(code.co_names)
+            for read in _reads(value):
+                name = read.path.rpartition(".")[2]
+                is_flag = isinstance(read.value, _PLAIN) or (
+                    read.is_attribute
+                    and name not in _OPERATIONS
+                    and any(operation in name for operation in _OPERATIONS)
+                )
+                if not is_flag:
+                    names.add(name)
         if callable(value):
             names.add(getattr(value, "__name__", type(value).__name__))
     return names
@@ -69,7 +81,7 @@ def reached(layer: Any) -> Iterator[Reached]:
     while waiting:
         place = waiting.pop()
         path, value = place
-        if value is None or isinstance(value, (str, bytes, int, float, bool)) or id(value) in seen:
+        if isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen[id(value)] = value
         yield place
@@ -141,20 +153,111 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function closes over, has as a default, or names among the globals."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f" -> {name}", cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+    yield from ((f" -> {name}", part) for name, part in _closed_over(function))
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     yield from (("(default)", part) for part in defaults)
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    for name in sorted(names & function.__globals__.keys()):
-        part = function.__globals__[name]
-        if isinstance(part, types.ModuleType):
-            yield from ((f" -> {name}.{k}", vars(part).get(k)) for k in sorted(names))
-        else:
-            yield f" -> {name}", part
+    for read in _reads(function):
+        if read.value is not _UNKNOWN and not _is_module(read.value):
+            yield f" -> {read.path}", read.value
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+
+
+class _Read(NamedTuple):
+    """A name that code reads, and its value if it is a global, of a module, or imported."""
+
+    path: str  # as it stands in the code: "keras.ops.softmax"
+    value: Any
+    is_attribute: bool = False  # of an object that is no module, and not called there
+
+
+def _reads(function: types.FunctionType) -> Iterator[_Read]:
+    """What a function reads by name, in functions inside it too.
+
+    Attributes of modules are followed, and modules that the function itself imports.
+    """
+    scope = function.__globals__
+    local = {name: part for name, part in _closed_over(function) if _is_module(part)}
+    for code in _codes(function.__code__):
+        path, value = "", _UNKNOWN  # what the last step left on the stack
+        origin, source, dotted = "", _UNKNOWN, False  # of an import
+        earlier: tuple[Any, ...] = (None, None)
+        for step, argument in _steps(code):
+            held, value = value, _UNKNOWN
+            # Some Pythons load or store two names in one step.
+            first, last = (argument[0], argument[-1]) if _is_pair(argument) else [argument] * 2
+            if step in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+                path, value = argument, scope.get(argument, local.get(argument, _UNKNOWN))
+                yield _Read(path, value)
+            elif step.startswith("LOAD_") and ("ATTR" in step or "METHOD" in step):
+                path, value = f"{path}.{argument}", _of_module(held, argument)
+                yield _Read(path, value, step == "LOAD_ATTR" and not _is_module(held))
+            elif step == "IMPORT_NAME":
+                level, names = earlier
+                dotted = not names  # `import a.b` gives a
+                origin = path = _package(argument) if dotted else argument
+                source = value = _imported(origin, level, scope)
+            elif step == "IMPORT_FROM":
+                path, value = f"{origin}.{argument}", _of_module(source, argument)
+                yield _Read(path, value)
+                if dotted:  # `import a.b as c` walks from a to b
+                    origin, source = path, value
+            else:
+                if step.startswith(("STORE_FAST", "STORE_DEREF", "STORE_NAME")):
+                    local.pop(first, None)
+                    if _is_module(held):
+                        local[first] = held
+                if step.startswith(("LOAD_FAST", "LOAD_DEREF")) or "_LOAD_FAST" in step:
+                    path, value = last, local.get(last, _UNKNOWN)
+            earlier = (earlier[1], argument)
+
+
+def _is_pair(argument: Any) -> bool:
+    return isinstance(argument, tuple) and len(argument) == 2
+
+
+_UNKNOWN = object()
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(code: types.CodeType) -> list[tuple[str, Any]]:
+    """The instructions of a code object, those that call a method by one name in all Pythons."""
+    return [
+        (
+            "LOAD_METHOD"
+            if x.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and (x.arg or 0) & 1
+            else x.opname,
+            x.argval,
+        )
+        for x in dis.get_instructions(code)
+        if x.opname not in ("EXTENDED_ARG", "PUSH_NULL", "SWAP", "POP_TOP")
+    ]
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, types.ModuleType)
+
+
+def _of_module(module: Any, name: str) -> Any:
+    """What a module holds, without running the code by which some load parts of themselves."""
+    if not _is_module(module):
+        return _UNKNOWN
+    inner = sys.modules.get(f"{module.__name__}.{name}", _UNKNOWN)
+    return vars(module).get(name, inner)
+
+
+def _imported(name: str, level: int, scope: dict[str, Any]) -> Any:
+    try:
+        name = importlib.util.resolve_name("." * level + name, scope.get("__package__"))
+    except ImportError:
+        return _UNKNOWN
+    return sys.modules.get(name, _UNKNOWN)
 
 
 def _home(function: types.FunctionType) -> str | None:

@@ -333,3 +333,41 @@ def test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden(copy, atten
     assert len(masked.mask_specs) == 1 + attends
     assert numpy(masked(normal(2, 7, 8))).shape == (2, 7, 8)
     assert len(hm.apply_head_masks(sequential(SelfAttends()), CHUNK, copy=copy).mask_specs) == 1
+
+
+attention = layers.MultiHeadAttention(2, 4)  # as an attribute of `SelfAttends` is named
+attention.build((None, 7, 8), (None, 7, 8))
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_an_attribute_is_no_global_of_its_name(copy):
+    x = keras.Input((7, 8))
+    masked = hm.apply_head_masks(keras.Model(x, SelfAttends()(x)), CHUNK, copy=copy)
+    assert len(masked.mask_specs) == 1
+
+
+def test_a_flag_named_after_an_operation_is_no_attention():
+    class Flagged(Plain):
+        use_dot_product_attention = False
+
+        def __init__(self):
+            super().__init__()
+            self.dot_product_attention_is_fast = True
+
+        def mix(self, x):
+            flags = self.use_dot_product_attention, self.dot_product_attention_is_fast
+            return x * float(all(flags))
+
+    assert hm.apply_head_masks(beside_known(Flagged()), CHUNK, copy=False).mask_specs
+
+
+class ByMethodOfAnother(Plain):
+    def mix(self, x):
+        return self.parts.scaled_dot_product_attention(x)
+
+
+def test_an_operation_called_as_a_method_is_found():
+    layer = ByMethodOfAnother()
+    layer.parts = types.SimpleNamespace(scaled_dot_product_attention=lambda x: x)
+    with pytest.raises(ValueError, match=r"\(ByMethodOfAnother\) .*cannot be reached"):
+        hm.apply_head_masks(beside_known(layer), CHUNK)

@@ -1,6 +1,7 @@
 """Attention out of sight: computed by hand, or in layers that Keras does not track."""
 
 import functools
+import sys
 import types
 
 import keras
@@ -371,3 +372,53 @@ def test_an_operation_called_as_a_method_is_found():
     layer.parts = types.SimpleNamespace(scaled_dot_product_attention=lambda x: x)
     with pytest.raises(ValueError, match=r"\(ByMethodOfAnother\) .*cannot be reached"):
         hm.apply_head_masks(beside_known(layer), CHUNK)
+
+
+class Dotted(Plain):
+    def mix(self, x):
+        return ours.sub.attend(x)
+
+
+class ImportsFrom(Plain):
+    def mix(self, x):
+        from ours.sub import attend
+
+        return attend(x)
+
+
+class ImportsAs(Plain):
+    def mix(self, x):
+        import ours.sub as near
+
+        def inner():
+            return near.attend(x)
+
+        return inner()
+
+
+class ImportsDotted(Plain):
+    def mix(self, x):
+        import ours.sub
+
+        return ours.sub.attend(x)
+
+
+class ClosesOver(Plain):
+    def __init__(self):
+        super().__init__()
+        near = ours.sub
+        self.mix = lambda x: near.attend(x)
+
+
+ours = types.ModuleType("ours")
+ours.sub = types.ModuleType("ours.sub")
+vars(ours.sub)["helper"] = helper
+exec("def attend(x):\n    return helper(x)", vars(ours.sub))
+
+
+@pytest.mark.parametrize("cls", [Dotted, ImportsFrom, ImportsAs, ImportsDotted, ClosesOver])
+def test_functions_of_modules_are_followed(cls, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ours", ours)
+    monkeypatch.setitem(sys.modules, "ours.sub", ours.sub)
+    with pytest.raises(ValueError, match=rf"\({cls.__name__}\) .*cannot be reached"):
+        hm.apply_head_masks(beside_known(cls()), CHUNK)

@@ -35,26 +35,44 @@ _OF_MODELS = frozenset(
 class Reached(NamedTuple):
     path: str  # how to come to it: ".parts.attention"
     value: Any
+    by_code: bool = False  # through a class or a global, of which a copy has the same
 
 
 def untracked_layers(model: keras.Model) -> list[tuple[str, keras.Layer]]:
-    """Layers that the layers of `model` lead to and Keras does not track, with their paths."""
+    """Layers that the layers of `model` lead to and Keras does not track, with their paths.
+
+    Layers that only code names are left out if they hold no attention: a copy runs the same ones,
+    if any forward runs them at all. So are models around the one that leads to them.
+    """
     tracked = list(model._flatten_layers())
     seen = {id(layer) for layer in tracked}
     found: list[tuple[str, keras.Layer]] = []
     for layer in tracked:
-        for path, value in reached(layer):
-            if isinstance(value, keras.Layer) and id(value) not in seen:
-                seen.add(id(value))
-                found.append((f"{layer.name}{path}", value))
+        for path, value, by_code in reached(layer):
+            if not isinstance(value, keras.Layer) or id(value) in seen:
+                continue
+            inside = list(value._flatten_layers())
+            if any(x is layer or x is model for x in inside):
+                continue  # a layer that called it would call itself
+            if by_code and not any(map(_may_attend, inside)):
+                continue
+            seen.add(id(value))
+            found.append((f"{layer.name}{path}", value))
     return found
+
+
+def _may_attend(layer: keras.Layer) -> bool:
+    names = {type(layer).__name__, *names_in_code(layer)}
+    return isinstance(layer, keras.layers.MultiHeadAttention) or any(
+        "attention" in name.lower() for name in names
+    )
 
 
 def names_in_code(layer: Any) -> set[str]:
     """What the code of a layer refers to, and the names of the functions that it leads to."""
     names: set[str] = set()
     home = _package(type(layer).__module__)
-    for _, value in reached(layer):
+    for _, value, _ in reached(layer):
         if isinstance(value, types.FunctionType) and _may_enter(_home(value), home):
             for read in _reads(value):
                 name = read.path.rpartition(".")[2]
@@ -76,16 +94,32 @@ def reached(layer: Any) -> Iterator[Reached]:
     Layers are given and not entered: what they hold is theirs.
     """
     home = _package(type(layer).__module__)
-    waiting = [Reached(*x) for x in _parts_of_object(layer)]
+    waiting = [Reached(path, part) for path, part in _parts_of_object(layer)]
+    later = [Reached(path, part, True) for path, part in _parts_of_classes(layer)]
     seen: dict[int, Any] = {id(layer): layer}  # holds what it names, so that no id is used twice
-    while waiting:
-        place = waiting.pop()
-        path, value = place
+    while waiting or later:  # what data leads to comes first, as code may lead there too
+        place = (waiting or later).pop()
+        path, value, by_code = place
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen[id(value)] = value
         yield place
-        waiting += [Reached(path + step, part) for step, part in _parts(value, home)]
+        (later if by_code else waiting).extend(
+            Reached(path + step, part, by_code) for step, part in _parts(value, home)
+        )
+        later += [Reached(path + step, part, True) for step, part in _parts_of_code(value, home)]
+
+
+def _parts_of_code(value: Any, home: str) -> Iterator[tuple[str, Any]]:
+    """What the code of a function, of a class, or of an object's class leads to."""
+    if isinstance(value, types.FunctionType):
+        if _may_enter(_home(value), home):
+            yield from _globals_of_function(value)
+    elif isinstance(value, type):
+        if _may_enter(value.__module__, home) and not issubclass(value, keras.Operation):
+            yield from ((f".{name}", part) for name, part in vars(value).items())
+    elif _is_entered(value, home):
+        yield from _parts_of_classes(value)
 
 
 def _parts(value: Any, home: str) -> Iterator[tuple[str, Any]]:
@@ -113,23 +147,27 @@ def _parts(value: Any, home: str) -> Iterator[tuple[str, Any]]:
         yield "", getattr(value, "__wrapped__", None)
         if _may_enter(_home(value), home):
             yield from _parts_of_function(value)
-    elif isinstance(value, type):
-        if _may_enter(value.__module__, home) and not issubclass(value, keras.Operation):
-            yield from ((f".{name}", part) for name, part in vars(value).items())
-    elif isinstance(value, types.ModuleType):
-        return  # a function names what it takes of one
+    elif isinstance(value, (type, types.ModuleType)):
+        return  # code: see `_parts_of_code`; a function names what it takes of a module
     elif isinstance(value, types.SimpleNamespace):
         yield from ((f".{name}", part) for name, part in vars(value).items())
     else:
         if callable(value) and _package(type(value).__module__) in _LIBRARIES:
             for name in _COMPILED:
                 yield "", getattr(value, name, None)
-        if _may_enter(type(value).__module__, home):
+        if _is_entered(value, home):
             yield from _parts_of_object(value)
 
 
+def _is_entered(value: Any, home: str) -> bool:
+    """Whether a value is an object of the user's own classes."""
+    return not isinstance(
+        value, (keras.Layer, Mapping, *_CONTAINERS, type, types.ModuleType)
+    ) and _may_enter(type(value).__module__, home)
+
+
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, and what the classes hold that it is made from, up to Keras' own."""
+    """What an object holds."""
     held = getattr(value, "__dict__", {})
     skipped = _OF_MODELS if isinstance(value, keras.Model) else frozenset()
     if isinstance(value, keras.Layer):
@@ -139,23 +177,36 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     for name, part in list(held.items()):
         if name not in skipped and not name.startswith("_self_"):  # TensorFlow's own notes
             yield f".{name}", part
+    for part in _own_classes(value):
+        for name, attribute in vars(part).items():
+            if isinstance(attribute, types.MemberDescriptorType):  # of `__slots__`
+                yield f".{name}", getattr(value, name, None)
+
+
+def _parts_of_classes(value: Any) -> Iterator[tuple[str, Any]]:
+    for part in _own_classes(value):
+        yield from ((f".{name}", attribute) for name, attribute in vars(part).items())
+
+
+def _own_classes(value: Any) -> Iterator[type]:
+    """The classes that an object is made from, up to Keras' own."""
     for part in type(value).__mro__:
         package = _package(part.__module__)
         if package == "keras_headmask":
             continue  # a masked model's class stands before the stock one
         if package in _LIBRARIES:
             break
-        for name, attribute in vars(part).items():
-            if isinstance(attribute, types.MemberDescriptorType):  # of `__slots__`
-                attribute = getattr(value, name, None)
-            yield f".{name}", attribute
+        yield part
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over, has as a default, or names among the globals."""
+    """What a function closes over, or has as a default."""
     yield from ((f" -> {name}", part) for name, part in _closed_over(function))
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     yield from (("(default)", part) for part in defaults)
+
+
+def _globals_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for read in _reads(function):
         if read.value is not _UNKNOWN and not _is_module(read.value):
             yield f" -> {read.path}", read.value

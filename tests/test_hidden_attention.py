@@ -422,3 +422,38 @@ def test_functions_of_modules_are_followed(cls, monkeypatch):
     monkeypatch.setitem(sys.modules, "ours.sub", ours.sub)
     with pytest.raises(ValueError, match=rf"\({cls.__name__}\) .*cannot be reached"):
         hm.apply_head_masks(beside_known(cls()), CHUNK)
+
+
+teacher = keras.Sequential([keras.Input((7, 8)), layers.Dense(8)])
+
+
+@keras.saving.register_keras_serializable("test_hidden_attention")
+class Student(Plain):
+    rate = 1.0
+
+    def init_from_teacher(self):
+        self.rate = float(teacher.layers[0].get_weights()[0].mean())
+
+    def mix(self, x):
+        return x * self.rate
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_without_attention_that_a_method_names_is_left_alone(copy):
+    assert hm.apply_head_masks(beside_known(Student()), CHUNK, copy=copy).mask_specs
+
+
+def test_what_data_holds_counts_also_where_code_names_it():
+    student = Student(name="student")
+    student.parts = types.SimpleNamespace(near=teacher)
+    with pytest.raises(ValueError, match=r"(?s)cannot be copied: .*'student\.parts\.near'"):
+        hm.apply_head_masks(beside_known(student), CHUNK)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_around_a_layer_is_not_taken_for_hidden(copy):
+    student = Student()
+    model = beside_known(student)
+    outer = keras.Model(model.inputs, layers.Dense(2)(model.outputs[0]))
+    student.parts = types.SimpleNamespace(outer=lambda: outer)
+    assert hm.apply_head_masks(model, CHUNK, copy=copy).mask_specs

@@ -8,6 +8,7 @@ import collections
 import dis
 import functools
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ _COMPILED = "__wrapped__", "_python_function", "_torchdynamo_orig_callable"
 # Of these, `use_dot_product_attention` in an attribute is a flag.
 _OPERATIONS = "dot_product_attention", "DotProductAttention"
 _PLAIN = str, bytes, int, float, complex, type(None)
+# Of a container with more elements than this, so many are looked at: it is a vocabulary, say.
+_LONG, _LOOKED_AT = 10_000, 1_000
 # Of a model: its graph, which is walked as such, and what `compile` leaves, which no forward runs.
 _OF_MODELS = frozenset(
     {"_operations", "_operations_by_depth", "_layers", "loss", "optimizer", "train_function"}
@@ -127,9 +130,11 @@ def _parts(value: Any, home: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, keras.Layer):
         return
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", part) for key, part in list(value.items()))
+        pairs = list(itertools.islice(value.items(), _looked_at(value)))
+        yield from ((f"[{key!r}]", part) for key, part in pairs if not isinstance(part, _PLAIN))
     elif isinstance(value, _CONTAINERS):
-        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+        pairs = enumerate(itertools.islice(value, _looked_at(value)))
+        yield from ((f"[{i}]", part) for i, part in pairs if not isinstance(part, _PLAIN))
     elif isinstance(value, functools.partial):
         yield ".func", value.func
         yield from ((f".args[{i}]", part) for i, part in enumerate(value.args))
@@ -164,6 +169,11 @@ def _is_entered(value: Any, home: str) -> bool:
     return not isinstance(
         value, (keras.Layer, Mapping, *_CONTAINERS, type, types.ModuleType)
     ) and _may_enter(type(value).__module__, home)
+
+
+def _looked_at(container: Any) -> int:
+    """How many elements are looked at: of a long table only the first, as it holds data."""
+    return _LOOKED_AT if len(container) > _LONG else _LONG
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:

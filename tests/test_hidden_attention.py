@@ -13,6 +13,7 @@ from keras.ops import dot_product_attention as sdpa
 from small_models import CHUNK
 
 import keras_headmask as hm
+from keras_headmask import reachable
 
 FAR = layers.MultiHeadAttention(2, 4, name="far")
 
@@ -457,3 +458,21 @@ def test_a_model_around_a_layer_is_not_taken_for_hidden(copy):
     outer = keras.Model(model.inputs, layers.Dense(2)(model.outputs[0]))
     student.parts = types.SimpleNamespace(outer=lambda: outer)
     assert hm.apply_head_masks(model, CHUNK, copy=copy).mask_specs
+
+
+def test_only_the_start_of_a_long_table_is_looked_at():
+    looked_at = []
+
+    class Word(str):
+        __slots__ = ()
+
+        def __repr__(self):
+            looked_at.append(self)
+            return super().__repr__()
+
+    layer = Plain()
+    words = [Word(i) for i in range(10_001)]
+    layer.tables = types.SimpleNamespace(words=words, entries={w: object() for w in words})
+    layer.tables.attends = [helper, *words]
+    assert "helper" in reachable.names_in_code(layer)
+    assert len(looked_at) == 1_000

@@ -46,9 +46,9 @@ def apply_head_masks(
 
     Attention written by hand is refused where it shows: in a class named for attention, by
     `dot_product_attention` in the code of a layer or in what that calls, or in the graph. A class
-    of another name that computes with `matmul` and `softmax` escapes the rule, and so does a call
-    in a function compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it
-    is refused.)
+    of another name that computes with `matmul` and `softmax` escapes the rule, and so do an
+    operation named by a text (`getattr(ops, "dot_product_attention")`) and a call in a function
+    compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it is refused.)
 
     Args:
         model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a

@@ -1,6 +1,7 @@
 """Attention out of sight: computed by hand, or in layers that Keras does not track."""
 
 import functools
+import sys
 import types
 
 import keras
@@ -12,6 +13,7 @@ from keras.ops import dot_product_attention as sdpa
 from small_models import CHUNK
 
 import keras_headmask as hm
+from keras_headmask import reachable
 
 FAR = layers.MultiHeadAttention(2, 4, name="far")
 
@@ -333,3 +335,144 @@ def test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden(copy, atten
     assert len(masked.mask_specs) == 1 + attends
     assert numpy(masked(normal(2, 7, 8))).shape == (2, 7, 8)
     assert len(hm.apply_head_masks(sequential(SelfAttends()), CHUNK, copy=copy).mask_specs) == 1
+
+
+attention = layers.MultiHeadAttention(2, 4)  # as an attribute of `SelfAttends` is named
+attention.build((None, 7, 8), (None, 7, 8))
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_an_attribute_is_no_global_of_its_name(copy):
+    x = keras.Input((7, 8))
+    masked = hm.apply_head_masks(keras.Model(x, SelfAttends()(x)), CHUNK, copy=copy)
+    assert len(masked.mask_specs) == 1
+
+
+def test_a_flag_named_after_an_operation_is_no_attention():
+    class Flagged(Plain):
+        use_dot_product_attention = False
+
+        def __init__(self):
+            super().__init__()
+            self.dot_product_attention_is_fast = True
+
+        def mix(self, x):
+            flags = self.use_dot_product_attention, self.dot_product_attention_is_fast
+            return x * float(all(flags))
+
+    assert hm.apply_head_masks(beside_known(Flagged()), CHUNK, copy=False).mask_specs
+
+
+class ByMethodOfAnother(Plain):
+    def mix(self, x):
+        return self.parts.scaled_dot_product_attention(x)
+
+
+def test_an_operation_called_as_a_method_is_found():
+    layer = ByMethodOfAnother()
+    layer.parts = types.SimpleNamespace(scaled_dot_product_attention=lambda x: x)
+    with pytest.raises(ValueError, match=r"\(ByMethodOfAnother\) .*cannot be reached"):
+        hm.apply_head_masks(beside_known(layer), CHUNK)
+
+
+class Dotted(Plain):
+    def mix(self, x):
+        return ours.sub.attend(x)
+
+
+class ImportsFrom(Plain):
+    def mix(self, x):
+        from ours.sub import attend
+
+        return attend(x)
+
+
+class ImportsAs(Plain):
+    def mix(self, x):
+        import ours.sub as near
+
+        def inner():
+            return near.attend(x)
+
+        return inner()
+
+
+class ImportsDotted(Plain):
+    def mix(self, x):
+        import ours.sub
+
+        return ours.sub.attend(x)
+
+
+class ClosesOver(Plain):
+    def __init__(self):
+        super().__init__()
+        near = ours.sub
+        self.mix = lambda x: near.attend(x)
+
+
+ours = types.ModuleType("ours")
+ours.sub = types.ModuleType("ours.sub")
+vars(ours.sub)["helper"] = helper
+exec("def attend(x):\n    return helper(x)", vars(ours.sub))
+
+
+@pytest.mark.parametrize("cls", [Dotted, ImportsFrom, ImportsAs, ImportsDotted, ClosesOver])
+def test_functions_of_modules_are_followed(cls, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ours", ours)
+    monkeypatch.setitem(sys.modules, "ours.sub", ours.sub)
+    with pytest.raises(ValueError, match=rf"\({cls.__name__}\) .*cannot be reached"):
+        hm.apply_head_masks(beside_known(cls()), CHUNK)
+
+
+teacher = keras.Sequential([keras.Input((7, 8)), layers.Dense(8)])
+
+
+@keras.saving.register_keras_serializable("test_hidden_attention")
+class Student(Plain):
+    rate = 1.0
+
+    def init_from_teacher(self):
+        self.rate = float(teacher.layers[0].get_weights()[0].mean())
+
+    def mix(self, x):
+        return x * self.rate
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_without_attention_that_a_method_names_is_left_alone(copy):
+    assert hm.apply_head_masks(beside_known(Student()), CHUNK, copy=copy).mask_specs
+
+
+def test_what_data_holds_counts_also_where_code_names_it():
+    student = Student(name="student")
+    student.parts = types.SimpleNamespace(near=teacher)
+    with pytest.raises(ValueError, match=r"(?s)cannot be copied: .*'student\.parts\.near'"):
+        hm.apply_head_masks(beside_known(student), CHUNK)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_around_a_layer_is_not_taken_for_hidden(copy):
+    student = Student()
+    model = beside_known(student)
+    outer = keras.Model(model.inputs, layers.Dense(2)(model.outputs[0]))
+    student.parts = types.SimpleNamespace(outer=lambda: outer)
+    assert hm.apply_head_masks(model, CHUNK, copy=copy).mask_specs
+
+
+def test_only_the_start_of_a_long_table_is_looked_at():
+    looked_at = []
+
+    class Word(str):
+        __slots__ = ()
+
+        def __repr__(self):
+            looked_at.append(self)
+            return super().__repr__()
+
+    layer = Plain()
+    words = [Word(i) for i in range(10_001)]
+    layer.tables = types.SimpleNamespace(words=words, entries={w: object() for w in words})
+    layer.tables.attends = [helper, *words]
+    assert "helper" in reachable.names_in_code(layer)
+    assert len(looked_at) == 1_000

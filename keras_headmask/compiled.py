@@ -1,4 +1,8 @@
-"""Functions compiled from a model before it had a rule: they would go on without it, unseen."""
+"""Functions compiled from a model before it had a rule: they would go on without it, unseen.
+
+Not found are what `jax.jit` and `torch.compile` made, a concrete function kept without its
+`tf.function`, and a `Dataset.map` that calls the model: those must be made anew.
+"""
 
 import contextlib
 import gc

@@ -11,7 +11,7 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 from keras_headmask.per_head import head_groups
 from keras_headmask.position_leaves import Full
 from keras_headmask.selectors import AttentionLayer, Found
-from keras_headmask.specs import InputType, MaskSpec, merged_inputs
+from keras_headmask.specs import InputType, MaskSpec, leaves, merged_inputs
 
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off
 
@@ -100,9 +100,28 @@ def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -
         has = sorted(_available(model))
         raise ValueError(
             f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
-            f"are {has}. Name one of them in the rule (`SameSentence(..., input={has[0]!r})`), or "
-            "pass add_inputs=True, which adds what is missing as new inputs of the model."
+            f"are {has}. Name one of them in the rule ({_example(model, rules, new)}), or pass "
+            "add_inputs=True, which adds what is missing as new inputs of the model."
         )
+
+
+def _example(model: keras.Model, rules: list[LayerRule], new: Mapping[str, Any]) -> str:
+    """A leaf of the rules that lacks an input, in code, with one that the model has."""
+    for leaf in (leaf for rule in rules for leaf in leaves(rule.spec)):
+        name = getattr(leaf, "input", None)
+        kind = leaf.inputs.get(name)
+        if name in new and kind is not None and kind.rank is not None:
+            fitting = [
+                tensor.name
+                for tensor in model.inputs
+                if len(tensor.shape) == 2
+                and "float" not in tensor.dtype
+                and ("mask" in tensor.name) == (kind.dtype == "bool")
+            ]
+            if fitting:
+                best = min(fitting, key=lambda name: ("id" not in name, name))
+                return f"`{dataclasses.replace(leaf, input=best)}`"
+    return "its `input` argument"
 
 
 def _sources(

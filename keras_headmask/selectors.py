@@ -151,7 +151,11 @@ def _softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
             for tensor in node.input_tensors:
                 readers.setdefault(id(tensor), []).append(node)
         for node in nodes:
-            if _is_softmax(node.operation) and any(map(_may_be_weights, node.outputs)):
+            if (
+                _is_softmax(node.operation)
+                and any(map(_may_be_weights, node.outputs))
+                and not _is_of_single_positions(node.outputs[0])
+            ):
                 waiting, seen = list(node.outputs), set()
                 while waiting:
                     tensor = waiting.pop()
@@ -174,9 +178,48 @@ def _is_softmax(operation: Any) -> bool:
 
 
 def _may_be_weights(tensor: Any) -> bool:
-    """Whether a tensor has an axis of queries before one of keys: in self-attention, as long."""
+    """Whether a tensor has an axis of queries before one of keys: in self-attention, as long.
+
+    (One row of weights alone pools a sequence.)
+    """
     shape = tuple(tensor.shape)
-    return len(shape) > 2 and (shape[-1] is None or shape[-1] == shape[-2])
+    return len(shape) > 2 and shape[-2] != 1 and (shape[-1] is None or shape[-1] == shape[-2])
+
+
+_DENSE = "Dense", "EinsumDense"
+
+
+def _is_of_single_positions(tensor: Any) -> bool:
+    """Whether numbers come from a Dense of one position each, as the shares of experts do.
+
+    Those of attention come from pairs of positions: a product, a sum that broadcasts, or code that
+    the graph does not show.
+    """
+    waiting, seen = [tensor], {id(tensor)}
+    while waiting:
+        tensor = waiting.pop()
+        operation, index, _ = tensor._keras_history
+        inputs = operation._inbound_nodes[index].input_tensors
+        name = type(operation).__name__
+        if name in _DENSE and len(inputs[0].shape) <= 3:
+            continue
+        if name in _PRODUCTS or not _is_shown(operation):
+            return False
+        if len(inputs) > 1:
+            inputs = [x for x in inputs if x.shape == tensor.shape]
+        if not inputs or any(len(x.shape) > len(tensor.shape) for x in inputs):
+            return False  # (a sum over features, say, of products of pairs)
+        waiting += [x for x in inputs if id(x) not in seen]
+        seen.update(map(id, inputs))
+    return True
+
+
+def _is_shown(operation: Any) -> bool:
+    """Whether it is one of Keras' own, which runs no code of others."""
+    module = type(operation).__module__
+    return module.startswith(("keras.src.ops.", "keras.src.layers.")) and not isinstance(
+        operation, (keras.layers.Lambda, keras.layers.Wrapper)
+    )
 
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:
@@ -231,12 +274,17 @@ def specs_by_layer(
 
 def _refuse_number(key: Any) -> None:
     """Raise for a key of a mapping that `PerHead` would read as a head."""
-    for part in key if isinstance(key, (tuple, list, range)) else (key,):
-        if _is_number(part):
-            raise ValueError(
-                f"The key {key!r} may mean a layer or a head. For layers write it as a text: "
-                f'`{{"{part}": ...}}`. For heads of all layers: `PerHead({{{part}: ...}})`.'
-            )
+    parts = key if isinstance(key, (tuple, list, range)) else (key,)
+    numbers = tuple(int(part) for part in parts if _is_number(part))
+    if numbers:
+        text = ",".join(map(str, numbers))
+        if isinstance(key, range) and key.step == 1 and len(key) > 1:
+            text = f"{key.start}-{key.stop - 1}"
+        heads = numbers if len(numbers) > 1 else numbers[0]
+        raise ValueError(
+            f"The key {key!r} may mean a layer or a head. For layers write it as a text: "
+            f'`{{"{text}": ...}}`. For heads of all layers: `PerHead({{{heads}: ...}})`.'
+        )
 
 
 def select(found: Found, selector: Any) -> list[int]:

@@ -135,7 +135,8 @@ class _Trace:
     def _in_place(self) -> Iterator[None]:
         """Let layers with attention inside run their bodies, and attention layers tell.
 
-        Other threads may run the model meanwhile: the graph that they see only has more nodes.
+        Other threads may run the model meanwhile, or build on its layers: they see the graph as it
+        is without the trace, and the nodes that they add stay.
         """
         layers = list(self.model._flatten_layers())
         operations = {id(x): x for x in layers[1:]}  # (the model's own body is run, no node of it)
@@ -148,7 +149,7 @@ class _Trace:
                 for name, override in self._overrides(layer):
                     stack.enter_context(looking.overriding(layer, name, override))
             for (x, name), held in zip(nodes, before, strict=True):
-                vars(x)[name] = list(held)  # a symbolic call adds to it
+                vars(x)[name] = _Apart(held)  # a symbolic call adds to it
             try:
                 yield
             finally:
@@ -286,6 +287,20 @@ class _Trace:
 
 
 _NODES = "_inbound_nodes", "_outbound_nodes"
+
+
+class _Apart(collections.UserList):
+    """The nodes of an operation: a copy for the thread that traces, the list itself for others.
+
+    (A node is found by its number: to delete those of a trace afterwards would shift others'.)
+    """
+
+    def __init__(self, usual: Any):
+        self._usual, self._copy, self._thread = usual, list(usual), threading.get_ident()
+
+    @property
+    def data(self) -> Any:
+        return self._copy if threading.get_ident() == self._thread else self._usual
 
 
 def _made_of(tensor: Any) -> list[Any] | None:

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
-from keras import layers
+from keras import layers, ops
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
 from tolerance import assert_close
@@ -340,3 +340,21 @@ def test_other_layers_may_get_a_rule_later():
     assert leak(masked) == 0
     with pytest.raises(ValueError, match=r"`existing` must be one of"):
         hm.apply_head_masks(masked, CHUNK, existing="or")
+
+
+@pytest.mark.parametrize(
+    ("rule", "example"),
+    [
+        (hm.SameSegment("words"), r"`SameSegment\('token_ids'\)`"),
+        (hm.Window(1, 1) & hm.KeyFlag("open"), r"`KeyFlag\('padding_mask'\)`"),
+        (hm.KeyIn("words", 3), r"`KeyIn\('token_ids', \(3,\)\)`"),
+        (hm.MaskInput("m"), r"its `input` argument"),
+    ],
+)
+def test_a_missing_input_is_told_with_an_example_that_fits(rule, example):
+    mask = keras.Input((7,), dtype="int32", name="padding_mask")
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids) * ops.cast(mask, "float32")[..., None]
+    model = keras.Model([mask, ids], layers.MultiHeadAttention(4, 3)(x, x))
+    with pytest.raises(ValueError, match=rf"Name one of them in the rule \({example}\), or pass"):
+        hm.apply_head_masks(model, rule)

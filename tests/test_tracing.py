@@ -1,6 +1,7 @@
 """Which attention of a model is self-attention and in which order it runs, by how it is called."""
 
 import json
+import threading
 
 import keras
 import numpy as np
@@ -353,6 +354,41 @@ def test_no_trace_is_left_of_the_trace():
         (len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x)))
         for x in model._flatten_layers()
     ]
+
+
+def test_what_others_build_meanwhile_on_a_layer_stays():
+    shared, made = layers.Dense(8), []
+
+    def build():
+        x = keras.Input((7, 8))
+        made.append(keras.Model(x, shared(x)))
+
+    @registered
+    class Meets(layers.Layer):
+        def call(self, x):
+            if not made:
+                other = threading.Thread(target=build)
+                other.start()
+                other.join(20)
+            return x
+
+        def compute_output_spec(self, x):
+            self.call(x)
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    made.append(None)  # not yet
+    x = keras.Input((7, 8))
+    model = keras.Model(x, Meets()(shared(layers.MultiHeadAttention(4, 3)(x, x))))
+    held = shared._inbound_nodes
+    made.clear()
+    assert len(kinds(model)) == 1
+    (other,) = made
+    longer = keras.Model(other.inputs, layers.Dense(2)(other.output))
+    again = keras.Model.from_config(other.get_config())
+    assert longer.count_params() == 8 * 8 + 8 + 8 * 2 + 2
+    assert again.output.shape == (None, 7, 8)
+    assert shared._inbound_nodes is held
+    assert len(held) == 2
 
 
 def test_files_name_layers_by_their_attributes(tmp_path):

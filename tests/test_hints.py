@@ -96,7 +96,7 @@ def test_broken_json_is_no_name_of_a_recipe():
         (hm.Full(), "hm.PerHead({0: ...})."),
         ([hm.Full()], "hm.PerHead({0: ...}), or of a list: hm.PerHead(dict(enumerate(rules)))."),
     ],
-    ids=repr,
+    ids=lambda x: getattr(x, "__name__", repr(x)),
 )
 def test_rules_without_the_number_of_a_head(heads, written):
     message = rf"must map head numbers to specs.*Received: .*: {re.escape(written)}$"

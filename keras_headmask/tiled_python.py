@@ -120,14 +120,15 @@ def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
 
     @ops.custom_gradient
     def attention(query: Any, key: Any, value: Any) -> Any:
-        context = _forward(part, plan, *finite.marked(query, key, value))
+        marked = finite.marked(query, key, value)
+        context = _forward(part, plan, *marked)
         # On torch, a result that its own gradient keeps would never be freed.
-        kept = context if keras.backend.backend() == "tensorflow" else None
+        kept = (context, *marked) if keras.backend.backend() == "tensorflow" else None
 
         def backward(*arguments: Any, upstream: Any = None) -> Any:
             # TensorFlow hands in the gradient alone, torch the operands too.
             upstream = arguments[0] if upstream is None else upstream
-            return _gradient(part, plan, query, key, value, kept, upstream)
+            return _gradient(part, plan, kept, query, key, value, upstream)
 
         return context, backward
 
@@ -159,23 +160,34 @@ def _forward(
 
 
 def _gradient(
-    part: Part, plan: Plan, query: Any, key: Any, value: Any, context: Any, upstream: Any
+    part: Part, plan: Plan, kept: tuple | None, query: Any, key: Any, value: Any, upstream: Any
 ) -> tuple[Any, Any, Any]:
-    """The gradients of `query`, `key` and `value`, given that of `context`, which may be `None`."""
-    query, key, value = finite.without_bad(query, key, value)
+    """The gradients of `query`, `key` and `value`, given that of the context.
+
+    `kept`, if not `None`, is the context and the operands it was made of. Scores of the very same
+    tensors as in the forward pass need not be computed again where both passes are one graph.
+    """
+    if kept is None:
+        query, key, value = finite.without_bad(query, key, value)
+    else:
+        context, scored_query, scored_key, value = kept
+        delta = _split(_heads_first(ops.sum(upstream * context, axis=-1, keepdims=True)), plan.tile)
+        query, key = finite.without_bad(query, key)
+    queries, upstream = _heads_first(query) * part.scale, _heads_first(upstream)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
-    delta = None
-    if context is not None:
-        delta = _heads_first(ops.sum(upstream * context, axis=-1, keepdims=True))
-        delta = _split(delta, plan.tile)
+    if kept is None:
+        scored_queries, scored_keys, delta = queries, keys, None
+    else:
+        scored_queries = _heads_first(scored_query) * part.scale
+        scored_keys = _split(_heads_first(scored_key), plan.block)
     d_queries = []
     d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
     d_values: list[list] = [[] for _ in values]
-    rows = (_heads_first(query) * part.scale, _heads_first(upstream))
-    rows = zip(*(_split(x, plan.tile) for x in rows), strict=True)
-    for number, (queries, d_context) in enumerate(rows):
+    rows = (_split(x, plan.tile) for x in (scored_queries, queries, upstream))
+    for number, (scored_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
         blocks = plan.blocks(number)
-        tile = _Tile.of(part, plan, number, queries, [keys[i] for i in blocks])
+        tile = _Tile.of(part, plan, number, scored_rows, [scored_keys[i] for i in blocks])
+        tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
         # A row whose scores overflow is NaN: what it may not see gets nothing of that.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
@@ -188,7 +200,7 @@ def _gradient(
         else:
             of_tile = delta[number]
         d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
-        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile.keys) * part.scale)
+        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile_keys) * part.scale)
         d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
         d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):

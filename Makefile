@@ -22,7 +22,7 @@ docs: $(VENV)/.docs
 
 # What takes too long for every day: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test
-	$(RUN) tests/serving/older_tensorflow.py
+	$(RUN) tests/server/older_tensorflow.py
 
 $(VENV)/.%: pyproject.toml
 	@echo "Installing the extra '$*' into $(VENV): $(or $(minutes_$*),a minute or two)."

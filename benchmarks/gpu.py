@@ -76,7 +76,7 @@ def _serve(task: dict[str, Any]) -> dict[str, Any]:
 def _ours(case: cases.Case, tiled: bool, tile: int | None = None) -> Callable:
     """Ours as a function of operands and mask inputs; the tile counts while it is traced."""
     import keras_headmask as hm
-    from keras_headmask import tiling
+    from keras_headmask.attention import tiling
 
     spec = case.spec()
 

@@ -190,7 +190,7 @@ def _layers(
 
 def _runs(case: cases.Case, allowed: np.ndarray, tile: int = 128, block: int = 32) -> list:
     """For each group of heads with one mask: the heads, and for each tile of queries its runs."""
-    from keras_headmask import coverage, per_head
+    from keras_headmask.rules import coverage, per_head
 
     groups = []
     for _, heads in per_head.head_groups(case.spec(), case.heads):

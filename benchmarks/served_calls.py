@@ -1,7 +1,7 @@
 """A SavedModel called from Python in a process of its own.
 
 `python -m benchmarks.served_calls FOLDER REQUEST.npz CALLS ANSWER.npz` keeps the output and the
-seconds of each call. (`tests/serving/loader.cc` does so in C++.)
+seconds of each call. (`tests/support/loader.cc` does so in C++.)
 """
 
 import os

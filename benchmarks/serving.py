@@ -28,7 +28,7 @@ GOALS = {"stock": 1.05, "mask input": 0.9}
 BATCH, LENGTH, LAYERS, HEADS, WIDTH, WORDS = 8, 256, 6, 12, 384, 30522
 FULL_STOP, SENTENCE = 1012, 16
 RECORD = Path(__file__).parent / "results" / "serving.json"
-TESTS = Path(__file__).parents[1] / "tests" / "serving"
+TESTS = Path(__file__).parents[1] / "tests" / "support"
 
 
 def main(arguments: list[str] | None = None) -> None:

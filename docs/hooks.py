@@ -25,7 +25,7 @@ LINKED = (
     "benchmarks/results/**/*.png",
     "docs/images/*.png",
     "examples/*.py",
-    "tests/serving/older_tensorflow.json",
+    "tests/server/older_tensorflow.json",
 )
 # In the order in which a newcomer reads them; one that is not there is passed over.
 TUTORIALS = (
@@ -66,7 +66,7 @@ def help_texts() -> str:
     """What `--help` prints, of `keras-headmask` and of each command."""
     import click
 
-    from keras_headmask.command_line import cli
+    from keras_headmask.cli.main import cli
 
     top = click.Context(cli, info_name="keras-headmask", terminal_width=88)
     texts = [f"````text\n{cli.get_help(top)}\n````"]

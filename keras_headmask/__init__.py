@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from keras_headmask import starting
+from keras_headmask.cli import starting
+from keras_headmask.rules import config
 
 __version__ = "0.1.0"
 
@@ -50,23 +51,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not starting.waiting:
-    from keras_headmask import config, notebook, recipes
-    from keras_headmask.attention import dense_scope, dot_product_attention
-    from keras_headmask.drawing import draw
-    from keras_headmask.evaluation import make_mask
-    from keras_headmask.export import ExportReport, export_saved_model
-    from keras_headmask.input_leaves import (
-        KeyFlag,
-        KeyIn,
-        MaskInput,
-        QueryFlag,
-        QueryIn,
-        SameSegment,
-        SameSentence,
-    )
-    from keras_headmask.json_schema import schema
+    from keras_headmask.attention.attend import dense_scope, dot_product_attention
+    from keras_headmask.export.saved_model import ExportReport, export_saved_model
+    from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-    from keras_headmask.linting import Finding, lint
+    from keras_headmask.linting.linter import Finding, lint
+    from keras_headmask.look import notebook
+    from keras_headmask.look.drawing import draw
+    from keras_headmask.look.plotting import plot, plot_attention
     from keras_headmask.masks import (
         and_masks,
         from_additive,
@@ -75,9 +67,22 @@ if TYPE_CHECKING or not starting.waiting:
         or_masks,
         to_additive,
     )
-    from keras_headmask.per_head import PerHead
-    from keras_headmask.plotting import plot, plot_attention
-    from keras_headmask.position_leaves import (
+    from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.rules import recipes
+    from keras_headmask.rules.base import InputType, MaskSpec, Sides, register_spec
+    from keras_headmask.rules.evaluation import make_mask
+    from keras_headmask.rules.inputs import (
+        KeyFlag,
+        KeyIn,
+        MaskInput,
+        QueryFlag,
+        QueryIn,
+        SameSegment,
+        SameSentence,
+    )
+    from keras_headmask.rules.json_schema import schema
+    from keras_headmask.rules.per_head import PerHead
+    from keras_headmask.rules.positions import (
         Chunk,
         Full,
         Keys,
@@ -86,9 +91,6 @@ if TYPE_CHECKING or not starting.waiting:
         RandomBlocks,
         Window,
     )
-    from keras_headmask.retrofit import apply_head_masks
-    from keras_headmask.serving import write_serving_config
-    from keras_headmask.specs import InputType, MaskSpec, Sides, register_spec
 
     notebook.install()
 

@@ -7,7 +7,7 @@ import sys
 def main() -> None:
     if importlib.util.find_spec("click") is None:
         sys.exit(_without_click())
-    from keras_headmask.command_line import cli
+    from keras_headmask.cli.main import cli
 
     cli()
 

@@ -10,12 +10,14 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
 
-from keras_headmask import config, evaluation, looking, masks
-from keras_headmask.attention import all_that_restricts, dense_attention, way_is_tiled
-from keras_headmask.per_head import head_groups
-from keras_headmask.position_leaves import Full, Window
-from keras_headmask.specs import MaskSpec, check_spec
-from keras_headmask.tiling import tiled_attention
+from keras_headmask import masks
+from keras_headmask.attention import looking
+from keras_headmask.attention.attend import all_that_restricts, dense_attention, way_is_tiled
+from keras_headmask.attention.tiling import tiled_attention
+from keras_headmask.rules import config, evaluation
+from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.positions import Full, Window
 
 _HOOKS = (
     "_compute_attention",

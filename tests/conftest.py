@@ -20,13 +20,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--tiled"):
-        from keras_headmask import tiled_python, tiling
+        from keras_headmask.attention import tiled_python, tiling
 
         tiling._SMALLEST, tiling._LARGEST_SHARE, tiling._SHORT = 0, 1.0, 0
         tiling._LOCAL_TILE, tiling._WIDE_TILE = 2, 3
         tiled_python._BLOCK = 2
         if keras.backend.backend() == "tensorflow":
-            from keras_headmask import tile_ranges
+            from keras_headmask.attention import tile_ranges
 
             tile_ranges._BLOCK = 2
             tile_ranges._LARGEST_SHARE = 2

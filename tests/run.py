@@ -10,12 +10,12 @@ _CONTRACT = (
     "-k",
     "not fresh_process",
     *(
-        f"tests/test_{name}.py"
+        f"tests/{name}.py"
         for name in (
-            "layer",
-            "attention",
-            "parity",
-            "routes",
+            "layer/test_layer",
+            "attention/test_attention",
+            "layer/test_parity",
+            "layer/test_routes",
         )
     ),
 )

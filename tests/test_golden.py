@@ -10,8 +10,8 @@ from contract import numpy
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask import config
-from keras_headmask.export import FORMAT_VERSION
+from keras_headmask.export.saved_model import FORMAT_VERSION
+from keras_headmask.rules import config
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "saved_models" / "golden"
 FORMATS = sorted(GOLDEN.glob("format-*"))

@@ -32,7 +32,7 @@ def test_every_public_name_is_in_the_readme():
 
 
 def test_every_kind_is_in_the_language_table():
-    from keras_headmask import config
+    from keras_headmask.rules import config
 
     text = README.read_text()
     kinds = {cls.__name__ for kind, cls in config.known_kinds().items()}

@@ -16,7 +16,7 @@ import numpy as np
 from keras import layers
 
 import keras_headmask as hm
-from keras_headmask.export import FORMAT_VERSION
+from keras_headmask.export.saved_model import FORMAT_VERSION
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "saved_models" / "golden"
 LENGTH, HEADS = 12, 3

@@ -1,0 +1,158 @@
+"""Short sequences on TensorFlow: head by head.
+
+Where one tile would hold a whole sequence there is little to skip, and what costs is memory: the
+scores of a batch are written and read again by each operation on them. Those of some rows, one head
+of one example each, stay in the processor's cache. As in the loop over tiles, the backward pass
+computes them again instead of keeping them. A step takes well under a millisecond, so it has few
+operations beside its products: what can be is made once, before the loop.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from keras_headmask.attention import graph_sharing
+from keras_headmask.attention.tiled_python import Part, in_order, of_heads
+from keras_headmask.attention.tiled_tensorflow import (
+    alive_or_0,
+    computed_again,
+    masked_scores,
+    times,
+    widened,
+)
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.positions import Full
+
+_SCORES = 2**20  # of one step: 4 MB
+
+
+@tf.autograph.experimental.do_not_convert
+def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
+    """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
+    return graph_sharing.call(_attend, part, query, key, value)
+
+
+def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
+    part = part._replace(bound=widened(part.bound))
+
+    def forward(*operands: Any) -> Any:
+        return _over_heads(part, _context, 1, *operands)[0]
+
+    def backward(*given: Any) -> tuple:
+        d_query, d_key, d_value = _over_heads(part, _gradients, 3, *given)
+        return d_query * part.scale, d_key, d_value
+
+    return computed_again(forward, backward, query, key, value)
+
+
+def _context(allowed: Any, query: Any, key: Any, value: Any) -> tuple:
+    """Of some rows `(n, T, Dv)`."""
+    scores, alive = _scores(allowed, query, key)
+    return (alive_or_0(alive, tf.matmul(tf.nn.softmax(scores), value)),)
+
+
+def _gradients(
+    allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
+) -> tuple:
+    """Those of the queries (times the scale), keys and values of some rows."""
+    scores, _ = _scores(allowed, query, key)
+    probabilities = tf.nn.softmax(scores)
+    if allowed is not None:  # a row whose scores overflow is NaN, and what it may not see is not
+        probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
+    delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
+    d_scores = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
+    return (
+        tf.matmul(d_scores, key),
+        tf.matmul(d_scores, query, transpose_a=True),
+        tf.matmul(probabilities, upstream, transpose_a=True),
+    )
+
+
+def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
+    """The scores, -inf where hidden, and which queries see something (`None`: all do)."""
+    scores = tf.matmul(query, key, transpose_b=True)
+    return (scores, None) if allowed is None else masked_scores(scores, allowed)
+
+
+def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
+    """Gives the masks of the rows in a slice, `(n or 1, T or 1, S or 1)`.
+
+    `allowed`: `(B or 1, h or 1, T or 1, S or 1)`; there are `heads` x `batch` rows, head by head.
+    """
+    if tuple(allowed.shape[:2]) == (1, 1):
+        return lambda begin, size: allowed[0]
+    by_head = tf.transpose(allowed, (1, 0, 2, 3))
+    shape = tf.shape(by_head)
+    if heads == 1 or allowed.shape[2] == 1:
+        # A mask for every row is there, or is small, and a slice of them copies nothing.
+        rows = _as_rows(tf.broadcast_to(by_head, tf.concat([[heads, batch], shape[2:]], 0)))
+        return lambda begin, size: tf.slice(rows, begin, size)
+    # Else it would take a quarter of what all scores take: each step gathers its own.
+    different = _as_rows(by_head)
+    place = tf.reshape(tf.range(shape[0] * shape[1]), shape[:2])
+    place = tf.reshape(tf.broadcast_to(place, [heads, batch]), [-1])
+    return lambda begin, size: tf.gather(different, tf.slice(place, begin[:1], size[:1]))
+
+
+def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
+    """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
+    batch, queries, heads, _ = tf.unstack(tf.shape(query))
+    scores_of_a_row = queries * tf.shape(others[0])[1]
+    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, heads * batch)
+    operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
+    groups = head_groups(part.rule, len(part.heads))
+    steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
+    arrays = tuple(
+        tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)
+        for _ in range(results)
+    )
+
+    def of_rule_alone(
+        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Any, count: Any
+    ) -> tuple:
+        """Write the results of the heads with one rule, after the `done` that are there."""
+        own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
+
+        def masked_by(masks: Callable | None) -> tuple:
+            def body(i: Any, arrays: tuple) -> tuple:
+                first = i * rows
+                begin = tf.stack([first, 0, 0])
+                size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
+                # (A slice along the first axis copies nothing.)
+                of_step = [tf.slice(tensor, begin, size) for tensor in own]
+                made = step(masks and masks(begin, size), *of_step)
+                written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
+                return i + 1, tuple(written)
+
+            return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
+
+        if rule == Full():
+            return masked_by(None)
+        allowed = allowed_tile(rule, part.bound, of_rule)
+        masks = _of_step(allowed, len(of_rule), batch)
+        if allowed.shape[2] != 1:
+            return masked_by(masks)
+        # Of keys alone, padding as a rule: a batch without any is not masked for it.
+        return tf.cond(tf.reduce_all(allowed), lambda: masked_by(None), lambda: masked_by(masks))
+
+    done = tf.constant(0)
+    for (rule, of_rule), count in zip(groups, steps, strict=True):
+        arrays = of_rule_alone(arrays, rule, of_rule, done, count)
+        done += count
+    order = [head for _, of_rule in groups for head in of_rule]
+    return tuple(_positions_first(array.concat(), order) for array in arrays)
+
+
+def _as_rows(tensor: Any) -> Any:
+    """`(h, B, L, size)` to `(h * B, L, size)`."""
+    return tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
+
+
+def _positions_first(tensor: Any, order: list[int]) -> Any:
+    """`(H * B, L, size)`, the heads in some order, to `(B, L, H, size)`."""
+    _, length, size = tf.unstack(tf.shape(tensor))
+    tensor = tf.reshape(tensor, [len(order), -1, length, size])
+    return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))

@@ -1,0 +1,62 @@
+"""Dropout that does not depend on how the score matrix is tiled.
+
+Whether a probability is dropped is a hash of the seed, the example, the head, the query and the
+key, so that the backward pass finds it again in any tile, in any order.
+"""
+
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask.rules.evaluation import Bound, Cuts
+
+# Odd numbers whose products mix well (Wellons 2018, "prospecting for hash functions": lowbias32).
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+class Dropout(NamedTuple):
+    """Sets a share `rate` of probabilities to 0 and scales the others up.
+
+    `rows` is a number for each example, head and query, `(B, H, T)`; `columns` one for each key,
+    `(S,)`.
+    """
+
+    rate: float
+    rows: Any
+    columns: Any
+
+    def apply(self, probabilities: Any, cuts: Cuts) -> Any:
+        """`probabilities` `(B, H, queries, keys)` of one tile, some of them 0."""
+        rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
+        number = _mixed(rows + cuts.keys(self.columns, 0))
+        kept = number >= int(self.rate * 2**32) - 2**31
+        scale = ops.cast(1 / (1 - self.rate), probabilities.dtype)
+        return probabilities * ops.where(kept, scale, ops.zeros_like(scale))
+
+    def for_heads(self, heads: tuple[int, ...]) -> "Dropout":
+        return self._replace(rows=ops.take(self.rows, list(heads), axis=1))
+
+
+def dropout(rate: float, seed: Any, batch: Any, heads: int, bound: Bound) -> Dropout:
+    """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
+    drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
+    examples = ops.arange(batch, dtype="int32")[:, None, None]
+    of_head = ops.arange(heads, dtype="int32")[None, :, None]
+    rows = drawn[0]
+    for number in (examples, of_head, bound.query_positions):
+        rows = _mixed(rows + number)
+    return Dropout(rate, rows, _mixed(drawn[1] + bound.key_positions))
+
+
+def _mixed(number: Any) -> Any:
+    """A permutation of the 32-bit integers after which neighbours have nothing in common."""
+    number = _folded(number, 16) * _FIRST
+    number = _folded(number, 15) * _SECOND
+    return _folded(number, 16)
+
+
+def _folded(number: Any, bits: int) -> Any:
+    """`number` XOR itself shifted right, zeros shifted in: what backends share has a sign."""
+    shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
+    return ops.bitwise_xor(number, shifted)

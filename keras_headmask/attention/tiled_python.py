@@ -1,0 +1,297 @@
+"""The tiled way where lengths are known: a Python loop over tiles of queries, on every backend.
+
+Each tile meets the runs of keys that the positions alone allow; what a rule reads from data is
+masked, not skipped. The backward pass computes each tile again instead of keeping it.
+"""
+
+import contextlib
+import contextvars
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask.attention import finite
+from keras_headmask.attention.tiled_dropout import Dropout
+from keras_headmask.rules import coverage
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import Bound, Cuts, allowed_tile
+
+# In place of a hidden score: whatever that is, inf or NaN, it is hidden, and no less so where all
+# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
+HIDDEN = float("-inf")
+_BLOCK = 64  # keys that are kept or skipped together
+_is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "forward_only", default=False
+)
+
+
+class Part(NamedTuple):
+    """The heads that obey one rule, its mask inputs, and how many queries make a tile.
+
+    `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
+    """
+
+    rule: MaskSpec
+    heads: tuple[int, ...]
+    bound: Bound
+    tile: int
+    scale: float
+    is_local: bool = False
+    dropout: Dropout | None = None
+
+
+class Plan(NamedTuple):
+    """For each tile of queries the runs of keys to look at, and whether they need no mask."""
+
+    tile: int
+    block: int
+    runs: list[list[tuple[int, int]]]
+    needs_no_mask: list[bool]
+
+    def blocks(self, number: int) -> list[int]:
+        """The numbers of the blocks of keys that a tile looks at."""
+        edges = ((a // self.block, -(-b // self.block)) for a, b in self.runs[number])
+        return [block for first, stop in edges for block in range(first, stop)]
+
+    def share(self, keys: int) -> float:
+        """The share of the score matrix that is computed."""
+        seen = sum(stop - start for runs in self.runs for start, stop in runs)
+        return seen / max(keys * len(self.runs), 1)
+
+
+def of_heads(tensor: Any, heads: tuple[int, ...], axis: int) -> Any:
+    """Some heads of `tensor`, sorted; nothing is gathered of heads that are side by side."""
+    first, last = heads[0], heads[-1]
+    if len(heads) != last - first + 1:
+        return ops.take(tensor, list(heads), axis=axis)
+    whole = len(heads) == tensor.shape[axis]
+    return tensor if whole else tensor[(slice(None),) * axis + (slice(first, last + 1),)]
+
+
+def in_order(tensor: Any, order: list[int], axis: int) -> Any:
+    """The heads of `tensor`, which stand in `order`, each at its place."""
+    if order == sorted(order):
+        return tensor
+    return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
+
+
+def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) -> Plan:
+    block = _BLOCK
+    tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)
+    possible, certain = coverage.bounds(rule, tiles)
+    shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
+    possible, certain = (np.broadcast_to(x, shape) for x in (possible, certain))
+    needs_no_mask = (certain == possible).all(1) & possible.any(1)
+    # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
+    runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
+    return Plan(tile, block, runs, needs_no_mask.tolist())
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """Trace the forward pass without gradients of our own.
+
+    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
+    """
+    token = _is_forward_only.set(True)
+    try:
+        yield
+    finally:
+        _is_forward_only.reset(token)
+
+
+def is_forward_only() -> bool:
+    return _is_forward_only.get()
+
+
+def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
+    if keras.backend.backend() == "jax":
+        # Its custom gradients cannot read what is traced outside of them, as mask inputs are; its
+        # own way to compute again what a gradient needs can.
+        marked = finite.marked(query, key, value)
+        return _forward(part, plan, *marked, computed_again=keras.remat)
+    if is_forward_only():
+        return _forward(part, plan, *finite.marked(query, key, value))
+
+    @ops.custom_gradient
+    def attention(query: Any, key: Any, value: Any) -> Any:
+        marked = finite.marked(query, key, value)
+        context = _forward(part, plan, *marked)
+        # On torch, a result that its own gradient keeps would never be freed.
+        kept = (context, *marked) if keras.backend.backend() == "tensorflow" else None
+
+        def backward(*arguments: Any, upstream: Any = None) -> Any:
+            # TensorFlow hands in the gradient alone, torch the operands too.
+            upstream = arguments[0] if upstream is None else upstream
+            return _gradient(part, plan, kept, query, key, value, upstream)
+
+        return context, backward
+
+    return attention(query, key, value)
+
+
+def _forward(
+    part: Part,
+    plan: Plan,
+    query: Any,
+    key: Any,
+    value: Any,
+    computed_again: Callable[[Callable], Callable] = lambda function: function,
+) -> Any:
+    queries = _split(_heads_first(query) * part.scale, plan.tile)
+    keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
+
+    def attended(number: int, queries: Any, *blocks: Any) -> Any:
+        half = len(blocks) // 2
+        tile = _Tile.of(part, plan, number, queries, blocks[:half])
+        probabilities = tile.dropped(tile.probabilities)
+        return tile.alive_or_0(ops.einsum("bhts,bhsd->bhtd", probabilities, _joined(blocks[half:])))
+
+    contexts = []
+    for number, rows in enumerate(queries):
+        blocks = [of[i] for of in (keys, values) for i in plan.blocks(number)]
+        contexts.append(computed_again(functools.partial(attended, number))(rows, *blocks))
+    return _heads_first(ops.concatenate(contexts, axis=2))
+
+
+def _gradient(
+    part: Part, plan: Plan, kept: tuple | None, query: Any, key: Any, value: Any, upstream: Any
+) -> tuple[Any, Any, Any]:
+    """The gradients of `query`, `key` and `value`, given that of the context.
+
+    `kept`, if not `None`, is the context and the operands it was made of. Scores of the very same
+    tensors as in the forward pass need not be computed again where both passes are one graph.
+    """
+    if kept is None:
+        query, key, value = finite.without_bad(query, key, value)
+    else:
+        context, scored_query, scored_key, value = kept
+        delta = _split(_heads_first(ops.sum(upstream * context, axis=-1, keepdims=True)), plan.tile)
+        query, key = finite.without_bad(query, key)
+    queries, upstream = _heads_first(query) * part.scale, _heads_first(upstream)
+    keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
+    if kept is None:
+        scored_queries, scored_keys, delta = queries, keys, None
+    else:
+        scored_queries = _heads_first(scored_query) * part.scale
+        scored_keys = _split(_heads_first(scored_key), plan.block)
+    d_queries = []
+    d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
+    d_values: list[list] = [[] for _ in values]
+    rows = (_split(x, plan.tile) for x in (scored_queries, queries, upstream))
+    for number, (scored_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
+        blocks = plan.blocks(number)
+        tile = _Tile.of(part, plan, number, scored_rows, [scored_keys[i] for i in blocks])
+        tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
+        d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
+        # A row whose scores overflow is NaN: what it may not see gets nothing of that.
+        tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
+        tile_values = _joined([values[i] for i in blocks])
+        d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
+        d_probabilities = tile.dropped(d_probabilities)
+        if delta is None:  # a hidden value may let its gradient overflow
+            d_probabilities = tile.allowed_or_0(d_probabilities)
+            of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
+        else:
+            of_tile = delta[number]
+        d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
+        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile_keys) * part.scale)
+        d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
+        d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
+        for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
+            for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
+                of_blocks[block].append(d_block)
+    return (
+        _heads_first(ops.concatenate(d_queries, axis=2)),
+        *(
+            _heads_first(ops.concatenate(list(map(_sum, of_blocks, blocks)), axis=2))
+            for of_blocks, blocks in ((d_keys, keys), (d_values, values))
+        ),
+    )
+
+
+class _Tile(NamedTuple):
+    """The queries of one tile with the keys they may see, and their probabilities.
+
+    `alive` tells which queries see something, and is `None` where all do; the probabilities of the
+    others mean nothing. `allowed` is `None` where no pair is hidden.
+    """
+
+    part: Part
+    cuts: Cuts
+    keys: Any
+    probabilities: Any
+    alive: Any
+    allowed: Any
+
+    @classmethod
+    def of(cls, part: Part, plan: Plan, number: int, queries: Any, blocks: Sequence) -> "_Tile":
+        start, runs = number * plan.tile, plan.runs[number]
+        stop = start + queries.shape[2]
+        cuts = Cuts(
+            lambda x, axis: x[(slice(None),) * axis + (slice(start, stop),)],
+            lambda x, axis: _cut_runs(x, axis, runs),
+            lambda x, axis: x,
+        )
+        needed = _joined(blocks)
+        # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
+        product = functools.partial(ops.einsum, "bhtd,bhsd->bhts")
+        if keras.backend.backend() == "jax":  # whose gradient is that of what stands here
+            scores = product(*finite.zeroed(queries, needed))
+            scores = scores + finite.marks(queries, needed, heads_first=True)
+        else:
+            scores = product(queries, needed)
+        alive = allowed = None
+        if not plan.needs_no_mask[number]:
+            allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
+            alive = ops.any(allowed, axis=-1, keepdims=True)
+            hidden = ops.where(alive, ops.cast(HIDDEN, scores.dtype), ops.cast(0, scores.dtype))
+            scores = ops.where(allowed, scores, hidden)
+        tile = cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive, allowed)
+        if keras.backend.backend() == "jax":
+            return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
+        return tile
+
+    def allowed_or_0(self, pairs: Any) -> Any:
+        return pairs if self.allowed is None else ops.where(self.allowed, pairs, 0.0)
+
+    def alive_or_0(self, rows: Any) -> Any:
+        return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))
+
+    def dropped(self, probabilities: Any) -> Any:
+        dropout = self.part.dropout
+        return probabilities if dropout is None else dropout.apply(probabilities, self.cuts)
+
+
+def _heads_first(tensor: Any) -> Any:
+    """`(B, L, H, D)` to `(B, H, L, D)`, and back."""
+    return ops.transpose(tensor, (0, 2, 1, 3))
+
+
+def _split(tensor: Any, size: int) -> list:
+    """`tensor` cut along its axis of positions, every `size`."""
+    edges = list(range(size, tensor.shape[2], size))
+    if not edges:
+        return [tensor]
+    if keras.backend.backend() == "torch":  # views; and `torch.compile` cannot read Keras' split
+        return [tensor[:, :, a : a + size] for a in (0, *edges)]
+    return ops.split(tensor, edges, axis=2)
+
+
+def _joined(blocks: Sequence) -> Any:
+    return blocks[0] if len(blocks) == 1 else ops.concatenate(blocks, axis=2)
+
+
+def _sum(gradients: list, block: Any) -> Any:
+    return functools.reduce(operator.add, gradients) if gradients else ops.zeros_like(block)
+
+
+def _cut_runs(tensor: Any, axis: int, runs: list[tuple[int, int]]) -> Any:
+    pieces = [tensor[(slice(None),) * axis + (slice(a, b),)] for a, b in runs]
+    return pieces[0] if len(pieces) == 1 else ops.concatenate(pieces, axis=axis)

@@ -1,0 +1,262 @@
+"""The commands on rules: draw, lint, describe, schema, bench."""
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keras_headmask.cli import files, starting
+from keras_headmask.cli.frame import (
+    AT_LEAST_ONE,
+    FOUND,
+    Answer,
+    command,
+    heads_option,
+    inputs_option,
+    plain,
+    rounds,
+    unsafe_option,
+)
+from keras_headmask.rules import json_schema
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.terminal import in_one_line
+
+if TYPE_CHECKING:
+    from keras_headmask.linting.findings import Finding
+
+# What imports Keras is imported inside the commands, so that `--help` and errors come at once.
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def _lengths(function: Any) -> Any:
+    for option in (
+        click.option(
+            "--query-offset", type=int, default=0, help="The position of the first query."
+        ),
+        inputs_option,
+        heads_option,
+        click.option(
+            "-k", "--keys", type=int, help="Number of keys; as many as queries by default."
+        ),
+        click.option("-q", "--queries", type=int, help="Number of queries (positions)."),
+    ):
+        function = option(function)
+    return function
+
+
+@command
+@click.argument("rule")
+@_lengths
+@click.option(
+    "--tokens",
+    metavar="WORDS",
+    help='Labels of the positions: words, a JSON list, or a .json file. A pair "[[...], [...]]" '
+    "labels queries and keys.",
+)
+@click.option("--example", type=int, default=0, help="Which example of a batch to draw.")
+@click.option("--tile", type=AT_LEAST_ONE, help="Positions to a side of a tile.")
+@click.option(
+    "-o", "--output", metavar="FILE", help=f"Draw a picture: a {', '.join(_PICTURES)} file."
+)
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+def draw(
+    rule: str,
+    queries: int | None,
+    keys: int | None,
+    heads: int | None,
+    inputs: str | None,
+    query_offset: int,
+    tokens: str | None,
+    example: int,
+    tile: int | None,
+    output: str | None,
+    force: bool,
+) -> Answer:
+    """Draw the mask that RULE makes: 1 may attend, 0 hidden.
+
+    Sequences of more than 64 positions are drawn as tiles: 1 all pairs, + some, 0 none.
+
+    \b
+    keras-headmask draw rule.json --tokens "It rained . So what ?" \\
+        --inputs '{"token_ids": [5, 6, 9, 7, 3, 9]}'
+    keras-headmask draw rule.json --queries 2048 -o rule.png
+    """
+    if output is not None:
+        files.check_output(output, _PICTURES, overwrite=force)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError(
+                "Pictures need matplotlib. Install it with `pip install matplotlib`, or leave "
+                "out --output for a drawing in text."
+            )
+    spec = files.read_rule(rule)
+    mask_inputs = files.read_tensors(inputs)
+    _check_names(spec, mask_inputs)
+    arguments = {
+        "spec": spec,
+        "queries": queries,
+        "keys": keys,
+        "num_heads": heads,
+        "mask_inputs": mask_inputs,
+        "query_offset": query_offset,
+        "example": example,
+        "tokens": files.read_tokens(tokens),
+        "tile_size": tile,
+    }
+    from keras_headmask.look import drawing, panels
+    from keras_headmask.look.plotting import plot
+
+    if output is None:
+        text = drawing.draw(**arguments)
+    else:
+        figure = plot(**arguments)
+        with files.written_whole(output) as file:
+            figure.savefig(file)
+        text = f"Wrote {in_one_line(output)}"
+
+    def data() -> dict[str, Any]:
+        drawn = panels.panels_of(**arguments, longest=drawing.LONGEST)
+        return {
+            "heads": drawn.num_heads,
+            "tile": drawn.tile,
+            "panels": [{"heads": p.heads, "rows": drawing.signs_of(p.cells)} for p in drawn.panels],
+            "file": output,
+        }
+
+    return Answer(text, data)
+
+
+def _check_names(spec: MaskSpec, mask_inputs: Any) -> None:
+    """What is missing, told as options rather than as arguments of a layer."""
+    if missing := sorted(spec.inputs.keys() - (mask_inputs or {}).keys()):
+        given = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
+        raise ValueError(
+            f"RULE reads {', '.join(missing)}: hand it in by --inputs "
+            f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{given}"
+        )
+
+
+@command
+@click.argument("rule", required=False)
+@click.option("--model", metavar="MODEL", help="Check the rules of a model, or RULE in it.")
+@_lengths
+@click.option("--strict", is_flag=True, help="Fail on warnings, too.")
+@unsafe_option
+def lint(
+    rule: str | None,
+    model: str | None,
+    queries: int | None,
+    keys: int | None,
+    heads: int | None,
+    inputs: str | None,
+    query_offset: int,
+    strict: bool,
+    unsafe: bool,
+) -> Answer:
+    """Tell what is likely wrong with RULE or with a model's rules.
+
+    --model MODEL alone checks the rules in that model; with RULE it checks RULE in that model.
+
+    Exit code 1 if there is an error, with --strict also if there is a warning.
+
+    \b
+    keras-headmask lint rule.json --heads 12
+    keras-headmask lint rule.json --inputs examples.json --strict
+    keras-headmask lint --model masked.keras
+    keras-headmask lint rule.json --model model.keras
+    """
+    if rule is None and model is None:
+        raise click.UsageError("Give a RULE, or --model MODEL.")
+    mask_inputs = files.read_tensors(inputs)
+    if model is None:
+        subject: Any = files.read_rule(rule)
+    else:
+        rules = None if rule is None else files.read_rules(rule)
+        subject = files.load_model(model, unsafe)
+        if rules is not None:
+            from keras_headmask.retrofit.apply import apply_head_masks
+
+            subject = apply_head_masks(
+                subject, rules, existing="replace", copy=False, add_inputs=True
+            )
+    from keras_headmask.linting import linter
+
+    findings = linter.lint(subject, queries, keys, heads, mask_inputs, query_offset)
+    severities = ("error", "warning") if strict else ("error",)
+    return Answer(str(findings), {"findings": list(findings)}, _code(findings, severities))
+
+
+def _code(findings: Iterable["Finding"], severities: tuple[str, ...]) -> int:
+    return FOUND if any(finding.severity in severities for finding in findings) else 0
+
+
+@command
+@click.argument("rule")
+@heads_option
+def describe(rule: str, heads: int | None) -> Answer:
+    """Say RULE in plain English.
+
+    \b
+    keras-headmask describe rule.json --heads 12
+    echo '{"kind": "window", "after": 0}' | keras-headmask describe -
+    """
+    spec = files.read_rule(rule)
+    words = spec.describe(heads)
+    data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
+    return Answer(in_one_line(words), data)
+
+
+@command
+def schema() -> Answer:
+    """Print the JSON Schema of rules.
+
+    With it an editor completes and checks a rule's file.
+
+    \b
+    keras-headmask schema > rule.schema.json
+    keras-headmask schema --import my_specs.py > rule.schema.json
+    """
+    starting.import_all()  # which registers the kinds
+    data = json_schema.schema()
+    return Answer(json.dumps(data, indent=2), data)
+
+
+@command
+@click.argument("rule")
+@click.option("-q", "--queries", type=AT_LEAST_ONE, default=1024, show_default=True)
+@click.option("-n", "--heads", type=AT_LEAST_ONE, help="By default 8, or as many as RULE names.")
+@click.option("--key-dim", type=AT_LEAST_ONE, default=64, show_default=True, help="Per head.")
+@click.option("--batch", type=AT_LEAST_ONE, default=1, show_default=True)
+@inputs_option
+@click.option("--repetitions", type=AT_LEAST_ONE, default=20, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def bench(
+    rule: str,
+    queries: int,
+    heads: int | None,
+    key_dim: int,
+    batch: int,
+    inputs: str | None,
+    repetitions: int,
+    seed: int,
+) -> Answer:
+    """Time a layer under RULE beside stock Keras.
+
+    Stock Keras is fed the same mask ready made. One forward of self-attention with projections, in
+    interleaved runs; what RULE reads is made up unless it is given.
+
+    Exit code 1 if the two outputs differ.
+
+    \b
+    keras-headmask bench rule.json --queries 2048 --heads 16
+    """
+    spec = files.read_rule(rule)
+    mask_inputs = files.read_tensors(inputs)
+    from keras_headmask.cli import bench, model_info
+
+    found = bench.compare(
+        spec, queries, heads, key_dim, batch, mask_inputs, repetitions, seed, rounds
+    )
+    data = {**plain(found), "rule": spec, "versions": model_info.versions()}
+    return Answer(str(found), data, 0 if found.agrees else FOUND)

@@ -1,0 +1,113 @@
+"""Whether padding changes what a model gives: `serve_padded` tried before it is offered."""
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+
+from keras_headmask.export import fresh_process, samples, signatures
+from keras_headmask.export.checking import TOLERANCES, Case, answer, as_array, as_tensors
+from keras_headmask.export.samples import Arrays
+from keras_headmask.export.signatures import Interface
+from keras_headmask.retrofit.interventions import rules_of
+from keras_headmask.rules.base import MaskSpec
+
+_SHORT = 8  # positions; enough to see whether two axes must be of one length
+
+
+def what_padding_changes(face: Interface, length: int) -> str | None:
+    """What is wrong with `serve_padded`, in words; `None` if nothing was found.
+
+    Padded with first elements, as TensorFlow Serving does, and with what comes: a largest element
+    does not change where one is repeated, nor often in long examples. So short ones are tried, too.
+    """
+    specs = tuple(rules_of(face.model).values())
+    try:
+        if axis := _axis_of_its_own(face, samples.sample(face, specs, 2, _SHORT)):
+            return (
+                f"axis {axis[1]} of {axis[0]!r} may have another length than the rest, so that "
+                "`lengths` would not tell what is padding there"
+            )
+        for size in sorted({min(_SHORT, length), length}):
+            apart = _apart_when_padded(face, specs, size)
+            if apart > TOLERANCES["float32"]:
+                return (
+                    "what is padded in changes the outputs at real positions, by up to "
+                    f"{apart:.2g}: something beside attention sees it"
+                )
+    except Exception as error:  # whatever the model raises is the reason
+        return f"with lengths the model fails: {type(error).__name__}: {error}"[:400]
+    return None
+
+
+def _apart_when_padded(face: Interface, specs: Sequence[MaskSpec], length: int) -> float:
+    given = samples.sample(face, specs, 3, length)
+    lengths, wanted = _alone(face, given)
+    apart = 0.0
+    for filler in (None, samples.sample(face, specs, 3, length, seed=1)):
+        request = _padded(face, given, lengths, filler)
+        with keras.device("cpu:0"):
+            outputs = signatures.padded(face)(as_tensors(face, request))
+        got = {name: as_array(x) for name, x in outputs.items()}
+        apart = max(apart, fresh_process.distance(got, wanted))
+    return apart
+
+
+def padded_case(face: Interface, length: int) -> Case:
+    """A batch padded as TensorFlow Serving does it, and what its examples give alone."""
+    given = samples.sample(face, tuple(rules_of(face.model).values()), 3, length)
+    lengths, wanted = _alone(face, given)
+    return Case("serve_padded", _padded(face, given, lengths), wanted)
+
+
+def _axis_of_its_own(face: Interface, given: Arrays) -> tuple[str, int] | None:
+    """An input and its open axis that the model lets be shorter than the length."""
+    first = next(name for name, x in face.inputs.items() if x.is_sequence)
+    for name, x in face.inputs.items():
+        for axis in range(1, len(x.shape)):
+            if x.shape[axis] is not None or (name, axis) == (first, 1):
+                continue
+            try:
+                answer(face, given | {name: np.delete(given[name], -1, axis)})
+            except Exception:  # they must be of one length, as wished
+                continue
+            return name, axis
+    return None
+
+
+def _alone(face: Interface, given: Arrays) -> tuple[np.ndarray, Arrays]:
+    """Lengths, and what the examples give alone, each as long as that, and 0 past it."""
+    batch, length = next(given[name].shape for name, x in face.inputs.items() if x.is_sequence)[:2]
+    lengths = np.array([max(1, length - i * (length // 3)) for i in range(batch)], "int32")
+    lengths[-1] = max(1, length // 2)
+    parts = [
+        answer(face, {name: given[name][_real(x, i, n)] for name, x in face.inputs.items()})
+        for i, n in enumerate(lengths)
+    ]
+    whole = {name: x.shape for name, x in answer(face, given).items()}
+    joined = {name: np.zeros(shape, parts[0][name].dtype) for name, shape in whole.items()}
+    for i, part in enumerate(parts):
+        for name, value in part.items():
+            joined[name][(slice(i, i + 1), *(slice(0, size) for size in value.shape[1:]))] = value
+    return lengths, joined
+
+
+def _padded(
+    face: Interface, given: Arrays, lengths: np.ndarray, filler: Arrays | None = None
+) -> Arrays:
+    """`given`, past each example's length its first element, or what `filler` has there."""
+    padded = {}
+    for name, x in face.inputs.items():
+        first = given[name][(slice(None), *(slice(0, 1) for _ in x.shape[1:]))]
+        padded[name] = np.broadcast_to(first, given[name].shape).copy()
+        if filler is not None:
+            padded[name] = filler[name].copy()
+        for i, n in enumerate(lengths):
+            padded[name][_real(x, i, n)] = given[name][_real(x, i, n)]
+    return padded | {signatures.LENGTHS: lengths}
+
+
+def _real(x: signatures.Input, example: int, length: int) -> tuple[slice, ...]:
+    """Where an input holds an example's own positions."""
+    open_axes = (slice(0, length if size is None else size) for size in x.shape[1:])
+    return (slice(example, example + 1), *open_axes)

@@ -1,0 +1,78 @@
+"""What an export tells of itself."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from keras_headmask.export.checking import CheckResult
+from keras_headmask.rules.terminal import in_one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What was exported, and what was checked of it. `print` it to read it."""
+
+    path: pathlib.Path
+    version: int
+    signatures: dict[str, dict[str, Any]]  # {name: {"inputs": {name: (dtype, shape)}, "outputs"}}
+    left_out: dict[str, str]  # signatures that were asked for, and why they are not there
+    rules: dict[str, Any]  # the rule of each attention layer, by path
+    precision: str | None
+    warmup_records: int
+    bytes: dict[str, int]  # "graph", "variables", "total"
+    milliseconds: dict[str, float]  # "trace", "write", "check", "total"
+    check: CheckResult | None
+
+    def __str__(self) -> str:
+        return "\n".join(map(in_one_line, _lines(self)))
+
+
+def _lines(report: ExportReport) -> Iterator[str]:
+    size, took = report.bytes, report.milliseconds
+    yield (
+        f"{report.path}: {size['total'] / 2**20:.2f} MiB (graph {size['graph'] / 2**20:.2f}), "
+        f"written in {took['total'] / 1000:.1f} s"
+    )
+    for name, told in report.signatures.items():
+        inputs = ", ".join(
+            f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in told["inputs"].items()
+        )
+        outputs = ", ".join(
+            f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in told["outputs"].items()
+        )
+        yield f"  {name}({inputs}) -> {outputs}"
+    for name, reason in report.left_out.items():
+        yield f"  {name} left out: {reason}"
+    if report.warmup_records:
+        yield f"  {report.warmup_records} warm-up records"
+    result = report.check
+    if result is None:
+        yield "  not checked"
+        return
+    yield (
+        f"  checked in a fresh process at (batch, length) {', '.join(map(str, result.shapes))}: "
+        f"differs from the model by {result.error:.1e} (rounding: {result.tolerance:.0e})"
+    )
+    if result.precision_error is not None:
+        yield f"  {report.precision}: differs from float32 by {result.precision_error:.1e}"
+    if result.twin_distance is None:
+        yield "  no rule restricts anything"
+    else:
+        yield f"  the rule is alive: differs from the twin without it by {result.twin_distance:.1e}"
+    if result.mass_outside is not None:
+        yield (
+            f"  largest attention at a forbidden key: {result.mass_outside:.1e} "
+            f"(seen in {result.mass_seen_in})"
+        )
+    for name, error in (("serve_padded", result.padded_error), ("XLA", result.compiled_error)):
+        if error is not None:
+            yield f"  {name} differs by {error:.1e}"
+    yield (
+        f"  loads in {result.load_milliseconds:.0f} ms; a request takes "
+        f"{', '.join(f'{ms:.1f}' for ms in result.milliseconds)} ms"
+    )
+
+
+def _shape(shape: tuple) -> str:
+    return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"

@@ -1,0 +1,275 @@
+"""A model as a version that TensorFlow Serving can load: whole, checked, without Python."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from keras_headmask.export import checking, graph_scan, signatures, tf_serving, versions
+from keras_headmask.export.plan import Plan, milliseconds_since
+from keras_headmask.export.precision import checked_precision, computing_in
+from keras_headmask.export.report import ExportReport
+from keras_headmask.export.signatures import Interface
+from keras_headmask.export.warmup import EXTRA, check_installed
+from keras_headmask.retrofit.interventions import rules_of
+from keras_headmask.retrofit.selectors import find_attention, select
+
+FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
+_PACKAGES = ("keras", "tensorflow", "keras-hub", "numpy")
+
+
+def export_saved_model(
+    model: keras.Model,
+    base_path: str | os.PathLike,
+    *,
+    version: int | None = None,
+    input_signature: Mapping[str, Any] | None = None,
+    padded: bool = True,
+    xla_buckets: Sequence[tuple[int, int]] = (),
+    scores: Any = False,
+    warmup: Sequence[Any] = (),
+    precision: str | None = None,
+    check: Any = True,
+) -> ExportReport:
+    """Write `model` as `<base_path>/<version>/`, a SavedModel for TensorFlow Serving.
+
+    The rule is in the graph: a client sends what the model takes, never a mask. The version is
+    written beside the others under a hidden name, checked, and appears by one rename; a process
+    killed at any moment leaves nothing that a server would load. In `dense_scope()` the graph has
+    no loops: for OpenVINO, which fails in loops of more than one step. Signatures:
+
+    - `serving_default`: inputs as the model names them, any batch and, where the model allows it,
+      any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...; never XLA.
+    - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. What lies past an example's length is
+      not attended, and outputs there are 0: for servers that pad (TF Serving fills with each
+      tensor's first element, and says nothing). Left out, with the reason in the report, where
+      anything but attention could see the padding.
+    - `serve_scores`, if asked for: attention, float32 `(batch, heads, queries, keys)`.
+    - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
+      its flags for XLA.
+
+    Loaded by `tf.saved_model.load`, it has `serve` too, called as the model itself, as after
+    `model.export`. Keep what `load` returns as long as `serve` is called: it holds the variables.
+
+    Args:
+        model: A model under `apply_head_masks`, one that holds `PerHeadMaskedMultiHeadAttention`,
+            or any Keras model. Other threads may run and export it meanwhile.
+        base_path: A folder of versions, or a new one.
+        version: A whole number that is not there yet; by default the next free one.
+        input_signature: A dict from names to `keras.InputSpec(shape=..., dtype=...)`, `None` for
+            batch and length. Needed for subclassed models, where no graph says what they take; may
+            fix sizes of others.
+        padded: Whether to add `serve_padded` where it can be.
+        xla_buckets: Pairs (batch, length).
+        scores: `True` for all attention layers, or which, as `layers` of `apply_head_masks`.
+        warmup: Requests that TF Serving runs on loading: dicts of arrays by input name, or pairs
+            (batch, length). Needs tensorflow-serving-api. A request of more rows than the server's
+            `max_batch_size` keeps a server that batches from loading the version: a warning.
+        precision: `"float16"` or `"bfloat16"`: layers compute so, all but those of float64 and, in
+            a model of mixed precision, those of float32. In float32 are the softmax of attention,
+            `Softmax` layers and layers that end in a softmax; not `keras.ops.softmax` in a model's
+            own code. Weights and the dtypes of inputs and outputs stay; the report has the error.
+        check: Whether to load the version in a fresh process that cannot import this package, hold
+            it against the model at three shapes and against its twin without rules, and scan its
+            graph, before it is published. Or the requests to do that with, as for `warmup`.
+
+    Returns:
+        An `ExportReport`; `print` it.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit, a subclassed model without
+            `input_signature`, a base path that is no folder of versions.
+        FileExistsError: for a version that exists.
+        OSError: where the folder cannot be written.
+        RuntimeError: for another backend than TensorFlow, and for an export that fails the check
+            or holds Python code; nothing is published then.
+
+    >>> import tempfile
+    >>> from keras_headmask import PerHead, PerHeadMaskedMultiHeadAttention, SameSentence
+    >>> ids = keras.Input((None,), dtype="int32", name="token_ids")
+    >>> x = keras.layers.Embedding(10, 8)(ids)
+    >>> attention = PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=PerHead({0: SameSentence(9)}))
+    >>> model = keras.Model(ids, attention(x, mask_inputs={"token_ids": ids}))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = export_saved_model(model, folder, check=False)
+    >>> report.version, sorted(report.signatures)
+    (1, ['serve_padded', 'serving_default'])
+    """
+    start = time.perf_counter()
+    warmup = _listed("warmup", warmup)
+    check = check if isinstance(check, bool) else _listed("check", check)
+    _check_arguments(model, precision, warmup, check, padded)
+    base = versions.checked_base(base_path)
+    versions.checked_version(version, base)
+    face = signatures.interface(model, input_signature)
+    buckets = _checked_buckets(xla_buckets, face)
+    entries, unreachable = _with_scores(model, scores)
+    with _failures_told(base), versions.being_written(base) as folder:
+        specs = tuple(rules_of(model).values())
+        given = [] if check is False else checking.requests(face, check)
+        warm = [checking.request(face, item, specs) for item in warmup]
+        _warn_of_large_batches(warm, tf_serving.batch_limit(base))
+        reference = [checking.answer(face, one) for one in given if precision is not None]
+        face = signatures.keeping_dtypes(face, precision)
+        with computing_in(model, precision):
+            plan = Plan(face, entries, buckets, precision)
+            plan.left_out |= unreachable
+            if padded:
+                plan.offer_padded(given)
+            took = plan.write(folder)
+            records = plan.write_warmup(folder, warm)
+            moment, result = time.perf_counter(), None
+            graphs = _scanned(folder)
+            if check is not False:
+                result = plan.checked(folder, given, reference, graphs)
+                took["check"] = milliseconds_since(moment)
+        (folder / EXTRA).mkdir(exist_ok=True)
+        described = json.dumps(_described(plan), indent=2)
+        (folder / EXTRA / "keras_headmask.json").write_text(described + "\n", encoding="utf-8")
+        sizes = _sizes(folder)
+        number = versions.publish(folder, base, version)
+    return ExportReport(
+        path=base / str(number),
+        version=number,
+        signatures=plan.told(),
+        left_out=plan.left_out,
+        rules=rules_of(model),
+        precision=precision,
+        warmup_records=records,
+        bytes=sizes,
+        milliseconds=took | {"total": milliseconds_since(start)},
+        check=result,
+    )
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """The requests, or pairs, of an argument."""
+    if isinstance(given, Mapping):
+        return [given]
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        also = ", or True or False" if name == "check" else ""
+        raise TypeError(f"`{name}` must be a list{also}. Received: {given!r}.")
+    return list(given)
+
+
+def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: Any) -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(
+            "Only the TensorFlow backend exports a SavedModel that servers run without more. This "
+            f"process runs on {keras.backend.backend()}: save the model as .keras, and load and "
+            "export it in one with KERAS_BACKEND=tensorflow."
+        )
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
+    checked_precision(precision)
+    if not isinstance(padded, bool):
+        raise TypeError(f"`padded` must be True or False. Received: {padded!r}.")
+    if check == []:
+        raise ValueError(
+            "`check` holds no request to check with. Pass some, True for three of our own, or "
+            "False to leave the check out."
+        )
+    if warm:
+        check_installed()
+
+
+def _warn_of_large_batches(requests: Sequence[Mapping[str, Any]], limit: int) -> None:
+    largest = max((len(x) for given in requests for x in given.values()), default=0)
+    if largest > limit:
+        warnings.warn(
+            f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches up to "
+            f"{limit} rows refuses it, and with it the whole version. Warm up with {limit} rows at "
+            f"most, or write the server's files with `write_serving_config(..., "
+            f"max_batch_size={largest})`.",
+            stacklevel=3,
+        )
+
+
+def _checked_buckets(buckets: Any, face: Interface) -> list[tuple[int, int]]:
+    found = []
+    for bucket in _listed("xla_buckets", buckets):
+        if not checking.is_pair(bucket):
+            raise ValueError(
+                f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
+            )
+        found.append(tuple(bucket))
+        checking.check_length(face, found[-1])
+    if found and any(x.dtype == "string" for x in face.inputs.values()):
+        raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
+    return found
+
+
+def _with_scores(model: keras.Model, scores: Any) -> tuple[list[Any], dict[str, str]]:
+    """The attention layers whose scores are to be served, and why others of `True` are not."""
+    if scores is False:
+        return [], {}
+    found = find_attention(model)
+    entries = found.known if scores is True else [found.known[i] for i in select(found, scores)]
+    if not entries:
+        raise ValueError("`scores` asks for attention, and the model has no attention layer.")
+    if flash := [entry for entry in entries if getattr(entry.layer, "_flash_attention", False)]:
+        raise ValueError(
+            f"The attention layer {flash[0]} computes by flash attention, which gives no scores. "
+            "Leave it out of `scores`, or build it without flash_attention=True."
+        )
+    unknown = found.unknown if scores is True else ()
+    reason = "its attention cannot be reached: no layer of a kind that is known"
+    return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
+
+
+def _scanned(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """What the graphs of the signatures hold; an error for what no server runs.
+
+    Read before anything runs them: what fails there tells neither the reason nor the way out.
+    """
+    graphs = graph_scan.scan(folder)
+    for problem in graph_scan.graph_problems(graphs, graph_scan.custom_ops(folder)):
+        raise RuntimeError(f"The export was not published: {problem}")
+    return graphs
+
+
+@contextlib.contextmanager
+def _failures_told(base: pathlib.Path) -> Iterator[None]:
+    """What the disk refuses, with what became of the export."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"The export could not be written to '{base}', and nothing was published: {error}"
+        ) from error
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    """What `assets.extra/keras_headmask.json` says."""
+    import keras_headmask
+
+    installed = {"keras_headmask": keras_headmask.__version__}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return {
+        "format_version": FORMAT_VERSION,
+        "versions": installed,
+        "rules": {path: spec.get_config() for path, spec in rules_of(plan.face.model).items()},
+        "precision": plan.precision,
+        "signatures": plan.told(),
+        "left_out": plan.left_out,
+    }
+
+
+def _sizes(folder: pathlib.Path) -> dict[str, int]:
+    sizes = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    return {
+        "graph": sizes[folder / "saved_model.pb"],
+        "variables": sum(n for p, n in sizes.items() if p.parent.name == "variables"),
+        "total": sum(sizes.values()),
+    }

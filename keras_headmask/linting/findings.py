@@ -1,0 +1,44 @@
+"""What a lint finds."""
+
+import dataclasses
+
+from keras_headmask.rules import words
+from keras_headmask.rules.terminal import in_one_line
+
+SEVERITIES = ("error", "warning", "info")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that is likely wrong.
+
+    `severity` is "error", "warning" or "info"; `code` is a permanent name of what was found.
+    `heads` are the heads it speaks of, `positions` the queries or keys, `layers` the paths of the
+    attention layers, where a model was looked at.
+    """
+
+    severity: str
+    code: str
+    message: str
+    way_out: str
+    heads: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        heads = f", {words.heads_in_words(self.heads).lower()}" if self.heads else ""
+        lines = [f"{self.severity}: {self.code}{heads}: {self.message}", f"    {self.way_out}"]
+        if self.layers:
+            lines.append(f"    In {_few(self.layers)}.")
+        return "\n".join(map(in_one_line, lines))
+
+
+class Findings(list):
+    """A list of `Finding`, errors first; printed, a paragraph for each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "No findings."
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")

@@ -1,0 +1,171 @@
+"""What is likely wrong with a rule, told before a model is trained under it.
+
+A rule is evaluated for whole masks, in NumPy. A mask input that is not at hand may hold anything:
+each leaf that reads it is tried as true and as false, so what is found holds whatever it holds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from keras_headmask.linting import input_checks, model_facts, rule_checks
+from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
+from keras_headmask.linting.subject import Subject, key_side, tells_padding
+from keras_headmask.retrofit.position_mixing import longest_sequence
+from keras_headmask.rules.base import MaskSpec, check_spec
+
+
+def lint(
+    rule: Any,
+    queries: int | None = None,
+    keys: int | None = None,
+    num_heads: int | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    query_offset: int = 0,
+) -> Findings:
+    """What is likely wrong with a rule, or with the rules of a model.
+
+    Args:
+        rule: A `MaskSpec`; or a model with a graph that holds rules, by `apply_head_masks` or in
+            layers of ours, each of which is looked at with the masks that reach it, its padding for
+            one.
+        queries: Number of queries; by default that of `mask_inputs`, or a length at which every
+            part of the rule has room. Not for a model.
+        keys: Number of keys; as many as queries by default. Not for a model.
+        num_heads: Number of heads; by default one more than the rule names. Not for a model.
+        mask_inputs: Examples of what the rule reads, as for `make_mask`; for a model, of its inputs
+            by name. What is not given may hold anything. `attention_mask`, and a name that holds
+            "padding_mask", tell real tokens (true) from padding; `key_padding_mask` does not, since
+            it is true at padding in PyTorch.
+        query_offset: Query i stands at position i + `query_offset`.
+
+    Returns:
+        A list of `Finding`, errors first. Codes: `head-off`, `dead-rows`, `unseen-keys`,
+        `clause-changes-nothing`, `equals-default`, `never-self`, `looks-inverted`,
+        `padding-missing`, `input-never-read`, `full-cost`, `ids-collide`, `ids-absent`,
+        `open-side`, `not-checked`.
+
+    Raises:
+        TypeError: for what is neither a spec nor a model under a rule.
+        ValueError: for lengths, heads or inputs that do not fit one another.
+
+    >>> from keras_headmask import PerHead, Window
+    >>> print(lint(PerHead({0: Window(before=2, after=-1)}), queries=8, num_heads=12))
+    warning: dead-rows, head 0: Query 0 sees no key, so its output is 0.
+        Open at least one key to each query, such as itself: rule | Window(0, 0).
+    info: unseen-keys, head 0: Key 7 is seen by no query of these heads.
+        If that is not meant, widen the rule.
+    info: never-self, head 0: No query may attend to itself.
+        If that is not meant, add `| Window(0, 0)`.
+    """
+    if model_facts.has_rules(rule):
+        if (queries, keys, num_heads, query_offset) != (None, None, None, 0):
+            raise ValueError(
+                "`queries`, `keys`, `num_heads` and `query_offset` are told by the model: pass "
+                "`mask_inputs` alone, a dict of its inputs."
+            )
+        return _sorted(_of_a_model(rule, mask_inputs))
+    if not isinstance(rule, MaskSpec) and hasattr(rule, "layers"):
+        raise TypeError(
+            "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
+            f"layers. Received a model without, or without a graph: {rule!r}. The rule of a layer "
+            "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
+        )
+    check_spec(rule, "rule", "hm.lint(SPEC)")
+    given = dict(_checked_mapping(mask_inputs))
+    told = [
+        name
+        for name in given
+        if tells_padding(name)
+        and (name not in rule.inputs or rule.inputs[name].rank)
+        and key_side(given[name]) is not None
+    ]
+    padding = key_side(given[told[0]]) if len(told) == 1 else None
+    unread = given.keys() - rule.inputs.keys() - set(told)  # the lint reads those
+    findings = [input_checks.never_read(name, False) for name in sorted(unread)]
+    given = {name: value for name, value in given.items() if name in rule.inputs}
+    given, odd = input_checks.whole_numbers(rule, given)
+    subject = Subject(rule, num_heads, queries, keys, given, query_offset, padding)
+    if padding is not None and padding.shape[1] != subject.keys:
+        raise ValueError(
+            f"`mask_inputs[{told[0]!r}]` has length {padding.shape[1]} where the attention has "
+            f"{subject.keys} keys."
+        )
+    findings = [*findings, *odd, *_of_a_subject(subject)]
+    if padding is not None:
+        findings.extend(input_checks.of_padding(subject, padding, told[0], None))
+    return _sorted(findings)
+
+
+def _of_a_subject(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
+    yield from input_checks.absent_ids(subject)
+    yield from rule_checks.of_positions(subject, hidden)
+
+
+def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
+    found: dict[Finding, list[str]] = {}
+    looked_at: dict[Any, list[Finding]] = {}
+    unread = model_facts.unread_inputs(model)
+    for name in unread:
+        found[input_checks.never_read(name, tells_padding(name))] = []
+    layers, problem = model_facts.layers_of(model, inputs)
+    most = longest_sequence(model)
+    if problem:
+        found[
+            Finding(
+                "info",
+                "not-checked",
+                f"Padding was not looked at, since the model did not run on made-up inputs: "
+                f"{problem}",
+                "Pass examples of its inputs as `mask_inputs`.",
+            )
+        ] = []
+    for layer in layers:
+        key = (layer.spec, layer.heads, layer.sources, layer.outside_key)
+        if key not in looked_at:
+            examples = layer.given if inputs is not None else {}
+            given, odd = input_checks.whole_numbers(layer.spec, examples)
+            length = {}
+            if inputs is not None and layer.lengths is not None:
+                length = dict(zip(("queries", "keys"), layer.lengths, strict=True))
+            of_layer = functools.partial(Subject, layer.spec, layer.heads, is_cross=layer.is_cross)
+            subject = of_layer(given=given, **length)
+            if subject.chosen and most is not None and most < subject.room:
+                subject = of_layer(most, most, given)  # there are no more positions
+            hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
+            findings = [*odd, *_of_a_subject(subject, hidden)]
+            if layer.paddings:
+                seen = of_layer(*layer.lengths, layer.given)
+                findings.extend(_padding_of_a_layer(seen, layer))
+                # (Made-up ids are all alike: what a rule makes of them says nothing.)
+                if inputs is not None or all(map(tells_padding, layer.spec.inputs)):
+                    findings.extend(input_checks.of_masks_beside(seen, layer.outside))
+            looked_at[key] = findings
+        for finding in looked_at[key]:
+            found.setdefault(finding, []).append(layer.path)
+    for finding, paths in found.items():
+        yield dataclasses.replace(finding, layers=tuple(paths))
+
+
+def _padding_of_a_layer(seen: Subject, layer: Any) -> Iterator[Finding]:
+    """Padding that the layer's keys may have: where several inputs could tell, all must say so."""
+    told = [
+        list(input_checks.of_padding(seen, padding, name, layer.outside))
+        for name, padding in layer.paddings.items()
+    ]
+    if all(told):
+        yield from told[0]
+
+
+def _checked_mapping(mask_inputs: Any) -> Mapping[str, Any]:
+    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
+        raise TypeError(
+            "`mask_inputs` must be a dict that maps names to arrays. "
+            f"Received: {type(mask_inputs).__name__}."
+        )
+    return {} if mask_inputs is None else mask_inputs
+
+
+def _sorted(findings: Any) -> Findings:
+    return Findings(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -1,0 +1,201 @@
+"""What a lint must know of a model under rules: its layers, and the masks that reach them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask.linting.subject import tells_padding
+from keras_headmask.masks import lift
+from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.observing import called, watched
+from keras_headmask.retrofit.position_mixing import longest_sequence
+from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
+from keras_headmask.rules.base import MaskSpec
+
+# Made-up inputs: those of queries are longer, so that cross-attention shows as such.
+_OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedLayer:
+    """An attention layer, its rule, and one forward: lengths, mask inputs, other masks, padding.
+
+    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
+    layer that was built with the rule has ANDed it to that already.)
+    """
+
+    path: str
+    spec: MaskSpec
+    heads: int
+    sources: tuple
+    is_cross: bool
+    given: Mapping[str, Any]
+    lengths: tuple[int, int] | None
+    outside: Any
+    paddings: Mapping[str, np.ndarray]
+
+    @property
+    def outside_key(self) -> Any:
+        outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
+        return self.lengths, outside, self.is_cross
+
+
+def _keep(kept: dict[int, Any], layer: int, arguments: Mapping[str, Any], scores: Any) -> None:
+    kept[layer] = arguments
+
+
+def has_rules(model: Any) -> bool:
+    """Whether a model with a graph holds rules: by `apply_head_masks`, or in layers of its own."""
+    has_graph = isinstance(_graph(model), keras.models.Model) and hasattr(_graph(model), "_inputs")
+    return has_graph and bool(_rules(model) or _own(model))
+
+
+def _graph(model: Any) -> Any:
+    return getattr(model, "_functional", None) or model  # a Sequential's
+
+
+def _rules(model: Any) -> list[Any]:
+    return list(model._head_masks.rules.values()) if isinstance(model, HeadMasked) else []
+
+
+def _own(model: Any) -> list[AttentionLayer]:
+    """The layers that were built with a rule, and have no other by `apply_head_masks`."""
+    ruled = {id(rule.layer) for rule in _rules(model)}
+    known = (x for x in find_attention(model).known if id(x.layer) not in ruled)
+    return [x for x in known if getattr(x.layer, "_restricts", False)]
+
+
+def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
+    """The masked layers of `model`, seen in one forward; and why they were not seen, if so."""
+    problem = ""
+    graph, own = _graph(model), _own(model)
+    tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
+    arriving: dict[int, Any] = {}
+    handed: dict[int, dict[str, Any]] = {}
+    try:
+        # Eagerly, so that the masks are arrays.
+        with contextlib.ExitStack() as stack:
+            for layer in [rule.layer for rule in _rules(model)] + [entry.layer for entry in own]:
+                stack.enter_context(watched(layer, functools.partial(_keep, arriving, id(layer))))
+            for entry in own:
+                remember = functools.partial(_remember, handed, id(entry.layer))
+                stack.enter_context(called(entry.layer, remember))
+            flat = [tensors[tensor.name] for tensor in graph._inputs]
+            graph(keras.tree.pack_sequence_as(graph._inputs_struct, flat), training=False)
+    except Exception as error:  # of a layer that takes no such made-up inputs
+        if inputs is not None:
+            raise
+        problem, arriving = str(error).strip().split("\n")[0], {}
+    paddings = _paddings(graph, tensors)
+    layers = []
+    for rule in _rules(model):
+        spec = model.mask_specs[rule.entry.path]
+        given = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
+        sources = tuple(sorted(rule.sources.items()))
+        seen = arriving.get(id(rule.layer))
+        layers.append(_layer(rule.entry, spec, rule.heads, sources, given, seen, paddings))
+    for entry in own:
+        layer, seen = entry.layer, arriving.get(id(entry.layer))
+        given = handed.get(id(layer), {})
+        # Which inputs it reads is told by its call alone, so each such layer is looked at.
+        sources = (entry.path,) if layer.mask_spec.inputs else ()
+        heads = layer._num_heads
+        layers.append(_layer(entry, layer.mask_spec, heads, sources, given, seen, paddings))
+    return layers, problem
+
+
+def _remember(handed: dict[int, dict[str, Any]], layer: int, arguments: Mapping[str, Any]) -> None:
+    handed[layer] = dict(arguments.get("mask_inputs") or {})
+
+
+def _layer(
+    entry: AttentionLayer,
+    spec: MaskSpec,
+    heads: int,
+    sources: tuple,
+    given: Mapping[str, Any] | None,
+    seen: Mapping[str, Any] | None,
+    paddings: Mapping[str, np.ndarray],
+) -> MaskedLayer:
+    lengths, outside, fitting = None, True, {}
+    if seen is not None:
+        lengths = seen["query"].shape[1], seen["key"].shape[1]
+        if seen["attention_mask"] is not None:
+            outside = ops.convert_to_numpy(lift(seen["attention_mask"])).astype(bool)
+        if seen.get("use_causal_mask"):
+            outside = outside & np.tril(np.ones((1, 1, *lengths), bool))
+        fitting = {n: p for n, p in paddings.items() if p.shape[1] == lengths[1]}
+    return MaskedLayer(
+        entry.path,
+        spec,
+        heads,
+        sources,
+        entry.kind == "cross",
+        given or {},
+        lengths,
+        outside,
+        fitting if given is not None else {},
+    )
+
+
+def unread_inputs(model: Any) -> list[str]:
+    """Inputs that neither a layer nor a rule reads."""
+    graph = _graph(model)
+    read = {
+        id(tensor)
+        for operation in graph.operations
+        for node in operation._inbound_nodes
+        for tensor in node.input_tensors
+    }
+    for rule in _rules(model):
+        for source in rule.sources.values():
+            read |= {source} if isinstance(source, str) else set(source)
+    return [t.name for t in graph._inputs if id(t) not in read and t.name not in read]
+
+
+def _checked(model: Any, inputs: Any) -> dict[str, Any]:
+    names = [tensor.name for tensor in model._inputs]
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            "`mask_inputs` must be a dict of the model's inputs by name. "
+            f"Received: {type(inputs).__name__}."
+        )
+    if wrong := sorted(set(names) ^ set(inputs)):
+        raise ValueError(
+            "For a model, `mask_inputs` must hold each of its inputs: "
+            f"{names}. Received: {sorted(inputs)}; {wrong[0]!r} is missing or unknown."
+        )
+    return {name: np.asarray(inputs[name]) for name in names}
+
+
+def _made_up(model: Any) -> dict[str, np.ndarray]:
+    """Inputs with a padded tail: ids 1, masks true; 0 where padded."""
+    tensors = {}
+    most = min(_LENGTH, longest_sequence(model) or _LENGTH)
+    for tensor in model._inputs:
+        of_queries = tensor.name.split("_")[0] in _OF_QUERIES
+        length = most if of_queries else max(1, most * 2 // 3)
+        shape = [2, *(length if size is None else size for size in tensor.shape[1:])]
+        value = np.ones(shape, keras.backend.standardize_dtype(tensor.dtype))
+        if len(shape) == 2:
+            value[:, int(shape[1] * _REAL) :] = 0
+        tensors[tensor.name] = value
+    return tensors
+
+
+def _paddings(model: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What tells padding: inputs of that name, and ids where an embedding masks zero."""
+    flags = {n: x != 0 for n, x in tensors.items() if tells_padding(n) and x.ndim == 2}
+    masks_zero = any(getattr(x, "mask_zero", False) for x in model._flatten_layers())
+    ids = {
+        name: x != 0
+        for name, x in tensors.items()
+        if x.ndim == 2 and x.dtype.kind in "iu" and ("token_ids" in name or len(tensors) == 1)
+    }
+    return flags or (ids if masks_zero else {})

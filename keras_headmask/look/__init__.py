@@ -1,0 +1,1 @@
+"""Rules and attention as text, as pictures and in notebooks."""

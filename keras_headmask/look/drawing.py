@@ -1,0 +1,118 @@
+"""Rules as text, to look at."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_headmask.look.panels import Panels, head_names, panels_of, shortened
+from keras_headmask.rules.base import MaskSpec
+
+LONGEST = 64  # positions that are drawn one by one
+_WIDEST = 100  # characters; wider headings stand on end
+_LABEL = 16  # characters of a token that are shown
+_SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
+
+
+def draw(
+    spec: MaskSpec,
+    queries: int | None = None,
+    keys: int | None = None,
+    num_heads: int | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    query_offset: int = 0,
+    example: int = 0,
+    tokens: Any = None,
+    tile_size: int | None = None,
+) -> str:
+    """The mask that `spec` makes, a row for each query: 1 = may attend, 0 = hidden.
+
+    Sequences of more than 64 positions are drawn as tiles, without tokens: 1 = every pair of the
+    tile may attend, + = some pairs, 0 = none.
+
+    Args:
+        spec: A `MaskSpec`.
+        queries: Number of queries; as many as `tokens` by default.
+        keys: Number of keys; as many as `tokens`, or as queries, by default.
+        num_heads: Number of heads. Heads with equal masks are drawn once, under their numbers,
+            heads that see everything last. By default one head for a rule that all heads share,
+            else one more than `spec` names, so that the last stands for the rest.
+        mask_inputs: The tensors `spec` reads, by name.
+        query_offset: Query i stands at position i + `query_offset`.
+        example: Which example of the batch to draw.
+        tokens: A label for each position, or a pair of lists `(query_tokens, key_tokens)`.
+        tile_size: Positions to a side of a tile; 1 draws every position. By default a power of 2.
+
+    Raises:
+        TypeError: for a `spec` or `tokens` that are none, or a mask input of floats.
+        ValueError: for lengths, tokens or mask inputs that do not fit, a head that `spec` names
+            and there is not, an example that the batch has not, or a drawing of more than 2^24
+            positions to a side, 2^25 signs, or 2^30 pairs to look into.
+
+    >>> from keras_headmask import PerHead, SameSentence, Window
+    >>> print(draw(PerHead({0: Window(before=0, after=0)}), queries=2, num_heads=4))
+    head 0:
+    1 0
+    0 1
+    heads 1-3:
+    1 1
+    1 1
+    >>> token_ids = [[5, 9, 4, 9]]
+    >>> tokens = ["yes", ".", "no", "."]
+    >>> print(draw(SameSentence(9), mask_inputs={"token_ids": token_ids}, tokens=tokens))
+        yes . no .
+    yes   1 1  0 0
+    .     1 1  0 0
+    no    0 0  1 1
+    .     0 0  1 1
+    """
+    drawn = panels_of(
+        spec,
+        queries,
+        keys,
+        num_heads,
+        mask_inputs,
+        query_offset,
+        example,
+        tokens,
+        tile_size,
+        LONGEST,
+    )
+    lines = []
+    if drawn.tile != (1, 1):
+        size = "{} x {}".format(*drawn.tile)
+        lines.append(f"tiles of {size} positions: 1 all, + some, 0 none")
+    for panel in drawn.panels:
+        if len(drawn.panels) > 1:
+            lines.append(f"{head_names(panel.heads)}:")
+        lines += _rows(panel.cells, drawn)
+    return "\n".join(lines)
+
+
+def signs_of(cells: np.ndarray) -> list[str]:
+    """A row of signs for each row of cells, as `draw` has them."""
+    return ["".join(row) for row in _SIGNS[cells].tolist()]
+
+
+def _rows(cells: np.ndarray, drawn: Panels) -> list[str]:
+    signs = _SIGNS[cells].tolist()
+    row_names, column_names = (
+        None if labels is None or size > 1 else [shortened(label, _LABEL) for label in labels]
+        for labels, size in zip(drawn.labels, drawn.tile, strict=True)
+    )
+    heading: list[list[str]] = []
+    if column_names is not None:
+        widths = [max(1, len(name)) for name in column_names]
+        if sum(widths) + len(widths) <= _WIDEST:
+            heading = [[n.rjust(w) for n, w in zip(column_names, widths, strict=True)]]
+            signs = [[s.rjust(w) for s, w in zip(row, widths, strict=True)] for row in signs]
+        else:  # letters beneath each other
+            tallest = max(widths)
+            columns = [name.rjust(tallest) for name in column_names]
+            heading = [list(line) for line in zip(*columns, strict=True)]
+    lines = [" ".join(line) for line in heading + signs]
+    if row_names is not None:
+        width = max(map(len, row_names), default=0)
+        names = [""] * len(heading) + row_names
+        lines = [f"{name.ljust(width)} {line}" for name, line in zip(names, lines, strict=True)]
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,182 @@
+"""Rules and attention as figures."""
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_headmask.look import panels
+from keras_headmask.retrofit import observing
+from keras_headmask.rules import words
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.coverage import Coverage
+from keras_headmask.rules.per_head import head_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LONGEST = 128  # positions that are drawn one by one
+
+
+def plot(
+    spec: MaskSpec,
+    queries: int | None = None,
+    keys: int | None = None,
+    num_heads: int | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    query_offset: int = 0,
+    example: int = 0,
+    tokens: Any = None,
+    tile_size: int | None = None,
+) -> "Figure":
+    """The mask that `spec` makes as a matplotlib figure: dark = may attend, light = hidden.
+
+    Needs matplotlib: `pip install matplotlib`. One panel for heads with equal masks, under their
+    numbers, heads that see everything last; queries downward, keys to the right; the rule stands
+    above. Sequences of more than 128 positions are drawn as tiles, without tokens: of a dark tile
+    every pair may attend, of an orange one some. A notebook shows the figure;
+    `figure.savefig("rule.png")` saves it. Pyplot has no part in it, so nothing needs to be closed.
+
+    Args:
+        spec: A `MaskSpec`.
+        queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size: As in
+            `draw`.
+
+    Raises:
+        ImportError: without matplotlib.
+        TypeError, ValueError: As `draw` does; and where there is no query or no key.
+
+    >>> from keras_headmask import PerHead, SameSentence
+    >>> tokens = "yes . no .".split()
+    >>> figure = plot(
+    ...     PerHead({0: SameSentence(9)}),
+    ...     num_heads=12,
+    ...     mask_inputs={"token_ids": [[5, 9, 4, 9]]},
+    ...     tokens=tokens,
+    ... )
+    >>> [ax.get_title() for ax in figure.axes]
+    ['head 0', 'heads 1-11']
+    """
+    figures = _figures()
+    drawn = panels.panels_of(
+        spec,
+        queries,
+        keys,
+        num_heads,
+        mask_inputs,
+        query_offset,
+        example,
+        tokens,
+        tile_size,
+        _LONGEST,
+        "hm.plot",
+    )
+    if not drawn.panels[0].cells.size:
+        raise ValueError("A picture needs at least one query and one key.")
+    return figures.masks_figure(drawn, words.sentences(spec, drawn.num_heads))
+
+
+def plot_attention(
+    model: keras.Model,
+    inputs: Any,
+    layer: Any = 0,
+    heads: int | str | Sequence[int] | None = None,
+    example: int = 0,
+    tokens: Any = None,
+    tile_size: int | None = None,
+    call: int = 0,
+) -> "Figure":
+    """What a layer of `model` attends to, over what it may attend to: hidden pairs are hatched.
+
+    Needs matplotlib: `pip install matplotlib`. The model is run once, with
+    `training=False`, and stays as it is. What is hidden is evaluated anew from the rules and from
+    the masks that reach the layer, so a probability above 0 on a hidden pair would show: it gets
+    a red cross, and the caption counts them. (Where no rule holds, stock Keras may take a fused
+    kernel that returns no probabilities; they are then those of its other way.)
+
+    Args:
+        model: A model under `apply_head_masks`, or any other that holds `MultiHeadAttention` or
+            `PerHeadMaskedMultiHeadAttention`, whose layers obey Keras' masks and rules of their
+            own.
+        inputs: What the model is called on: tensors or arrays, in a dict or list where it has
+            several inputs.
+        layer: A number, counted over self-attention in forward order, or a regex on the layer's
+            path, as in `apply_head_masks`.
+        heads: Which heads, in this order: 3, `"0-3"`, `(0, 4)`. All by default, heads that see
+            everything last.
+        example: Which example of the batch to draw.
+        tokens: A label for each position, or a pair of lists `(query_tokens, key_tokens)`.
+        tile_size: Positions to a side of a tile, of which the largest probability is shown; 1 draws
+            every position. By default a power of 2 from 129 positions on.
+        call: Which call of the layer, if the model calls it more than once.
+
+    Raises:
+        ImportError: without matplotlib.
+        TypeError: for a model that is none.
+        ValueError: for a `layer` that does not name one layer, or heads, an example, tokens or a
+            call that do not fit.
+
+    >>> from keras_headmask import PerHeadMaskedMultiHeadAttention, Window
+    >>> x = keras.Input((6, 8))
+    >>> attention = PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=Window(after=0))
+    >>> model = keras.Model(x, attention(x))
+    >>> figure = plot_attention(model, np.random.rand(1, 6, 8), heads=0)
+    >>> "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
+    True
+    """
+    figures = _figures()
+    seen = observing.observe(model, inputs, layer, call)
+    batch, count, queries, keys = seen.scores.shape
+    if not 0 <= example < batch:
+        raise ValueError(
+            f"`example` must be at least 0 and below the batch size {batch}. Received: {example}."
+        )
+    chosen = _chosen(heads, count, seen.spec)
+    labels = panels.labels_of(tokens, queries, keys)
+    tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
+    scores, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
+    outside = ~allowed & (scores > 0)
+    count_outside = int(outside.sum())
+    pairs = f"{count_outside} pair{'' if count_outside == 1 else 's'}"
+    caption = [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
+    if seen.spec is not None:
+        caption = words.sentences(seen.spec, count) + caption
+    if tile != (1, 1):
+        allowed = panels.summarised(allowed, tile) != Coverage.NONE
+        outside = panels.summarised(outside, tile) != Coverage.NONE
+        scores = _largest(scores, tile)
+    return figures.attention_figure(scores, allowed, outside, chosen, tile, labels, caption)
+
+
+def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
+    if heads is None:
+        chosen = list(range(count))
+        if spec is not None:
+            chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
+    else:
+        chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
+    beyond = [head for head in chosen if head >= count]
+    if beyond or not chosen:
+        raise ValueError(
+            f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
+        )
+    return list(dict.fromkeys(chosen))
+
+
+def _largest(scores: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+    for axis, size in zip((-2, -1), tile, strict=True):
+        scores = np.maximum.reduceat(scores, np.arange(0, scores.shape[axis], size), axis=axis)
+    return scores
+
+
+def _figures() -> types.ModuleType:
+    try:
+        from keras_headmask.look import figures
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need matplotlib: pip install matplotlib. (`draw` gives text and "
+            "needs nothing.)"
+        ) from error
+    return figures

@@ -1,0 +1,100 @@
+"""What layers tell of positions: how many there may be, and whether only attention mixes them.
+
+If only attention carries something from one to another, padding that a server puts behind an
+example does no harm where it is not attended. What is not known to keep positions apart counts as
+mixing them.
+"""
+
+import keras
+from keras.src.models.functional import Functional  # Keras publishes no name for it
+
+from keras_headmask.retrofit.selectors import Found, find_attention
+
+_layers = keras.layers
+# Each position by itself, exactly these classes: a subclass may do what it likes.
+_APART = {
+    _layers.InputLayer,
+    _layers.Embedding,
+    _layers.Dense,
+    _layers.Dropout,
+    _layers.GaussianDropout,
+    _layers.GaussianNoise,
+    _layers.Activation,
+    _layers.ReLU,
+    _layers.LeakyReLU,
+    _layers.PReLU,
+    _layers.ELU,
+    _layers.Identity,
+    _layers.Masking,
+    _layers.Rescaling,
+    _layers.Add,
+    _layers.Subtract,
+    _layers.Multiply,
+    _layers.Average,
+    _layers.Maximum,
+    _layers.Minimum,
+}
+# Along the last axis alone, if that is the one they were given.
+_ALONG_AN_AXIS = {
+    _layers.LayerNormalization,
+    _layers.RMSNormalization,
+    _layers.BatchNormalization,
+    _layers.Softmax,
+    _layers.Concatenate,
+}
+# Functions of `keras.ops` as they stand in a graph, by class name. A running sum looks back only,
+# and padding comes last.
+# fmt: off
+_OPS = {
+    "Absolute", "Add", "Cast", "Clip", "Cumsum", "Divide", "Elu", "Equal", "Exp", "Gelu",
+    "Greater", "GreaterEqual", "Less", "LessEqual", "Log", "LogicalAnd", "LogicalNot",
+    "LogicalOr", "Maximum", "Minimum", "Multiply", "Negative", "NotEqual", "Power", "Relu",
+    "Rsqrt", "Sigmoid", "Sign", "Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh",
+    "TrueDivide", "Where",
+}
+# fmt: on
+
+
+def what_mixes(model: keras.Model) -> str | None:
+    """The first thing in `model` that may mix positions, told in words; `None` if all is known."""
+    found = find_attention(model)
+    if found.unknown:
+        return f"the attention layer {found.unknown[0]} cannot be reached"
+    if not isinstance(model, (Functional, keras.Sequential)):
+        return f"`{type(model).__name__}` is a subclassed model, whose code nothing tells of"
+    if cross := [entry for entry in found.known if entry.kind != "self"]:
+        return (
+            f"{cross[0]} attends to another sequence (or that it does not cannot be told), whose "
+            "lengths are not those of the queries"
+        )
+    return _of_graph(model, found)
+
+
+def _of_graph(model: keras.Model, found: Found) -> str | None:
+    graph = model._functional if isinstance(model, keras.Sequential) else model
+    attention = {id(entry.layer) for entry in found.known}
+    for operation in graph._operations:
+        if isinstance(operation, (Functional, keras.Sequential)):
+            if told := _of_graph(operation, found):
+                return told
+        elif id(operation) not in attention and not _keeps_apart(operation):
+            return f"'{operation.name}' ({type(operation).__name__}) may mix positions"
+    return None
+
+
+def _keeps_apart(operation: keras.Operation) -> bool:
+    cls = type(operation)
+    if cls in _ALONG_AN_AXIS:
+        axis = operation.axis
+        rank = len(operation._inbound_nodes[0].input_tensors[0].shape)
+        last = [axis] if isinstance(axis, int) else list(axis)
+        return rank > 2 and all(a in (-1, rank - 1) for a in last)
+    if isinstance(operation, keras.Layer):
+        return cls in _APART
+    return cls.__module__.startswith("keras.src.ops") and cls.__name__ in _OPS
+
+
+def longest_sequence(model: keras.Model) -> int | None:
+    """How long a sequence may be, as far as the layers tell (KerasHub's position embeddings)."""
+    sizes = [getattr(layer, "sequence_length", None) for layer in model._flatten_layers()]
+    return min((size for size in sizes if isinstance(size, int)), default=None)

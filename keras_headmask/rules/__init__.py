@@ -1,0 +1,1 @@
+"""What a rule says: specs as values, their JSON, their words, and the masks they stand for."""

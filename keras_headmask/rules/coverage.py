@@ -1,0 +1,91 @@
+"""How much of each tile of the score matrix a rule allows, told without looking at its pairs.
+
+A tile of which nothing is allowed need not be computed; one of which all is needs no mask. What is
+told is always sound: a spec that says nothing of tiles is taken to allow some pairs of each.
+"""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_headmask.rules.base import And, Bounds, MaskSpec, Not, Or, Tiles, unknown
+
+
+class Coverage(enum.IntEnum):
+    """How much of a tile is allowed. `&` is min, `|` is max, `~` is 2 - c."""
+
+    NONE = 0
+    SOME = 1
+    ALL = 2
+
+
+def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = None) -> Bounds:
+    """What `rule`, free of `PerHead`, allows in each tile; NumPy arrays and tensors alike.
+
+    `spans` holds the spans of the mask inputs for the leaves that read them; a leaf without is
+    taken to allow some pairs of every tile.
+    """
+    spans = {} if spans is None else spans
+    if isinstance(rule, Not):
+        inner = bounds(rule.spec, tiles, spans)
+        return Bounds(~inner.certain, ~inner.possible)
+    if isinstance(rule, (And, Or)):
+        result = bounds(rule.specs[0], tiles, spans)
+        for part in rule.specs[1:]:
+            other = bounds(part, tiles, spans)
+            if isinstance(rule, And):
+                result = Bounds(result.possible & other.possible, result.certain & other.certain)
+            else:
+                result = Bounds(result.possible | other.possible, result.certain | other.certain)
+        return result
+    if rule.inputs and rule not in spans:
+        return unknown(tiles)
+    return rule.coverage(tiles, spans.get(rule, {}))
+
+
+def tile_grid(
+    queries: int, keys: int, tile_queries: int, tile_keys: int, query_offset: int = 0
+) -> Tiles:
+    """The tiles of a score matrix of `queries` x `keys`; the last of a row or column may be cut."""
+    query_first = np.arange(0, queries, tile_queries)
+    key_first = np.arange(0, keys, tile_keys)
+    query_last = np.minimum(query_first + tile_queries, queries) - 1
+    key_last = np.minimum(key_first + tile_keys, keys) - 1
+    return Tiles(
+        (query_first + query_offset)[:, None],
+        (query_last + query_offset)[:, None],
+        key_first[None],
+        key_last[None],
+    )
+
+
+def coverage(
+    rule: MaskSpec,
+    queries: int,
+    keys: int,
+    tile_queries: int,
+    tile_keys: int,
+    query_offset: int = 0,
+) -> np.ndarray:
+    """`Coverage` of every tile, `(ceil(queries / tile_queries), ceil(keys / tile_keys))`.
+
+    >>> from keras_headmask import Window
+    >>> coverage(Window(after=0), queries=6, keys=6, tile_queries=2, tile_keys=2).tolist()
+    [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
+    """
+    tiles = tile_grid(queries, keys, tile_queries, tile_keys, query_offset)
+    possible, certain = bounds(rule, tiles)
+    shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
+    return np.broadcast_to(possible.astype(np.int8) + (possible & certain), shape)
+
+
+def runs(possible: np.ndarray, tile_keys: int, keys: int) -> list[list[tuple[int, int]]]:
+    """For each row of tiles the runs of keys, `[start, stop)`, that may be allowed."""
+    padded = np.zeros((possible.shape[0], possible.shape[1] + 2), bool)
+    padded[:, 1:-1] = possible
+    rows, edges = np.nonzero(padded[:, 1:] != padded[:, :-1])
+    edges = np.minimum(edges * tile_keys, keys)
+    per_row = np.split(edges, np.searchsorted(rows, np.arange(1, possible.shape[0])))
+    return [list(zip(e[::2].tolist(), e[1::2].tolist(), strict=True)) for e in per_row]

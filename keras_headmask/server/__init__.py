@@ -1,0 +1,1 @@
+"""The development server: a base path of SavedModel versions over HTTP."""

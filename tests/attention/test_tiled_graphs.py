@@ -1,0 +1,373 @@
+"""The tiled way traced: unknown lengths, compiled, and nothing computed that need not be."""
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+from strategies import FEW, cases
+from tiled_contract import (
+    BACKEND,
+    FLAGS,
+    LONG,
+    SCALE,
+    TRACED,
+    UNSORTED_IDS,
+    attend,
+    close,
+    operands,
+    seeds,
+    sizes,
+    tiles,
+)
+
+import keras_headmask as hm
+from keras_headmask.attention import tiled_python
+from keras_headmask.rules import evaluation
+
+# ---------------------------------------------------------------- traced
+
+
+@TRACED
+@given(cases(), sizes, seeds)
+def test_jitted(case, tile_sizes, seed):
+    """XLA: TensorFlow's and JAX's; shapes are known."""
+    if BACKEND == "torch":
+        pytest.skip("torch is eager here")
+    spec, inputs, batch, heads, queries, keys, offset = case
+    qkv = operands(batch, queries, keys, heads, seed)
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+
+    def call(qkv, inputs):
+        return attend(qkv, spec, inputs, offset)
+
+    if BACKEND == "jax":
+        import jax
+
+        call = jax.jit(call)
+    else:
+        import tensorflow as tf
+
+        call = tf.function(call, jit_compile=True)
+    with tiles(*tile_sizes):
+        got = call(tuple(map(ops.convert_to_tensor, qkv)), inputs)
+    close(got, oracle.attention(*qkv, mask, SCALE)[0])
+
+
+@pytest.mark.tensorflow
+@TRACED
+@given(cases(), sizes, seeds, st.sampled_from(["known", "unknown"]))
+def test_tf_function(case, tile_sizes, seed, lengths):
+    """Output and gradients, with lengths and batch sizes known and not; a tensor as offset."""
+    import tensorflow as tf
+
+    spec, inputs, batch, heads, queries, keys, offset = case
+    qkv = [tf.constant(x) for x in operands(batch, queries, keys, heads, seed)]
+
+    def both(qkv, inputs, offset, tiled=True):
+        with tf.GradientTape() as tape:
+            tape.watch(qkv)
+            result = attend(qkv, spec, inputs, offset, tiled=tiled)
+            weights = tf.cos(tf.range(tf.size(result), dtype="float32"))
+            loss = tf.reduce_sum(result * tf.reshape(weights, tf.shape(result)))
+        return result, tape.gradient(loss, qkv)
+
+    with tiles(*tile_sizes):
+        if lengths == "known":
+            got = tf.function(lambda q, i: both(q, i, offset))(qkv, inputs)
+        else:
+            got = traced_unknown(both)(qkv, inputs, offset)
+    wanted = both(qkv, inputs, offset, tiled=False)
+    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted), strict=True):
+        close(a, b)
+
+
+def unknown(tensor, keep=()):
+    import tensorflow as tf
+
+    shape = [size if axis in keep else None for axis, size in enumerate(tensor.shape)]
+    return tf.TensorSpec(shape, tensor.dtype)
+
+
+def traced_unknown(function):
+    """`function(qkv, inputs, offset)` traced with no batch size, no length and any offset."""
+    import tensorflow as tf
+
+    def call(qkv, inputs, offset):
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+        # A whole mask has a head axis that is known; its size-1 axes are kept, or seen as lengths.
+        signature = (
+            tf.nest.map_structure(lambda x: unknown(x, keep=(2, 3)), list(qkv)),
+            tf.nest.map_structure(
+                lambda x: unknown(x, keep=() if len(x.shape) < 4 else (1, *_ones(x))), inputs
+            ),
+            tf.TensorSpec([], "int32"),
+        )
+        traced = tf.function(lambda *x: function(*x)).get_concrete_function(*signature)
+        return traced(list(qkv), inputs, tf.constant(offset))
+
+    return call
+
+
+def _ones(tensor):
+    return [axis for axis in (2, 3) if tensor.shape[axis] == 1]
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("name", ["documents", "streaming", "padding"])
+def test_one_trace_serves_all_lengths_and_batches(tiny, name):
+    import tensorflow as tf
+
+    spec, inputs = LONG[name]
+
+    @tf.function(reduce_retracing=True)
+    def call(q, k, v, inputs):
+        return attend((q, k, v), spec, inputs)
+
+    qkv = [tf.TensorSpec([None, None, 4, size]) for size in (3, 3, 2)]
+    of_inputs = {key: tf.TensorSpec([None, None], x.dtype) for key, x in inputs.items()}
+    traced = call.get_concrete_function(*qkv, of_inputs)
+    for batch, length in ((3, 23), (1, 8), (2, 1), (3, 12)):
+        arrays = [tf.constant(x) for x in operands(batch, length, length, 4)]
+        cut = {key: tf.constant(x[:batch, :length]) for key, x in inputs.items()}
+        close(traced(*arrays, cut), attend(arrays, spec, cut, tiled=False), f"{batch}, {length}")
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
+def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
+    """Traced as unknown: broadcast where they are 1, as the dense way does."""
+    import tensorflow as tf
+
+    spec = hm.MaskInput("m") | hm.SameSegment("ids")
+    inputs = {
+        "m": tf.constant(np.random.default_rng(1).random(shape) < 0.5),
+        "ids": tf.constant(UNSORTED_IDS[:, :11]),
+    }
+    qkv = [tf.constant(x) for x in operands(3, 11, 11, 4)]
+
+    @tf.function
+    def call(qkv, inputs):
+        return attend(qkv, spec, inputs)
+
+    signature = {
+        "m": tf.TensorSpec([None, shape[1], None, None], tf.bool),
+        "ids": tf.TensorSpec([None, None], tf.int32),
+    }
+    traced = call.get_concrete_function([unknown(x, keep=(2, 3)) for x in qkv], signature)
+    close(traced(qkv, inputs), attend(qkv, spec, inputs, tiled=False))
+
+
+@pytest.mark.tensorflow
+def test_a_tensor_as_offset(tiny):
+    import tensorflow as tf
+
+    qkv = operands(2, 5, 13, 3)
+    spec = hm.PerHead({0: hm.Window(3, 0)}, hm.SameSegment("ids"))
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 13)).astype("int32"))
+    call = tf.function(lambda offset: attend(qkv, spec, {"ids": ids}, offset))
+    for offset in (0, 3, 8):
+        close(
+            call(tf.constant(offset)),
+            attend(qkv, spec, {"ids": (ids[:, offset : offset + 5], ids)}, offset, tiled=False),
+        )
+
+
+# ---------------------------------------------------------------- only what may be allowed
+
+
+@pytest.mark.tensorflow
+@FEW
+@given(st.integers(1, 13), st.integers(1, 6), st.integers(0, 1000), st.booleans())
+def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flags):
+    import tensorflow as tf
+
+    from keras_headmask.attention.tile_ranges import _span
+
+    values = np.random.default_rng(seed).integers(*((0, 2) if flags else (-5, 6)), (2, length))
+    values = values.astype("bool" if flags else "int32")
+    low, high = _span(tf.constant(values), size, 1)
+    blocks = [values[:, i : i + size].astype("int32") for i in range(0, length, size)]
+    np.testing.assert_array_equal(numpy(low)[:, 0], np.stack([b.min(1) for b in blocks], 1))
+    np.testing.assert_array_equal(numpy(high)[:, 0], np.stack([b.max(1) for b in blocks], 1))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
+def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
+    """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
+    from keras_headmask.attention import tile_ranges
+
+    spec, inputs = LONG[name]
+    mask = np.broadcast_to(
+        numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
+    ).any(1)
+    mask = mask.transpose(0, 2, 1) if by_key else mask
+    with tiles(4, 4, 3):
+        bound = evaluation.bind(spec, inputs, 23, 23, 0)
+        part = tiled_python.Part(spec, (0, 1, 2, 3), bound, 4, SCALE)
+        found = tile_ranges.ranges_of(part, by_key, 3)
+    ranges = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
+    # What is flagged is looked at by itself, apart from all tiles.
+    mask = mask.copy()
+    for example in range(3):
+        at = example if found.of_examples else 0
+        if found.rows is not None:
+            mask[example, numpy(found.rows.of(at))] = False
+        if found.others is not None:
+            mask[example][:, numpy(found.others.of(at))] = False
+    exact = {"window", "causal", "documents", "padded queries", "padding", "full",
+             "nothing", "streaming", "dilated"}  # fmt: skip
+    for example, number in np.ndindex(ranges.shape[:2]):
+        rows = mask[example, number * 4 : number * 4 + 4].any(0)
+        allowed = np.zeros(24, bool)  # whole blocks
+        allowed[:23] = rows
+        blocks = allowed.reshape(-1, 3).any(1)
+        seen = np.zeros(23, bool)
+        for start, stop in ranges[example, number].reshape(-1, 2):
+            assert 0 <= start <= stop <= 23
+            assert not seen[start:stop].any(), "no key twice"
+            seen[start:stop] = True
+        assert seen[rows].all()
+        if name in exact and not blocks.any():
+            assert not seen.any()
+        if name in {"window", "causal", "documents", "padding", "full"} and blocks.any():
+            first, last = np.flatnonzero(blocks)[[0, -1]]
+            hull = np.zeros(24, bool)
+            hull[first * 3 : last * 3 + 3] = True
+            if name != "padding":  # window and flag meet in a tile, though in no pair of it
+                np.testing.assert_array_equal(seen, hull[:23])
+        if name == "streaming" and not by_key:
+            np.testing.assert_array_equal(seen, np.repeat(blocks, 3)[:23])
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("spec", "queries", "keys"),
+    [
+        (hm.recipes.longformer(2, "f"), True, True),
+        (hm.Window(2, 2) | hm.KeyFlag("f"), False, True),
+        ((hm.Window(2, 2) | hm.QueryFlag("f")) & hm.KeyFlag("f"), True, False),
+        (hm.Window(2, 2) & hm.KeyFlag("f"), False, False),  # padding: ranges are cut instead
+        (hm.Window(2, 2) & ~hm.KeyFlag("f"), False, False),
+        (hm.Window(2, 2) | ~hm.KeyFlag("f"), False, False),  # what is not flagged is not few
+    ],
+    ids=repr,
+)
+def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
+    from keras_headmask.attention import tile_ranges
+
+    bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
+    with tiles(4, 4, 3):
+        found = tile_ranges.ranges_of(
+            tiled_python.Part(spec, (0,), bound, 4, SCALE), by_key=False, batch=3
+        )
+    for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
+        assert (flagged is not None) == is_taken
+        if is_taken:
+            for example, wanted in enumerate(FLAGS):
+                np.testing.assert_array_equal(
+                    numpy(flagged.of(example)), np.flatnonzero(wanted) if wanted.any() else []
+                )
+
+
+def shapes_in(graph, seen=None):
+    """The static shape of every tensor in a graph and in the functions that it calls."""
+    from tensorflow.python.framework import func_graph
+
+    seen = set() if seen is None else seen
+    if id(graph) in seen:
+        return
+    seen.add(id(graph))
+    for op in graph.get_operations():
+        for out in op.outputs:
+            if out.shape.rank is not None:
+                yield op.type, out.shape.as_list()
+        for attribute in op.node_def.attr.values():
+            if attribute.HasField("func"):
+                inner = graph._get_function(attribute.func.name)
+                if inner is not None and isinstance(inner.graph, func_graph.FuncGraph):
+                    yield from shapes_in(inner.graph, seen)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
+    import tensorflow as tf
+
+    length, heads = 4096, 2
+    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
+    q = tf.TensorSpec((1, length, heads, 8))
+
+    def step(q, k, v, tiled):
+        with tf.GradientTape() as tape:
+            tape.watch([q, k, v])
+            result = attend((q, k, v), spec, tiled=tiled)
+            loss = tf.reduce_sum(result)
+        return tape.gradient(loss, [q, k, v])
+
+    largest = {}
+    for tiled in (True, False):
+        traced = tf.function(step, jit_compile=jit_compile).get_concrete_function(q, q, q, tiled)
+        found = [shape for _, shape in shapes_in(traced.graph)]
+        largest[tiled] = max(math.prod(size or 1 for size in shape) for shape in found)
+        inside = [name for name, _ in shapes_in(traced.graph) if "BatchMatMul" in name]
+        assert inside, "the walk looks into loops"
+    assert largest[False] >= length * length
+    assert largest[True] < length * length / 4
+
+
+@pytest.mark.tensorflow
+def test_layers_with_one_rule_share_their_loops():
+    import tensorflow as tf
+
+    rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
+    operand, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec((None, None), "int32")
+
+    def loops(layers):
+        @tf.function(input_signature=[operand, ids])
+        def stack(x, ids):
+            for _ in range(layers):
+                x = attend((x, x, x), rule, {"ids": ids})
+            return x
+
+        library = stack.get_concrete_function().graph.as_graph_def().library
+        return sum(node.op.endswith("While") for f in library.function for node in f.node_def)
+
+    # One for each group of heads, for short sequences and for long ones.
+    assert loops(1) == loops(3) == 4
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"return_scores": True}, {"bias": np.zeros((1, 1, 5, 5), "float32")}],
+)
+def test_tiled_cannot_give_all_scores(asked):
+    qkv = operands(1, 5, 5, 2)
+    with pytest.raises(ValueError, match="`tiled=True` cannot be: returned scores, a bias"):
+        attend(qkv, hm.Window(1, 1), **asked)
+    attend(qkv, hm.Window(1, 1), tiled=None, **asked)
+
+
+def test_unknown_lengths_off_tensorflow_graphs():
+    offset = ops.convert_to_tensor(1)
+    qkv = operands(1, 5, 5, 2)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        call = tf.function(lambda: attend(qkv, hm.Window(1, 1), None, offset), jit_compile=True)
+    else:
+
+        def call():
+            attend(qkv, hm.Window(1, 1), None, offset)
+
+    with pytest.raises(ValueError, match="`tiled=True` cannot be: off TensorFlow's graphs"):
+        call()

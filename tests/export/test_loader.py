@@ -1,0 +1,100 @@
+"""The loader that TensorFlow Serving uses, from C++: exports answer there as they do here."""
+
+import os
+
+import cpp
+import numpy as np
+import pytest
+from contract import numpy
+from export_models import FULL_STOP, RULE, masked, ours, tokens
+from tolerance import assert_close
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+SHAPES = [(1, 1), (2, 6), (5, 17), (1, 129), (2, 300)]
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory):
+    if reason := cpp.why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.getbasetemp()
+    return cpp.build(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+
+
+@pytest.mark.parametrize("kind", ["layers", "masked"])
+def test_answers_are_those_of_python_at_any_shape(kind, loader, tmp_path):
+    model = ours(tiled=None) if kind == "layers" else masked()
+    report = hm.export_saved_model(model, tmp_path, scores=True, check=False)
+    wanted, requests = [], []
+    for shape in SHAPES:
+        inputs = {"token_ids": tokens(*shape)}
+        if kind == "masked":
+            inputs["padding_mask"] = (np.arange(shape[1]) < max(1, shape[1] - 3))[None].repeat(
+                shape[0], 0
+            )
+        inputs = {name: value.astype("int32") for name, value in inputs.items()}
+        requests.append(("serving_default", inputs))
+        requests.append(
+            ("serve_padded", inputs | {"lengths": np.full(shape[0], shape[1], "int32")})
+        )
+        wanted.append(model(inputs if kind == "masked" else inputs["token_ids"]))
+    answers = cpp.run(loader, report.path, requests)
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(report.path))  # held, while its functions are used
+    for i, (name, inputs) in enumerate(requests):
+        here = loaded.signatures[name](**inputs)
+        assert answers[i].keys() == here.keys()
+        in_memory = wanted[i // 2]
+        in_memory = in_memory if isinstance(in_memory, dict) else {"output_0": in_memory}
+        for output, value in here.items():
+            label = f"{name} {output} {SHAPES[i // 2]}"
+            assert_close(answers[i][output], value.numpy(), message=label)
+            assert_close(answers[i][output], numpy(in_memory[output]), message=label, depth=3)
+
+
+def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
+    report = hm.export_saved_model(ours(), tmp_path, scores=True, check=False)
+    ids = tokens(2, 12)
+    other = ids.copy()
+    other[:, 0] = np.where(ids[:, 0] == 5, 6, 5)  # a word of the first sentence, which ends at 2
+    bad = {
+        "a wrong dtype": {"token_ids": ids.astype("float32")},
+        "a wrong rank": {"token_ids": ids[0]},
+        "another wrong rank": {"token_ids": ids[..., None]},
+        "an input missing": {},
+    }
+    requests = [("serve_scores", {"token_ids": x}) for x in (ids, other)]
+    requests += [("serving_default", inputs) for inputs in bad.values()]
+    requests += [("serve_padded", {"token_ids": ids}), ("no such signature", {"token_ids": ids})]
+    requests += [("serving_default", {"token_ids": ids})]
+    scores, changed, *errors, good = cpp.run(loader, report.path, requests)
+    for error, name in zip(errors, [*bad, "lengths missing", "no signature"], strict=True):
+        assert isinstance(error, str), name
+        assert error.startswith("INVALID_ARGUMENT\n"), f"{name}: {error}"
+    assert_close(good["output_0"], numpy(ours_like(report, ids)))
+
+    (scores,), (changed,) = scores.values(), changed.values()
+    allowed = numpy(hm.make_mask(RULE, 12, 12, 2, {"token_ids": ids}))
+    assert scores[~allowed].max() == 0
+    assert (ids[:, 2] == FULL_STOP).all()
+    apart = abs(scores - changed).max(axis=(0, 3))
+    assert apart[0, 3:].max() < 1e-6  # head 0: later sentences see nothing of the first
+    assert apart[0, :3].max() > 1e-6
+
+
+def ours_like(report, ids):
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(report.path))
+    return loaded.signatures["serving_default"](token_ids=ids)["output_0"]
+
+
+def test_a_truncated_version_is_refused(loader, tmp_path):
+    report = hm.export_saved_model(ours(), tmp_path, check=False)
+    (data,) = (report.path / "variables").glob("variables.data-*")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(RuntimeError, match=r"(?i)truncated|out_of_range|data_loss"):
+        cpp.run(loader, report.path, [("serving_default", {"token_ids": tokens(1, 3)})])

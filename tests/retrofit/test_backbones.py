@@ -1,0 +1,139 @@
+"""Each backbone that KerasHub builds from Keras' attention obeys a rule; the others refuse it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import backbones
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+
+import keras_headmask as hm
+
+keras_hub = pytest.importorskip("keras_hub")
+NAMES = [entry.name for entry in backbones.COVERED]
+
+
+def data(model):
+    """Eight tokens (or as many as a picture, or a sound, has) for each input of `model`."""
+    rng = np.random.default_rng(1)
+    made = {}
+    for tensor in model.inputs:
+        if tensor.name.endswith("token_ids"):
+            made[tensor.name] = rng.integers(2, 28, (2, 8)).astype("int32")
+        elif tensor.name.endswith("padding_mask"):
+            made[tensor.name] = np.array([[1] * 8, [1] * 6 + [0] * 2], "int32")
+        elif tensor.name == "segment_ids":
+            made[tensor.name] = np.array([[0] * 5 + [1] * 3] * 2, "int32")
+        elif tensor.name == "encoder_features":
+            made[tensor.name] = rng.normal(size=(2, 16, 4)).astype("float32")
+        else:
+            made[tensor.name] = rng.normal(size=(2, *tensor.shape[1:])).astype("float32")
+    return made
+
+
+def called(model, given):
+    outputs = model(given if isinstance(model.input, dict) else next(iter(given.values())))
+    outputs = outputs if isinstance(outputs, dict) else {"only": outputs}
+    return {name: numpy(value) for name, value in outputs.items()}
+
+
+def randomised(model):
+    """Larger weights than a fresh model has, so that what leaks is seen."""
+    rng = np.random.default_rng(2)
+    for weight in model.weights:
+        if "float" in keras.backend.standardize_dtype(weight.dtype):
+            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+    for entry in backbones.COVERED:
+        keras.utils.set_random_seed(0)
+        stock = randomised(getattr(keras_hub.models, entry.name)(**entry.arguments))
+        made[entry.name] = entry, stock, hm.apply_head_masks(stock, hm.Chunk(4))
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_is_stock(models, name):
+    _, stock, _ = models[name]
+    full, given = hm.apply_head_masks(stock, hm.Full()), data(stock)
+    for a, b in zip(full.weights, stock.weights, strict=True):
+        np.testing.assert_array_equal(numpy(a), numpy(b))
+    for output, wanted in called(stock, given).items():
+        np.testing.assert_array_equal(called(full, given)[output], wanted)
+    assert type(full).__name__ == name
+    assert isinstance(full, getattr(keras_hub.models, name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_leaks_through_a_rule(models, name):
+    entry, stock, masked = models[name]
+    for leak in entry.leaks:
+        given = data(stock)
+        changed = {key: value.copy() for key, value in given.items()}
+        changed[leak.input][leak.place] = 1 if "token" in leak.input else 3.0
+
+        def moved(model, leak=leak, given=given, changed=changed):
+            before, after = (called(model, x) for x in (given, changed))
+            output = leak.output if leak.output in before else "only"
+            return abs(before[output] - after[output])[0, leak.rows].max()
+
+        assert moved(stock) > 1e-3  # else the check could not fail
+        assert moved(masked) == 0
+
+
+FRESH = """
+import sys, pathlib, numpy as np, keras, keras_headmask, keras_hub
+folder = pathlib.Path(sys.argv[1])
+for file in folder.glob("*.keras"):
+    model = keras.saving.load_model(file)
+    given = dict(np.load(file.with_suffix(".in.npz")))
+    given = given if isinstance(model.input, dict) else next(iter(given.values()))
+    out = model(given)
+    out = out if isinstance(out, dict) else {"only": out}
+    out = {k: keras.ops.convert_to_numpy(v) for k, v in out.items()}
+    np.savez(file.with_suffix(".out.npz"), **out)
+"""
+
+
+def test_all_reload_in_a_fresh_process(models, tmp_path):
+    wanted = {}
+    for name, (_, stock, masked) in models.items():
+        masked.save(tmp_path / f"{name}.keras")
+        np.savez(tmp_path / f"{name}.in.npz", **data(stock))
+        wanted[name] = called(masked, data(stock))
+        effect = max(abs(called(stock, data(stock))[k] - v).max() for k, v in wanted[name].items())
+        assert effect > 1e-3
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(tmp_path)],
+        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, outputs in wanted.items():
+        with np.load(tmp_path / f"{name}.out.npz") as out:
+            for output, value in outputs.items():
+                np.testing.assert_array_equal(out[output], value, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
+@pytest.mark.parametrize("entry", backbones.REFUSED, ids=lambda entry: entry.name)
+def test_other_attention_is_refused_by_name(entry):
+    model = getattr(keras_hub.models, entry.name)(**entry.arguments)
+    told = "holds no self-attention" if entry.attention is None else rf"\({entry.attention}\)"
+    with pytest.raises(ValueError, match=told):
+        hm.apply_head_masks(model, hm.Full())
+
+
+def test_the_readme_has_the_table():
+    text = backbones.README.read_text(encoding="utf-8")
+    assert backbones.written(text) == text

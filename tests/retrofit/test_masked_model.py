@@ -1,0 +1,236 @@
+"""A masked model as an object of Keras: copied, used up, saved, loaded, exported, trained."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from keras import layers
+from small_models import CHUNK, PARTS, TOKENS, Block, leak, one_layer, stack
+from tolerance import assert_close
+
+import keras_headmask as hm
+
+BACKEND = keras.backend.backend()
+BY_SENTENCE = hm.PerHead({0: hm.SameSentence(9)})
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+def test_a_copy_leaves_the_model_as_it_was():
+    stock = one_layer()
+    before, weights = numpy(stock(TOKENS)), stock.get_weights()
+    masked = hm.apply_head_masks(stock, CHUNK)
+    assert [w.path for w in masked.weights] == [w.path for w in stock.weights]
+    masked.compile("sgd", "mse")
+    masked.fit(TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
+    assert max(abs(a - b).max() for a, b in zip(masked.get_weights(), weights, strict=True)) > 0
+    np.testing.assert_array_equal(numpy(stock(TOKENS)), before)
+
+
+def test_without_a_copy_the_model_is_used_up():
+    stock = one_layer()
+    kernel = stock.get_layer("attention").query_dense.kernel
+    outside = keras.Model(stock.input, stock.get_layer("attention").output)
+    masked = hm.apply_head_masks(stock, CHUNK, copy=False)
+    assert masked.get_layer("attention").query_dense.kernel is kernel
+    for use in (
+        lambda: stock(TOKENS),
+        lambda: stock.predict(TOKENS),
+        lambda: stock.weights,
+        lambda: stock.save("model.keras"),
+        lambda: setattr(stock, "trainable", False),
+    ):
+        with pytest.raises(RuntimeError, match=r"used up by `apply_head_masks\(model, ..., copy"):
+            use()
+    assert "used up" in repr(stock)
+    with pytest.raises(RuntimeError, match="ran outside it"):
+        outside(TOKENS)
+    assert leak(masked) == 0
+    np.testing.assert_array_equal(masked.get_weights()[1], numpy(kernel))
+
+
+def test_a_model_that_cannot_be_copied():
+    class Secret(layers.Layer):
+        def __init__(self, secret):
+            super().__init__()
+
+        def call(self, x):
+            return x
+
+        def get_config(self):
+            return {}
+
+    x = keras.Input((7, 8))
+    model = keras.Model(x, Secret(3)(layers.MultiHeadAttention(4, 3)(x, x)))
+    with pytest.raises(ValueError, match=r"(?s)cannot be copied.*copy=False"):
+        hm.apply_head_masks(model, CHUNK)
+    assert hm.apply_head_masks(model, CHUNK, copy=False)(normal(2, 7, 8)).shape == (2, 7, 8)
+
+    block = Block(name="block")  # whose inner layer stands in the graph, too: a config parts them
+    y = block(x)
+    model = keras.Model(x, [y, block.attention(y, y)])
+    with pytest.raises(ValueError, match=r"(?s)cannot be copied.*copy=False"):
+        hm.apply_head_masks(model, CHUNK)
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+FRESH = """
+import sys, numpy as np, keras, keras_headmask
+sys.path.insert(0, sys.argv[2])
+import small_models
+model = keras.saving.load_model(sys.argv[1] + ".keras")
+np.savez(sys.argv[1] + ".npz", y=model.predict(small_models.TOKENS, verbose=0))
+model.evaluate(small_models.TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
+"""
+
+
+def test_saved_after_fitting_and_loaded_in_a_fresh_process(tmp_path):
+    masked = hm.apply_head_masks(stack(2), {"0": BY_SENTENCE, "1": CHUNK})
+    masked.compile("adam", "mse", jit_compile=False)
+    x, y = np.tile(TOKENS, (4, 1)), np.tile(normal(2, 7, 8), (4, 1, 1))
+    losses = masked.fit(x, y, epochs=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    masked.save(tmp_path / "model.keras")
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(tmp_path / "model"), str(root / "tests" / "support")],
+        env=dict(os.environ, PYTHONPATH=str(root), KERAS_BACKEND=BACKEND),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(tmp_path / "model.npz") as out:
+        np.testing.assert_array_equal(out["y"], masked.predict(TOKENS, verbose=0))
+
+
+def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
+    stock = stack(2)
+    masked = hm.apply_head_masks(stack(2), hm.SameSegment("parts"), add_inputs=True)
+    stock.save_weights(tmp_path / "stock.weights.h5")
+    masked.load_weights(tmp_path / "stock.weights.h5")
+    for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    masked.set_weights([w + 1 for w in masked.get_weights()])
+    masked.save_weights(tmp_path / "masked.weights.h5")
+    stock.load_weights(tmp_path / "masked.weights.h5")
+    for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["model.h5", "model.hdf5"])
+def test_a_whole_model_in_hdf5_is_refused(name, tmp_path):
+    """It was written, and did not load."""
+    masked = hm.apply_head_masks(one_layer(), BY_SENTENCE)
+    path = tmp_path / name
+    path.write_text("precious")
+    for given in (path, str(path)):
+        with pytest.raises(ValueError, match=rf"HDF5 loses its rule.*{name}.*model\.keras"):
+            masked.save(given)
+    assert path.read_text() == "precious"
+    around = keras.Model(masked.inputs, masked(masked.inputs))
+    for model in (masked, around):  # Keras opens the file before it asks the model
+        with pytest.raises(ValueError, match=r"HDF5 loses its rule.*model\.keras"):
+            keras.saving.save_model(model, path)
+
+
+def test_the_file_holds_the_stock_model_and_the_rule_in_json():
+    masked = hm.apply_head_masks(stack(3), {"0,2": CHUNK, "1": hm.Full()})
+    config = json.loads(masked.to_json())
+    assert config["registered_name"] == "keras_headmask>HeadMaskedModel"
+    assert config["config"]["mask_specs"] == [
+        {"layers": [0, 2], "spec": {"kind": "chunk", "size": 3}},
+        {"layers": [1], "spec": {"kind": "full"}},
+    ]
+    assert config["config"]["model"]["class_name"] == "Functional"
+    config["config"]["mask_specs"][0]["layers"] = [7]
+    with pytest.raises(ValueError, match=r"name attention layer 7, but the model has 3"):
+        keras.models.model_from_json(json.dumps(config))
+    assert leak(pickle.loads(pickle.dumps(hm.apply_head_masks(stack(1), CHUNK)))) == 0
+
+
+@pytest.mark.tensorflow
+def test_exported(tmp_path):
+    import tensorflow as tf
+
+    rule = hm.PerHead({"1-2": hm.SameSegment("parts")})
+    masked = hm.apply_head_masks(one_layer(), rule, add_inputs=True)
+    masked.export(str(tmp_path / "model"), verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "model"))
+    got = served.serve([tf.constant(TOKENS), tf.constant(PARTS)]).numpy()
+    assert_close(got, numpy(masked([TOKENS, PARTS])), depth=3)
+
+
+# --- Training in other ways -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_other_dtypes(policy, tmp_path):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        stock = one_layer()
+        full = hm.apply_head_masks(stock, hm.Full())
+        np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
+        # In bfloat16, 256 and 257 are one number; as ids they must stay two.
+        masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+        parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
+        assert leak(masked, {"parts": parts}) == 0 < leak(stock)
+        masked.compile("sgd", "mse")
+        history = masked.fit([TOKENS, parts], np.ones((2, 7, 8), "float32"), verbose=0)
+        assert np.isfinite(history.history["loss"]).all()
+        masked.save(tmp_path / "model.keras")
+        again = keras.saving.load_model(tmp_path / "model.keras")
+        given = [TOKENS, parts]
+        np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def test_compiled_by_xla():
+    masked = hm.apply_head_masks(one_layer(), BY_SENTENCE)
+    weights = masked.get_weights()
+    trained = []
+    for jit_compile in (True, False):
+        masked.set_weights(weights)
+        if BACKEND == "torch" and jit_compile:
+            continue  # torch.compile is another matter, and slow to start
+        masked.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit_compile)
+        masked.fit(TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
+        trained.append(masked.get_weights())
+    for a, b in zip(trained[0], trained[-1], strict=True):
+        assert_close(a, b, depth=3)
+
+
+@pytest.mark.parametrize(("where", "copy"), [("block", True), ("attention", False)])
+def test_rematerialised_layers_find_the_rule_again(where, copy):
+    """Gradients are those of plain training: the second run has the same rule."""
+
+    def trained(remat):
+        keras.utils.set_random_seed(5)
+        mode = ("full" if where == "block" else "list_of_layers") if remat else None
+        with keras.RematScope(mode=mode, layer_names=["inner"]):
+            block = Block(layers.MultiHeadAttention(4, 3, name="inner"), name="block")
+            ids = keras.Input((7,), dtype="int32", name="token_ids")
+            x = block(layers.Embedding(12, 8)(ids))
+        model = hm.apply_head_masks(
+            keras.Model(ids, x), hm.PerHead({0: hm.SameSentence(9)}, default=CHUNK), copy=copy
+        )
+        for layer in (model.get_layer("block"), model.get_layer("block").attention):
+            assert getattr(layer._remat_mode, "mode", None) == mode  # in a copy, too
+        model.compile(
+            keras.optimizers.SGD(0.1), "mse", run_eagerly=BACKEND == "tensorflow", jit_compile=False
+        )
+        model.fit(TOKENS, np.ones((2, 7, 8), "float32"), epochs=2, verbose=0)
+        return model.get_weights()
+
+    for plain, again in zip(trained(False), trained(True), strict=True):
+        assert_close(again, plain)

@@ -1,0 +1,361 @@
+"""`apply_head_masks`: what a rule does to a model that exists."""
+
+import keras
+import numpy as np
+import pytest
+from contract import by_hand, normal, numpy, random_biases
+from keras import layers, ops
+from oracle import mask as mask_by_loops
+from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.attention import tiling
+from keras_headmask.retrofit import binding
+
+RULES = {
+    "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),
+    "ids of its own": (hm.PerHead({"1-2": hm.SameSegment("parts")}), {"parts": PARTS}),
+    "positions": (hm.PerHead({0: CHUNK, 3: hm.Window(1, 0)}, default=hm.Window(4, 2)), {}),
+    "a head off": (hm.PerHead({2: hm.Nothing()}), {}),
+    "opens all but padding": (
+        ~hm.SameSegment("parts") | hm.KeyIn("token_ids", (9, 0)),
+        {
+            "parts": PARTS,
+            "token_ids": TOKENS,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("way", ["dense", "tiled"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
+    if way == "tiled":
+        monkeypatch.setattr(tiling, "_SMALLEST", 0)
+        monkeypatch.setattr(tiling, "_LARGEST_SHARE", 1.0)
+    went = []
+    real = binding.tiled_attention
+    monkeypatch.setattr(binding, "tiled_attention", lambda *a, **k: went.append(1) or real(*a, **k))
+    spec, inputs = RULES[rule]
+    stock = one_layer(dropout=dropout)
+    masked = hm.apply_head_masks(stock, spec, add_inputs=True)
+    extra = sorted(set(inputs) - {"token_ids"})
+    assert [x.name for x in masked.inputs] == ["token_ids", *extra]
+    given = {"token_ids": TOKENS} | {name: inputs[name] for name in extra}
+    got = numpy(masked(given if extra else TOKENS))
+    pairs = {name: (ids, ids) for name, ids in inputs.items()}
+    assert_close(got, by_loops(stock, spec, pairs), depth=3)
+    assert abs(got - numpy(stock(TOKENS)))[TOKENS != 0].max() > 1e-2
+    assert bool(went) == (way == "tiled")
+    if dropout:
+        in_training = numpy(masked(given if extra else TOKENS, training=True))
+        assert abs(in_training - got).max() > 1e-3
+
+
+def test_full_is_bit_equal_to_stock_in_training_too():
+    """The same dropout, the same gradients, the same weights after some steps."""
+
+    def trained(rule):
+        keras.utils.set_random_seed(3)
+        model = one_layer(dropout=0.3, seed=5)
+        model = model if rule is None else hm.apply_head_masks(model, rule, copy=False)
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        model.fit(TOKENS, np.ones((2, 7, 8), "float32"), epochs=3, verbose=0)
+        return model.get_weights()
+
+    for got, wanted in zip(trained(hm.Full()), trained(None), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    differs = zip(trained(hm.Window(0, 0)), trained(None), strict=True)
+    assert max(abs(a - b).max() for a, b in differs) > 1e-4
+
+
+def test_full_leaves_the_work_to_the_class(monkeypatch):
+    """At sizes, and on machines, where another way would round otherwise, too."""
+
+    def never(*arguments, **keywords):
+        raise AssertionError("a layer that nothing restricts computes as it did")
+
+    for way in ("dense_attention", "tiled_attention"):
+        monkeypatch.setattr(binding, way, never)
+    stock = one_layer()
+    for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
+        full = hm.apply_head_masks(stock, spec)
+        np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
+    with pytest.raises(AssertionError, match="as it did"):
+        hm.apply_head_masks(stock, CHUNK)(TOKENS)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_causal_flag_and_its_shortcut_are_kept(causal):
+    x = keras.Input((7, 8))
+    attention = layers.MultiHeadAttention(4, 3, name="attention")
+    stock = keras.Model(x, attention(x, x, use_causal_mask=causal))
+    given = normal(2, 7, 8)
+    full = hm.apply_head_masks(stock, hm.Full())
+    np.testing.assert_array_equal(numpy(full(given)), numpy(stock(given)))
+    masked = hm.apply_head_masks(stock, hm.PerHead({1: CHUNK}))
+    allowed = mask_by_loops(hm.PerHead({1: CHUNK}), 2, 4, 7, 7)
+    if causal:
+        allowed = allowed & np.tri(7, dtype=bool)
+    assert_close(numpy(masked(given)), by_hand(attention, given, mask=allowed)[0], depth=2)
+
+
+def test_scores_are_those_of_the_rule():
+    x = keras.Input((7, 8))
+    attention = layers.MultiHeadAttention(4, 3)
+    stock = keras.Model(x, attention(x, x, return_attention_scores=True))
+    spec = hm.PerHead({0: hm.Nothing(), 1: CHUNK})
+    _, scores = hm.apply_head_masks(stock, spec)(normal(2, 7, 8))
+    allowed = mask_by_loops(spec, 2, 4, 7, 7)
+    assert (numpy(scores)[~allowed] == 0).all()
+    assert_close(numpy(scores).sum(-1)[:, 1:], 1)
+
+
+def test_what_the_rule_reads_is_prepared_once_and_its_mask_shared(monkeypatch):
+    prepared, made = [], []
+    prepare, make = hm.SameSentence.prepare, binding.evaluation.mask_of_all_heads
+    monkeypatch.setattr(
+        hm.SameSentence, "prepare", lambda self, x: prepared.append(1) or prepare(self, x)
+    )
+    monkeypatch.setattr(
+        binding.evaluation, "mask_of_all_heads", lambda *a: made.append(1) or make(*a)
+    )
+    masked = hm.apply_head_masks(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
+    masked(TOKENS)
+    assert (len(prepared), len(made)) == (1, 1)
+    masked(TOKENS)
+    assert (len(prepared), len(made)) == (2, 2)
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def test_structures_of_inputs():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    other = keras.Input((None, 8), name="other")
+    x = layers.Embedding(12, 8)(ids)
+    y = layers.MultiHeadAttention(4, 3)(x, x)
+    spec = hm.SameSegment("parts")
+    values = {"token_ids": TOKENS, "other": normal(2, 7, 8), "parts": PARTS}
+    results = []
+    for inputs, wanted in (
+        (ids, list),
+        ([ids, other], list),
+        ({"token_ids": ids, "other": other}, dict),
+    ):
+        stock = keras.Model(inputs, y * 1.0)
+        masked = hm.apply_head_masks(stock, spec, add_inputs=True)
+        assert isinstance(masked.input, wanted)
+        assert masked.unmasked().input_shape == stock.input_shape  # without the input for the rule
+        names = [tensor.name for tensor in masked.inputs]
+        assert names.count("parts") == 1
+        given = {name: values[name] for name in names}
+        results.append(numpy(masked(given)))
+        if wanted is list:
+            results.append(numpy(masked([values[name] for name in names])))
+        results.append(masked.predict(given, verbose=0))
+    for result in results[1:]:
+        assert_close(result, results[0])
+
+
+def test_a_whole_mask_is_an_input_with_a_head_axis():
+    stock = one_layer()
+    masked = hm.apply_head_masks(stock, hm.MaskInput("shape"), add_inputs=True)
+    assert masked.inputs[1].shape == (None, 4, None, None)
+    whole = np.random.default_rng(0).random((2, 4, 7, 7)) < 0.6
+    got = numpy(masked([TOKENS, whole]))
+    wanted = by_loops(stock, hm.MaskInput("shape"), {"shape": whole})
+    assert_close(got, wanted, depth=2)
+
+
+def test_an_input_that_the_model_lacks():
+    """Added only on request: a typing error would leave the rule without its ids."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model(ids, layers.MultiHeadAttention(2, 4)(x, x))
+    lacks = r"reads \['token_ids'\].*inputs are \['ids'\].*input='ids'.*add_inputs=True"
+    for copy in (True, False):
+        with pytest.raises(ValueError, match=lacks):
+            hm.apply_head_masks(model, hm.SameSentence(9), copy=copy)
+    masked = hm.apply_head_masks(model, hm.SameSentence(9, input="ids"))
+    assert [x.name for x in masked.inputs] == ["ids"]
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), add_inputs=True)
+    assert [x.name for x in masked.inputs] == ["ids", "token_ids"]
+    again = hm.apply_head_masks(masked, hm.KeyFlag("token_ids"), existing="and")  # has it by now
+    assert [x.name for x in again.inputs] == ["ids", "token_ids"]
+
+
+def test_inputs_that_cannot_be_read():
+    x = keras.Input((7, 8), name="vectors")
+    scores = keras.Input((7,), name="scores")
+    y = layers.MultiHeadAttention(4, 3)(x, x)
+    model = keras.Model([x, scores], y * 1.0)
+    with pytest.raises(ValueError, match=r"'vectors' as one value per position.*another name"):
+        hm.apply_head_masks(model, hm.SameSegment("vectors"))
+    with pytest.raises(TypeError, match=r"'scores', which has dtype float32.*another name"):
+        hm.apply_head_masks(model, hm.SameSegment("scores"))
+    two = keras.Model(x, layers.MultiHeadAttention(4, 3)(y, y))
+    with pytest.raises(ValueError, match=r"'ids' is read both"):
+        hm.apply_head_masks(two, {"0": hm.SameSegment("ids"), "1": hm.MaskInput("ids")})
+    masked = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
+    with pytest.raises(ValueError, match=r"In the attention layer .*has length 5.*has 7"):
+        masked([normal(2, 7, 8), normal(2, 7), np.zeros((2, 5), "int32")])
+
+
+# --- Kinds of models ------------------------------------------------------------------------------
+
+
+def test_a_sequential_model():
+    stock = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32", name="token_ids"),
+            layers.Embedding(12, 8),
+            Block(name="block"),
+        ]
+    )
+    masked = hm.apply_head_masks(stock, CHUNK)
+    assert leak(masked) == 0 < leak(stock)
+    by_parts = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+    assert by_parts.inputs[1].name == "parts"
+    np.testing.assert_array_equal(numpy(masked.unmasked()(TOKENS)), numpy(stock(TOKENS)))
+    lazy = keras.Sequential([layers.Dense(3)])
+    with pytest.raises(ValueError, match=r"has no graph yet: start it with a keras.Input"):
+        hm.apply_head_masks(lazy, CHUNK)
+
+
+def test_nested_models_and_shared_layers():
+    inner = stack(2)
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    shared = Block(name="shared")
+    outer = keras.Model(ids, shared(shared(inner(ids))), name="outer")
+    masked = hm.apply_head_masks(outer, CHUNK)
+    assert list(masked.mask_specs) == [
+        f"stack/block_{i}/{masked.get_layer('stack').get_layer(f'block_{i}').attention.name}"
+        for i in range(2)
+    ] + [f"shared/{masked.get_layer('shared').attention.name}"]
+    assert leak(masked) == 0 < leak(outer)
+
+
+def test_a_masked_model_inside_a_model(tmp_path):
+    rule = hm.PerHead({0: hm.SameSegment("parts")}, default=CHUNK)
+    inner = hm.apply_head_masks(stack(2), rule, add_inputs=True)
+    outer = keras.Model(inner.input, layers.Dense(3)(inner(inner.input)), name="outer")
+    given = {"token_ids": TOKENS, "parts": np.array([[0, 0, 0, 1, 1, 1, 1]] * 2, "int32")}
+    outer.save(tmp_path / "outer.keras")
+    reloaded = keras.saving.load_model(tmp_path / "outer.keras")
+    np.testing.assert_array_equal(numpy(reloaded(given)), numpy(outer(given)))
+    assert reloaded.get_layer("stack").mask_specs == inner.mask_specs
+    with pytest.raises(ValueError, match="existing='and'"):
+        hm.apply_head_masks(outer, hm.Window(0, 0))
+    both = hm.apply_head_masks(outer, hm.Window(0, 0), existing="and")
+    assert leak(outer, given, rows=slice(2, 3)) > 0 == leak(both, given, rows=slice(2, 3))
+    wider = hm.apply_head_masks(outer, hm.Window(3, 3), existing="replace")
+    assert leak(wider, given) > 0 == leak(outer, given)
+    wider.save(tmp_path / "wider.keras")
+    again = keras.saving.load_model(tmp_path / "wider.keras")
+    np.testing.assert_array_equal(numpy(again(given)), numpy(wider(given)))
+
+
+def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
+    seen = []
+
+    @keras.saving.register_keras_serializable("test_retrofit")
+    class Own(layers.MultiHeadAttention):
+        def _compute_attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask=None,
+            training=None,
+            return_attention_scores=False,
+        ):
+            seen.append(numpy(attention_mask))
+            return query * 1.0 + value, None
+
+    x = keras.Input((7, 8))
+    model = keras.Model(x, Own(4, 3, name="own")(x, x, use_causal_mask=True))
+    rule, given = hm.PerHead({0: CHUNK, 3: hm.Nothing()}), normal(2, 7, 8)
+    masked = hm.apply_head_masks(model, rule)
+    got = numpy(masked(given))
+    allowed = mask_by_loops(rule, 1, 4, 7, 7) & np.tri(7, dtype=bool)
+    np.testing.assert_array_equal(np.broadcast_to(seen[-1], allowed.shape), allowed)
+    own = model.get_layer("own")
+    context = numpy(own.query_dense(given)) + numpy(own.value_dense(given))
+    context[:, :, 3] = 0  # a head that is off gives 0, whatever the class would make of it
+    assert_close(got, numpy(own.output_dense(context)), depth=3)
+
+
+def test_models_without_a_graph_are_refused():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"`Own` is a subclassed model without a graph"):
+        hm.apply_head_masks(Own(), CHUNK)
+    with pytest.raises(TypeError, match="must be a functional or Sequential Keras model"):
+        hm.apply_head_masks(layers.MultiHeadAttention(4, 3), CHUNK)
+
+
+# --- Layers that have a rule ----------------------------------------------------------------------
+
+
+def with_own_rule():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    attention = hm.PerHeadMaskedMultiHeadAttention(
+        4, 3, mask_spec=hm.PerHead({0: hm.SameSentence(9)}), name="attention"
+    )
+    model = keras.Model(ids, attention(x, mask_inputs={"token_ids": ids}), name="own")
+    random_biases(attention)
+    return model
+
+
+@pytest.mark.parametrize("existing", ["and", "replace"])
+@pytest.mark.parametrize("make", [with_own_rule, one_layer], ids=["our layer", "masked before"])
+def test_and_or_replace_a_rule(make, existing, tmp_path):
+    first, second = hm.PerHead({0: hm.SameSentence(9)}), hm.PerHead({"0-1": hm.Window(1, 1)})
+    stock, padding = make(), make is one_layer
+    before = stock if make is with_own_rule else hm.apply_head_masks(stock, first)
+    with pytest.raises(ValueError, match=r"'attention' .*has a rule already.*existing='and'"):
+        hm.apply_head_masks(before, second)
+    pair = {"token_ids": (TOKENS, TOKENS)}
+    wanted = {"and": first & second, "replace": second}[existing]
+    was, expected = (by_loops(stock, rule, pair, padding) for rule in (first, wanted))
+    for copy in (True, False):
+        masked = hm.apply_head_masks(before, second, existing=existing, copy=copy)
+        assert_close(numpy(masked(TOKENS)), expected, depth=2)
+        masked.save(tmp_path / "model.keras")
+        again = keras.saving.load_model(tmp_path / "model.keras")
+        np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+        if copy:  # and the one before is as it was
+            assert_close(numpy(before(TOKENS)), was, depth=2)
+
+
+def test_other_layers_may_get_a_rule_later():
+    masked = hm.apply_head_masks(stack(2), CHUNK, layers=0)
+    assert leak(masked) > 0
+    masked = hm.apply_head_masks(masked, CHUNK, layers=1)
+    assert leak(masked) == 0
+    with pytest.raises(ValueError, match=r"`existing` must be one of"):
+        hm.apply_head_masks(masked, CHUNK, existing="or")
+
+
+@pytest.mark.parametrize(
+    ("rule", "example"),
+    [
+        (hm.SameSegment("words"), r"`SameSegment\('token_ids'\)`"),
+        (hm.Window(1, 1) & hm.KeyFlag("open"), r"`KeyFlag\('padding_mask'\)`"),
+        (hm.KeyIn("words", 3), r"`KeyIn\('token_ids', \(3,\)\)`"),
+        (hm.MaskInput("m"), r"its `input` argument"),
+    ],
+)
+def test_a_missing_input_is_told_with_an_example_that_fits(rule, example):
+    mask = keras.Input((7,), dtype="int32", name="padding_mask")
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids) * ops.cast(mask, "float32")[..., None]
+    model = keras.Model([mask, ids], layers.MultiHeadAttention(4, 3)(x, x))
+    with pytest.raises(ValueError, match=rf"Name one of them in the rule \({example}\), or pass"):
+        hm.apply_head_masks(model, rule)

@@ -1,0 +1,223 @@
+"""Which layers a selector names, and what is told of them."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from contract import by_hand, normal, numpy
+from keras import layers, ops
+from oracle import mask as mask_by_loops
+from small_models import CHUNK, PARTS
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.retrofit import selectors
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """Two self-attentions and, between them, attention to another sequence."""
+    q = keras.Input((7, 8), name="q")
+    v = keras.Input((5, 8), name="v")
+    x = layers.MultiHeadAttention(4, 3, name="first")(q, q)
+    x = layers.MultiHeadAttention(4, 3, name="looks_over")(x, value=v)
+    x = layers.MultiHeadAttention(4, 3, name="last")(x, x)
+    return keras.Model([q, v], x, name="decoder")
+
+
+@pytest.mark.parametrize(
+    ("selector", "paths"),
+    [
+        (None, ["first", "last"]),
+        (1, ["last"]),
+        (np.int64(0), ["first"]),
+        ("1", ["last"]),
+        ("0-1", ["first", "last"]),
+        ("0,1", ["first", "last"]),
+        ((0, "las"), ["first", "last"]),
+        ([0, "0-1"], ["first", "last"]),
+        ("looks", ["looks_over"]),
+        ("^(first|looks_over)$", ["first", "looks_over"]),
+    ],
+)
+def test_selectors(decoder, selector, paths):
+    assert list(hm.apply_head_masks(decoder, CHUNK, layers=selector).mask_specs) == paths
+
+
+@pytest.mark.parametrize(
+    ("selector", "error", "told"),
+    [
+        (2, ValueError, r"no self-attention layer 2: the model has 2"),
+        (-1, ValueError, r"no self-attention layer -1"),
+        ("1-2", ValueError, r"no self-attention layer 2"),
+        ("1-0", ValueError, r"runs backwards"),
+        ("\u0663", ValueError, "No attention layer's path matches"),
+        ("second", ValueError, r"No attention layer's path matches 'second'. Paths: 'first'"),
+        ("(", ValueError, r"`layers` is no regex"),
+        ((), ValueError, r"\(\) names no layer"),
+        (True, TypeError, r"Layers are named by .* Received: True"),
+        (0.0, TypeError, r"Layers are named by .* Received: 0.0"),
+    ],
+)
+def test_selectors_that_name_nothing(decoder, selector, error, told):
+    with pytest.raises(error, match=told):
+        hm.apply_head_masks(decoder, CHUNK, layers=selector)
+
+
+def test_rules_by_layer(decoder):
+    a, b = hm.Window(1, 1), hm.PerHead({3: CHUNK})
+    masked = hm.apply_head_masks(decoder, {"0": a, "looks": b.get_config(), ("1",): b})
+    assert masked.mask_specs == {"first": a, "looks_over": b, "last": b}
+    with pytest.raises(ValueError, match=r"'last' \(MultiHeadAttention\) has two rules"):
+        hm.apply_head_masks(decoder, {"0-1": a, "1": b})
+    with pytest.raises(ValueError, match="say the same twice"):
+        hm.apply_head_masks(decoder, {"0": a}, layers=0)
+    with pytest.raises(ValueError, match="empty mapping"):
+        hm.apply_head_masks(decoder, {})
+    with pytest.raises(TypeError, match="must be a mask spec"):
+        hm.apply_head_masks(decoder, np.ones((7, 7), bool))
+    with pytest.raises(ValueError, match=r"In the attention layer 'first'.*names head 4"):
+        hm.apply_head_masks(decoder, hm.PerHead({4: a}))
+    for config in (a.get_config(), json.dumps(a.get_config())):
+        assert set(hm.apply_head_masks(decoder, config).mask_specs.values()) == {a}
+
+
+@pytest.mark.parametrize("key", [0, np.int64(0), (0,), ("first", 0), range(1)])
+def test_a_number_as_a_key_may_mean_a_head(decoder, key):
+    with pytest.raises(ValueError, match=r'may mean a layer or a head.*"0": \.\.\..*PerHead\(\{0'):
+        hm.apply_head_masks(decoder, {key: CHUNK})
+
+
+@pytest.mark.parametrize(
+    ("key", "advised"),
+    [
+        ((0, 1), r'"0,1": .*PerHead\(\{\(0, 1\): '),
+        ([0, 1], r'"0,1": .*PerHead\(\{\(0, 1\): '),
+        (range(2), r'"0-1": .*PerHead\(\{\(0, 1\): '),
+        (range(0, 3, 2), r'"0,2": .*PerHead\(\{\(0, 2\): '),
+    ],
+)
+def test_the_advice_keeps_all_numbers_of_a_key(key, advised):
+    with pytest.raises(ValueError, match=advised):
+        selectors._refuse_number(key)
+
+
+def pooling(x):
+    weights = layers.Softmax()(layers.Permute((2, 1))(layers.Dense(1)(x)))
+    return layers.Dot((2, 1))([weights, x])
+
+
+def pooling_by_several(x):
+    weights = layers.Softmax()(layers.Permute((2, 1))(layers.Dense(4)(x)))
+    return layers.Dot((2, 1))([weights, x])
+
+
+def pooling_by_the_mean(x):
+    mean = ops.mean(x, axis=1, keepdims=True)
+    return layers.Dot((2, 1))([layers.Softmax()(layers.Dot(2)([mean, x])), x])
+
+
+def experts(x):
+    gates = layers.Dense(4, activation="softmax")(x)
+    return ops.einsum("bte,bted->btd", gates, ops.stack([layers.Dense(8)(x)] * 4, axis=2))
+
+
+def noisy_experts(x):
+    gates = ops.softmax((layers.Dense(4)(x) + 0.1 * layers.Dense(4)(x)) / 2.0)
+    return ops.einsum("bte,btd->btd", gates, x)
+
+
+@pytest.mark.parametrize(
+    ("length", "mix"),
+    [
+        (None, pooling),
+        (None, pooling_by_several),
+        (None, pooling_by_the_mean),
+        (4, experts),
+        (4, noisy_experts),
+    ],
+)
+def test_pooling_and_experts_are_no_attention(length, mix):
+    x = keras.Input((length, 8))
+    model = keras.Model(x, mix(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
+    assert list(hm.apply_head_masks(model, CHUNK).mask_specs) == ["known"]
+
+
+def additive(x):
+    scores = layers.Dense(1)(ops.tanh(layers.Dense(4)(x)[:, :, None] + layers.Dense(4)(x)[:, None]))
+    return ops.matmul(ops.softmax(scores[..., 0]), x)
+
+
+def of_graphs(x):
+    scores = layers.Dense(1)(x) + layers.Permute((2, 1))(layers.Dense(1)(x))
+    return ops.matmul(ops.softmax(scores), x)
+
+
+def by_sums(x):
+    scores = ops.sum(layers.Dense(4)(x)[:, :, None] * layers.Dense(4)(x)[:, None], axis=-1)
+    return ops.einsum("bts,bsd->btd", ops.softmax(scores), x)
+
+
+def of_one_tensor(x):
+    x = layers.Dense(8)(x)
+    return ops.matmul(ops.softmax(ops.einsum("btd,bsd->bts", x, x) / 2.0), x)
+
+
+def out_of_sight(x):
+    scores = layers.Lambda(lambda y: ops.matmul(y, ops.transpose(y, (0, 2, 1))))(layers.Dense(8)(x))
+    return ops.matmul(ops.softmax(scores), x)
+
+
+@pytest.mark.parametrize("attend", [additive, of_graphs, by_sums, of_one_tensor, out_of_sight])
+def test_pairs_of_positions_are_attention_however_they_are_made(attend):
+    x = keras.Input((4, 8))
+    model = keras.Model(x, attend(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
+    with pytest.raises(ValueError, match=r"\(Softmax\) .*cannot be reached"):
+        hm.apply_head_masks(model, CHUNK)
+
+
+def test_cross_attention_reads_a_pair(decoder):
+    rule = hm.SameSegment("ids") & hm.KeyFlag("open")
+    masked = hm.apply_head_masks(decoder, rule, layers="looks", add_inputs=True)
+    assert [x.name for x in masked.inputs] == ["q", "v", "key_ids", "open", "query_ids"]
+    given = {"q": normal(2, 7, 8), "v": normal(2, 5, 8, seed=1)}
+    ids = {"query_ids": PARTS, "key_ids": PARTS[:, 1:6], "open": np.array([[1, 1, 0, 1, 1]] * 2)}
+    got = numpy(masked(given | ids))
+    first, over, last = (decoder.get_layer(name) for name in ("first", "looks_over", "last"))
+    x = by_hand(first, given["q"])[0]
+    pairs = {"ids": (PARTS, PARTS[:, 1:6]), "open": (None, ids["open"])}
+    x = by_hand(over, x, given["v"], mask=mask_by_loops(rule, 2, 4, 7, 5, pairs))[0]
+    assert_close(got, by_hand(last, x)[0], depth=6)
+
+
+def test_layers_of_one_name_are_told_apart():
+    @keras.saving.register_keras_serializable("test_selectors")
+    class Twins(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.twins = [layers.MultiHeadAttention(4, 3, name="twin") for _ in range(2)]
+
+        def build(self, shape):
+            for layer in self.twins:
+                layer.build(shape, shape)
+
+        def call(self, x):
+            return self.twins[1](y := self.twins[0](x, x), y)
+
+    x = keras.Input((7, 8))
+    model = keras.Model(x, Twins(name="pair")(x))
+    masked = hm.apply_head_masks(model, {"0": CHUNK, "1": hm.Full()})
+    assert masked.mask_specs == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
+
+
+def test_the_report(decoder):
+    lines = []
+    hm.apply_head_masks(decoder, hm.PerHead({0: CHUNK}), layers=1).summary_masks(lines.append)
+    assert [line.split()[:6] for line in lines] == [
+        ["0", "first", "MultiHeadAttention", "4", "heads", "self"],
+        ["-", "looks_over", "MultiHeadAttention", "4", "heads", "cross"],
+        ["1", "last", "MultiHeadAttention", "4", "heads", "self"],
+    ]
+    assert lines[0].endswith("None")
+    assert lines[2].endswith("PerHead({0: Chunk(3)})")

@@ -1,0 +1,267 @@
+"""One masked model, several threads: each call has its own ids, with configs made meanwhile."""
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from keras import layers
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.attention import looking
+
+THREADS = 3
+TOKENS = np.array([[5, 9, 4, 6, 9, 7, 2]] * 2, "int32")
+PARTS = [np.random.default_rng(i).integers(0, 3, (2, 7)).astype("int32") for i in range(THREADS)]
+
+
+@keras.saving.register_keras_serializable("test_threads")
+class Waits(layers.Layer):
+    """Runs what a test hands it in the midst of a call, or of a config."""
+
+    in_call = in_config = staticmethod(lambda: None)
+
+    def call(self, x):
+        Waits.in_call()
+        return x * 1.0
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def get_config(self):
+        Waits.in_config()
+        return super().get_config()
+
+
+def model():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    x = layers.MultiHeadAttention(2, 4, name="first")(x, x)
+    x = Waits()(x)
+    x = layers.MultiHeadAttention(2, 4, name="second")(x, x)
+    stock = keras.Model(ids, x)
+    stock.get_layer("embedding").set_weights([normal(12, 8)])
+    return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), add_inputs=True)
+
+
+def in_another_thread(task):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(task).result(timeout=60)
+
+
+def test_calls_at_once_have_their_own_inputs(monkeypatch):
+    """All threads meet between the two attention layers, each with other ids."""
+    masked = model()
+    alone = [numpy(masked([TOKENS, parts])) for parts in PARTS]
+    assert all(abs(a - b).max() > 1e-3 for a, b in itertools.pairwise(alone))
+    meet = threading.Barrier(THREADS)
+    monkeypatch.setattr(Waits, "in_call", staticmethod(lambda: meet.wait(timeout=60)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        together = list(pool.map(lambda parts: numpy(masked([TOKENS, parts])), PARTS))
+    for got, wanted in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_model_runs_while_another_thread_makes_its_config(monkeypatch):
+    masked = model()
+    given = [TOKENS, PARTS[0]]
+    alone, config, called = numpy(masked(given)), masked.get_config(), []
+
+    def run():
+        called.append(in_another_thread(lambda: numpy(masked(given))))
+
+    monkeypatch.setattr(Waits, "in_config", staticmethod(run))
+    assert masked.get_config() == config
+    np.testing.assert_array_equal(called[0], alone)
+
+
+def test_a_config_is_made_while_another_thread_runs_the_model(monkeypatch):
+    masked = model()
+    given = [TOKENS, PARTS[0]]
+    alone, config, made = numpy(masked(given)), masked.get_config(), []
+
+    def make():
+        made.append(in_another_thread(masked.get_config))
+        in_another_thread(masked.unmasked)
+        in_another_thread(lambda: masked.summary_masks(made.append))
+
+    monkeypatch.setattr(Waits, "in_call", staticmethod(make))
+    np.testing.assert_array_equal(numpy(masked(given)), alone)
+    assert made[0] == config
+    assert len(made) == 3
+
+
+# --- Looking at a model while others call it -----------------------------------------------------
+
+
+def looked_at_model():
+    """Attention of each kind: ours with a rule, stock under a rule, and stock without."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    ours = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")
+    x = layers.Add()([x, ours(x)])
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4, name="first")(x, x)])
+    x = Waits()(x)
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4, name="second")(x, x)])
+    stock = keras.Model(ids, x)
+    for weight in stock.weights:
+        weight.assign(normal(*weight.shape))
+    return hm.apply_head_masks(
+        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
+    )
+
+
+def small_model():
+    """Ours with a rule, and then stock under a rule."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    x = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")(x)
+    stock = keras.Model(ids, layers.MultiHeadAttention(2, 4, name="first")(x, x))
+    for weight in stock.weights:
+        weight.assign(normal(*weight.shape))
+    return hm.apply_head_masks(
+        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
+    )
+
+
+def run_fresh(folder, cases):
+    """What a fresh process finds of a sound export, without the process."""
+    found = {"milliseconds": 0.0, "answer": 0.0, "twin": 1.0}
+    return {"load_milliseconds": 0.0, "cases": [found for _ in cases]}
+
+
+def exported(masked, folder, precision=None):
+    return hm.export_saved_model(masked, folder, scores=True, precision=precision, check=[(2, 7)])
+
+
+def linted(masked, _folder):
+    return hm.lint(masked)
+
+
+def drawn(masked, _folder):
+    inputs = [TOKENS, PARTS[0]]
+    for layer in [x.name for x in masked.layers if x.name in ("ours", "first", "second")]:
+        figure = hm.plot_attention(masked, inputs, layer=layer)
+        assert "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
+
+
+def listed(masked, _folder):
+    masked.summary_masks(lambda line: None)
+
+
+MOST_LOOKS = 3  # of each thread; they are slow, and the calls go on beside them
+LOOKS = {"lint": linted, "plot": drawn, "summary": listed}
+if keras.backend.backend() == "tensorflow":
+    LOOKS["export"] = lambda masked, folder: exported(masked, folder)
+    LOOKS["export in bfloat16"] = lambda masked, folder: exported(masked, folder, "bfloat16")
+
+
+@pytest.fixture
+def without_a_process(monkeypatch):
+    from keras_headmask.export import checking
+
+    monkeypatch.setattr(checking, "run_fresh", run_fresh)
+
+
+def state(masked):
+    """What each layer object holds of its own."""
+    return [sorted(vars(layer)) for layer in masked._flatten_layers()]
+
+
+@pytest.mark.usefixtures("without_a_process")
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
+    """Whenever the look runs the model, another thread runs it too."""
+    masked = looked_at_model()
+    given, me = [TOKENS, PARTS[0]], threading.get_ident()
+    alone, before, answers = numpy(masked(given)), state(masked), []
+    assert abs(numpy(masked.unmasked()(TOKENS)) - alone).max() > 1e-2
+
+    def beside():
+        if threading.get_ident() == me:
+            answers.append(in_another_thread(lambda: numpy(masked(given))))
+
+    monkeypatch.setattr(Waits, "in_call", staticmethod(beside))
+    LOOKS[look](masked, tmp_path)
+    numpy(masked(given))  # (a summary need not run it)
+    for answer in answers:
+        assert_close(answer, alone, depth=3)
+    assert answers
+    assert state(masked) == before
+
+
+@pytest.mark.usefixtures("without_a_process")
+def test_callers_beside_exports_lints_and_plots(tmp_path):
+    """No wrong answer and no error, and the model obeys afterwards."""
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    masked, calls = small_model(), 200 if on_tensorflow else 25
+    asked = [[TOKENS, parts] for parts in PARTS]
+    alone, before = [numpy(masked(given)) for given in asked], state(masked)
+    done, base = threading.Event(), tmp_path / "base"
+
+    def call(number):
+        for i in range(calls):
+            which = (i + number) % len(asked)
+            assert_close(numpy(masked(asked[which])), alone[which], depth=3)
+
+    def look(kind):
+        count = 0
+        while not count or (not done.is_set() and count < MOST_LOOKS):
+            LOOKS[kind](masked, base)
+            count += 1
+        return count
+
+    kinds = ["lint", "plot", *(["export"] * 3 if on_tensorflow else ["summary", "lint"])]
+    with ThreadPoolExecutor(4 + len(kinds)) as pool:
+        looks = [pool.submit(look, kind) for kind in kinds]
+        callers = [pool.submit(call, number) for number in range(4)]
+        try:
+            for caller in callers:
+                caller.result(timeout=300)
+        finally:
+            done.set()
+        counts = [x.result(timeout=300) for x in looks]
+    assert state(masked) == before
+    for given, answer in zip(asked, alone, strict=True):
+        assert_close(numpy(masked(given)), answer, depth=3)
+        assert_close(masked.predict(given, verbose=0), answer, depth=3)
+    if on_tensorflow:
+        versions = sorted(int(path.name) for path in base.iterdir())
+        assert versions == list(range(1, sum(counts[2:]) + 1))
+
+
+def test_a_model_is_filed_and_moved_without_what_stands_on_it_for_a_look():
+    inner = model()
+    with looking.overriding(inner, "symbolic_call", lambda usual, *args: usual(*args)):
+        assert "symbolic_call" in vars(inner)
+        config = inner.get_config()
+        moved = hm.apply_head_masks(inner, hm.Window(3, 3), existing="replace", copy=False)
+    assert config["mask_specs"]
+    for one in (moved, moved._stock._model):
+        assert "symbolic_call" not in vars(one)
+    assert moved(TOKENS).shape == (2, 7, 8)
+
+
+def test_two_exports_in_two_precisions_and_a_config_made_meanwhile():
+    """Each has its own policies, and the layers keep theirs, whichever ends first."""
+    from keras_headmask.export.precision import computing_in
+
+    masked = looked_at_model()
+    layer, config = masked.get_layer("first"), masked.get_config()
+    first, second = computing_in(masked, "bfloat16"), computing_in(masked, "float16")
+    with ThreadPoolExecutor(1) as other:
+        other.submit(first.__enter__).result(timeout=60)
+        assert other.submit(lambda: layer.compute_dtype).result(timeout=60) == "bfloat16"
+        assert layer.compute_dtype == "float32"
+        second.__enter__()
+        assert layer.compute_dtype == "float16"
+        other.submit(first.__exit__, None, None, None).result(timeout=60)
+        assert layer.compute_dtype == "float16"
+        assert in_another_thread(masked.get_config) == config
+        second.__exit__(None, None, None)
+    assert layer.compute_dtype == "float32"
+    assert type(layer.dtype_policy) is keras.DTypePolicy

@@ -1,0 +1,215 @@
+"""Rules as JSON: both ways, for good, and what a bad file is told."""
+
+import json
+import re
+
+import pytest
+import strategies
+from hypothesis import given
+
+import keras_headmask as hm
+from keras_headmask.rules import config as registry
+
+load = hm.MaskSpec.from_config
+
+
+@strategies.MANY
+@given(strategies.specs())
+def test_json_both_ways(spec):
+    text = json.dumps(spec.get_config(), allow_nan=False)
+    loaded = load(json.loads(text))
+    assert loaded == spec
+    assert hash(loaded) == hash(spec)
+    assert json.dumps(loaded.get_config()) == text
+
+
+# Files in the wild: these must load for ever, and are what a rule is saved as.
+FOREVER = {
+    "full": ('{"kind": "full"}', hm.Full()),
+    "nothing": ('{"kind": "nothing"}', hm.Nothing()),
+    "window": (
+        '{"kind": "window", "before": 255, "after": 0, "step": 2}',
+        hm.Window(255, 0, step=2),
+    ),
+    "chunk": ('{"kind": "chunk", "size": 64, "before": 1, "after": 2}', hm.Chunk(64, 1, 2)),
+    "keys": ('{"kind": "keys", "start": 1, "stop": 4}', hm.Keys(1, 4)),
+    "queries": ('{"kind": "queries", "start": 0, "stop": 2}', hm.Queries(0, 2)),
+    "same_segment": ('{"kind": "same_segment", "input": "doc"}', hm.SameSegment("doc")),
+    "same_sentence": (
+        '{"kind": "same_sentence", "end_ids": [8, 9], "input": "tokens"}',
+        hm.SameSentence((9, 8), "tokens"),
+    ),
+    "key_flag": ('{"kind": "key_flag", "input": "real"}', hm.KeyFlag("real")),
+    "query_flag": ('{"kind": "query_flag", "input": "global"}', hm.QueryFlag("global")),
+    "key_in": ('{"kind": "key_in", "input": "ids", "ids": [102]}', hm.KeyIn("ids", 102)),
+    "query_in": ('{"kind": "query_in", "input": "ids", "ids": [1, 2]}', hm.QueryIn("ids", (2, 1))),
+    "mask_input": ('{"kind": "mask_input", "input": "m"}', hm.MaskInput("m")),
+    "random_blocks": (
+        '{"kind": "random_blocks", "size": 64, "density": 0.1, "seed": 7}',
+        hm.RandomBlocks(64, 0.1, 7),
+    ),
+    "and": (
+        '{"kind": "and", "specs": [{"kind": "window", "after": 0}, {"kind": "keys", "start": 2}]}',
+        hm.Window(after=0) & hm.Keys(2),
+    ),
+    "or": (
+        '{"kind": "or", "specs": [{"kind": "chunk", "size": 4}, {"kind": "full"}]}',
+        hm.Chunk(4) | hm.Full(),
+    ),
+    "not": ('{"kind": "not", "spec": {"kind": "key_flag", "input": "x"}}', ~hm.KeyFlag("x")),
+    "per_head": (
+        (
+            '{"kind": "per_head", "heads": {"0": {"kind": "nothing"}, "2-3": {"kind": "window", '
+            '"after": 0}}, "default": {"kind": "full"}}'
+        ),
+        hm.PerHead({0: hm.Nothing(), "2-3": hm.Window(after=0)}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "spec"), FOREVER.values(), ids=FOREVER)
+def test_files_load_for_ever(text, spec):
+    assert load(json.loads(text)) == spec
+    assert json.dumps(spec.get_config()) == text
+
+
+def test_every_kind_has_a_file():
+    ours = {
+        kind
+        for kind, cls in registry.known_kinds().items()
+        if cls.__module__.startswith("keras_headmask.")
+    }
+    assert ours == set(FOREVER)
+
+
+@pytest.mark.parametrize(
+    ("spec", "config"),
+    [
+        (hm.Window(), {"kind": "window"}),
+        (hm.Window(after=0), {"kind": "window", "after": 0}),  # 0 is no default here
+        (hm.Window(step=1), {"kind": "window"}),
+        (hm.Chunk(2, before=0, after=1), {"kind": "chunk", "size": 2, "after": 1}),
+        (hm.Keys(0), {"kind": "keys", "start": 0}),
+        (hm.SameSentence(9), {"kind": "same_sentence", "end_ids": [9]}),
+    ],
+    ids=repr,
+)
+def test_defaults_are_left_out(spec, config):
+    assert spec.get_config() == config
+    assert load(config) == spec
+
+
+def test_what_may_be_left_out_or_shortened_in_a_file():
+    assert load({"kind": "per_head", "heads": {}}) == hm.PerHead({})
+    assert load({"kind": "same_sentence", "end_ids": 9}) == hm.SameSentence(9)
+    assert load({"kind": "and", "specs": [{"kind": "keys", "start": 1}]}) == hm.Keys(1)
+    nested = {"kind": "or", "specs": [{"kind": "full"}, {"kind": "nothing"}]}
+    flat = load({"kind": "or", "specs": [nested, {"kind": "keys", "start": 1}]})
+    assert flat == hm.Full() | hm.Nothing() | hm.Keys(1)
+    assert len(flat.children) == 3
+
+
+def test_loading_leaves_the_config_alone():
+    config = json.loads(FOREVER["per_head"][0])
+    before = json.dumps(config)
+    load(config)
+    assert json.dumps(config) == before
+
+
+def heads(config):
+    return {"kind": "per_head", "heads": config}
+
+
+def both(*configs):
+    return {"kind": "and", "specs": list(configs)}
+
+
+FULL = {"kind": "full"}
+WHOLE = "must be a whole number. Received: "
+
+# (config, path, problem)
+BAD = [
+    ([FULL], "(top)", r"expected an object with a `kind`. Received: \[{'kind': 'full'}\]"),
+    (None, "(top)", "expected an object with a `kind`. Received: None"),
+    ("full", "(top)", "expected an object with a `kind`. Received: 'full'"),
+    ({}, "(top)", "the field `kind` is missing. Received: {}"),
+    ({"before": 2}, "(top)", "the field `kind` is missing"),
+    ({"kind": "windw"}, "kind", "unknown kind 'windw'. Did you mean 'window'?"),
+    ({"kind": "same_sentense"}, "kind", "unknown kind.*Did you mean 'same_sentence'?"),
+    ({"kind": "qqqq"}, "kind", r"unknown kind 'qqqq'\. A spec of your own must be imported"),
+    ({"kind": None}, "kind", "unknown kind None"),
+    ({"kind": ["full"]}, "kind", r"unknown kind \['full'\]"),
+    ({"kind": "Window"}, "kind", "unknown kind 'Window'"),
+    ({"kind": "chunk"}, "(top)", "the field `size` is missing"),
+    ({"kind": "key_in", "ids": [1]}, "(top)", "the field `input` is missing"),
+    ({"kind": "not"}, "(top)", "the field `spec` is missing"),
+    ({"kind": "and"}, "(top)", "the field `specs` is missing"),
+    ({"kind": "per_head"}, "(top)", "the field `heads` is missing"),
+    ({"kind": "full", "size": 1}, "size", "no such field. Fields here: none"),
+    (
+        {"kind": "window", "befor": 1},
+        "befor",
+        "no such field. Did you mean 'before'? Fields here: after, before, step",
+    ),
+    ({"kind": "not", "specs": FULL}, "specs", "no such field. Did you mean 'spec'?"),
+    ({"kind": "or", "specs": [FULL], "symbol": "&"}, "symbol", "no such field"),
+    ({"kind": "per_head", "heads": {}, "defualt": FULL}, "defualt", "Did you mean 'default'?"),
+    ({"kind": "window", "before": 1.5}, "before", f"`before` {WHOLE}1.5"),
+    ({"kind": "window", "after": True}, "after", f"`after` {WHOLE}True"),
+    ({"kind": "window", "before": [1]}, "before", f"`before` {WHOLE}"),
+    ({"kind": "window", "before": FULL}, "before", f"`before` {WHOLE}"),
+    ({"kind": "window", "before": 1, "after": -2}, "after", "No distance lies from -1 to -2"),
+    ({"kind": "chunk", "size": "2"}, "size", f"`size` {WHOLE}'2'"),
+    ({"kind": "keys", "start": 3, "stop": 3}, "stop", "`stop` must be greater than `start`"),
+    ({"kind": "key_flag", "input": 3}, "input", "is the name under which the tensor"),
+    ({"kind": "key_in", "input": "x", "ids": []}, "ids", "must hold at least one token id"),
+    ({"kind": "key_in", "input": "x", "ids": "ab"}, "ids", "must be token ids"),
+    ({"kind": "key_in", "input": "x", "ids": [FULL]}, "ids", f"`ids` {WHOLE}Full"),
+    ({"kind": "random_blocks", "size": 1, "density": 2, "seed": 0}, "density", "between 0 and 1"),
+    ({"kind": "not", "spec": 3}, "spec", "must be a mask spec. Received: 3"),
+    ({"kind": "not", "spec": [FULL]}, "spec", "must be a mask spec"),
+    ({"kind": "not", "spec": {}}, "spec", "the field `kind` is missing"),
+    ({"kind": "and", "specs": []}, "specs", r"expected a list of specs. Received: \[\]"),
+    ({"kind": "or", "specs": FULL}, "specs", "expected a list of specs. Received: {'kind'"),
+    (both(FULL, 3), "specs[1]", "must be a mask spec. Received: 3"),
+    (both(FULL, {"kind": "wndow"}), "specs[1].kind", "Did you mean 'window'?"),
+    (
+        both({"kind": "key_flag", "input": "x"}, {"kind": "mask_input", "input": "x"}),
+        "(top)",
+        "'x' is read both as a whole mask",
+    ),
+    (heads([FULL]), "heads", "expected an object, head to spec"),
+    (heads({"0": [FULL]}), "heads.0", "expected an object with a `kind`"),
+    (heads({"a": FULL}), "heads.a", "Heads are named 3,"),
+    (heads({"-1": FULL}), "heads.-1", "Heads are named 3,"),
+    (heads({"3-1": FULL}), "heads.3-1", "runs backwards"),
+    (heads({"0": FULL, "0-1": FULL}), "heads.0-1", "Head 0 has two rules"),
+    ({"kind": "per_head", "heads": {}, "default": 1}, "default", "expected an object with a"),
+    (
+        heads({"0": both(FULL, {"kind": "window", "before": "x"})}),
+        "heads.0.specs[1].before",
+        f"`before` {WHOLE}'x'",
+    ),
+    (
+        heads({"2-3": {"kind": "not", "spec": both(FULL, {"kind": "chunk", "sise": 1})}}),
+        "heads.2-3.spec.specs[1].sise",
+        "no such field. Did you mean 'size'?",
+    ),
+    (
+        {"kind": "per_head", "heads": {}, "default": both(FULL, {"kind": "chunk"})},
+        "default.specs[1]",
+        "the field `size` is missing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "path", "problem"), BAD)
+def test_a_bad_config_is_told_its_place(config, path, problem):
+    told = f"^{re.escape(f'Bad mask spec at `{path}`: ')}.*{problem.replace('?', '[?]')}"
+    with pytest.raises(ValueError, match=told):
+        load(config)
+
+
+def test_a_field_that_is_no_json():
+    with pytest.raises(TypeError, match="fields must be JSON values, tuples of them, or specs"):
+        registry.to_json({1, 2})

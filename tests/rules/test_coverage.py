@@ -1,0 +1,287 @@
+"""Coverage of tiles: exact for leaves, never in contradiction to the dense mask for any rule."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+from strategies import (
+    FEW,
+    MANY,
+    id_sets,
+    mask_inputs,
+    positional_leaves,
+    positional_specs,
+    specs,
+    windows,
+)
+
+import keras_headmask as hm
+from keras_headmask.rules.base import Bounds, Sides, Span, Tiles, leaves
+from keras_headmask.rules.coverage import Coverage, bounds, coverage, runs, tile_grid
+
+
+@hm.register_spec("test_coverage_silent")
+@dataclasses.dataclass(frozen=True)
+class Silent(hm.MaskSpec):
+    """A spec of a user's own that says nothing of tiles."""
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return query_positions >= key_positions
+
+
+@st.composite
+def grids(draw):
+    """`(queries, keys, tile_queries, tile_keys, query_offset)`, often ragged."""
+    return (
+        draw(st.integers(1, 13)),
+        draw(st.integers(1, 17)),
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 6)),
+        draw(st.integers(-4, 9)),
+    )
+
+
+def tiles_of(mask, tile_queries, tile_keys):
+    """`(row, column, tile)` of every tile of a dense mask."""
+    for row, i in enumerate(range(0, mask.shape[0], tile_queries)):
+        for column, j in enumerate(range(0, mask.shape[1], tile_keys)):
+            yield row, column, mask[i : i + tile_queries, j : j + tile_keys]
+
+
+def truth(spec, grid):
+    """The `Coverage` of each tile, counted in the dense mask."""
+    queries, keys, tile_queries, tile_keys, offset = grid
+    mask = oracle.mask(spec, 1, 1, queries, keys, query_offset=offset)[0, 0]
+    counted = {
+        (row, column): int(tile.any()) + int(tile.all())
+        for row, column, tile in tiles_of(mask, tile_queries, tile_keys)
+    }
+    rows, columns = (-(-queries // tile_queries), -(-keys // tile_keys))
+    return np.array([[counted[i, j] for j in range(columns)] for i in range(rows)])
+
+
+def assert_sound(possible, certain, mask, tile_queries, tile_keys):
+    for row, column, tile in tiles_of(mask, tile_queries, tile_keys):
+        if not possible[row, column]:
+            assert not tile.any(), f"tile {row, column} is told to allow nothing"
+        if certain[row, column]:
+            assert tile.all(), f"tile {row, column} is told to allow all"
+
+
+@MANY
+@given(positional_leaves, grids())
+def test_leaves_are_exact(leaf, grid):
+    np.testing.assert_array_equal(coverage(leaf, *grid), truth(leaf, grid))
+
+
+@MANY
+@given(windows(), grids())
+def test_windows_are_exact(leaf, grid):
+    np.testing.assert_array_equal(coverage(leaf, *grid), truth(leaf, grid))
+
+
+@MANY
+@given(specs(positional_leaves | st.just(Silent()), per_head=False), grids())
+def test_never_contradicts_the_dense_mask(spec, grid):
+    queries, keys, tile_queries, tile_keys, offset = grid
+    position = np.arange(queries)[:, None] + offset, np.arange(keys)[None]
+
+    def dense(spec):
+        if isinstance(spec, hm.rules.base.Not):
+            return ~dense(spec.spec)
+        if spec.children:
+            join = np.logical_and if isinstance(spec, hm.rules.base.And) else np.logical_or
+            return join.reduce([dense(part) for part in spec.children])
+        return np.broadcast_to(spec.allowed(*position, {}), (queries, keys))
+
+    covered = coverage(spec, *grid)
+    mask = dense(spec)
+    assert_sound(covered > 0, covered == 2, mask, tile_queries, tile_keys)
+    possible, certain = bounds(spec, tile_grid(*grid))
+    assert not (certain & ~possible).any()
+
+
+@FEW
+@given(positional_specs, grids())
+def test_every_head_of_a_rule_is_sound(spec, grid):
+    queries, keys, tile_queries, tile_keys, offset = grid
+    mask = oracle.mask(spec, 1, 3, queries, keys, query_offset=offset)[0]
+    for head in range(3):
+        covered = coverage(spec.for_head(head), *grid)
+        assert_sound(covered > 0, covered == 2, mask[head], tile_queries, tile_keys)
+
+
+@MANY
+@given(positional_leaves, positional_leaves, grids())
+def test_and_is_min_or_is_max_not_is_2_minus(a, b, grid):
+    of_a, of_b = truth(a, grid), truth(b, grid)
+    np.testing.assert_array_equal(coverage(~a, *grid), 2 - of_a)
+    np.testing.assert_array_equal(coverage(a & b, *grid), np.minimum(of_a, of_b))
+    np.testing.assert_array_equal(coverage(a | b, *grid), np.maximum(of_a, of_b))
+    np.testing.assert_array_equal(coverage(~(a & b), *grid), 2 - np.minimum(of_a, of_b))
+
+
+@FEW
+@given(grids())
+def test_a_spec_that_says_nothing_is_some_everywhere(grid):
+    for rule in (Silent(), ~Silent(), hm.MaskInput("m"), hm.SameSegment("ids")):
+        assert (coverage(rule, *grid) == Coverage.SOME).all()
+    assert (coverage(Silent() & hm.Nothing(), *grid) == Coverage.NONE).all()
+    assert (coverage(Silent() | hm.Full(), *grid) == Coverage.ALL).all()
+
+
+def test_the_shape_of_a_plan():
+    assert coverage(hm.Full(), 7, 10, 3, 4).shape == (3, 3)
+    assert coverage(hm.Queries(2), 7, 10, 3, 4).tolist() == [[1] * 3, [2] * 3, [2] * 3]
+
+
+# ---------------------------------------------------------------- runs
+
+
+@MANY
+@given(positional_specs, grids())
+def test_runs_are_the_tiles_that_are_not_none(spec, grid):
+    _, keys, _, tile_keys, _ = grid
+    covered = coverage(spec.for_head(0), *grid)
+    told = runs(covered > 0, tile_keys, keys)
+    assert len(told) == covered.shape[0]
+    for row, row_runs in zip(covered, told, strict=True):
+        seen = np.zeros(keys, bool)
+        for start, stop in row_runs:
+            assert 0 <= start < stop <= keys
+            seen[start:stop] = True
+        np.testing.assert_array_equal(seen, np.repeat(row > 0, tile_keys)[:keys])
+        # As few as can be: what lies between two runs is skipped.
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(row_runs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "most_runs", "share"),
+    [
+        (hm.recipes.streaming(sinks=4, window=1024), 2, 0.03),
+        (hm.Window(before=255, after=255), 1, 0.02),
+        (hm.recipes.bigbird(block=64, density=0.002, global_blocks=1, seed=1), 16, 0.05),
+    ],
+    ids=["streaming", "window", "bigbird"],
+)
+def test_a_plan_of_65536_positions(spec, most_runs, share):
+    length, tile = 65536, 128
+    covered = coverage(spec, length, length, tile, tile)
+    told = runs(covered > 0, tile, length)
+    inner = told[1:]  # the first row holds bigbird's global queries
+    assert max(map(len, inner)) <= most_runs
+    assert (
+        sum(stop - start for row in told for start, stop in row) <= share * length * length / tile
+    )
+
+
+# ---------------------------------------------------------------- rules that read data
+
+
+def spans_of(leaf, inputs, tile_queries, tile_keys):
+    """The least and greatest value per row and column of tiles, in NumPy."""
+
+    def span(values, tile, axis):
+        if values is None:
+            return None
+        values = numpy(values).astype("int64")
+        blocks = [values[:, i : i + tile] for i in range(0, values.shape[1], tile)]
+        low, high = (
+            np.stack([getattr(block, name)(axis=1) for block in blocks], 1)
+            for name in ("min", "max")
+        )
+        return Span(np.expand_dims(low, axis), np.expand_dims(high, axis))
+
+    sides = {
+        name: Sides(*(ops.convert_to_tensor(side) for side in inputs[name])) for name in leaf.inputs
+    }
+    return {
+        name: Sides(span(query, tile_queries, 2), span(key, tile_keys, 1))
+        for name, (query, key) in leaf.prepare(sides).items()
+    }
+
+
+reading = st.one_of(
+    st.just(hm.SameSegment("ids")),
+    st.builds(hm.SameSentence, id_sets, st.just("ids")),
+    st.builds(hm.KeyFlag, st.sampled_from(["flags", "ids"])),
+    st.builds(hm.QueryFlag, st.sampled_from(["flags", "ids"])),
+    st.builds(hm.KeyIn, st.just("ids"), id_sets),
+    st.builds(hm.QueryIn, st.just("ids"), id_sets),
+)
+
+
+def told_and_true(spec, inputs, batch, grid):
+    """For each example `(possible, certain, mask)`."""
+    queries, keys, tile_queries, tile_keys, offset = grid
+    spans = {
+        leaf: spans_of(leaf, inputs, tile_queries, tile_keys)
+        for leaf in leaves(spec)
+        if leaf.inputs and all(kind.rank == 2 for kind in leaf.inputs.values())
+    }
+    told = bounds(spec, tile_grid(*grid), spans)
+    shape = (batch, -(-queries // tile_queries), -(-keys // tile_keys))
+    possible, certain = (np.broadcast_to(x, shape) for x in told)
+    mask = oracle.mask(spec, batch, 1, queries, keys, inputs, offset)[:, 0]
+    return zip(possible, certain, mask, strict=True)
+
+
+@MANY
+@given(st.data(), specs(reading | positional_leaves, per_head=False), grids())
+def test_spans_of_data_are_sound_under_any_rule(data, spec, grid):
+    """Ids unsorted, negative ones among them."""
+    queries, keys, tile_queries, tile_keys, _ = grid
+    inputs = data.draw(mask_inputs(spec, 2, queries, keys))
+    for possible, certain, mask in told_and_true(spec, inputs, 2, grid):
+        assert_sound(possible, certain, mask, tile_queries, tile_keys)
+
+
+@MANY
+@given(st.data(), reading, grids())
+def test_spans_of_flags_are_exact_and_of_sorted_ids_too(data, leaf, grid):
+    """Sorted ids make an interval of each span, so that overlap is a meeting up to gaps in it."""
+    queries, keys, tile_queries, tile_keys, _ = grid
+    inputs = data.draw(mask_inputs(leaf, 2, queries, keys))
+    is_ids = isinstance(leaf, hm.SameSegment | hm.SameSentence)
+    for possible, certain, mask in told_and_true(leaf, inputs, 2, grid):
+        for row, column, tile in tiles_of(mask, tile_queries, tile_keys):
+            assert certain[row, column] == tile.all()
+            if not is_ids:
+                assert possible[row, column] == tile.any()
+
+
+def test_documents_that_do_not_meet_are_skipped():
+    ids = np.repeat(np.arange(4), 3)[None]
+    rule = hm.SameSegment("ids")
+    spans = {rule: spans_of(rule, {"ids": (ids, ids)}, 3, 3)}
+    possible, certain = bounds(rule, tile_grid(12, 12, 3, 3), spans)
+    np.testing.assert_array_equal(possible[0], np.eye(4, dtype=bool))
+    np.testing.assert_array_equal(certain[0], np.eye(4, dtype=bool))
+
+
+def test_negative_ids_are_never_possible():
+    ids = np.array([[-1, -1, 0, 0]])
+    rule = hm.SameSegment("ids")
+    spans = {rule: spans_of(rule, {"ids": (ids, ids)}, 2, 2)}
+    possible, certain = bounds(rule, tile_grid(4, 4, 2, 2), spans)
+    assert possible[0].tolist() == certain[0].tolist() == [[False, False], [False, True]]
+
+
+def test_a_user_spec_can_tell_of_tiles():
+    @hm.register_spec("test_coverage_even")
+    @dataclasses.dataclass(frozen=True)
+    class Past(hm.MaskSpec):
+        def allowed(self, query_positions, key_positions, inputs):
+            return key_positions < query_positions
+
+        def coverage(self, tiles: Tiles, inputs):
+            return Bounds(tiles.key_first < tiles.query_last, tiles.key_last < tiles.query_first)
+
+    assert coverage(Past(), 4, 4, 2, 2).tolist() == [[1, 0], [2, 1]]
+    assert coverage(~Past(), 4, 4, 2, 2).tolist() == [[1, 2], [0, 1]]

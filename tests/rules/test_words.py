@@ -1,0 +1,223 @@
+"""Rules in plain English: what is said, and that it tells rules apart."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import strategies
+from hypothesis import given
+
+import keras_headmask as hm
+from keras_headmask import recipes
+from keras_headmask.rules import config, words
+from keras_headmask.rules.base import And, Or
+from keras_headmask.rules.per_head import head_groups
+
+pytestmark = pytest.mark.tensorflow  # the same on every backend
+
+W = hm.Window
+CAUSAL = "itself and every token before it"
+
+SAID = [
+    (hm.Full(), "every token"),
+    (hm.Nothing(), "nothing"),
+    (W(after=0), CAUSAL),
+    (W(before=0), "itself and every token after it"),
+    (W(0, 0), "itself alone"),
+    (W(2, 2), "itself and 2 tokens on each side"),
+    (W(2, 5), "itself, 2 tokens before it and 5 tokens after it"),
+    (W(1, 0), "itself and 1 token before it"),
+    (W(3, None), "every token after it, itself and 3 tokens before it"),
+    (W(None, 1), "every token before it, itself and 1 token after it"),
+    (W(1, -1), "the token 1 place before it"),
+    (W(5, -2), "the tokens 2 to 5 places before it"),
+    (W(None, -2), "every token 2 or more places before it"),
+    (W(-2, 5), "the tokens 2 to 5 places after it"),
+    (W(), "every token, at whatever distance"),
+    (W(step=8), "every token at a distance that is a multiple of 8"),
+    (W(8, 8, step=4), "itself and 8 tokens on each side, at distances that are multiples of 4"),
+    (hm.Chunk(64), "its own block of 64 tokens"),
+    (hm.Chunk(64, 1, 1), "its own block of 64 tokens and 1 block on each side"),
+    (hm.Chunk(64, 1, 2), "its own block of 64 tokens, 1 block before it and 2 blocks after it"),
+    (hm.Keys(0, 4), "the first 4 tokens"),
+    (hm.Keys(0, 1), "the first token"),
+    (hm.Keys(2, 5), "the tokens at positions 2 to 4"),
+    (hm.Keys(2), "every token from position 2 on"),
+    (hm.Queries(0, 4), "every token, if it stands at positions 0 to 3"),
+    (hm.SameSegment("doc"), "the tokens with its own id in `doc`"),
+    (hm.SameSentence(102), "its own sentence (sentences end with token 102)"),
+    (hm.SameSentence((3, 1, 2)), "its own sentence (sentences end with token 1, 2 or 3)"),
+    (hm.SameSentence(9, "ids"), "its own sentence (sentences in `ids` end with token 9)"),
+    (recipes.padding(), "every token that `padding_mask` does not hide"),
+    (hm.KeyFlag("is_global"), "every token whose `is_global` is set"),
+    (hm.QueryFlag("is_global"), "every token, if its own `is_global` is set"),
+    (hm.KeyIn("ids", (1, 2)), "every token whose `ids` is 1 or 2"),
+    (hm.QueryIn("ids", 1), "every token, if its own `ids` is 1"),
+    (hm.MaskInput("m"), "what the mask `m` allows"),
+    (
+        hm.RandomBlocks(64, 0.1, 7),
+        "random blocks of 64 tokens (each open with probability 0.1, seed 7)",
+    ),
+    (~hm.KeyIn("ids", 1), "all but the tokens whose `ids` is 1"),
+    (~hm.QueryFlag("x"), "every token, unless its own `x` is set"),
+    (recipes.prefix_lm(4), f"{CAUSAL}, plus the first 4 tokens"),
+    (
+        recipes.longformer(2, "g"),
+        (
+            "itself and 2 tokens on each side, plus every token whose `g` is set, "
+            "plus every token, if its own `g` is set"
+        ),
+    ),
+    (
+        recipes.streaming(4, 256),
+        (
+            f"{CAUSAL}; of these only (every token after it, itself and 255 tokens before it, "
+            "plus the first 4 tokens)"
+        ),
+    ),
+    (
+        W(after=0) & recipes.padding(),
+        f"{CAUSAL}; of these only the tokens that `padding_mask` does not hide",
+    ),
+    (
+        W(after=0) & ~hm.Keys(0, 1) & hm.QueryFlag("x"),
+        f"{CAUSAL}, but not the first token, but only if its own `x` is set",
+    ),
+    (
+        ~(W(after=0) | hm.Keys(3)),
+        f"all but ({CAUSAL}, plus every token from position 3 on)",
+    ),
+    (
+        ~hm.Keys(1) & ~hm.Chunk(2),
+        "all but its own block of 2 tokens, and not the tokens from position 1 on",
+    ),
+    (
+        hm.QueryFlag("x") & ~hm.QueryFlag("y"),
+        "every token, if its own `x` is set, unless its own `y` is set",
+    ),
+    (
+        ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
+        "every token, unless it stands at position 0 or its own `x` is set",
+    ),
+    (
+        W(after=0) & ~hm.QueryFlag("x") & ~hm.Queries(0, 1),
+        f"{CAUSAL}, but not if it stands at position 0 or its own `x` is set",
+    ),
+    (
+        ~hm.QueryFlag("x") | hm.QueryFlag("y"),
+        "(every token, unless its own `x` is set), plus every token, if its own `y` is set",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "said"), SAID, ids=repr)
+def test_one_rule(spec, said):
+    assert spec.describe() == f"A token sees {said}."
+
+
+HEADS = hm.PerHead({0: hm.SameSentence(102)}, default=recipes.padding())
+FIRST = "Head 0: a token sees its own sentence (sentences end with token 102)."
+PADDED = "every token that `padding_mask` does not hide."
+
+
+def test_heads():
+    assert HEADS.describe(12) == f"{FIRST} Heads 1 to 11: {PADDED}"
+    assert HEADS.describe(2) == f"{FIRST} Head 1: {PADDED}"
+    assert HEADS.describe() == f"{FIRST} All other heads: {PADDED}"
+    spec = hm.PerHead({(0, 3, 5, 6, 7): W(0, 0), "1-2": hm.Nothing()}, default=W(0, 0))
+    said = "Heads 0, 3 to 7: a token sees itself alone. Heads 1 and 2: nothing."
+    assert spec.describe(8) == said.replace("0, 3 to 7", "0 and 3 to 7")
+    nothing = "Heads 1 and 2: a token sees nothing. All other heads: itself alone."
+    assert spec.describe() == nothing
+    last = hm.PerHead({2: W(0, 0)})
+    assert last.describe(4) == "Head 2: a token sees itself alone. Heads 0, 1 and 3: every token."
+    assert hm.PerHead({0: W(0, 0)}, default=W(0, 0)).describe(4) == "A token sees itself alone."
+    nested = ~HEADS
+    assert nested.describe(2) == (
+        f"{FIRST} Head 1: all but the tokens that `padding_mask` does not hide."
+    ).replace("sees its own", "sees all but its own")
+
+
+def test_heads_that_do_not_exist():
+    with pytest.raises(ValueError, match="names head 4, but there are 4 heads, numbered 0 to 3"):
+        hm.PerHead({4: W()}).describe(4)
+    with pytest.raises(TypeError, match="`num_heads` must be a whole number"):
+        W().describe("4")
+
+
+def test_every_kind_has_words():
+    ours = {
+        kind
+        for kind, cls in config.known_kinds().items()
+        if cls.__module__.startswith("keras_headmask.")
+    }
+    assert ours - {"per_head"} == set(words._WORDS)
+    assert {part.kind for spec, _ in SAID for part in [spec, *spec.children]} == ours - {"per_head"}
+
+
+def test_a_spec_of_ones_own():
+    @dataclass(frozen=True)
+    class Silent(hm.MaskSpec):
+        seconds: int
+
+    @dataclass(frozen=True)
+    class Speaking(Silent):
+        def in_words(self):
+            return f"the tokens spoken within {self.seconds} seconds"
+
+    @dataclass(frozen=True, repr=False)
+    class Odd(hm.Window):  # has no kind of its own, and may mean anything
+        pass
+
+    assert Silent(5).describe().endswith("Silent(seconds=5) allows.")
+    assert (~Speaking(5)).describe() == "A token sees all but the tokens spoken within 5 seconds."
+    assert Odd(1, 0).describe() == "A token sees what Odd(before=1, after=0) allows."
+
+
+@strategies.MANY
+@given(strategies.any_specs, strategies.any_specs)
+def test_rules_read_alike_where_they_are_equal(a, b):
+    heads = strategies.NUM_HEADS
+
+    def rules(spec):
+        return {head: rule for rule, of in head_groups(spec, heads) for head in of}
+
+    assert (a.describe(heads) == b.describe(heads)) == (rules(a) == rules(b))
+    for join in (And, Or):
+        joined = [
+            hm.MaskSpec.from_config({"kind": join.kind, "specs": [x.get_config(), y.get_config()]})
+            for x, y in ((a, b), (b, a))
+        ]
+        assert joined[0].describe() == joined[1].describe()
+
+
+def test_no_two_rules_of_a_large_sample_read_alike():
+    distances = (None, -2, -1, 0, 1, 2)
+    windows = []
+    for before, after, step in itertools.product(distances, distances, (1, 2)):
+        try:
+            windows.append(W(before, after, step=step))
+        except ValueError:  # holds no distance
+            continue
+    ranges = [(0, 1), (0, 2), (1, 2), (1, 3), (0, None), (1, None)]
+    leaves = [
+        *windows,
+        *(kind(*r) for kind in (hm.Keys, hm.Queries) for r in ranges),
+        *(hm.Chunk(*args) for args in itertools.product((1, 2), (0, 1, 2), (0, 1, 2))),
+        *(spec for spec, _ in SAID if not spec.children),
+        *(kind(name) for kind in (hm.KeyFlag, hm.QueryFlag, hm.MaskInput) for name in "xy"),
+    ]
+    leaves = list(dict.fromkeys(leaves))
+    few = [hm.Full(), W(after=0), W(), hm.Keys(2), hm.KeyFlag("x"), hm.QueryFlag("x")]
+    few += [~leaf for leaf in few]
+    pairs = [join(a, b) for a in few for b in few for join in (hm.MaskSpec.__and__, _or)]
+    triples = [join(p, c) for p in pairs for c in few for join in (hm.MaskSpec.__and__, _or)]
+    specs = {*leaves, *(~leaf for leaf in leaves), *pairs, *triples, *(~t for t in triples)}
+    said = {}
+    for spec in specs:
+        assert said.setdefault(spec.describe(), spec) == spec
+    assert len(said) > 2000
+
+
+def _or(a, b):
+    return a | b

@@ -1,0 +1,443 @@
+"""The development server beyond single requests: V2, limits, and its life as a process."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from running_server import running
+from serving_model import as_json, as_rows, as_v2, example, publish
+from tolerance import assert_close
+
+requests = pytest.importorskip("requests")
+pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
+pytestmark = pytest.mark.tensorflow
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The whole: KERAS_HEADMASK_LOAD_SECONDS=60 python -m pytest tests/server/test_server.py -k load
+LOAD_SECONDS = float(os.environ.get("KERAS_HEADMASK_LOAD_SECONDS", "10"))
+
+
+# --- In this process ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ours(exports, tmp_path_factory):
+    from keras_headmask.served_versions import ServedVersions
+
+    base = tmp_path_factory.mktemp("ours")
+    publish(exports[1], base, 1)
+    with running(ServedVersions(base, report=lambda _: None), max_request_bytes=20_000) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def v2(ours):
+    return ours.url.replace("/v1/", "/v2/")
+
+
+def test_v2_answers(v2, models):
+    inputs = example(2, 5)
+    answer = requests.post(v2 + "/infer", json={"id": "7", "inputs": as_v2(inputs)}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    assert (told["id"], told["model_name"], told["model_version"]) == ("7", "tiny", "1")
+    y, first = (next(o for o in told["outputs"] if o["name"] == name) for name in ("y", "first"))
+    assert (y["datatype"], y["shape"], first["shape"]) == ("FP32", [2, 5, 8], [2, 8])
+    expected = models[1]([inputs[name] for name in ("token_ids", "padding_mask", "x")])["y"]
+    assert_close(np.reshape(y["data"], y["shape"]), expected)
+
+    body = {
+        "parameters": {"signature_name": "double"},
+        "inputs": [{"name": "token_ids", "datatype": "INT32", "shape": [1, 2], "data": [[1, 2]]}],
+        "outputs": [{"name": "doubled"}],
+    }
+    for path in ("/infer", "/versions/1/infer"):
+        (output,) = requests.post(v2 + path, json=body, timeout=60).json()["outputs"]
+        assert (output["name"], output["datatype"]) == ("doubled", "INT32")
+        assert (output["shape"], output["data"]) == ([1, 2], [2, 4])
+
+
+def test_v2_metadata_and_health(v2):
+    told = requests.get(v2, timeout=60).json()
+    assert {tensor["name"]: tensor["datatype"] for tensor in told["inputs"]} == {
+        "token_ids": "INT32",
+        "padding_mask": "BOOL",
+        "x": "FP32",
+    }
+    assert [t["shape"] for t in told["inputs"] if t["name"] == "x"] == [[-1, -1, 8]]
+    assert [tensor["name"] for tensor in told["outputs"]] == ["first", "y"]
+    root = v2.partition("/models")[0]
+    assert requests.get(root.removesuffix("/v2"), timeout=60).json() == {"status": "alive"}
+    for path in ("/health/live", "/health/ready", "/models/tiny/ready"):
+        assert requests.get(root + path, timeout=60).status_code == 200
+
+
+INPUTS = as_v2(example(1, 2))
+MASK = next(tensor for tensor in INPUTS if tensor["name"] == "padding_mask")
+
+
+def with_mask(**changes):
+    return {"inputs": [tensor for tensor in INPUTS if tensor is not MASK] + [MASK | changes]}
+
+
+BAD_V2 = [
+    ("a list", [], "V2's form"),
+    ("no inputs", {}, "V2's form"),
+    ("inputs by name", {"inputs": {"x": 1}}, "V2's form"),
+    ("an input without data", {"inputs": [{"name": "x"}]}, "V2's form"),
+    ("no JSON", b"{", "V2's form"),
+    ("inputs missing", {"inputs": INPUTS[:1]}, "missing"),
+    ("an unknown input", {"inputs": [*INPUTS, MASK | {"name": "mask"}]}, "['mask'] unknown"),
+    ("a name twice", {"inputs": [*INPUTS, MASK]}, "a name of its own"),
+    ("another datatype", with_mask(datatype="INT32"), "must have datatype BOOL. Received: INT32"),
+    ("an unknown datatype", with_mask(datatype="MASK"), "must have datatype BOOL"),
+    ("too few elements", with_mask(data=[True]), "must hold 2 elements. Received: 1"),
+    ("another rank", with_mask(shape=[2]), "must have rank 2"),
+    ("negative sizes", with_mask(shape=[-1, -2]), "must lie in [0, 2**31)"),
+    ("a size past memory", with_mask(shape=[0, 10**18], data=[]), "must lie in [0, 2**31)"),
+    ("ragged", with_mask(data=[[True], True]), "stand side by side"),
+    ("1 for true", with_mask(data=[1, 1]), "must be true or false. Received: 1"),
+    ("a batch apart", with_mask(shape=[2, 1]), "the same batch size"),
+    (
+        "an unknown signature",
+        {"inputs": INPUTS, "parameters": {"signature_name": "no"}},
+        "`signature_name` must be one of",
+    ),
+    ("an unknown output", {"inputs": INPUTS, "outputs": [{"name": "z"}]}, "must be among"),
+    (
+        "NaN",
+        json.dumps({"inputs": [*INPUTS[:2], INPUTS[2] | {"data": [float("nan")] * 16}]}).encode(),
+        "must be finite",
+    ),
+]
+
+
+def test_malformed_v2_requests_are_refused(v2):
+    wrong = {}
+    json_type = {"content-type": "application/json"}
+    for name, body, message in BAD_V2:
+        data = body if isinstance(body, bytes) else json.dumps(body)
+        answer = requests.post(v2 + "/infer", data=data, headers=json_type, timeout=60)
+        if answer.status_code != 400 or message not in answer.json()["error"]:
+            wrong[name] = (answer.status_code, answer.text)
+    # KServe's binary form: numbers in headers and bodies that are none.
+    for name, header, body in (
+        ("no header", {}, b"{}"),
+        ("no number", {"inference-header-content-length": "x"}, b"{}"),
+        ("no inputs", {"inference-header-content-length": "2"}, b"{}"),
+        ("no JSON", {"inference-header-content-length": "1"}, b"{}"),
+    ):
+        answer = requests.post(v2 + "/infer", data=body, headers=header, timeout=60)
+        if answer.status_code != 400 or "error" not in answer.json():
+            wrong[name] = (answer.status_code, answer.text)
+    assert wrong == {}
+    assert requests.post(v2 + "/infer", json={"inputs": INPUTS}, timeout=60).status_code == 200
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+def changed(value, data):
+    """`value` with one part of it, at any depth, replaced by any JSON or taken away."""
+    if not isinstance(value, dict | list) or not value or data.draw(st.integers(0, 3)) == 0:
+        return data.draw(JSON)
+    copy = value.copy()
+    key = data.draw(
+        st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))
+    )
+    if data.draw(st.integers(0, 4)) == 0:
+        del copy[key]
+    else:
+        copy[key] = changed(value[key], data)
+    return copy
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_no_request_is_an_error_of_the_server(ours, v2, data):
+    """Valid requests of both dialects, damaged anywhere: answered, or refused with a reason."""
+    url, body = data.draw(
+        st.sampled_from(
+            [
+                (ours.url + ":predict", {"inputs": as_json(example(1, 2))}),
+                (ours.url + ":predict", {"instances": as_rows(example(2, 1))}),
+                (v2 + "/infer", {"inputs": INPUTS, "outputs": [{"name": "y"}]}),
+            ]
+        )
+    )
+    text = json.dumps(changed(body, data)).encode()
+    answer = requests.post(url, data=text, headers={"content-type": "application/json"}, timeout=60)
+    assert answer.status_code in (200, 400), (text, answer.text)
+    assert answer.status_code == 200 or answer.json()["error"]
+
+
+def test_what_clients_may_not_do(ours, v2):
+    root = v2.partition("/models")[0]
+    for url, code in (
+        (f"{root}/repository/models/tiny/unload", 400),
+        (f"{root}/repository/models/tiny/load", 400),
+        (ours.url + ":explain", 400),
+        (ours.url + "/labels/stable:predict", 404),
+    ):
+        answer = requests.post(url, json={}, timeout=60)
+        assert answer.status_code == code, (url, answer.text)
+    cloud_event = {"ce-id": "1", "ce-type": "t", "ce-source": "s", "ce-specversion": "1.0"}
+    body = {"signature_name": "double", "inputs": [[1]]}
+    answer = requests.post(ours.url + ":predict", json=body, headers=cloud_event, timeout=60)
+    assert answer.json() == {"outputs": [[2]]}  # read as plain JSON, and answered so
+    assert not [header for header in answer.headers if header.lower().startswith("ce-")]
+
+
+def test_a_version_asked_for_is_the_one_that_answers(ours):
+    """Also where it is replaced between the look at the path and the answer."""
+    body = {"signature_name": "double", "inputs": [[1]]}
+    header = {"x-asked-version": "7"}  # what the path would have said
+    answer = requests.post(ours.url + ":predict", json=body, headers=header, timeout=60)
+    assert answer.status_code == 404
+    assert "version 7, does not exist" in answer.json()["error"]
+
+
+def test_any_content_type(ours):
+    data = json.dumps({"signature_name": "double", "inputs": [[1]]})
+    for content_type in ("application/x-www-form-urlencoded", "application/json; charset=utf-8"):
+        answer = requests.post(
+            ours.url + ":predict", data=data, headers={"content-type": content_type}, timeout=60
+        )
+        assert answer.json() == {"outputs": [[2]]}
+
+
+def test_requests_past_the_limit(ours):
+    body = {"signature_name": "double", "inputs": [[0] * 100_000]}
+    text = json.dumps(body).encode()
+    chunks = (text[i : i + 4096] for i in range(0, len(text), 4096))  # sent without a length
+    for data in (text, chunks):
+        answer = requests.post(ours.url + ":predict", data=data, timeout=60)
+        assert answer.status_code == 413
+        assert answer.json() == {"error": "The request is larger than 20000 bytes."}
+    assert requests.get(ours.url, timeout=60).status_code == 200
+
+
+def metric(url, line):
+    text = requests.get(url.partition("/v1/")[0] + "/metrics", timeout=60).text
+    found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_metrics_count(ours):
+    names = (
+        'keras_headmask_requests_total{code="400"}',
+        'request_predict_seconds_count{model_name="tiny"}',  # KServe's own
+    )
+    before = [metric(ours.url, name) for name in names]
+    assert requests.post(ours.url + ":predict", json={}, timeout=60).status_code == 400
+    assert [metric(ours.url, name) for name in names] == [count + 1 for count in before]
+    assert metric(ours.url, 'keras_headmask_model_version{model_name="tiny"}') == 1
+
+
+# --- Before anything is served --------------------------------------------------------------------
+
+
+def test_an_address_that_cannot_be_had_is_told_before_the_model_is_loaded(tmp_path):
+    from keras_headmask.server.main import serve
+
+    (tmp_path / "1").mkdir()  # which would not load
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"Cannot listen on 127.0.0.1, port {port}: Address"):
+            serve(tmp_path, name="tiny", port=port)
+    for port in (-1, 70000):
+        with pytest.raises(ValueError, match=rf"`port` must lie in \[0, 65535\].*{port}"):
+            serve(tmp_path, name="tiny", port=port)
+
+
+def test_help_tells_defaults_and_what_writes_versions(capsys):
+    from keras_headmask.server import main
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "export_saved_model writes versions" in told
+    assert "(default: 8501)" in told
+    assert "None" not in told
+
+
+# --- As a process ---------------------------------------------------------------------------------
+
+
+class Process:
+    """`python -m keras_headmask.server` with its output read line by line."""
+
+    def __init__(self, base, *options):
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "keras_headmask.server", base, "--name", "tiny"]
+        self.process = subprocess.Popen(
+            [*command, "--port", "0", "--poll-seconds", "0.1", *options],
+            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "-1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines, self._news = [], threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self.wait("Listening on ").removeprefix("Listening on ")
+
+    def _read(self):
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self.lines.append("ended")
+            self._news.notify_all()
+
+    def wait(self, start):
+        """The first line that begins so."""
+        with self._news:
+            self._news.wait_for(
+                lambda: any(line.startswith((start, "ended")) for line in self.lines), timeout=120
+            )
+            found = [line for line in self.lines if line.startswith(start)]
+        assert found, self.lines
+        return found[0]
+
+
+@contextlib.contextmanager
+def served(base, *options):
+    server = Process(base, *options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_load_of_requests_over_versions_that_swap_and_break(exports, models, tmp_path):
+    """Eight clients without pause: no request fails, and each gets the answer of one version."""
+    publish(exports[1], tmp_path, 1)
+    inputs = example(2, 7)
+    body = json.dumps({"signature_name": "serving_default", "inputs": as_json(inputs)}).encode()
+    arrays = [inputs[name] for name in ("token_ids", "padding_mask", "x")]
+    y = {scale: np.asarray(model(arrays)["y"]) for scale, model in models.items()}
+    may_be = {1}  # scales of the versions that an answer may stem from
+    stop, failures, answers = threading.Event(), [], []
+
+    def client(url):
+        session = requests.Session()
+        while not stop.is_set():
+            allowed = set(may_be)
+            try:
+                answer = session.post(url + ":predict", data=body, timeout=60)
+                allowed |= may_be
+                found = np.array(answer.json()["outputs"]["y"])
+                fits = [scale for scale in allowed if np.allclose(found, y[scale], atol=1e-4)]
+                if answer.status_code != 200 or not fits:
+                    failures.append((answer.status_code, allowed, answer.text[:200]))
+                answers.append(*fits[:1])
+            except Exception as error:  # a refused or cut connection, above all
+                failures.append(repr(error))
+                answers.append(None)
+
+    def swap(server, version, scale):
+        """Publish, and narrow down what is allowed once the server has told of it."""
+        may_be.add(scale)
+        publish(exports[scale], tmp_path, version)
+        server.wait(f"Serving version {version}")
+        may_be.intersection_update({scale})
+
+    with served(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert server.url.startswith("http://127.0.0.1:")
+        clients = [pool.submit(client, server.url) for _ in range(8)]
+        try:
+            time.sleep(LOAD_SECONDS / 4)
+            swap(server, 2, scale=2)
+            time.sleep(LOAD_SECONDS / 4)
+            broken = tmp_path / ".broken"
+            shutil.copytree(exports[1], broken)
+            data = next(broken.glob("variables/*.data-*"))
+            data.write_bytes(data.read_bytes()[:40])
+            broken.rename(tmp_path / "3")
+            server.wait("Version 3 does not load.")
+            time.sleep(LOAD_SECONDS / 4)
+            status = requests.get(server.url, timeout=60).json()["model_version_status"]
+            swap(server, 4, scale=1)
+            time.sleep(LOAD_SECONDS / 4)
+        finally:
+            stop.set()
+        for done in clients:
+            done.result()
+    assert failures == []
+    assert {answers.count(1) > 20, answers.count(2) > 20} == {True}, len(answers)
+    assert [(s["version"], s["state"]) for s in status] == [("3", "END"), ("2", "AVAILABLE")]
+    print(f"{len(answers)} requests, none failed")
+
+
+def test_sigterm_lets_requests_under_way_finish(exports, tmp_path):
+    publish(exports[1], tmp_path, 1)
+
+    def slow(steps):
+        body = {"signature_name": "slow", "inputs": [steps]}
+        return requests.post(server.url + ":predict", json=body, timeout=120)
+
+    with served(tmp_path) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(requests.ConnectionError):  # loopback's other addresses: not even those
+            requests.get(server.url.replace("127.0.0.1", "127.0.0.2"), timeout=60)
+        start = time.perf_counter()
+        assert slow(500).json() == {"outputs": [256.0]}
+        second = int(500 / (time.perf_counter() - start))
+        answer = pool.submit(slow, 2 * second)  # so long that it is under way at the signal
+        while metric(server.url, "keras_headmask_requests_under_way") < 2:  # that one is the first
+            assert not answer.done()
+        server.process.send_signal(signal.SIGTERM)
+        assert answer.result().json() == {"outputs": [256.0]}
+        assert server.process.wait(timeout=60) == 0
+        server.wait("Stopped")
+        with pytest.raises(requests.ConnectionError):
+            requests.get(server.url, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a/b"}, "`name` must be made of letters"),
+        ({"poll_seconds": 0}, "`poll_seconds` must be positive"),
+        ({"max_request_bytes": -1}, "`max_request_bytes` must be positive"),
+        ({"grace_seconds": 0}, "`grace_seconds` must be positive"),
+        ({}, "holds no version"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(tmp_path, arguments, message):
+    from keras_headmask.server.main import serve
+
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        serve(tmp_path, **arguments)
+
+
+def test_without_the_extra_the_error_says_how_to_install_it(tmp_path, monkeypatch):
+    from keras_headmask.server import main as server
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "kserve"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "keras_headmask.server.kserve_app", raising=False)
+    with pytest.raises(ImportError, match=r'pip install "kserve>=0\.21'):
+        server.serve(tmp_path)
+    with pytest.raises(SystemExit, match="error: The development server needs KServe"):
+        server.main([str(tmp_path)])

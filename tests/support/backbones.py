@@ -1,0 +1,151 @@
+"""KerasHub's backbones, tiny and random: which ones a rule reaches, and which are refused.
+
+The table in the README is made from these lists: `python tests/support/backbones.py` writes it.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+README = Path(__file__).parents[2] / "README.md"
+START, END = "<!-- backbones:start -->", "<!-- backbones:end -->"
+
+_TEXT = {
+    "vocabulary_size": 30,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+}
+_TEXT_SHORT = _TEXT | {"dropout": 0.0, "max_sequence_length": 16}
+_GROUPED = {
+    "vocabulary_size": 30,
+    "num_layers": 1,
+    "num_query_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+}
+_ELECTRA = {k: v for k, v in _TEXT_SHORT.items() if k != "vocabulary_size"}
+_WHISPER = _TEXT | {
+    "num_mels": 4,
+    "max_encoder_sequence_length": 16,
+    "max_decoder_sequence_length": 8,
+}
+_VIT = {
+    "image_shape": (8, 8, 3),
+    "patch_size": (2, 2),
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 8,
+    "mlp_dim": 16,
+}
+
+
+class Leak(NamedTuple):
+    """Under `Chunk(4)`, a change of `input` at `place` must not reach `rows` of `output`."""
+
+    input: str
+    place: tuple
+    output: str | None
+    rows: slice
+
+
+_FROM_TOKEN_1 = Leak("token_ids", (slice(None), 1), "sequence_output", slice(4, 8))
+
+
+class Covered(NamedTuple):
+    name: str  # of the class in keras_hub.models
+    arguments: dict
+    leaks: tuple[Leak, ...] = (_FROM_TOKEN_1,)
+    layers: str = "all self-attention"
+
+
+class Refused(NamedTuple):
+    name: str
+    arguments: dict
+    attention: str | None  # the class that is named; None where there is no attention
+
+
+COVERED = [
+    Covered("BertBackbone", _TEXT_SHORT),
+    Covered("RobertaBackbone", _TEXT_SHORT),
+    Covered("XLMRobertaBackbone", _TEXT_SHORT),
+    Covered("DistilBertBackbone", _TEXT_SHORT),
+    Covered("ElectraBackbone", _ELECTRA | {"vocab_size": 30, "embedding_dim": 8}),
+    Covered("AlbertBackbone", _TEXT_SHORT | {"embedding_dim": 8}),
+    Covered("GPT2Backbone", _TEXT_SHORT, layers="all self-attention; `generate()`"),
+    Covered("OPTBackbone", _TEXT_SHORT, layers="all self-attention; `generate()`"),
+    Covered(
+        "BartBackbone",
+        _TEXT_SHORT,
+        (
+            Leak("encoder_token_ids", (slice(None), 1), "encoder_sequence_output", slice(4, 8)),
+            Leak("decoder_token_ids", (slice(None), 1), "decoder_sequence_output", slice(4, 8)),
+        ),
+        "encoder, decoder; cross-attention by name; `generate()`",
+    ),
+    Covered(
+        "WhisperBackbone",
+        _WHISPER,
+        (
+            # Two convolutions reach from frame 1 to position 1, of the eight that are left.
+            Leak("encoder_features", (slice(None), 1), "encoder_sequence_output", slice(4, 8)),
+            Leak("decoder_token_ids", (slice(None), 1), "decoder_sequence_output", slice(4, 8)),
+        ),
+        "encoder, decoder; cross-attention by name",
+    ),
+    Covered(
+        "ViTBackbone",
+        _VIT,
+        (Leak("images", (slice(None), slice(0, 2)), None, slice(8, 17)),),  # patches 1 to 4
+    ),
+]
+
+REFUSED = [
+    Refused("DebertaV3Backbone", _TEXT_SHORT | {"bucket_size": 4}, "DisentangledSelfAttention"),
+    Refused("T5Backbone", _TEXT, "T5MultiHeadAttention"),
+    Refused("GemmaBackbone", _GROUPED | {"head_dim": 4}, "CachedGemmaAttention"),
+    Refused("LlamaBackbone", _GROUPED, "LlamaAttention"),
+    Refused("MistralBackbone", _GROUPED, "CachedMistralAttention"),
+    Refused("QwenBackbone", _GROUPED, "QwenAttention"),
+    Refused("Phi3Backbone", _GROUPED, "Phi3Attention"),
+    Refused(
+        "FalconBackbone",
+        {
+            "vocabulary_size": 30,
+            "num_layers": 1,
+            "num_attention_heads": 2,
+            "hidden_dim": 8,
+            "intermediate_dim": 16,
+        },
+        "FalconAttention",
+    ),
+    Refused("BloomBackbone", _TEXT, "BloomAttention"),
+    Refused("GPTNeoXBackbone", _TEXT, "GPTNeoXAttention"),
+    Refused("XLNetBackbone", _TEXT, "TwoStreamRelativeAttention"),
+    Refused("FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None),
+]
+
+
+def table():
+    """The README's table."""
+    rows = ["| KerasHub backbone | a rule reaches |", "|---|---|"]
+    rows += [f"| `{entry.name}` | {entry.layers} |" for entry in COVERED]
+    for entry in REFUSED:
+        why = "has no attention" if entry.attention is None else f"computes in `{entry.attention}`"
+        rows.append(f"| `{entry.name}` | refused: {why} |")
+    return "\n".join(rows)
+
+
+def written(text):
+    """`text` of the README with the table as it is now."""
+    marks = re.compile(f"{START}.*{END}", re.DOTALL)
+    assert marks.search(text), f"the README lacks {START} and {END}"
+    return marks.sub(lambda _: f"{START}\n{table()}\n{END}", text)
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(0)

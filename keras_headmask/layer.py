@@ -1,6 +1,7 @@
 """`keras.layers.MultiHeadAttention` with a mask for every head."""
 
 import contextlib
+import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import Any
 import keras
 from keras import ops
 from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
+from keras.src.saving import saving_lib
+from keras.src.utils import naming
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
@@ -49,16 +52,19 @@ def supports_unknown_lengths(holder: keras.Layer) -> bool:
 _STOCK_MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
 
 
-def _filed_as_stock(cls: type) -> type:
-    """Keras addresses weights in files by `__name__`: ours and stock's must read each other's."""
-    cls.__name__ = keras.layers.MultiHeadAttention.__name__
-    return cls
+def _name_in_files(class_name: str) -> str:
+    """Keras files weights by class name: ours and stock's read each other's under one name."""
+    ours = class_name == "PerHeadMaskedMultiHeadAttention"
+    return naming.to_snake_case("MultiHeadAttention" if ours else class_name)
+
+
+# There a layer has no say in its name.
+saving_lib.naming = types.SimpleNamespace(**vars(naming) | {"to_snake_case": _name_in_files})
 
 
 @keras.saving.register_keras_serializable(
     package="keras_headmask", name="PerHeadMaskedMultiHeadAttention"
 )
-@_filed_as_stock
 class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     """Multi-head attention in which every head obeys its own mask.
 

@@ -386,6 +386,16 @@ def test_a_thread_of_its_own_does_not_take_a_mask_away():
     assert seen[0] is not None
 
 
+def test_summaries_and_files_show_the_true_name():
+    x = keras.Input((4, 8))
+    model = keras.Model(x, Layer(3, 4)(x))
+    lines = []
+    model.summary(line_length=120, print_fn=lines.append)
+    assert "(PerHeadMaskedMultiHeadAttention)" in "".join(lines)
+    filed = keras.saving.serialize_keras_object(model.layers[-1])
+    assert filed["class_name"] == "PerHeadMaskedMultiHeadAttention"  # as an error names it
+
+
 def test_lora_and_int8_quantization_come_with_it():
     x = keras.Input((5, 8))
     model = keras.Model(x, Layer(2, 4, mask_spec=hm.Window(1, 1), name="attention")(x))

@@ -121,6 +121,19 @@ def test_weight_files_load_both_ways(direction, tmp_path):
     assert_close(target.predict(x, verbose=0), source.predict(x, verbose=0))
 
 
+def test_layers_of_both_kinds_share_a_file(tmp_path):
+    def model(first, second):
+        x = keras.Input((4, 8))
+        y = first(3, 4, name="first")(x, x)
+        return keras.Model(x, second(3, 4, name="second")(y, y))
+
+    source, target = model(Ours, Stock), model(Stock, Ours)
+    source.save_weights(tmp_path / "a.weights.h5")
+    target.load_weights(tmp_path / "a.weights.h5")
+    for a, b in zip(source.get_weights(), target.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_training_step():
     def trained(layer):
         keras.utils.set_random_seed(3)

@@ -1,5 +1,6 @@
 """A mask for every attention head, written as a value, in Keras 3."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 from keras_headmask.cli import starting
@@ -50,13 +51,12 @@ __all__ = [
     "write_serving_config",
 ]
 
-if TYPE_CHECKING or not starting.waiting:
+if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.attend import dense_scope, dot_product_attention
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
-    from keras_headmask.look import notebook
     from keras_headmask.look.drawing import draw
     from keras_headmask.look.plotting import plot, plot_attention
     from keras_headmask.masks import (
@@ -92,14 +92,42 @@ if TYPE_CHECKING or not starting.waiting:
         Window,
     )
 
-    notebook.install()
+_HOMES = {
+    "attention.attend": "dense_scope dot_product_attention",
+    "export.saved_model": "ExportReport export_saved_model",
+    "export.tf_serving": "write_serving_config",
+    "layer": "PerHeadMaskedMultiHeadAttention",
+    "linting.linter": "Finding lint",
+    "look.drawing": "draw",
+    "look.plotting": "plot plot_attention",
+    "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
+    "retrofit.apply": "apply_head_masks",
+    "rules": "recipes",
+    "rules.base": "InputType MaskSpec Sides register_spec",
+    "rules.evaluation": "make_mask",
+    "rules.inputs": "KeyFlag KeyIn MaskInput QueryFlag QueryIn SameSegment SameSentence",
+    "rules.json_schema": "schema",
+    "rules.per_head": "PerHead",
+    "rules.positions": "Chunk Full Keys Nothing Queries RandomBlocks Window",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    if starting.waiting and name in __all__:  # a command, which may end before it needs Keras
-        starting.import_all()
-        if name in globals():
-            return globals()[name]
-    if not starting.waiting and (call := config.known_recipes().get(name)) is not None:
+    if name in _HOME_OF:
+        home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
+        if name == "recipes":  # itself a module
+            importlib.import_module(f"{home.__name__}.recipes")
+        globals()[name] = getattr(home, name)  # asked for once
+        return globals()[name]
+    if (call := config.known_recipes().get(name)) is not None:
         raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))
+
+
+if not starting.is_command():
+    starting.register_all()

@@ -10,9 +10,12 @@ import sys
 
 _SCRIPTS = {"keras-headmask", "keras-headmask.exe", "keras-headmask-script.py"}
 _AS_MODULE = (["keras_headmask"], ["keras_headmask.server"])
+# All that files may name: kinds of specs, layers and models.
+_REGISTER = ("rules.inputs", "rules.per_head", "rules.recipes", "layer", "retrofit.masked_model")
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
+    """Whether this process is one of our commands, which imports Keras when it needs it."""
     if not sys.argv:
         return False
     if sys.argv[0] == "-m":  # Python replaces it once it has found the module
@@ -21,17 +24,17 @@ def _is_command() -> bool:
     return pathlib.Path(sys.argv[0]).name in _SCRIPTS
 
 
-waiting = _is_command()  # then the package waits for `import_all`, or for the first use of a name
+def register_all() -> None:
+    """Register every spec, layer and model that a file may name, and how notebooks show them."""
+    for module in _REGISTER:
+        importlib.import_module(f"keras_headmask.{module}")
+    importlib.import_module("keras_headmask.look.notebook").install()
 
 
 def import_all() -> None:
-    """Import the whole package, which also registers every spec and layer with Keras."""
-    global waiting
-    if not waiting:
-        return
-    waiting = False
+    """`register_all` for a command, which says what to install."""
     try:
-        importlib.reload(sys.modules["keras_headmask"])
+        register_all()
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
         if not missing or importlib.util.find_spec(missing) is not None:

@@ -41,11 +41,11 @@ def failure(*arguments, stdin=None):
     return result.stderr
 
 
-def start(*arguments, path=ROOT, **options):
+def start(*arguments, path=ROOT, module="keras_headmask", **options):
     """`python -m keras_headmask`, on the backend that starts fastest."""
     paths = os.pathsep.join([str(path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
-        [sys.executable, "-m", "keras_headmask", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=os.environ | {"KERAS_BACKEND": "numpy", "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -397,6 +397,27 @@ def test_help_comes_before_keras_is_imported(tmp_path):
         assert told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing", "code", "message"),
+    [
+        (["--help"], (), 0, "Serve the newest version under a base path"),
+        (["--port", "many", "base"], (), 2, "invalid int value: 'many'"),
+        (["folder", "--port", "-1"], (), 1, "`port` must lie in"),
+        (["folder"], ("kserve",), 1, "Install it with `pip install"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_the_server_answers_before_tensorflow_is_imported(
+    arguments, missing, code, message, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(missing=missing, refused=SLOW))
+    process = start(*arguments, path=tmp_path, module="keras_headmask.server")
+    told, said = process.communicate(timeout=300)
+    assert process.returncode == code, said
+    assert message in told + said
+    assert "Traceback" not in said
+
+
 def test_without_the_backend(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         WITHOUT.format(missing=("tensorflow",), refused=())

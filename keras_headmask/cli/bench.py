@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_headmask.export import samples
-from keras_headmask.export.signatures import Input, Interface
+from keras_headmask.export.interface import Input, Interface
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.retrofit.interventions import rules_of
+from keras_headmask.retrofit.observing import rules_of
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec

@@ -14,9 +14,10 @@ import numpy as np
 
 from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
-from keras_headmask.export.samples import Arrays
-from keras_headmask.export.signatures import Interface
-from keras_headmask.retrofit.interventions import restricts, rules_of, watched
+from keras_headmask.export.interface import Arrays, Interface, answer, as_array
+from keras_headmask.export.report import CheckResult
+from keras_headmask.retrofit.layer_rules import restricts
+from keras_headmask.retrofit.observing import rules_of, watched
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.selectors import find_attention
 
@@ -26,28 +27,6 @@ _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile of the tiled way.
 _SHAPES = ((1, 9), (3, 40), (2, 272))
 _LONGEST_LOOK = 1024  # positions; how far to look for a length at which a rule restricts
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckResult:
-    """What the fresh process found.
-
-    Distances are the largest differences of outputs, in units of the output's largest element if
-    that is above 1; elements from 1e4 on are held against themselves.
-    """
-
-    shapes: tuple[tuple[int, int], ...]  # (batch, length) of the requests
-    error: float  # from the model in memory
-    tolerance: float
-    milliseconds: tuple[float, ...]  # of the second call of each request
-    load_milliseconds: float
-    twin_distance: float | None  # from the twin without rules; None: no rule restricts anything
-    mass_outside: float | None  # the largest probability that a rule forbids
-    mass_seen_in: str | None  # "serve_scores", or "the model in memory"
-    padded_error: float | None  # a padded batch, from its examples alone, and from 0 past them
-    compiled_error: float | None  # of the XLA signatures
-    precision_error: float | None  # from the model in float32
-    graphs: dict[str, dict[str, Any]]  # what the graph of each signature holds
 
 
 @dataclasses.dataclass
@@ -149,29 +128,6 @@ def _kind(dtype: Any) -> str:
     if getattr(dtype, "kind", None) == "S":
         return "string"
     return "float" if "float" in name else "int" if "int" in name else name
-
-
-def answer(face: Interface, given: Arrays) -> Arrays:
-    """What the model in memory gives, on the CPU, as the fresh process does."""
-    with keras.device("cpu:0"):
-        outputs = face.call(as_tensors(face, given))
-    return {name: as_array(x) for name, x in outputs.items()}
-
-
-def as_tensors(face: Interface, given: Arrays) -> dict[str, Any]:
-    return {
-        name: keras.ops.convert_to_tensor(
-            value, face.inputs[name].dtype if name in face.inputs else None
-        )
-        for name, value in given.items()
-    }
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    array = keras.ops.convert_to_numpy(tensor)
-    if array.dtype.kind == "V":  # bfloat16, which is none of NumPy's own
-        return array.astype("float32")
-    return array.astype("S") if array.dtype.kind == "O" else array
 
 
 def _heads(face: Interface, path: str) -> int:

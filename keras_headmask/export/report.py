@@ -1,12 +1,33 @@
-"""What an export tells of itself."""
+"""What an export reports."""
 
 import dataclasses
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from keras_headmask.export.checking import CheckResult
 from keras_headmask.rules.terminal import in_one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """What the fresh process found.
+
+    Distances are the largest differences of outputs, in units of the output's largest element if
+    that is above 1; elements from 1e4 on are held against themselves.
+    """
+
+    shapes: tuple[tuple[int, int], ...]  # (batch, length) of the requests
+    error: float  # from the model in memory
+    tolerance: float
+    milliseconds: tuple[float, ...]  # of the second call of each request
+    load_milliseconds: float
+    twin_distance: float | None  # from the twin without rules; None: no rule restricts anything
+    mass_outside: float | None  # the largest probability that a rule forbids
+    mass_seen_in: str | None  # "serve_scores", or "the model in memory"
+    padded_error: float | None  # a padded batch, from its examples alone, and from 0 past them
+    compiled_error: float | None  # of the XLA signatures
+    precision_error: float | None  # from the model in float32
+    graphs: dict[str, dict[str, Any]]  # what the graph of each signature holds
 
 
 @dataclasses.dataclass(frozen=True)

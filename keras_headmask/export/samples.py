@@ -7,11 +7,9 @@ import keras
 import numpy as np
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask.export.signatures import PADDING, Input, Interface
+from keras_headmask.export.interface import PADDING, Arrays, Input, Interface
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.inputs import SameSegment
-
-Arrays = dict[str, np.ndarray]
 
 
 def sample(

@@ -12,13 +12,13 @@ from typing import Any
 
 import keras
 
-from keras_headmask.export import checking, graph_scan, signatures, tf_serving, versions
-from keras_headmask.export.plan import Plan, milliseconds_since
+from keras_headmask.export import checking, graph_scan, tf_serving, versions
+from keras_headmask.export.interface import Interface, answer, interface
 from keras_headmask.export.precision import checked_precision, computing_in
 from keras_headmask.export.report import ExportReport
-from keras_headmask.export.signatures import Interface
+from keras_headmask.export.signatures import Plan, keeping_dtypes, milliseconds_since
 from keras_headmask.export.warmup import EXTRA, check_installed
-from keras_headmask.retrofit.interventions import rules_of
+from keras_headmask.retrofit.observing import rules_of
 from keras_headmask.retrofit.selectors import find_attention, select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
@@ -108,7 +108,7 @@ def export_saved_model(
     _check_arguments(model, precision, warmup, check, padded)
     base = versions.checked_base(base_path)
     versions.checked_version(version, base)
-    face = signatures.interface(model, input_signature)
+    face = interface(model, input_signature)
     buckets = _checked_buckets(xla_buckets, face)
     entries, unreachable = _with_scores(model, scores)
     with _failures_told(base), versions.being_written(base) as folder:
@@ -116,8 +116,8 @@ def export_saved_model(
         given = [] if check is False else checking.requests(face, check)
         warm = [checking.request(face, item, specs) for item in warmup]
         _warn_of_large_batches(warm, tf_serving.batch_limit(base))
-        reference = [checking.answer(face, one) for one in given if precision is not None]
-        face = signatures.keeping_dtypes(face, precision)
+        reference = [answer(face, one) for one in given if precision is not None]
+        face = keeping_dtypes(face, precision)
         with computing_in(model, precision):
             plan = Plan(face, entries, buckets, precision)
             plan.left_out |= unreachable

@@ -1,218 +1,222 @@
-"""The signatures of an export: functions from named tensors to named tensors."""
+"""The signatures of one export: decided, traced and written, and held against the model."""
 
 import functools
 import inspect
-import keyword
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 from keras import ops
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask.retrofit.interventions import keys_limited, watched
+from keras_headmask.attention.tiled_python import forward_only
+from keras_headmask.export import checking, fresh_process, padding, warmup
+from keras_headmask.export.interface import (
+    PADDING,
+    Arrays,
+    Input,
+    Interface,
+    Tensors,
+    answer,
+    as_tensors,
+)
+from keras_headmask.export.padding import LENGTHS
+from keras_headmask.export.precision import computing_in_float32
+from keras_headmask.retrofit.observing import rules_of, watched
+from keras_headmask.retrofit.position_mixing import what_mixes
 from keras_headmask.retrofit.selectors import AttentionLayer
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_BY_PLACE_OR_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
-LENGTHS = "lengths"
-PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
-Tensors = dict[str, Any]
+_DEFAULT = "serving_default"
+_XLA = "serve_xla_"
 
 
-class Input(NamedTuple):
-    """One input of a model: sizes along `None` axes are known when a request comes."""
+class Plan:
+    """The signatures of one export: their functions and inputs, as they are written and tried."""
 
-    shape: tuple[int | None, ...]
-    dtype: str
+    def __init__(
+        self,
+        face: Interface,
+        entries: list[Any],
+        buckets: list[tuple[int, int]],
+        precision: str | None,
+    ):
+        self.face, self.precision = face, precision
+        self.left_out: dict[str, str] = {}
+        self.paths = {entry.path for entry in entries}
+        self.functions: dict[str, Callable] = {_DEFAULT: face.call}
+        self.inputs: dict[str, dict[str, Input]] = {_DEFAULT: dict(face.inputs)}
+        self.traced: dict[str, Any] = {}
+        self.padded_case: checking.Case | None = None
+        self.tolerance = checking.tolerance_of(face.model, precision)
+        if entries:
+            self.functions["serve_scores"] = with_scores(face, entries)
+            self.inputs["serve_scores"] = dict(face.inputs)
+        for bucket in buckets:
+            name = f"{_XLA}{bucket[0]}x{bucket[1]}"
+            self.functions[name] = face.call
+            self.inputs[name] = {
+                key: Input(
+                    (bucket[0], *(bucket[1] if n is None else n for n in x.shape[1:])), x.dtype
+                )
+                for key, x in face.inputs.items()
+            }
 
-    @property
-    def is_sequence(self) -> bool:
-        """Whether its second axis is the length."""
-        return len(self.shape) > 1 and self.shape[1] is None
+    def offer_padded(self, given: Sequence[Arrays]) -> None:
+        """Add `serve_padded`, or the reason why not: by the graph, and by trying it in float32,
 
+        since half precision would pass what padding changes for rounding.
+        """
+        face = self.face
+        sequences = [x for x in face.inputs.values() if x.is_sequence]
+        mixes = None if PADDING in face.inputs else what_mixes(face.model)
+        if not sequences:
+            reason = "no input has a length that varies"
+        elif LENGTHS in face.inputs:
+            reason = f"the model has an input named {LENGTHS!r} of its own"
+        elif mixes is not None:
+            reason = f"{mixes}, so that padding would be seen"
+        else:
+            length = max((_length(face, one) for one in given), default=8)
+            with computing_in_float32(face.model):
+                reason = padding.what_padding_changes(face, length, checking.TOLERANCES["float32"])
+            if reason is None and given:
+                self.padded_case = checking.Case("serve_padded", *padding.padded_case(face, length))
+        if reason is not None:
+            self.left_out["serve_padded"] = reason
+            return
+        self.functions["serve_padded"] = padding.padded(face)
+        self.inputs["serve_padded"] = face.inputs | {LENGTHS: Input((None,), "int32")}
 
-class Interface(NamedTuple):
-    """A model as a function of named inputs; `output_shapes` where its graph tells them.
+    def write(self, folder: pathlib.Path) -> dict[str, float]:
+        """Trace each signature and write them all; milliseconds of the two.
 
-    `arguments` are the inputs' names in the structures that the model's own call takes, by
-    parameter. `as_returned` makes of named outputs what that call returns.
-    """
+        By TensorFlow's own saver: Keras' ExportArchive hands it functions that it traces again.
+        """
+        import tensorflow as tf
 
-    model: keras.Model
-    inputs: dict[str, Input]
-    call: Callable[[Tensors], Tensors]
-    output_shapes: dict[str, tuple[int | None, ...]] | None
-    arguments: dict[str, Any]
-    as_returned: Callable[[Tensors], Any]
+        start = time.perf_counter()
+        for name, function in self.functions.items():
+            specs = {
+                key: tf.TensorSpec(x.shape, x.dtype, name=key)
+                for key, x in self.inputs[name].items()
+            }
+            compiled = True if name.startswith(_XLA) else None
+            traced = tf.function(function, autograph=False, jit_compile=compiled)
+            with forward_only():
+                self.traced[name] = traced.get_concrete_function(specs)
+        took = {"trace": milliseconds_since(start)}
+        start = time.perf_counter()
+        root = tf.Module()
+        root.read = _read_by(self.traced.values(), self.face.model)
+        root.serve = as_called(self.face, self.traced[_DEFAULT])
+        try:
+            self._save(root, folder)
+        except tf.errors.OpError as error:  # a full disk has many names there
+            raise OSError(error.message) from error
+        return took | {"write": milliseconds_since(start)}
 
+    def _save(self, root: Any, folder: pathlib.Path) -> None:
+        """With the custom gradients of the model's own code, as Keras saves them.
 
-def interface(model: keras.Model, input_signature: Any) -> Interface:
-    """How `model` is called, by its graph or by `input_signature`."""
-    if isinstance(model, keras.Sequential):
-        if not model.built or not model._functional:
-            raise ValueError(
-                f"The Sequential model '{model.name}' has no inputs yet: start it with a "
-                "keras.Input, or call its `build`, before it is exported."
-            )
-        names, tensors = _names(model.inputs), list(model.inputs)
-        struct, outputs = model._functional._inputs_struct, model._functional._outputs_struct
-    elif isinstance(model, Functional):
-        names, tensors = _graph_names(model), list(model._inputs)
-        struct, outputs = model._inputs_struct, model._outputs_struct
-    else:
-        return _of_subclassed(model, input_signature)
-    inputs = {
-        name: Input((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
-        for name, tensor in zip(names, tensors, strict=True)
-    }
-    if input_signature is not None:
-        inputs = _narrowed(inputs, input_signature)
+        Left out, each would be a warning on every load. One that TensorFlow cannot save is no
+        reason not to serve: requests ask for no gradient.
+        """
+        import tensorflow as tf
 
-    def call(given: Tensors) -> Tensors:
-        flat = [given[name] for name in names]
-        return _named_outputs(model(keras.tree.pack_sequence_as(struct, flat)))
+        save = functools.partial(tf.saved_model.save, root, str(folder), signatures=self.traced)
+        try:
+            save()
+        except ValueError:
+            save(options=tf.saved_model.SaveOptions(experimental_custom_gradients=False))
 
-    shapes = {name: tuple(tensor.shape) for name, tensor in _named_outputs(outputs).items()}
-    arguments = {"inputs": keras.tree.pack_sequence_as(struct, names)}
-    as_returned = functools.partial(_packed, _structure(outputs))
-    return Interface(model, _checked_names(inputs), call, shapes, arguments, as_returned)
+    def write_warmup(self, folder: pathlib.Path, requests: list[Arrays]) -> int:
+        """Records for the signatures that run anywhere: a failing one fails the whole version."""
+        records = []
+        for given in requests:
+            tensors = as_tensors(self.face, given)
+            answer(self.face, given)  # what the model refuses is told here
+            records.append((_DEFAULT, tensors))
+            if "serve_padded" in self.functions:
+                batch, length = len(next(iter(given.values()))), _length(self.face, given)
+                lengths = keras.ops.full((batch,), length, "int32")
+                records.append(("serve_padded", tensors | {LENGTHS: lengths}))
+        return warmup.write(folder / warmup.EXTRA, records) if records else 0
 
-
-def _graph_names(model: Functional) -> list[str]:
-    """The keys of a dict of inputs, else the tensors' names, in the order of `model._inputs`."""
-    struct = model._inputs_struct
-    if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
-        keys = {id(tensor): key for key, tensor in struct.items()}
-        return [keys[id(tensor)] for tensor in model._inputs]
-    return _names(model._inputs)
-
-
-def _names(tensors: Any) -> list[str]:
-    return [tensor.name for tensor in tensors]
-
-
-def _narrowed(inputs: dict[str, Input], input_signature: Any) -> dict[str, Input]:
-    """The inputs of a graph with sizes that `input_signature` fixes."""
-    given = _specs(input_signature)
-    if sorted(given) != sorted(inputs):
-        raise ValueError(
-            f"`input_signature` must name the model's inputs, {sorted(inputs)}. "
-            f"Received: {sorted(given)}."
+    def checked(
+        self,
+        folder: pathlib.Path,
+        given: Sequence[Arrays],
+        reference: Sequence[Arrays],
+        graphs: dict[str, dict[str, Any]],
+    ) -> checking.CheckResult:
+        face = self.face
+        cases = checking.default_cases(face, given)
+        apart = [
+            fresh_process.distance(case.answer, of_float32)
+            for case, of_float32 in zip(cases, reference, strict=False)
+        ]
+        outside = []
+        for one in given:  # a rule may forbid nothing in the short ones
+            seen = checking.looked_at(face, one) if rules_of(face.model) else []
+            outside.append(checking.mass_outside(seen))
+            if "serve_scores" in self.functions:
+                cases.append(checking.scores_case(one, seen, self.paths))
+        if self.padded_case is not None:
+            cases.append(self.padded_case)
+        specs = tuple(rules_of(face.model).values())
+        for name in self.functions:
+            if name.startswith(_XLA):
+                batch, length = map(int, name.removeprefix(_XLA).split("x"))
+                one = checking.request(face, (batch, length), specs)
+                cases.append(checking.Case(name, one, answer(face, one)))
+        found = checking.run_fresh(folder, cases)
+        return checking.judged(
+            found,
+            cases,
+            self.tolerance,
+            max((mass for mass in outside if mass is not None), default=None),
+            max(apart, default=None),
+            graphs,
         )
-    return {name: given[name] for name in inputs}
+
+    def told(self) -> dict[str, dict[str, Any]]:
+        """The inputs and outputs of each signature: (dtype, shape) by name."""
+        return {
+            name: {
+                "inputs": {key: (x.dtype, x.shape) for key, x in self.inputs[name].items()},
+                "outputs": {
+                    key: (x.dtype.name, tuple(x.shape))
+                    for key, x in traced.structured_outputs.items()
+                },
+            }
+            for name, traced in self.traced.items()
+        }
 
 
-def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
-    parameters = [
-        name
-        for name, p in inspect.signature(model.call).parameters.items()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name != "training"
+def _read_by(functions: Any, model: keras.Model) -> list[Any]:
+    """The variables that functions read, and the tables of Keras' lookup layers."""
+    import tensorflow as tf
+
+    variables = {id(v): v for function in functions for v in function.variables}
+    tables = [
+        value
+        for layer in model._flatten_layers()
+        for value in list(vars(layer).values())  # (another thread may look at the layer)
+        if isinstance(value, tf.saved_model.experimental.TrackableResource)
     ]
-    if input_signature is None:
-        raise ValueError(
-            f"`{type(model).__name__}` is a subclassed model: no graph tells its inputs, and "
-            f"arguments that a request may need would vanish without a word. Its call takes "
-            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec, with "
-            'None for batch and length: {"x": keras.InputSpec(shape=(None, None, 32), '
-            'dtype="float32"), ...}. Names of the call\'s arguments are passed as such; else the '
-            "call gets one dict."
-        )
-    inputs = _checked_names(_specs(input_signature))
-    as_arguments = set(inputs) <= set(parameters)
-    if not as_arguments and set(inputs) & set(parameters):
-        raise ValueError(
-            f"`input_signature` names some arguments of the call, {parameters}, and some that it "
-            f"has not. Received: {sorted(inputs)}."
-        )
-
-    structure = None  # of what the last call returned: no graph says it before
-
-    def call(given: Tensors) -> Tensors:
-        nonlocal structure
-        outputs = model(**given) if as_arguments else model(dict(given))
-        structure = _structure(outputs)
-        return _named_outputs(outputs)
-
-    def as_returned(named: Tensors) -> Any:
-        return _packed(structure, named)
-
-    if not model.built:
-        call(
-            {name: ops.ones([size or 2 for size in x.shape], x.dtype) for name, x in inputs.items()}
-        )
-    arguments = {"inputs": {name: name for name in inputs}}
-    if as_arguments:
-        arguments = {name: name for name in parameters if name in inputs}
-    return Interface(model, inputs, call, None, arguments, as_returned)
+    return [*variables.values(), *tables]
 
 
-def _specs(input_signature: Any) -> dict[str, Input]:
-    if not isinstance(input_signature, Mapping):
-        raise TypeError(
-            "`input_signature` must be a dict from input names to keras.InputSpec or "
-            f"tf.TensorSpec. Received: {type(input_signature).__name__}."
-        )
-    found = {}
-    for name, spec in input_signature.items():
-        shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
-        if shape is None or dtype is None or len(shape) == 0:
-            raise ValueError(
-                f"`input_signature[{name!r}]` must have a shape with a batch axis, and a dtype. "
-                f"Received: {spec}."
-            )
-        dtype = getattr(dtype, "name", dtype)
-        found[name] = Input((None, *tuple(shape)[1:]), keras.backend.standardize_dtype(dtype))
-    return found
+def _length(face: Interface, given: Arrays) -> int:
+    return next((given[k].shape[1] for k, x in face.inputs.items() if x.is_sequence), 1)
 
 
-def _checked_names(inputs: dict[str, Input]) -> dict[str, Input]:
-    if bad := [name for name in inputs if keyword.iskeyword(name) or name == "self"]:
-        raise ValueError(
-            f"The input {bad[0]!r} has a name that Python keeps for itself, where TensorFlow takes "
-            "it for an argument. Give it another: keras.Input(..., name='token_ids')."
-        )
-    if bad := [name for name in inputs if not _NAME.fullmatch(name)]:
-        raise ValueError(
-            f"The input {bad[0]!r} has a name that TensorFlow would change in the signature. Use "
-            "letters, digits and _: keras.Input(..., name='token_ids')."
-        )
-    return inputs
+def milliseconds_since(start: float) -> float:
+    return 1000 * (time.perf_counter() - start)
 
 
-def _named_outputs(outputs: Any) -> Tensors:
-    """A dict keeps its keys; else `output_0`, `output_1`, ..., as in Keras' own export."""
-    if isinstance(outputs, Mapping):
-        named = dict(outputs)
-    else:
-        several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        named = {f"output_{i}": x for i, x in enumerate(several)}
-    if odd := [name for name in named if not isinstance(name, str)]:
-        raise ValueError(
-            f"The keys of a dict of outputs must be text, the outputs' names. Received: {odd[0]!r}."
-        )
-    if nested := [name for name, x in named.items() if not hasattr(x, "shape")]:
-        raise ValueError(
-            f"The output {nested[0]!r} holds several tensors: a signature gives one tensor for "
-            "each name. Return a flat dict, list or tensor."
-        )
-    return named
-
-
-def _structure(outputs: Any) -> Any:
-    return keras.tree.map_structure(lambda _: 0, outputs)
-
-
-def _packed(structure: Any, named: Tensors) -> Any:
-    """Named outputs in the structure that `_named_outputs` took them from."""
-    if isinstance(structure, Mapping):
-        return {name: named[name] for name in structure}
-    flat = [named[f"output_{i}"] for i in range(len(named))]
-    return keras.tree.pack_sequence_as(structure, flat)
-
-
-# --- The functions -------------------------------------------------------------------------------
+# --- The functions --------------------------------------------------------------------------------
 
 
 def keeping_dtypes(face: Interface, precision: str | None) -> Interface:
@@ -248,7 +252,10 @@ def as_called(face: Interface, default: Callable[[Tensors], Tensors]) -> Any:
         return face.as_returned(default(dict(zip(names, tensors, strict=True))))
 
     serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, _BY_PLACE_OR_NAME) for name in face.arguments]
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in face.arguments
+        ]
     )
 
     def spec(name: str) -> Any:
@@ -257,42 +264,6 @@ def as_called(face: Interface, default: Callable[[Tensors], Tensors]) -> Any:
     function = tf.function(serve, autograph=False)
     function.get_concrete_function(*keras.tree.map_structure(spec, list(face.arguments.values())))
     return function
-
-
-def padded(face: Interface) -> Callable[[Tensors], Tensors]:
-    """Takes `lengths` too: what lies past an example's length is not attended, and 0 in outputs."""
-    sequences = [name for name, x in face.inputs.items() if x.is_sequence]
-
-    def serve_padded(given: Tensors) -> Tensors:
-        given = dict(given)
-        lengths = given.pop(LENGTHS)
-        batch, length = ops.shape(given[sequences[0]])[:2]
-        lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
-        live = ops.arange(length)[None, :] < lengths
-        if PADDING in face.inputs:
-            given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))
-            outputs = face.call(given)
-        else:
-            with keys_limited(face.model, live):
-                outputs = face.call(given)
-        shapes = face.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
-        return {name: _zero_past(x, shapes[name], live) for name, x in outputs.items()}
-
-    return serve_padded
-
-
-def _zero_past(output: Any, shape: tuple[int | None, ...], live: Any) -> Any:
-    """0 along every axis whose size is the length."""
-    for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
-        output = ops.where(_along(live, axis, len(shape)), output, ops.zeros_like(output))
-    return output
-
-
-def _along(live: Any, axis: int, rank: int) -> Any:
-    for i in range(1, rank):
-        if i != axis:
-            live = ops.expand_dims(live, i)
-    return live
 
 
 def with_scores(face: Interface, entries: list[AttentionLayer]) -> Callable[[Tensors], Tensors]:

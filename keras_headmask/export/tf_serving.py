@@ -8,7 +8,7 @@ import re
 import tempfile
 
 from keras_headmask.export import warmup
-from keras_headmask.export.saved_versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, version_folders
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds

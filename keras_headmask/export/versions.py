@@ -1,4 +1,6 @@
-"""Versions of a model in a folder, `<base>/<integer>/`, each published whole or not at all.
+"""Versions of a model, `<base>/<integer>/`: read, and each published whole or not at all.
+
+Names are read as TensorFlow Serving reads them, by number: the folder "0003" is version 3.
 
 A version is written in a hidden sibling, which no server takes for a version, and appears by one
 rename. The writer holds a lock on that sibling, which the system drops when the process dies: so
@@ -12,6 +14,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 try:
     import fcntl
@@ -48,7 +51,7 @@ def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
         )
     folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
     named = [name for name in folders if name[0] != "." and name not in _NOBODYS]
-    others = sorted(name for name in named if not _is_version(name))
+    others = sorted(name for name in named if _number(name) is None)
     if others:
         raise ValueError(
             f"{told}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
@@ -74,14 +77,69 @@ def checked_version(version: int | None, base: pathlib.Path) -> None:
 
 
 def versions(base: pathlib.Path) -> list[int]:
-    """The versions that are there, as a server reads them: "0003" is 3."""
+    """The numbers that are taken, by a folder or by a file."""
+    names = [path.name for path in base.iterdir()] if base.is_dir() else []
+    return sorted({number for name in names if (number := _number(name)) is not None})
+
+
+def _number(name: str) -> int | None:
+    """The version that a name means; `None` if it means none."""
+    is_number = name.isascii() and name.isdigit() and int(name) < _PAST
+    return int(name) if is_number else None
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def version_folders(base_path: str | os.PathLike) -> dict[int, pathlib.Path]:
+    """`{version: folder}` for `<base_path>/<integer>/`, the newest first.
+
+    Other names are skipped, as by TensorFlow Serving: configurations, folders half-written. Of "3"
+    and "0003" it takes either, with a warning in its log; here it is "3".
+
+    Raises:
+        FileNotFoundError: if `base_path` is not a folder.
+    """
+    base = pathlib.Path(base_path)
     if not base.is_dir():
-        return []
-    return sorted(int(p.name) for p in base.iterdir() if _is_version(p.name))
+        raise FileNotFoundError(
+            "`base_path` must be a folder that holds versions, <base_path>/1/ and so on. There is "
+            f"no folder {str(base_path)!r}."
+        )
+    folders = sorted((p for p in base.iterdir() if p.is_dir()), key=lambda p: -len(p.name))
+    found = {n: folder for folder in folders if (n := _number(folder.name)) is not None}
+    return dict(sorted(found.items(), reverse=True))
 
 
-def _is_version(name: str) -> bool:
-    return name.isascii() and name.isdigit()
+def read_signatures(folder: str | os.PathLike) -> dict[str, Any]:
+    """`{name: SignatureDef}` of the SavedModel in `folder`, without what its initializer adds.
+
+    Raises:
+        ValueError: if the file is missing, is not a SavedModel, or has nothing to serve.
+    """
+    from tensorflow.core.protobuf import saved_model_pb2
+
+    path = pathlib.Path(folder) / "saved_model.pb"
+    try:
+        meta_graphs = saved_model_pb2.SavedModel.FromString(path.read_bytes()).meta_graphs
+    except Exception as error:  # of protobuf's own class, which differs between its versions
+        raise ValueError(f"{str(path)!r} cannot be read as a SavedModel: {error}") from error
+    signatures = {
+        name: signature
+        for graph in meta_graphs
+        if "serve" in graph.meta_info_def.tags
+        for name, signature in graph.signature_def.items()
+        if not name.startswith("__saved_model")  # `__saved_model_init_op`, which serves nothing
+    }
+    if not signatures:
+        raise ValueError(
+            f"{str(path)!r} holds no signature under the tag 'serve'. Write it with "
+            f"`model.export(...)` or `keras.export.ExportArchive`."
+        )
+    return signatures
+
+
+# --- Writing --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

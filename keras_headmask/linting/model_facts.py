@@ -13,7 +13,7 @@ from keras import ops
 from keras_headmask.linting.subject import tells_padding
 from keras_headmask.masks import lift
 from keras_headmask.retrofit.masked_model import HeadMasked
-from keras_headmask.retrofit.observing import called, watched
+from keras_headmask.retrofit.observing import called, scores_seen
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
 from keras_headmask.rules.base import MaskSpec
@@ -82,7 +82,9 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
             for layer in [rule.layer for rule in _rules(model)] + [entry.layer for entry in own]:
-                stack.enter_context(watched(layer, functools.partial(_keep, arriving, id(layer))))
+                stack.enter_context(
+                    scores_seen(layer, functools.partial(_keep, arriving, id(layer)))
+                )
             for entry in own:
                 remember = functools.partial(_remember, handed, id(entry.layer))
                 stack.enter_context(called(entry.layer, remember))

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
-from keras_headmask.retrofit import compiled, hooks, tracing
-from keras_headmask.retrofit.binding import Plan, in_own_function
-from keras_headmask.retrofit.consumed import moved
-from keras_headmask.retrofit.layer_rules import Rules, check_inputs, rules_of_layers
+from keras_headmask.retrofit import compiled, tracing
+from keras_headmask.retrofit.binding import Plan
+from keras_headmask.retrofit.layer_rules import Rules, check_inputs, rules_of_layers, spec_beneath
 from keras_headmask.retrofit.masked_model import HeadMasked, masked, stock_copy, unhooked
 from keras_headmask.retrofit.selectors import Found, find_attention, specs_by_layer
+from keras_headmask.retrofit.stock import moved
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import check_heads
@@ -168,7 +168,7 @@ def _with_existing(
     rules = dict(own)
     for i, spec in specs.items():
         earlier, was_replaced = own.get(i, (None, False))
-        beneath = None if was_replaced else hooks.spec_beneath(found.known[i].layer, plan)
+        beneath = None if was_replaced else spec_beneath(found.known[i].layer, plan)
         if existing == "error" and (earlier is not None or beneath is not None):
             raise ValueError(
                 f"The attention layer {found.known[i]} has a rule already: "
@@ -185,7 +185,7 @@ def _check_functions(model: keras.Model, rules: Rules, found: Found) -> None:
     inside = tracing.called_in_functions(model)
     for i in rules:
         if id(found.known[i].layer) in inside:
-            raise ValueError(in_own_function(found.known[i]))
+            raise ValueError(compiled.in_own_function(found.known[i]))
 
 
 def _check_heads(rules: Rules, found: Found) -> None:

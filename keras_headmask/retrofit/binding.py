@@ -6,6 +6,7 @@ and so is a rule that no layer used.
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
@@ -19,7 +20,8 @@ from keras_headmask.attention import looking
 from keras_headmask.attention.attend import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.attention.tiling import tiled_attention
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit.layer_rules import LayerRule
+from keras_headmask.retrofit.compiled import check_not_in_own_function, graph_being_built
+from keras_headmask.retrofit.layer_rules import HOOK, LayerRule
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.positions import Window
 
@@ -98,7 +100,7 @@ class Binding:
     def __init__(self, plan: Plan, tensors: Mapping[str, Any], query_offset: Any):
         self.plan, self.tensors, self.query_offset = plan, tensors, query_offset
         self.used: set[int] = set()
-        self._graph = _graph()
+        self._graph = graph_being_built()
         self._bounds: dict[Any, evaluation.Bound] = {}
         self._masks: dict[Any, Any] = {}
         for rule in plan.rules.values():
@@ -127,7 +129,7 @@ class Binding:
 
     def attend(self, rule: LayerRule, compute: Callable, arguments: Mapping[str, Any]) -> Any:
         """Context and scores of one layer under its rule; `compute` is what it would do without."""
-        check_not_in_own_function(rule, self._graph)
+        check_not_in_own_function(rule.entry, self._graph)
         self.used.add(id(rule.layer))
         if not _is_obeyed(rule):
             return compute(**arguments)
@@ -217,53 +219,11 @@ def _scope(tensor: Any) -> Any:
 
     `None` inside a trace of JAX's, which has no name for it; XLA merges equal masks there.
     """
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        return "eager" if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    if backend == "jax":
+    if keras.backend.backend() == "jax":
         import jax
 
         return None if isinstance(tensor, jax.core.Tracer) else "eager"
-    return "eager"
-
-
-def _graph() -> Any:
-    """TensorFlow's graph that is being built; `None` outside of graphs and on other backends."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    import tensorflow as tf
-
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def check_not_in_own_function(rule: LayerRule, bound_in: Any) -> None:
-    """Raise if the layer runs in a `tf.function` inside of the forward whose graph is `bound_in`.
-
-    Or inside Keras' inference of shapes: its trace would live on, too.
-    """
-    graph, inside = _graph(), False
-    while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
-        if graph.name.startswith("scratch_graph"):  # Keras'
-            bound_in = graph
-            break
-        import tensorflow as tf
-
-        # Loops and branches have graphs of classes of their own, made anew for each forward.
-        inside = inside or type(graph) is tf.__internal__.FuncGraph
-        graph = graph.outer_graph
-    if inside and (bound_in is None or graph is bound_in):
-        raise RuntimeError(in_own_function(rule.entry))
-
-
-def in_own_function(entry: Any) -> str:
-    return (
-        f"The attention layer {entry} is called in a `tf.function` inside the model. Such a "
-        "function keeps what it traced first: attention without the rule, or under the ids of "
-        "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
-        "graph of the whole model."
-    )
+    return graph_being_built() or "eager"
 
 
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:
@@ -288,3 +248,138 @@ def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
 
 def _tiled_argument(rule: LayerRule, needs_scores: bool) -> bool | None:
     return None if needs_scores else getattr(rule.layer, "_tiled", None)
+
+
+# --- The hooks ------------------------------------------------------------------------------------
+
+_CONFIG = "get_config"
+_REMAT = "rematerialized_call"
+
+
+def install(plan: Plan, model: keras.Model) -> None:
+    """Hook the attention layers of `plan`, and rebind where code may run again for a gradient.
+
+    The hooks are attributes of the layer objects: classes, weights and configs stay Keras' own.
+    """
+    for layer in model._flatten_layers(include_self=False):
+        if layer._remat_mode is not None:
+            vars(layer)[_REMAT] = _rebinding(plan, layer)
+    for layer in _around(plan, model):
+        vars(layer)[_CONFIG] = _guarded_config(plan, layer)
+    for rule in plan.rules.values():
+        inner = looking.held(rule.layer, HOOK)
+        if rule.replaces:
+            if inner is not None:
+                inner.plan.replaced.add(id(rule.layer))
+                inner = None
+            if isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
+                vars(rule.layer)["_restricts"] = False
+        vars(rule.layer)[HOOK] = _hook(plan, rule, inner)
+
+
+def uninstall(plan: Plan, model: keras.Model) -> None:
+    """Take the hooks of `plan` off again."""
+    for layer in model._flatten_layers(include_self=False):
+        vars(layer).pop(_REMAT, None)
+    for layer in _around(plan, model):
+        guard = vars(layer).pop(_CONFIG)
+        if guard.inner is not None:
+            vars(layer)[_CONFIG] = guard.inner
+    for rule in plan.rules.values():
+        hook = vars(rule.layer).pop(HOOK)
+        if hook.inner is not None:
+            vars(rule.layer)[HOOK] = hook.inner
+        if rule.replaces and isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
+            vars(rule.layer)["_restricts"] = True
+
+
+def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
+    """The masked attention layers and every layer inside `model` that holds one."""
+    return [
+        layer
+        for layer in model._flatten_layers(include_self=False)
+        if any(id(inner) in plan.rules for inner in layer._flatten_layers())
+    ]
+
+
+def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
+    """A `get_config` that lets no file, clone or copy of a masked layer drop its rule."""
+    inner = vars(layer).get(_CONFIG)
+
+    def get_config() -> dict[str, Any]:
+        if not plan.running.in_config:
+            raise RuntimeError(
+                f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}'; saved, "
+                "cloned or copied without that model it would lose the rule. To build on the "
+                "model, call it: `outputs = masked_model(inputs)`. For layers without the rule use "
+                "those of `model.unmasked()`."
+            )
+        return getattr(type(layer), _CONFIG)(layer) if inner is None else inner()
+
+    get_config.inner = inner
+    return get_config
+
+
+def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
+    """The `rematerialized_call` of a layer whose second run finds what the first one had bound."""
+    inner = looking.held(layer, _REMAT) or getattr(type(layer), _REMAT).__get__(layer)
+
+    def rematerialized_call(layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
+        binding = plan.running.binding
+
+        @functools.wraps(layer_call)
+        def call_again(*args: Any, **kwargs: Any) -> Any:
+            with plan.running.having(binding=binding):
+                return layer_call(*args, **kwargs)
+
+        return inner(call_again, *args, **kwargs)
+
+    return rematerialized_call
+
+
+def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
+    layer = rule.layer
+
+    def obey(
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        compute = inner
+        if inner is None:
+            compute = getattr(type(layer), HOOK).__get__(looking.as_seen(layer))
+        arguments = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attention_mask": attention_mask,
+            "training": training,
+            "return_attention_scores": return_attention_scores,
+        }
+        if use_causal_mask:  # else left out: subclasses of old do not know it
+            arguments["use_causal_mask"] = True
+        if plan.running.binding is not None:
+            return plan.running.binding.attend(rule, compute, arguments)
+        if plan.running.only_shapes or in_symbolic_scope():
+            check_not_in_own_function(rule.entry, None)
+            return compute(**arguments)
+        raise RuntimeError(
+            f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "
+            "ran outside it, where the rule is not known. Call that model, and build on what it "
+            "gives: `outputs = masked_model(inputs)`. For its layers without the rule, or parts of "
+            "its graph, use those of `model.unmasked()`. For `generate()`, give the rule to the "
+            "task, not to its backbone."
+        )
+
+    @looking.asks
+    @functools.wraps(obey)
+    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+        return looking.run(layer, HOOK, obey, *args, **kwargs)
+
+    compute_attention.plan, compute_attention.rule = plan, rule
+    compute_attention.inner = inner
+    return compute_attention

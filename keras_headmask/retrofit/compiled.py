@@ -79,3 +79,40 @@ def _reads(function: Any, weights: set[int]) -> bool:
 def _alive(kind: type) -> Iterator[Any]:
     # (By the type: `isinstance` would wake objects that load something when they are asked.)
     return (x for x in gc.get_objects() if issubclass(type(x), kind))
+
+
+def graph_being_built() -> Any:
+    """The TensorFlow graph that is being built; `None` outside of graphs and on other backends."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def check_not_in_own_function(entry: Any, bound_in: Any) -> None:
+    """Raise if the layer runs in a `tf.function` inside of the forward whose graph is `bound_in`.
+
+    Or inside Keras' inference of shapes: its trace would live on, too.
+    """
+    graph, inside = graph_being_built(), False
+    while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
+        if graph.name.startswith("scratch_graph"):  # Keras'
+            bound_in = graph
+            break
+        import tensorflow as tf
+
+        # Loops and branches have graphs of classes of their own, made anew for each forward.
+        inside = inside or type(graph) is tf.__internal__.FuncGraph
+        graph = graph.outer_graph
+    if inside and (bound_in is None or graph is bound_in):
+        raise RuntimeError(in_own_function(entry))
+
+
+def in_own_function(entry: Any) -> str:
+    return (
+        f"The attention layer {entry} is called in a `tf.function` inside the model. Such a "
+        "function keeps what it traced first: attention without the rule, or under the ids of "
+        "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
+        "graph of the whole model."
+    )

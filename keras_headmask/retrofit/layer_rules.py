@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask.attention import looking
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
 from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
 from keras_headmask.rules.per_head import head_groups
 from keras_headmask.rules.positions import Full
 
+HOOK = "_compute_attention"  # the method whose place the hook of a rule takes on a layer
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off
 
 
@@ -40,7 +43,7 @@ class LayerRule:
     @functools.cached_property
     def restricts(self) -> bool:
         """Whether any head is kept from any key."""
-        return [rule for rule, _ in head_groups(self.spec, self.heads)] != [Full()]
+        return restricts(self.spec, self.heads)
 
     def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The mask inputs of this rule, out of the model's inputs by name."""
@@ -52,6 +55,11 @@ class LayerRule:
             name: side(source) if isinstance(source, str) else tuple(map(side, source))
             for name, source in self.sources.items()
         }
+
+
+def restricts(spec: MaskSpec, num_heads: int) -> bool:
+    """Whether `spec` keeps any of so many heads from any key."""
+    return [rule for rule, _ in head_groups(spec, num_heads)] != [Full()]
 
 
 def rules_of_layers(model: keras.Model, rules: Rules, found: Found) -> list[LayerRule]:
@@ -177,3 +185,32 @@ def new_inputs(model: keras.Model, rules: list[LayerRule]) -> dict[str, Any]:
                 "another name."
             )
     return new
+
+
+# --- What a layer obeys ---------------------------------------------------------------------------
+
+
+def spec_beneath(layer: keras.Layer, plan: Any = None) -> MaskSpec | None:
+    """The rule that `layer` obeys beside that of `plan`: its own, or of a masked model inside."""
+    hook = looking.held(layer, HOOK)
+    if hook is not None and hook.plan is plan:
+        hook = hook.inner
+    specs = []
+    while hook is not None:
+        specs.insert(0, hook.rule.spec)
+        if hook.rule.replaces:
+            break
+        hook = hook.inner
+    else:
+        own = getattr(layer, "mask_spec", None)
+        specs[:0] = [] if own is None else [own]
+    return functools.reduce(operator.and_, specs) if specs else None
+
+
+def rules_at_work(layer: keras.Layer) -> Iterator[tuple[LayerRule, Any]]:
+    """The rules of masked models that `layer` obeys in the forward now running in this thread."""
+    hook = looking.held(layer, HOOK)
+    while getattr(hook, "rule", None) is not None:
+        if hook.plan.running.binding is not None:
+            yield hook.rule, hook.plan.running.binding
+        hook = hook.inner  # `None` where the rule replaces what was there

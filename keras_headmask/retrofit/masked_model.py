@@ -17,9 +17,9 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for 
 
 from keras_headmask import masks
 from keras_headmask.layer import supports_unknown_lengths
-from keras_headmask.retrofit import compiled, hooks, stock
-from keras_headmask.retrofit.binding import Plan
-from keras_headmask.retrofit.layer_rules import LayerRule, new_inputs
+from keras_headmask.retrofit import compiled, stock
+from keras_headmask.retrofit.binding import Plan, install, uninstall
+from keras_headmask.retrofit.layer_rules import LayerRule, new_inputs, spec_beneath
 from keras_headmask.retrofit.selectors import find_attention
 from keras_headmask.rules.base import MaskSpec
 
@@ -30,7 +30,7 @@ def masked(model: keras.Model, rules: list[LayerRule]) -> keras.Model:
     vars(model).update(_head_masks=plan, _stock=stock.Stock(model))
     if new := new_inputs(model, rules):
         stock.add_inputs(model, new)
-    hooks.install(plan, model)
+    install(plan, model)
     compiled.drop(model)
     object.__setattr__(model, "__class__", _masked_class(type(model)))
     return model
@@ -44,7 +44,7 @@ def stock_copy(model: keras.Model) -> keras.Model:
 def unhooked(model: keras.Model) -> keras.Model:
     """`model` itself, without the rules it may have."""
     if isinstance(model, HeadMasked):
-        hooks.uninstall(model._head_masks, model)
+        uninstall(model._head_masks, model)
         vars(model).update(model._stock.graph)
         object.__setattr__(model, "__class__", type(model).__bases__[1])
     return model
@@ -97,9 +97,7 @@ class HeadMasked:
                     type(entry.layer).__name__,
                     f"{getattr(entry.layer, '_num_heads', '?')} heads",
                     entry.kind,
-                    repr(
-                        hooks.spec_beneath(entry.layer) if rule is None else _in_force(rule, self)
-                    ),
+                    repr(spec_beneath(entry.layer) if rule is None else _in_force(rule, self)),
                 )
             )
             number += counted
@@ -210,7 +208,7 @@ def _is_part_of_a_preset() -> bool:
 
 def _in_force(rule: LayerRule, model: HeadMasked) -> MaskSpec:
     """All that restricts a layer: the rule, and what it has of its own unless that is replaced."""
-    beneath = None if rule.replaces else hooks.spec_beneath(rule.layer, model._head_masks)
+    beneath = None if rule.replaces else spec_beneath(rule.layer, model._head_masks)
     return rule.spec if beneath is None else beneath & rule.spec
 
 

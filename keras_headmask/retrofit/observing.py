@@ -1,6 +1,10 @@
-"""What attention layers attend to in a forward, and what they are allowed to."""
+"""What attention layers attend to in a forward, what they may attend to, and keys hidden from them.
+
+Each is a context for the calling thread alone, by `looking`: others may run the model meanwhile.
+"""
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +15,8 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
-from keras_headmask.retrofit import hooks
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.retrofit.layer_rules import HOOK, rules_at_work, spec_beneath
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
@@ -50,7 +55,7 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
         kept.append((_numpy(scores), _allowed(entry.layer, scores.shape, arguments)))
 
     rematerialised = [x for x in model._flatten_layers() if x._remat_mode is not None]
-    with watched(entry.layer, keep), contextlib.ExitStack() as stack:
+    with scores_seen(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
             stack.enter_context(looking.overriding(inner, "rematerialized_call", _run_once))
         model(inputs, training=False)
@@ -60,7 +65,7 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
             f"be below that. Received: {call}."
         )
     scores, allowed = kept[call]
-    spec = hooks.spec_beneath(entry.layer)
+    spec = spec_beneath(entry.layer)
     return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
 
 
@@ -81,7 +86,7 @@ def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
 
 
 @contextlib.contextmanager
-def watched(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
+def scores_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
     """Call `see` with the arguments and the scores of each run of `layer` in this context.
 
     The scores are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
@@ -105,7 +110,7 @@ def watched(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterat
         see(arguments, scores)
         return context, scores if return_attention_scores else None
 
-    attention = looking.overriding(layer, "_compute_attention", compute_attention)
+    attention = looking.overriding(layer, HOOK, compute_attention)
     with attention, looking.scores_wanted(layer):
         yield
 
@@ -140,7 +145,7 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     """What the rules of masked models allow in the forward now running; `None` without a rule."""
     mask = None
-    for rule, binding in hooks.rules_at_work(layer):
+    for rule, binding in rules_at_work(layer):
         given, offset = rule.given(binding.tensors), binding.query_offset
         made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset)
         mask = masks.and_masks(mask, made)
@@ -149,3 +154,119 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 
 def _numpy(tensor: Any) -> np.ndarray:
     return ops.convert_to_numpy(ops.cast(tensor, "float32"))
+
+
+# --- For exports ----------------------------------------------------------------------------------
+
+
+def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
+    """The rule of each attention layer that has one, by the layer's path."""
+    specs = {e.path: spec_beneath(e.layer) for e in find_attention(model).known}
+    return {path: spec for path, spec in specs.items() if spec is not None}
+
+
+@contextlib.contextmanager
+def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
+    """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
+    with contextlib.ExitStack() as stack:
+        for entry in find_attention(model).known:
+            layer = entry.layer
+            if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
+                name, override = "call", _limited_call(layer.call, live)
+            else:
+                name, override = HOOK, _limited_attention(getattr(layer, HOOK), live)
+            stack.enter_context(looking.overriding(layer, name, override))
+        yield
+
+
+def _is_our_own(layer: keras.Layer) -> bool:
+    is_free = looking.held(layer, HOOK) is None
+    ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and is_free
+    return ours and "key_mask" in inspect.signature(layer.call).parameters
+
+
+def _limited_call(method: Callable, live: Any) -> Callable:
+    signature = inspect.signature(method)
+
+    def call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        key_mask = bound.arguments.get("key_mask")
+        limited = live if key_mask is None else ops.logical_and(masks.as_bool(key_mask), live)
+        bound.arguments["key_mask"] = limited
+        return usual(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _limited_attention(method: Callable, live: Any) -> Callable:
+    signature = inspect.signature(method)
+
+    def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        mask = bound.arguments.get("attention_mask")
+        if mask is None or len(mask.shape) == 3:
+            limit = live[:, None, :]  # of rank 3 a rule tells it for padding, and skips tiles
+            limited = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
+        else:
+            limited = masks.and_masks(mask, live[:, None, None, :])
+        bound.arguments["attention_mask"] = limited
+        return usual(*bound.args, **bound.kwargs)
+
+    return compute_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One run of one attention layer."""
+
+    path: str  # of the layer; with [1], [2], ... where it runs more than once
+    scores: Any  # the probabilities (B, H, T, S)
+    allowed: Any  # what its rule allows, boolean (B or 1, H or 1, T, S); None without a rule
+
+
+@contextlib.contextmanager
+def watched(
+    model: keras.Model, entries: list[AttentionLayer], with_rules: bool = False
+) -> Iterator[list[Seen]]:
+    """Fill a list with what the attention layers of `entries` compute, in the order they run."""
+    seen: list[Seen] = []
+    runs: dict[str, int] = {}
+
+    def see(entry: AttentionLayer, scores: Any, allowed: Any) -> None:
+        count = runs[entry.path] = runs.get(entry.path, -1) + 1
+        seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, scores, allowed))
+
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            stack.enter_context(_watched(entry, see, with_rules))
+        yield seen
+
+
+@contextlib.contextmanager
+def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator[None]:
+    layer = entry.layer
+    given: dict[str, Any] = {}
+
+    def remember(arguments: Mapping[str, Any]) -> None:
+        given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
+
+    def attended(arguments: Mapping[str, Any], scores: Any) -> None:
+        allowed = None
+        if with_rules:
+            sizes = (ops.shape(arguments[name])[1] for name in ("query", "key"))
+            allowed = _rules_allow(layer, given, *sizes)
+        see(entry, scores, allowed)
+
+    with scores_seen(layer, attended), called(layer, remember):
+        yield
+
+
+def _rules_allow(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
+    """The mask of all rules that hold in `layer`, from what they read in this run."""
+    mask = mask_of_rules(layer, layer._num_heads, queries, keys)
+    if getattr(layer, "_restricts", False):
+        offset, inputs = given.get("query_offset") or 0, given.get("mask_inputs")
+        spec, heads = layer.mask_spec, layer._num_heads
+        own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
+        mask = masks.and_masks(mask, own)
+    return mask

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from keras_headmask.export.saved_versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, version_folders
 from keras_headmask.server.predict_requests import BadRequest, Signature, Tensor
 from keras_headmask.server.tensorflow_errors import reason
 

@@ -24,9 +24,10 @@ from keras import layers, ops
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.export import checking, signatures
-from keras_headmask.export.plan import Plan
+from keras_headmask.export import checking
+from keras_headmask.export.interface import interface
 from keras_headmask.export.precision import computing_in, computing_in_float32
+from keras_headmask.export.signatures import Plan
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -307,7 +308,7 @@ def test_text_is_checked_and_warmed_up_with_what_is_given(tmp_path):
 @tensorflow_only
 @pytest.mark.parametrize("dtype", [str, object, "S"])
 def test_text_may_be_given_in_any_form(dtype):
-    face = signatures.interface(text_model(), None)
+    face = interface(text_model(), None)
     text = np.array([["a", "ä"]])
     given = np.char.encode(text, "utf-8") if dtype == "S" else text.astype(dtype)
     for item in (given, given.tolist(), given.astype(object)):
@@ -395,7 +396,7 @@ def over2():
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_serve_padded_is_left_out_with_its_reason(case):
     make, reason = LEFT_OUT[case]
-    plan = Plan(signatures.interface(make(), None), [], [], None)
+    plan = Plan(interface(make(), None), [], [], None)
     plan.offer_padded([])
     assert re.search(reason, plan.left_out["serve_padded"]), plan.left_out
     assert "serve_padded" not in plan.functions
@@ -404,7 +405,7 @@ def test_serve_padded_is_left_out_with_its_reason(case):
 @tensorflow_only
 def test_a_maximum_is_seen_however_long_the_requests_are():
     """A maximum over many positions seldom changes, whatever comes behind them."""
-    face = signatures.interface(max_behind_a_padding_mask(), None)
+    face = interface(max_behind_a_padding_mask(), None)
     plan = Plan(face, [], [], None)
     plan.offer_padded([checking.request(face, (1, 250))])
     assert "changes the outputs at real" in plan.left_out["serve_padded"]
@@ -429,7 +430,7 @@ def test_half_precision_does_not_let_pooling_pass_for_padded(dtypes):
     for model, pooled in zip(models, (True, False), strict=True):
         precision = "bfloat16" if dtypes == "float32" else None
         with computing_in(model, precision):
-            plan = Plan(signatures.interface(model, None), [], [], precision)
+            plan = Plan(interface(model, None), [], [], precision)
             plan.offer_padded([])
         told = plan.left_out.get("serve_padded", "")
         assert ("changes the outputs at real positions" in told) == pooled, told

@@ -12,8 +12,9 @@ from export_models import RULE, masked, nothing_in, ours, stock
 from keras import layers, ops
 
 import keras_headmask as hm
-from keras_headmask.export import checking, fresh_process, signatures
-from keras_headmask.export.plan import Plan
+from keras_headmask.export import checking, fresh_process
+from keras_headmask.export.interface import interface
+from keras_headmask.export.signatures import Plan
 from keras_headmask.retrofit.selectors import find_attention
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, 
     """A wide window forbids nothing in a short one, where the scores are right without a rule."""
     model = ours(hm.Window(20, 20))
     (entry,) = find_attention(model).known
-    face = signatures.interface(model, None)
+    face = interface(model, None)
     plan = Plan(face, [entry], [], None)
     given = checking.requests(face, [(1, 9), (1, 40)])
     cases = []
@@ -146,7 +147,7 @@ def test_masked_logits_do_not_let_pooling_pass_for_padded():
     logits = ops.where(ops.less(ids, 15), -1e9, layers.Dense(1)(x)[..., 0])
     pooled = layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(x))
     plan = Plan(
-        signatures.interface(keras.Model(model.input, {"logits": logits, "label": pooled}), None),
+        interface(keras.Model(model.input, {"logits": logits, "label": pooled}), None),
         *([], [], None),
     )
     plan.offer_padded([])
@@ -161,13 +162,13 @@ def test_the_twin_and_the_scores_in_memory():
         masked(),
         hm.apply_head_masks(ours(hm.Window(3, 3)), RULE, existing="and"),
     ):
-        face = signatures.interface(model, None)
+        face = interface(model, None)
         specs = tuple(checking.rules_of(model).values())
         given = checking.request(face, (2, 12), specs)
         (case,) = checking.default_cases(face, [given])
         free = ours(None) if "padding_mask" not in given else stock()
         free.set_weights(model.get_weights())
-        twin = checking.answer(signatures.interface(free, None), given)
+        twin = checking.answer(interface(free, None), given)
         assert fresh_process.distance(case.twin, twin) < 1e-5
         assert fresh_process.distance(case.answer, twin) > 1e-4
         assert fresh_process.distance(checking.answer(face, given), case.answer) == 0

@@ -178,15 +178,31 @@ def test_one_of_two_writers_of_the_same_number_is_told(tmp_path):
     assert (tmp_path / "7" / "saved_model.pb").read_text() == "whole"
 
 
-def test_numbers_are_read_as_a_server_reads_them(tmp_path):
-    for name in ("0003", "2", "x1", ".hidden", "-1"):
+def test_reader_and_writer_read_numbers_as_a_server_does(tmp_path):
+    for name in (
+        "0003",
+        "2",
+        "x1",
+        ".hidden",
+        "-1",
+        "1.5",
+        "\N{ARABIC-INDIC DIGIT THREE}",
+        str(2**63),
+    ):
         (tmp_path / name).mkdir()
     assert versions.versions(tmp_path) == [2, 3]
+    assert versions.version_folders(tmp_path) == {3: tmp_path / "0003", 2: tmp_path / "2"}
     with pytest.raises(FileExistsError, match="Version 3 exists"):
         versions.checked_version(3, tmp_path)
     with versions.being_written(tmp_path) as folder:
         write(folder)
         assert versions.publish(folder, tmp_path, None) == 4
+
+
+def test_of_two_folders_of_one_number_the_plain_one_is_read(tmp_path):
+    for name in ("007", "7", "0007"):
+        (tmp_path / name).mkdir()
+    assert versions.version_folders(tmp_path) == {7: tmp_path / "7"}
 
 
 def test_a_new_base_is_gone_again_if_nothing_was_published(tmp_path):

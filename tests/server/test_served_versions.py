@@ -7,7 +7,7 @@ import pytest
 from serving_model import example, publish
 from tolerance import assert_close
 
-from keras_headmask.export.saved_versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, version_folders
 from keras_headmask.server import tensorflow_errors
 from keras_headmask.server.predict_requests import BadRequest
 from keras_headmask.server.served_versions import ServedVersions
@@ -46,6 +46,9 @@ def test_the_newest_takes_over_and_the_old_lives_while_it_is_held(base, exports)
     shutil.rmtree(base / "10")
     versions.check()
     assert versions.current.version == 9
+    (base / "9").rename(base / "0009")
+    versions.check()
+    assert versions.current.version == 9  # as TensorFlow Serving reads it
 
 
 def test_a_broken_version_is_told_and_the_old_one_stays(base, exports):
@@ -112,7 +115,7 @@ def test_what_the_model_cannot_compute_is_told_without_its_graph(tmp_path):
 def test_a_base_path_without_versions(tmp_path):
     with pytest.raises(FileNotFoundError, match="must be a folder that holds versions"):
         ServedVersions(tmp_path / "none")
-    for name in ("01", "v1", ".1", "1.5", "٣", "-1"):
+    for name in ("v1", ".1", "1.5", "٣", "-1"):
         (tmp_path / name).mkdir()
     (tmp_path / "2").touch()  # no folder
     assert version_folders(tmp_path) == {}

@@ -1,21 +1,70 @@
-"""Whether padding changes what a model gives: `serve_padded` tried before it is offered."""
+"""`serve_padded`, and the trial before it is offered: whether padding changes the outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
-from keras_headmask.export import fresh_process, samples, signatures
-from keras_headmask.export.checking import TOLERANCES, Case, answer, as_array, as_tensors
-from keras_headmask.export.samples import Arrays
-from keras_headmask.export.signatures import Interface
-from keras_headmask.retrofit.interventions import rules_of
+from keras_headmask.export import fresh_process, samples
+from keras_headmask.export.interface import (
+    PADDING,
+    Arrays,
+    Input,
+    Interface,
+    Tensors,
+    answer,
+    as_array,
+    as_tensors,
+)
+from keras_headmask.retrofit.observing import keys_limited, rules_of
 from keras_headmask.rules.base import MaskSpec
 
+LENGTHS = "lengths"  # the input that says how long each example really is
 _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 
-def what_padding_changes(face: Interface, length: int) -> str | None:
+def padded(face: Interface) -> Callable[[Tensors], Tensors]:
+    """Takes `lengths` too: what lies past an example's length is not attended, and 0 in outputs."""
+    sequences = [name for name, x in face.inputs.items() if x.is_sequence]
+
+    def serve_padded(given: Tensors) -> Tensors:
+        given = dict(given)
+        lengths = given.pop(LENGTHS)
+        batch, length = ops.shape(given[sequences[0]])[:2]
+        lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
+        live = ops.arange(length)[None, :] < lengths
+        if PADDING in face.inputs:
+            given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))
+            outputs = face.call(given)
+        else:
+            with keys_limited(face.model, live):
+                outputs = face.call(given)
+        shapes = face.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
+        return {name: _zero_past(x, shapes[name], live) for name, x in outputs.items()}
+
+    return serve_padded
+
+
+def _zero_past(output: Any, shape: tuple[int | None, ...], live: Any) -> Any:
+    """0 along every axis whose size is the length."""
+    for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
+        output = ops.where(_along(live, axis, len(shape)), output, ops.zeros_like(output))
+    return output
+
+
+def _along(live: Any, axis: int, rank: int) -> Any:
+    for i in range(1, rank):
+        if i != axis:
+            live = ops.expand_dims(live, i)
+    return live
+
+
+# --- The trial ------------------------------------------------------------------------------------
+
+
+def what_padding_changes(face: Interface, length: int, tolerance: float) -> str | None:
     """What is wrong with `serve_padded`, in words; `None` if nothing was found.
 
     Padded with first elements, as TensorFlow Serving does, and with what comes: a largest element
@@ -30,7 +79,7 @@ def what_padding_changes(face: Interface, length: int) -> str | None:
             )
         for size in sorted({min(_SHORT, length), length}):
             apart = _apart_when_padded(face, specs, size)
-            if apart > TOLERANCES["float32"]:
+            if apart > tolerance:
                 return (
                     "what is padded in changes the outputs at real positions, by up to "
                     f"{apart:.2g}: something beside attention sees it"
@@ -47,17 +96,17 @@ def _apart_when_padded(face: Interface, specs: Sequence[MaskSpec], length: int) 
     for filler in (None, samples.sample(face, specs, 3, length, seed=1)):
         request = _padded(face, given, lengths, filler)
         with keras.device("cpu:0"):
-            outputs = signatures.padded(face)(as_tensors(face, request))
+            outputs = padded(face)(as_tensors(face, request))
         got = {name: as_array(x) for name, x in outputs.items()}
         apart = max(apart, fresh_process.distance(got, wanted))
     return apart
 
 
-def padded_case(face: Interface, length: int) -> Case:
+def padded_case(face: Interface, length: int) -> tuple[Arrays, Arrays]:
     """A batch padded as TensorFlow Serving does it, and what its examples give alone."""
     given = samples.sample(face, tuple(rules_of(face.model).values()), 3, length)
     lengths, wanted = _alone(face, given)
-    return Case("serve_padded", _padded(face, given, lengths), wanted)
+    return _padded(face, given, lengths), wanted
 
 
 def _axis_of_its_own(face: Interface, given: Arrays) -> tuple[str, int] | None:
@@ -104,10 +153,10 @@ def _padded(
             padded[name] = filler[name].copy()
         for i, n in enumerate(lengths):
             padded[name][_real(x, i, n)] = given[name][_real(x, i, n)]
-    return padded | {signatures.LENGTHS: lengths}
+    return padded | {LENGTHS: lengths}
 
 
-def _real(x: signatures.Input, example: int, length: int) -> tuple[slice, ...]:
+def _real(x: Input, example: int, length: int) -> tuple[slice, ...]:
     """Where an input holds an example's own positions."""
     open_axes = (slice(0, length if size is None else size) for size in x.shape[1:])
     return (slice(example, example + 1), *open_axes)

@@ -122,6 +122,14 @@ def test_make_docs_builds_strictly():
     assert re.search(r"^docs:.*\n\t.*mkdocs build --strict", (ROOT / "Makefile").read_text(), re.M)
 
 
+def test_every_goal_that_is_missed_has_its_reason():
+    goals, _, reasons = PAGES["performance"].partition("## Goals that are missed")
+    missed = re.findall(r"^\| (.*) \| (.*) \| ≤ .* \| \*\*missed\*\* \|$", goals, re.MULTILINE)
+    explained = re.findall(r"^\| (.*) \| (.*) \| .{40,} \|$", reasons, re.MULTILINE)
+    assert missed
+    assert sorted(explained) == sorted(missed)
+
+
 def test_every_finding_is_explained():
     codes = re.search(r"Codes: (.*?)\n\n", hm.lint.__doc__, re.DOTALL)[1]
     page = PAGES["look_and_lint"]

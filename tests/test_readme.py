@@ -31,7 +31,10 @@ def test_the_two_commands_exist(name):
     assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+LINKING = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
 def test_links_lead_somewhere_in_the_repository(page):
     """The site checks its own links; these are the ones that a reader of the repository follows."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)

@@ -18,8 +18,8 @@ def main(arguments: list[str] | None = None) -> None:
         workers.serve(json.loads(options.worker), options.json)
         return
     record_file = options.out / "record.json"
-    if options.readme:
-        report.update_readme(options.readme_file, json.loads(record_file.read_text()))
+    if options.page:
+        report.update_page(options.page, json.loads(record_file.read_text()))
         return
     if options.report:
         report.write(json.loads(record_file.read_text()), options.out)
@@ -138,8 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--long", action="store_true", help="one layer, forward and a training step")
     add("--length", type=int, default=65536, help="positions for --long")
     add("--report", action="store_true", help="write the report again from the record in --out")
-    add("--readme", action="store_true", help="put the goal table of the record into the README")
-    add("--readme-file", type=Path, default=here.parent / "README.md", help=argparse.SUPPRESS)
+    add("--page", type=Path, help="put the goal table into this page, docs/performance.md")
     add("--worker", help=argparse.SUPPRESS)
     add("--json", help=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""A record becomes ratios, a Markdown report, plots, and the table in the README."""
+"""A record becomes ratios, a Markdown report, plots, and the table in docs/performance.md."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ def write(record: dict[str, Any], folder: Path) -> None:
     (folder / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def update_readme(file: Path, record: dict[str, Any]) -> None:
+def update_page(file: Path, record: dict[str, Any]) -> None:
     """Put the goal table between the two marks."""
     text = file.read_text(encoding="utf-8")
     if text.count(START) != 1 or text.count(END) != 1 or text.index(END) < text.index(START):

@@ -1,7 +1,7 @@
-"""What the site shows beside `docs/`: tutorials, `--help` texts, and the files that README links.
+"""What the site shows beside `docs/`: tutorials, `--help` texts, and the files that pages link.
 
-README and the examples link files by their places in the repository. Those files join the site
-under the same paths, so a text that both show needs no other links.
+Pages link files as the repository holds them, so that the links work there, too. Those files join
+the site under their paths in the repository, and the links are turned to them.
 """
 
 import re
@@ -20,6 +20,7 @@ from printed import printed_by
 ROOT = Path(__file__).parents[1]
 LINKED = (
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "benchmarks/results/**/*.md",
     "benchmarks/results/**/*.json",
     "benchmarks/results/**/*.png",
@@ -27,7 +28,7 @@ LINKED = (
     "examples/*.py",
     "tests/server/older_tensorflow.json",
 )
-# In the order in which a newcomer reads them; one that is not there is passed over.
+# In the order in which a newcomer reads them; one that is missing is skipped.
 TUTORIALS = (
     "masks_101",
     "multi_head_from_scratch",
@@ -54,8 +55,8 @@ def as_markdown(script: Path) -> str:
             parts.append(cell.source)
             continue
         parts.append(f"````python\n{cell.source}\n````")
-        if told := next(printed):
-            parts.append(f'````text title="prints"\n{told}\n````')
+        if output := next(printed):
+            parts.append(f'````text title="prints"\n{output}\n````')
     if not parts[0].startswith("# "):
         parts.insert(0, f"# {script.stem.replace('_', ' ').capitalize()}")
     parts.append(f"---\n\nThis page is a script: [`examples/{script.name}`]({script.name}).")
@@ -77,10 +78,19 @@ def help_texts() -> str:
     return "\n\n".join(texts)
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str | None:
-    if page.file.src_uri == "command_line.md":
-        return f"{markdown}\n\n{help_texts()}"
-    return None
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    place = page.file.src_uri
+    if place == "command_line.md":
+        markdown = f"{markdown}\n\n{help_texts()}"
+    return markdown if "/" in place else with_links_of_the_site(markdown)
+
+
+def with_links_of_the_site(markdown: str) -> str:
+    """The site holds `docs/` and the root of the repository in one folder, tutorials as pages."""
+    markdown = re.sub(r"\]\((?:\.\./|docs/)", "](", markdown)
+    for path in tutorials():
+        markdown = markdown.replace(f"](examples/{path.name})", f"](examples/{path.stem}.md)")
+    return markdown
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -91,7 +101,7 @@ def on_page_content(html: str, **_: Any) -> str:
 def on_config(config: MkDocsConfig) -> None:
     for entry in config.nav:
         if "Tutorials" in entry:
-            entry["Tutorials"] = [f"examples/{path.stem}.md" for path in tutorials()]
+            entry["Tutorials"] += [f"examples/{path.stem}.md" for path in tutorials()]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

@@ -93,25 +93,25 @@ def test_ratios_of_memory_and_exponents():
     }
 
 
-def test_the_readme_table_is_replaced(quick, tmp_path):
+def test_the_table_of_a_page_is_replaced(quick, tmp_path):
     _, record = quick
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     for _ in range(2):  # the second time over its own table
-        report.update_readme(readme, record)
-    text = readme.read_text(encoding="utf-8")
+        report.update_page(page, record)
+    text = page.read_text(encoding="utf-8")
     assert text.startswith(f"before\n{report.START}\n| case |")
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text
     assert text.count("BERT-large layer") == 2
 
 
-def test_a_readme_without_marks_is_left_alone(quick, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("no marks")
+def test_a_page_without_marks_is_left_alone(quick, tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="benchmarks:start"):
-        report.update_readme(readme, quick[1])
-    assert readme.read_text() == "no marks"
+        report.update_page(page, quick[1])
+    assert page.read_text() == "no marks"
 
 
 @pytest.mark.parametrize("name", cases.all_cases())
@@ -166,11 +166,11 @@ def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     assert record["differences"]["full"] == 0 < 1e-3 < record["differences"]["head 0 same sentence"]
 
 
-def test_the_bytes_of_a_request_are_those_in_the_readme():
+def test_the_bytes_of_a_request_are_those_of_the_page():
     pytest.importorskip("tensorflow_serving")
     request_bytes = importlib.import_module("benchmarks.request_bytes")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme.split("<!-- bytes:start -->")[1].split("<!-- bytes:end -->")[0]
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    table = page.split("<!-- bytes:start -->")[1].split("<!-- bytes:end -->")[0]
     rows = [row for row in table.splitlines() if "bytes" in row]
     for row, inputs in zip(rows, request_bytes.requests().values(), strict=True):
         for count in request_bytes.sizes(inputs).values():

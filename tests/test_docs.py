@@ -10,10 +10,11 @@ import pytest
 import snippets
 
 import keras_headmask as hm
+from keras_headmask.rules import config
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```python" in page.read_text())
-PEERS = ("torch", "keras_hub")
+PAGES = {page.stem: page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+WITH_SNIPPETS = [name for name, text in PAGES.items() if "```python\n" in text]
 # What a browser fetches by itself; `<a href>` only where a reader clicks.
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?((?:https?:)?//[^"' >]+)"""
@@ -21,13 +22,38 @@ FETCHED = re.compile(
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_snippets(page, tmp_path, monkeypatch):
-    for peer in PEERS:
-        if f"import {peer}\n" in page.read_text():
-            pytest.importorskip(peer)
+@pytest.mark.parametrize("name", WITH_SNIPPETS)
+def test_snippets(name, tmp_path, monkeypatch):
+    """Each page by itself, from its first line to its last."""
+    page = ROOT / "docs" / f"{name}.md"
+    for package in snippets.needed(page):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     snippets.run(page)
+
+
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Say "reports", "implementation", "stock Keras", "not possible", "logits" or "probabilities".
+VAGUE = re.compile(r"\b(?:told|tells?|ways?|face|room|stock's|(?:is|are) none|cannot be|scores?)\b")
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
+def test_plain_words(page):
+    prose = re.sub(r"^```.*?^```$|`[^`]+`", "", page.read_text("utf-8"), flags=re.M | re.S)
+    assert VAGUE.findall(prose) == []
+
+
+def test_every_public_name_is_explained_on_a_page():
+    internal = {"Sides", "ExportReport"}  # what `allowed` unpacks, and a result; in docstrings
+    text = "".join(PAGES.values())
+    assert [name for name in hm.__all__ if name not in internal and name not in text] == []
+
+
+def test_every_kind_is_in_the_language_table():
+    kinds = {c for c in config.known_kinds().values() if c.__module__.startswith("keras_headmask.")}
+    _, _, table = PAGES["concepts"].partition("## The whole language")
+    documented = set(re.findall(r"\b([A-Z][A-Za-z]+)\(", table))
+    assert {cls.__name__ for cls in kinds} - {"And", "Or", "Not"} - documented == set()
 
 
 @pytest.mark.tensorflow
@@ -52,6 +78,7 @@ def test_the_site(tmp_path):
     assert [n for n in public if f'id="keras_headmask.{n}"' not in reference] == []
 
     assert "keras-headmask apply [OPTIONS] MODEL RULE" in pages["command_line.html"]
+    assert 'href="examples/masks_101.html"' in pages["tutorials.html"]  # the page, not the script
 
     assert "<blockquote" not in reference  # an example in a docstring, taken for a quotation
     cells = re.findall(r"<td>.*?</td>", "".join(pages.values()), re.DOTALL)
@@ -95,8 +122,16 @@ def test_make_docs_builds_strictly():
     assert re.search(r"^docs:.*\n\t.*mkdocs build --strict", (ROOT / "Makefile").read_text(), re.M)
 
 
+def test_every_goal_that_is_missed_has_its_reason():
+    goals, _, reasons = PAGES["performance"].partition("## Goals that are missed")
+    missed = re.findall(r"^\| (.*) \| (.*) \| ≤ .* \| \*\*missed\*\* \|$", goals, re.MULTILINE)
+    explained = re.findall(r"^\| (.*) \| (.*) \| .{40,} \|$", reasons, re.MULTILINE)
+    assert missed
+    assert sorted(explained) == sorted(missed)
+
+
 def test_every_finding_is_explained():
     codes = re.search(r"Codes: (.*?)\n\n", hm.lint.__doc__, re.DOTALL)[1]
-    page = (ROOT / "docs" / "look_and_lint.md").read_text()
+    page = PAGES["look_and_lint"]
     assert re.findall(r"`[a-z-]+`", codes)
     assert [code for code in re.findall(r"`[a-z-]+`", codes) if f"| {code} |" not in page] == []

@@ -1,6 +1,6 @@
 """What `model.export` of Keras makes of a model with rules, run by the runtimes themselves.
 
-The README's table says which of it works. A runtime reads its file in a process of its own, since
+The table in docs/export.md says what works. A runtime reads its file in a process of its own, since
 what it cannot run may end the process.
 """
 

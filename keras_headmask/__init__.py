@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING or not starting.waiting:
-    from keras_headmask.attention.attend import dense_scope, dot_product_attention
+    from keras_headmask.attention.attend import dense_scope
+    from keras_headmask.attention.function import dot_product_attention
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention

@@ -29,8 +29,8 @@ from tiled_contract import (
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import tiled_python
-from keras_headmask.attention.attend import dense_attention
+from keras_headmask.attention import dense, tiles_python
+from keras_headmask.attention.parts import Part
 from keras_headmask.rules import evaluation
 
 # ---------------------------------------------------------------- the law
@@ -77,11 +77,11 @@ def test_the_python_loop_equals_the_dense_way_on_every_backend(case, seed):
     inputs = {name: inputs[name] for name in rule.inputs}
     bound = evaluation.bind(rule, inputs, queries, keys, offset)
     mask = evaluation.mask_of_all_heads(rule, bound, heads)
-    with tiles(block=2):
-        plan = tiled_python.plan(rule, queries, keys, 4, offset)
-    part = tiled_python.Part(rule, heads_of_rule, bound, 4, SCALE)
-    got = tiled_python.attend(part, plan, *map(ops.convert_to_tensor, qkv))
-    wanted, _ = dense_attention(*map(ops.convert_to_tensor, qkv), mask, SCALE)
+    with tiles(block=2, wide=4) as tuning:
+        part = Part(rule, heads_of_rule, bound, SCALE, tuning)
+    plan = tiles_python.plan_of(part, queries, keys, offset)
+    got = tiles_python.attend(part, plan, *map(ops.convert_to_tensor, qkv))
+    wanted, _ = dense.attend(*map(ops.convert_to_tensor, qkv), mask, SCALE)
     close(got, wanted)
     assert 0 <= plan.share(keys) <= 1
 

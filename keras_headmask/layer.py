@@ -15,7 +15,7 @@ from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.rules import config, evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full, Window
 
 _HOOKS = (

@@ -22,8 +22,8 @@ from keras_headmask.attention.tuning import Tuning, current_tuning
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import And, MaskSpec, Or
 from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, SameSegment, SameSentence
-from keras_headmask.rules.per_head import head_groups
 from keras_headmask.rules.positions import Chunk, Window
 
 

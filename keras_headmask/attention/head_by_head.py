@@ -23,7 +23,7 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full
 
 

@@ -19,7 +19,7 @@ from keras_headmask.retrofit import hooks, observing
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full
 
 _HOOK = "_compute_attention"

@@ -10,7 +10,7 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
 from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full
 
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from keras_headmask.rules.base import MaskSpec
-
 
 class Lengths(NamedTuple):
     """The sizes of the score matrix; `None` where a size is not known yet."""
@@ -20,7 +18,7 @@ class Bound(NamedTuple):
 
     query_positions: Any
     key_positions: Any
-    leaf_inputs: dict[MaskSpec, dict[str, Any]]
+    leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
 
 
 class Cuts(NamedTuple):

@@ -17,7 +17,7 @@ from keras_headmask import masks
 from keras_headmask.rules import config
 from keras_headmask.rules.base import And, InputType, MaskSpec, Not, Or, Sides, check_spec, leaves
 from keras_headmask.rules.bound import WHOLE, Bound, Cuts, Lengths
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full, Keys, Nothing
 
 _MOST_OFFSET = 2**30  # positions are int32

@@ -1,6 +1,6 @@
 """Short sequences on TensorFlow go head by head, which equals the definition.
 
-What else the tiled way keeps is asked of this one, too, by the fixture `tiny`.
+What else tiles keep is asked of this implementation, too, by the fixture `tiny`.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The tiled way equals the definition: any rule, any lengths, any backend, forward and gradient."""
+"""Tiles equal the definition: any rule, any lengths, any backend, forward and gradient."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ def check_forward(case, tile_sizes, seed):
     with tiles(*tile_sizes):
         got = numpy(attend(qkv, spec, inputs, offset))
     close(got, oracle.attention(*qkv, mask, SCALE)[0], "the definition in loops")
-    close(got, attend(qkv, spec, inputs, offset, tiled=False), "the dense way")
+    close(got, attend(qkv, spec, inputs, offset, tiled=False), "dense")
     assert (got.transpose(0, 2, 1, 3)[~mask.any(-1)] == 0).all(), "dead rows are exactly 0"
 
 
@@ -55,7 +55,7 @@ def test_any_rule_equals_the_definition(case, tile_sizes, seed):
 
 @FEW
 @given(cases(), sizes, seeds)
-def test_any_rule_has_the_gradients_of_the_dense_way(case, tile_sizes, seed):
+def test_any_rule_has_the_gradients_of_the_definition(case, tile_sizes, seed):
     spec, inputs, batch, heads, queries, keys, offset = case
     qkv = operands(batch, queries, keys, heads, seed)
     dead = ~oracle.mask(spec, batch, heads, queries, keys, inputs, offset).any(-1)
@@ -68,7 +68,7 @@ def test_any_rule_has_the_gradients_of_the_dense_way(case, tile_sizes, seed):
 
 @FEW
 @given(cases(), seeds)
-def test_the_python_loop_equals_the_dense_way_on_every_backend(case, seed):
+def test_the_python_loop_equals_the_definition_on_every_backend(case, seed):
     """Called by itself, since TensorFlow has a loop of its own."""
     spec, inputs, batch, heads, queries, keys, offset = case
     rule = spec.for_head(1)

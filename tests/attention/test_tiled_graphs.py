@@ -1,4 +1,4 @@
-"""The tiled way traced: unknown lengths, compiled, and nothing computed that need not be."""
+"""Tiles in graphs: unknown lengths, compiled, and nothing computed that need not be."""
 
 import math
 
@@ -140,7 +140,7 @@ def test_one_trace_serves_all_lengths_and_batches(tiny, name):
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
 def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
-    """Traced as unknown: broadcast where they are 1, as the dense way does."""
+    """Traced as unknown: broadcast where they are 1, as dense attention does."""
     import tensorflow as tf
 
     spec = hm.MaskInput("m") | hm.SameSegment("ids")
@@ -342,14 +342,14 @@ def test_layers_with_one_rule_share_their_loops():
     assert loops(1) == loops(3) == 4
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- what is not possible
 
 
 @pytest.mark.parametrize(
     "asked",
     [{"return_scores": True}, {"bias": np.zeros((1, 1, 5, 5), "float32")}],
 )
-def test_tiled_cannot_give_all_scores(asked):
+def test_tiles_give_no_probabilities(asked):
     qkv = operands(1, 5, 5, 2)
     with pytest.raises(
         ValueError, match="`tiled=True` is not possible here: returned probabilities, a bias"

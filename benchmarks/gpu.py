@@ -76,16 +76,16 @@ def _serve(task: dict[str, Any]) -> dict[str, Any]:
 def _ours(case: cases.Case, tiled: bool, tile: int | None = None) -> Callable:
     """Ours as a function of operands and mask inputs; the tile counts while it is traced."""
     import keras_headmask as hm
-    from keras_headmask.attention import tiling
+    from keras_headmask.attention.tuning import tuned
 
     spec = case.spec()
+    sizes = {} if tile is None else {"local_tile": tile, "wide_tile": tile}
 
     def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
-        if tile is not None:
-            tiling._LOCAL_TILE = tiling._WIDE_TILE = tile
-        return hm.dot_product_attention(
-            query, key, value, mask_spec=spec, mask_inputs=inputs or None, tiled=tiled
-        )
+        with tuned(**sizes):
+            return hm.dot_product_attention(
+                query, key, value, mask_spec=spec, mask_inputs=inputs or None, tiled=tiled
+            )
 
     return attend
 

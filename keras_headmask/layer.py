@@ -15,11 +15,10 @@ from keras.src.utils import naming
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
-from keras_headmask.attention.attend import all_that_restricts, dense_attention, way_is_tiled
-from keras_headmask.attention.tiling import tiled_attention
+from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.rules import config, evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full, Window
 
 _HOOKS = (
@@ -47,6 +46,13 @@ def supports_unknown_lengths(holder: keras.Layer) -> bool:
             stacklevel=3,
         )
     return False
+
+
+def dropout_of(layer: keras.layers.MultiHeadAttention, training: bool | None) -> dict[str, Any]:
+    """What a `Request` says of dropout in attention: nothing unless the layer is training."""
+    if not (layer._dropout > 0 and training):
+        return {}
+    return {"dropout": layer._dropout, "seed": layer._dropout_layer.seed_generator}
 
 
 _STOCK_MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
@@ -80,8 +86,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         key_dim: Size of each head for query and key.
         mask_spec: Which keys each query may attend to: a `MaskSpec`, its config (a dict), or `None`
             for no rule.
-        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all scores
-            (`False`); by default the faster of the two. Returned scores always compute all.
+        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
+            (`False`); by default the faster of the two. Returned scores need all logits.
         value_dim, dropout, ..., seed: As in `keras.layers.MultiHeadAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -360,24 +366,24 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         training: bool | None,
         return_attention_scores: bool,
     ) -> tuple[Any, Any]:
-        """Context and scores (`None` where they are not computed), the tiled or the dense way."""
+        """The context, and the probabilities (`None` where they are not computed)."""
         query, key, _ = projected
         rule, inputs = restricts
-        mask = None
-        if rule is not None:
-            queries, keys = ops.shape(query)[1], ops.shape(key)[1]
-            bound = evaluation.bind(rule, inputs, queries, keys, query_offset)
-            batch, queries, heads, _ = query.shape
-            lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
-            tiled = None if return_attention_scores else self._tiled
-            if way_is_tiled(tiled, return_attention_scores, rule, lengths, query_offset):
-                drop = {}
-                if self._dropout > 0 and training:
-                    drop = {"dropout": self._dropout, "seed": self._dropout_layer.seed_generator}
-                scale = self._inverse_sqrt_key_dim
-                return tiled_attention(*projected, rule, bound, scale, query_offset, **drop), None
-            mask = evaluation.mask_of_all_heads(rule, bound, heads)
-        return self._compute_attention(*projected, mask, training, return_attention_scores)
+        if rule is None:
+            return self._compute_attention(*projected, None, training, return_attention_scores)
+        queries, keys = ops.shape(query)[1], ops.shape(key)[1]
+        return attend(
+            Request(
+                *projected,
+                rule,
+                evaluation.bind(rule, inputs, queries, keys, query_offset),
+                scale=self._inverse_sqrt_key_dim,
+                query_offset=query_offset,
+                wants_probabilities=return_attention_scores,
+                tiled=None if return_attention_scores else self._tiled,
+                **dropout_of(self, training),
+            )
+        )
 
     def _window(self, use_causal_mask: bool) -> MaskSpec | None:
         """The causal flag and the sliding window as a spec."""
@@ -485,16 +491,15 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
 
-        def drop(probabilities: Any) -> Any:
-            return self._dropout_layer(probabilities, training=training)
-
-        return dense_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            self._inverse_sqrt_key_dim,
-            drop=drop if self._dropout > 0 else None,
+        return attend(
+            Request(
+                query,
+                key,
+                value,
+                scale=self._inverse_sqrt_key_dim,
+                make_mask=lambda: attention_mask,
+                **dropout_of(self, training),
+            )
         )
 
     def _is_left_to_stock(self, query: Any, mask: Any, return_scores: bool) -> bool:

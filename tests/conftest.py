@@ -14,22 +14,26 @@ collect_ignore_glob = ["*conftest.py"]  # no tests; `--doctest-modules` would im
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--tiled", action="store_true", help="take the tiled way whenever it can be, in tiny tiles"
+        "--tiled", action="store_true", help="compute tiles wherever that is possible, tiny ones"
     )
 
 
 def pytest_configure(config):
     if config.getoption("--tiled"):
-        from keras_headmask.attention import tiled_python, tiling
+        from tiled_contract import ALWAYS
 
-        tiling._SMALLEST, tiling._LARGEST_SHARE, tiling._SHORT = 0, 1.0, 0
-        tiling._LOCAL_TILE, tiling._WIDE_TILE = 2, 3
-        tiled_python._BLOCK = 2
-        if keras.backend.backend() == "tensorflow":
-            from keras_headmask.attention import tile_ranges
+        from keras_headmask.attention.tuning import tuned
 
-            tile_ranges._BLOCK = 2
-            tile_ranges._LARGEST_SHARE = 2
+        tiny = tuned(
+            **ALWAYS,
+            local_tile=2,
+            wide_tile=3,
+            python_block=2,
+            tensorflow_block=2,
+            one_flagged_in=2,
+        )
+        tiny.__enter__()
+        config.add_cleanup(lambda: tiny.__exit__(None, None, None))
 
 
 def pytest_collection_modifyitems(items):
@@ -65,10 +69,10 @@ def dtype_policy(request):
 
 @pytest.fixture(params=["by tiles", "head by head"])
 def tiny(request):
-    """The tiled way in so small steps that short sequences have several."""
+    """Tiles so small, or steps, that short sequences have several."""
     from tiled_contract import heads_alone, tiles
 
     if request.param == "head by head" and keras.backend.backend() != "tensorflow":
-        pytest.skip("only TensorFlow goes head by head")
+        pytest.skip("only TensorFlow computes head by head")
     with tiles() if request.param == "by tiles" else heads_alone():
         yield

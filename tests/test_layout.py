@@ -112,7 +112,7 @@ def test_only_tiling_inside_a_function_imports_tensorflow_code():
     """So that the package can be imported where there is another backend."""
     of_tensorflow = {
         f"attention.{name}"
-        for name in ("graph_sharing", "head_by_head", "tiled_tensorflow", "tile_ranges")
+        for name in ("head_by_head", "ranges", "tensorflow_graph", "tiles_tensorflow")
     }
     for module in set(MODULES) - of_tensorflow:
         names = set(imported(at_import_time(tree(module))))

@@ -1,13 +1,13 @@
-"""Dot-product attention under a mask per head: the dense definition.
+"""The one dispatcher: how to compute what the function, the layer or a retrofitted layer asks for.
 
-Booleans are merged first; -1e9 is added once, in at least float32, before the softmax; a hidden key
-has probability exactly 0, and a row with no allowed key gives exactly 0.
+A `Request` says what is wanted; `attend` alone decides whether all logits are computed, by the
+definition in `dense`, or tiles of them, and by which implementation.
 """
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,109 +15,82 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import masks
-from keras_headmask.attention import finite
-from keras_headmask.attention.tiling import can_tile, is_worth_it, tiled_attention
+from keras_headmask.attention import dense, parts, tiles_python
+from keras_headmask.attention.finite import in_xla
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import Tuning, current_tuning
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.evaluation import Lengths
-from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
+from keras_headmask.rules.base import And, MaskSpec, Or
+from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, SameSegment, SameSentence
+from keras_headmask.rules.positions import Chunk, Window
 
-_CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
-
-def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
-    mask_spec: MaskSpec | None = None,
-    mask_inputs: Mapping[str, Any] | None = None,
-    scale: float | None = None,
-    query_offset: Any = None,
-    dropout: float = 0.0,
-    return_scores: bool = False,
-    bias: Any = None,
-    seed: Any = None,
-    tiled: bool | None = None,
-) -> Any:
-    """`softmax(query @ key^T * scale + bias)` over the allowed keys, times `value`.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """One call of attention, whoever makes it.
 
     Args:
-        query: `(B, T, H, D)`.
-        key: `(B, S, H, D)`.
-        value: `(B, S, H, Dv)`.
-        mask: Boolean or integer, True = may attend: `(T, S)`, `(B, T, S)` or
-            `(B or 1, H or 1, T, S)`.
-        mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
-        mask_inputs: The tensors that `mask_spec` reads, by name.
-        scale: Factor of the scores; `1 / sqrt(D)` by default.
-        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`). Left out it
-            is 0, with a warning where a rule on positions meets fewer queries than keys: a step
-            with a cache of keys needs it.
-        dropout: Share of the probabilities set to 0, the rest scaled up; applied whenever it is
-            above 0, so pass 0 at inference.
-        return_scores: Whether to return the probabilities, before dropout, too.
-        bias: Float tensor added to the scores, broadcastable to `(B, H, T, S)`. It grades the
-            allowed keys; no bias can open a hidden one.
+        query, key, value: `(B, T, H, D)`, `(B, S, H, D)`, `(B, S, H, Dv)`.
+        rule: Everything that restricts, as one spec; `None` if nothing does.
+        bound: The mask inputs of `rule`, prepared.
+        scale: Factor of the logits.
+        query_offset: Query i stands at position i + `query_offset`; `bound` has these positions.
+        dropout: Share of the probabilities set to 0; 0 at inference.
         seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
-        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all scores
-            (`False`). By default the faster of the two, by size and rule. Returned scores and a
-            bias need all scores, and so do symbolic Keras tensors; where nothing restricts there is
-            nothing to skip. The two ways draw different dropouts from one seed.
+        bias: Added to the logits, broadcastable to `(B, H, T, S)`.
+        wants_probabilities: Whether the caller reads them.
+        tiled: `True` and `False` choose; `None` leaves it to size and rule.
+        make_mask: Makes the whole mask, boolean of rank 4, for a caller that has it, or shares it
+            with other layers; by default `rule` is evaluated. Without `rule`, all that restricts.
+    """
 
-    Returns:
-        The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
-        probabilities `(B, H, T, S)`.
+    query: Any
+    key: Any
+    value: Any
+    rule: MaskSpec | None = None
+    bound: Bound | None = None
+    _: dataclasses.KW_ONLY
+    scale: float
+    query_offset: Any = 0
+    dropout: float = 0.0
+    seed: Any = None
+    bias: Any = None
+    wants_probabilities: bool = False
+    tiled: bool | None = None
+    make_mask: Callable[[], Any] | None = None
+
+
+def attend(request: Request) -> tuple[Any, Any]:
+    """The context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before dropout.
+
+    Both have the dtype of the value. The probabilities are `None` where tiles were computed.
 
     Raises:
-        TypeError: for a float mask or mask input.
-        ValueError: for shapes that do not fit, or mask inputs that the spec does not read or lacks.
-
-    >>> import numpy as np
-    >>> from keras_headmask import Window
-    >>> x = np.ones((1, 3, 2, 4), "float32")
-    >>> _, scores = dot_product_attention(x, x, x, mask_spec=Window(after=0), return_scores=True)
-    >>> print(ops.convert_to_numpy(scores[0, 0]).round(2))
-    [[1.   0.   0.  ]
-     [0.5  0.5  0.  ]
-     [0.33 0.33 0.33]]
+        ValueError: for `tiled=True` where tiling is not possible.
     """
-    query, key, value = (masks.as_tensor(x) for x in (query, key, value))
-    _check_operands(query, key, value)
-    batch, queries, heads, size = query.shape
-    lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
-    if mask is not None:
-        masks.check_shape(masks.as_bool(mask), "mask", *lengths)
-    if mask_spec is not None:
-        check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
-    query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
-    if not 0 <= dropout < 1:
-        raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
-    if tiled is not None and not isinstance(tiled, bool):
-        raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
-    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
-    scale = 1 / math.sqrt(size) if scale is None else scale
-    rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
-    bound = None
-    if rule is not None:
-        length_q, length_k = ops.shape(query)[1], ops.shape(key)[1]
-        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset)
-        # A symbolic Keras tensor cannot enter a loop of the backend's.
-        symbolic = keras.backend.is_keras_tensor(query)
-        needs_scores = return_scores or bias is not None or symbolic
-        if way_is_tiled(tiled, needs_scores, rule, lengths, query_offset):
-            operands = query, key, value
-            return tiled_attention(*operands, rule, bound, scale, query_offset, dropout, seed)
+    if _is_tiled(request):
+        return _tiled(request), None
+    mask = None
+    if request.make_mask is not None:
+        mask = request.make_mask()
+    elif request.rule is not None:
+        heads = request.query.shape[2]
+        mask = evaluation.mask_of_all_heads(request.rule, request.bound, heads)
     drop = None
-    if dropout:
-
-        def drop(probabilities: Any) -> Any:
-            return keras.random.dropout(probabilities, dropout, seed=seed)
-
-    merged = None if rule is None else evaluation.mask_of_all_heads(rule, bound, heads)
-    context, scores = dense_attention(query, key, value, merged, scale, bias, drop)
-    return (context, scores) if return_scores else context
+    if request.dropout:
+        drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
+    return dense.attend(
+        request.query,
+        request.key,
+        request.value,
+        mask,
+        request.scale,
+        request.bias,
+        drop,
+        may_branch=not _in_dense_scope.get(),
+    )
 
 
 def all_that_restricts(
@@ -156,14 +129,14 @@ _in_dense_scope: contextvars.ContextVar[bool] = contextvars.ContextVar("dense", 
 
 @contextlib.contextmanager
 def dense_scope() -> Iterator[None]:
-    """Attention that is run or traced inside computes all scores, whatever its `tiled` says.
+    """Attention that is run or traced inside computes all logits, whatever its `tiled` says.
 
-    The tiled way is a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do
-    not run: a model is exported for them in this scope, by `model.export("model.onnx",
+    Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
+    run: a model is exported for them in this scope, by `model.export("model.onnx",
     format="onnx")`. What was traced before stays as it is.
 
     >>> import numpy as np
-    >>> from keras_headmask import Window
+    >>> from keras_headmask import Window, dot_product_attention
     >>> x = np.ones((1, 512, 2, 4), "float32")
     >>> with dense_scope():
     ...     context = dot_product_attention(x, x, x, mask_spec=Window(2, 2))
@@ -177,103 +150,144 @@ def dense_scope() -> Iterator[None]:
         _in_dense_scope.reset(token)
 
 
-def way_is_tiled(
-    tiled: bool | None, needs_scores: bool, rule: MaskSpec, lengths: Lengths, query_offset: Any
-) -> bool:
-    """Which way to go; an error where `tiled=True` asks for what cannot be."""
-    sizes = lengths.queries, lengths.keys
+# --- Dense or tiled ------------------------------------------------------------------------------
+
+
+def _is_tiled(request: Request) -> bool:
+    if request.rule is None:  # there is nothing to skip
+        return False
+    sizes = queries, keys = request.query.shape[1], request.key.shape[1]
     if 0 in sizes or _in_dense_scope.get():
         return False
-    possible = not needs_scores and can_tile(*sizes, query_offset)
-    if tiled and not possible:
+    # A symbolic Keras tensor cannot enter a loop of the backend's.
+    symbolic = keras.backend.is_keras_tensor(request.query)
+    needs_all = request.wants_probabilities or request.bias is not None or symbolic
+    possible = not needs_all and _can_tile(*sizes, request.query_offset)
+    if request.tiled and not possible:
         raise ValueError(
-            "`tiled=True` cannot be: "
+            "`tiled=True` is not possible here: "
             + (
-                "returned scores, a bias and symbolic Keras tensors need all scores."
-                if needs_scores
-                else "off TensorFlow's graphs the tiled way needs known lengths and an int offset. "
-                f"Received: queries={sizes[0]}, keys={sizes[1]}, query_offset={query_offset!r}."
+                "returned probabilities, a bias and symbolic Keras tensors need all logits."
+                if needs_all
+                else "outside TensorFlow graphs, and in XLA, tiling needs known lengths and an int "
+                f"`query_offset`. Received: queries={queries}, keys={keys}, "
+                f"query_offset={request.query_offset!r}."
             )
         )
-    if tiled is not None:
-        return tiled
-    return possible and is_worth_it(rule, lengths.heads, *sizes, query_offset)
+    if request.tiled is not None:
+        return request.tiled
+    return possible and _is_worth_it(request, current_tuning())
 
 
-def dense_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
-    scale: float,
-    bias: Any = None,
-    drop: Callable[[Any], Any] | None = None,
-) -> tuple[Any, Any]:
-    """The definition, and the oracle of every faster way. `mask` is boolean of rank 4, or `None`.
-
-    Adding -1e9 hides a key as long as the allowed scores are well above -1e9, as all scores are
-    that float32 resolves to better than 64; a bias may lie anywhere.
-
-    Returns the context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before `drop`, both in
-    the dtype of `value`.
-    """
-    # (`result_type` would make float64 float32 on JAX and torch.)
-    is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
-    dtype = "float64" if is_double else "float32"
-    query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
-    given = query, key, value
-    if mask is not None:
-        all_finite = finite.are_finite(*given, may_branch=not _in_dense_scope.get())
-        query, key, value = finite.unless(all_finite, finite.zeroed, *given)
-    scores = ops.einsum("bthd,bshd->bhts", query, key)
-    if bias is not None:
-        scores = scores + ops.cast(bias, dtype)
-    if mask is not None:
-        if bias is not None:
-            scores = scores - _largest_allowed(scores, mask)
-        (scores,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], scores)
-        # A hidden score is taken as 0 first: were it infinite, -1e9 would not hide it.
-        scores = ops.where(mask, scores, ops.zeros_like(scores)) + masks.to_additive(mask, dtype)
-    probabilities = ops.softmax(scores, axis=-1)
-    if mask is not None:
-        probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))  # dead rows
-    probabilities = ops.cast(probabilities, value.dtype)
-    kept = probabilities if drop is None else drop(probabilities)
-    return ops.einsum("bhts,bshd->bthd", kept, value), probabilities
+def _has_loops() -> bool:
+    """Whether loops of TensorFlow's serve here, of sizes that the run decides."""
+    return keras.backend.backend() == "tensorflow" and not in_xla()
 
 
-def _largest_allowed(scores: Any, mask: Any) -> Any:
-    """Each row's largest allowed score, finite: taken off, so that -1e9 hides under any bias."""
-    lowest = ops.cast(-3e38, scores.dtype)
-    largest = ops.max(ops.where(mask, scores, lowest), axis=-1, keepdims=True)
-    return ops.stop_gradient(ops.maximum(largest, lowest))
+def _can_tile(queries: int | None, keys: int | None, query_offset: Any) -> bool:
+    # (JAX' unknown sizes are no `None`, and cannot be compared.)
+    return _has_loops() or all(isinstance(x, int) for x in (queries, keys, query_offset))
 
 
-def _check_operands(query: Any, key: Any, value: Any) -> None:
-    operands = {"query": query, "key": key, "value": value}
-    shapes = {name: x.shape for name, x in operands.items()}
-    told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-    if any(len(shape) != 4 for shape in shapes.values()):
-        raise ValueError(
-            "`query`, `key` and `value` must have shape (batch, length, heads, size). "
-            f"Received: {told}."
+def _is_worth_it(request: Request, tuning: Tuning) -> bool:
+    """Whether tiles are likely faster, by what was measured on a CPU."""
+    queries, keys = request.query.shape[1], request.key.shape[1]
+    if None in (queries, keys):
+        return True
+    if queries * keys < tuning.fewest_pairs:
+        return False
+    if _has_loops():
+        return True
+    # Elsewhere a tile costs more to start, and only what positions tell is skipped.
+    shares = []
+    for part in _parts(_of_all(request, tuning)):
+        plan = tiles_python.plan_of(part, queries, keys, request.query_offset)
+        shares.extend([plan.share(keys)] * len(part.heads))
+    return sum(shares) / len(shares) <= tuning.most_computed
+
+
+def is_local(rule: MaskSpec) -> bool:
+    """Whether a query sees few keys however long the sequence is (flagged ones aside)."""
+    if isinstance(rule, And):
+        return any(is_local(part) for part in rule.specs)
+    if isinstance(rule, Or):
+        return any(is_local(part) for part in rule.specs)
+    bounded = isinstance(rule, Window) and None not in (rule.before, rule.after)
+    return bounded or isinstance(rule, (Chunk, SameSegment, SameSentence))
+
+
+# --- Which tiles ---------------------------------------------------------------------------------
+
+
+def _tiled(request: Request) -> Any:
+    """The context, in the dtype of the value."""
+    given = request.query, request.key, request.value
+    is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
+    operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
+    of_all = _of_all(request, current_tuning())
+    if request.dropout:
+        batch = ops.shape(request.query)[0]
+        drop = parts.dropout(request.dropout, request.seed, batch, len(of_all.heads), request.bound)
+        of_all = of_all._replace(dropout=drop)
+    return ops.cast(_by_length(of_all, operands, request.query_offset), request.value.dtype)
+
+
+def _of_all(request: Request, tuning: Tuning) -> Part:
+    heads = tuple(range(request.query.shape[2]))
+    return Part(request.rule, heads, request.bound, request.scale, tuning)
+
+
+def _parts(of_all: Part) -> list[Part]:
+    """Heads with equal rules together."""
+    return [
+        of_all._replace(
+            rule=rule,
+            heads=heads,
+            is_local=is_local(rule),
+            dropout=of_all.dropout and of_all.dropout.for_heads(heads),
         )
-    dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
-    if any("float" not in dtype for dtype in dtypes.values()):
-        raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    b, h = 0, 2
-    fits = (
-        _agree(query.shape[b], key.shape[b], value.shape[b])
-        and _agree(query.shape[h], key.shape[h], value.shape[h])
-        and _agree(key.shape[1], value.shape[1])
-        and _agree(query.shape[3], key.shape[3])
-    )
-    if not fits:
-        raise ValueError(
-            "`query` (B, T, H, D), `key` (B, S, H, D) and `value` (B, S, H, Dv) do not fit. "
-            f"Received: {told}. (Fewer key heads than query heads: repeat the keys and values.)"
-        )
+        for rule, heads in head_groups(of_all.rule, len(of_all.heads))
+    ]
 
 
-def _agree(*sizes: int | None) -> bool:
-    return len({size for size in sizes if size is not None}) <= 1
+def _by_length(of_all: Part, operands: list[Any], query_offset: Any) -> Any:
+    """On TensorFlow, short sequences go head by head, longer ones by tiles."""
+
+    def tiles() -> Any:
+        return _by_tiles(of_all, operands, query_offset)
+
+    if not _has_loops() or of_all.dropout is not None:
+        return tiles()
+    from keras_headmask.attention import head_by_head
+
+    queries, keys = operands[0].shape[1], operands[1].shape[1]
+    most = of_all.tuning.most_pairs_by_head
+    if None not in (queries, keys):
+        is_short = queries * keys <= most
+        return head_by_head.attend(of_all, *operands) if is_short else tiles()
+    is_short = ops.shape(operands[0])[1] * ops.shape(operands[1])[1] <= most
+    return ops.cond(is_short, lambda: head_by_head.attend(of_all, *operands), tiles)
+
+
+def _by_tiles(of_all: Part, operands: list[Any], query_offset: Any) -> Any:
+    contexts, order = [], []
+    for part in _parts(of_all):
+        of_part = [parts.of_heads(x, part.heads, axis=2) for x in operands]
+        contexts.append(_tiles_of(part, *of_part, query_offset))
+        order.extend(part.heads)
+    context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
+    return parts.in_order(context, order, axis=2)
+
+
+def _tiles_of(part: Part, query: Any, key: Any, value: Any, offset: Any) -> Any:
+    queries, keys = query.shape[1], key.shape[1]
+    known = None not in (queries, keys) and isinstance(offset, int)
+    # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph of
+    # one size. Unrolled in Python, the same tiles train in less time if they are few.
+    is_few = known and queries <= part.tuning.most_unrolled * part.tile
+    if _has_loops() and (part.rule.inputs or not is_few):
+        from keras_headmask.attention import tiles_tensorflow
+
+        return tiles_tensorflow.attend(part, query, key, value)
+    plan = tiles_python.plan_of(part, queries, keys, offset)
+    return tiles_python.attend(part, plan, query, key, value)

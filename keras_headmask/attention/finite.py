@@ -1,7 +1,7 @@
 """A hidden inf or NaN does no harm.
 
 0 * inf is NaN, so a probability of 0 does not hide a value that is not finite, nor a gradient of 0
-a key or a query. Products meet 0 in place of such values. Who may see one gets NaN by the scores.
+a key or a query. Products meet 0 in place of such values. Who may see one gets NaN by the logits.
 """
 
 import functools
@@ -66,12 +66,13 @@ def without_bad(*tensors: Any) -> list[Any]:
 
 
 def marked(query: Any, key: Any, value: Any) -> list[Any]:
-    """The operands for scores that show who may see what is not finite: those become NaN.
+    """The operands for logits that show who may see what is not finite: those become NaN.
 
     `value` has 0 in place of inf and NaN; a key is NaN as a whole where it or its value had one,
-    and a query where it had one. (An infinite query might score all allowed keys below hidden
-    ones.) A hidden score is taken out, whatever it is. Any order of axes with the size last. Only
-    values are looked at first: a key spoils no other row, and each look costs a percent or two.
+    and a query where it had one. (An infinite query might give all allowed keys lower logits
+    than hidden ones.) A hidden logit is taken out, whatever it is. Any order of axes with the size
+    last. Only values are looked at first: a key spoils no other row, and each look costs a percent
+    or two.
     """
 
     def mark(query: Any, key: Any, value: Any) -> list[Any]:
@@ -87,7 +88,7 @@ def marks(query: Any, *keys: Any, heads_first: bool = False) -> Any:
     """0, and NaN for each pair with a query or key that is not finite: `(B, H, T, S)`.
 
     `keys` are the keys and what else belongs to them. The operands are `(B, L, H, D)`, or
-    `(B, H, L, D)` if `heads_first`. It is to be added to the scores before hidden ones are taken
+    `(B, H, L, D)` if `heads_first`. It is to be added to the logits before hidden ones are taken
     out.
     """
     rows = _rows_are_finite(query)

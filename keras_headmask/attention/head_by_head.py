@@ -1,7 +1,7 @@
 """Short sequences on TensorFlow: head by head.
 
 Where one tile would hold a whole sequence there is little to skip, and what costs is memory: the
-scores of a batch are written and read again by each operation on them. Those of some rows, one head
+logits of a batch are written and read again by each operation on them. Those of some rows, one head
 of one example each, stay in the processor's cache. As in the loop over tiles, the backward pass
 computes them again instead of keeping them. A step takes well under a millisecond, so it has few
 operations beside its products: what can be is made once, before the loop.
@@ -12,27 +12,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_headmask.attention import graph_sharing
-from keras_headmask.attention.tiled_python import Part, in_order, of_heads
-from keras_headmask.attention.tiled_tensorflow import (
+from keras_headmask.attention import tensorflow_graph
+from keras_headmask.attention.parts import Part, in_order, of_heads
+from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
-    masked_scores,
+    masked_logits,
     times,
     widened,
 )
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full
-
-_SCORES = 2**20  # of one step: 4 MB
 
 
 @tf.autograph.experimental.do_not_convert
 def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
-    return graph_sharing.call(_attend, part, query, key, value)
+    return tensorflow_graph.shared(_attend, part, query, key, value)
 
 
 def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
@@ -50,31 +48,31 @@ def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
 
 def _context(allowed: Any, query: Any, key: Any, value: Any) -> tuple:
     """Of some rows `(n, T, Dv)`."""
-    scores, alive = _scores(allowed, query, key)
-    return (alive_or_0(alive, tf.matmul(tf.nn.softmax(scores), value)),)
+    logits, alive = _logits(allowed, query, key)
+    return (alive_or_0(alive, tf.matmul(tf.nn.softmax(logits), value)),)
 
 
 def _gradients(
     allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
 ) -> tuple:
     """Those of the queries (times the scale), keys and values of some rows."""
-    scores, _ = _scores(allowed, query, key)
-    probabilities = tf.nn.softmax(scores)
-    if allowed is not None:  # a row whose scores overflow is NaN, and what it may not see is not
+    logits, _ = _logits(allowed, query, key)
+    probabilities = tf.nn.softmax(logits)
+    if allowed is not None:  # a row whose logits overflow is NaN, and what it may not see is not
         probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
-    d_scores = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
+    d_logits = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
     return (
-        tf.matmul(d_scores, key),
-        tf.matmul(d_scores, query, transpose_a=True),
+        tf.matmul(d_logits, key),
+        tf.matmul(d_logits, query, transpose_a=True),
         tf.matmul(probabilities, upstream, transpose_a=True),
     )
 
 
-def _scores(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
-    """The scores, -inf where hidden, and which queries see something (`None`: all do)."""
-    scores = tf.matmul(query, key, transpose_b=True)
-    return (scores, None) if allowed is None else masked_scores(scores, allowed)
+def _logits(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
+    """The logits, -inf where hidden, and which queries see something (`None`: all do)."""
+    logits = tf.matmul(query, key, transpose_b=True)
+    return (logits, None) if allowed is None else masked_logits(logits, allowed)
 
 
 def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
@@ -90,7 +88,7 @@ def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
         # A mask for every row is there, or is small, and a slice of them copies nothing.
         rows = _as_rows(tf.broadcast_to(by_head, tf.concat([[heads, batch], shape[2:]], 0)))
         return lambda begin, size: tf.slice(rows, begin, size)
-    # Else it would take a quarter of what all scores take: each step gathers its own.
+    # Else it would take a quarter of what all logits take: each step gathers its own.
     different = _as_rows(by_head)
     place = tf.reshape(tf.range(shape[0] * shape[1]), shape[:2])
     place = tf.reshape(tf.broadcast_to(place, [heads, batch]), [-1])
@@ -100,8 +98,8 @@ def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
 def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
     """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
-    scores_of_a_row = queries * tf.shape(others[0])[1]
-    rows = tf.clip_by_value(_SCORES // scores_of_a_row, 1, heads * batch)
+    logits_of_a_row = queries * tf.shape(others[0])[1]
+    rows = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     groups = head_groups(part.rule, len(part.heads))
     steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]

@@ -24,7 +24,7 @@ from keras_headmask.retrofit.selectors import find_attention
 # As `fresh_process.distance` measures.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
 _MOST_OUTSIDE = 1e-9
-# (batch, length): short, odd, and longer than a tile of the tiled way.
+# (batch, length): short, odd, and longer than a tile.
 _SHAPES = ((1, 9), (3, 40), (2, 272))
 _LONGEST_LOOK = 1024  # positions; how far to look for a length at which a rule restricts
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask.attention.tiled_python import forward_only
+from keras_headmask.attention.parts import forward_only
 from keras_headmask.export import checking, fresh_process, padding, warmup
 from keras_headmask.export.interface import (
     PADDING,

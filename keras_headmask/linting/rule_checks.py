@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention import tiled_python
+from keras_headmask.attention import tiles_python
+from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, nodes_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import And, MaskSpec, Not, Or, leaves
 from keras_headmask.rules.positions import Chunk, Keys, Nothing, Window
 
-_TILE, _MANY = 128, 1024  # to see what tiles skip
+_MANY = 1024  # positions, to see what tiles skip
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of the score matrix
 
 
@@ -288,9 +289,10 @@ def _equal_to_default(subject: Subject) -> Iterator[Finding]:
 def _cost(subject: Subject) -> Iterator[Finding]:
     """Rules that allow few pairs, but some in every tile."""
     size = max(_MANY, subject.room)
+    tile, block = Tuning().local_tile, Tuning().python_block
     many = Subject(subject.spec, subject.heads, size, size)
     for rule, heads in subject.groups:
-        if tiled_python.plan(rule, size, size, _TILE, 0).share(size) < _FULL_COST:
+        if tiles_python.plan(rule, size, size, 0, tile, block).share(size) < _FULL_COST:
             continue
         allowed = functools.reduce(np.logical_or, many.answers(rule, heads)(rule)).mean()
         if 0 < allowed <= _FEW_ALLOWED:

@@ -12,7 +12,8 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.rules import config, evaluation, words
 from keras_headmask.rules.base import And, MaskSpec, Not, Or, leaves
-from keras_headmask.rules.per_head import PerHead, head_groups
+from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import RandomBlocks
 
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given

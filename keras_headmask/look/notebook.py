@@ -77,7 +77,7 @@ def _can_be_drawn(rule: MaskSpec, made_up: bool) -> bool:
 
 def _picture(
     spec: MaskSpec,
-    groups: list[tuple[MaskSpec, list[int]]],
+    groups: list[tuple[MaskSpec, tuple[int, ...]]],
     num_heads: int,
     others: int | None,
 ) -> str:

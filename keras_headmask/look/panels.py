@@ -10,7 +10,7 @@ from keras import ops
 from keras_headmask.rules import config, evaluation, words
 from keras_headmask.rules.base import MaskSpec, Sides, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
@@ -239,13 +239,8 @@ def head_names(heads: Sequence[int], others: int | None = None) -> str:
     """Head numbers with neighbours folded: `heads 0, 2-5`. `others` is as in `Panels`."""
     if others in heads:
         return "all other heads"
-    runs: list[list[int]] = []
-    for head in heads:
-        if runs and runs[-1][-1] == head - 1:
-            runs[-1][1:] = [head]
-        else:
-            runs.append([head])
-    text = ", ".join("-".join(map(str, run)) for run in runs)
+    ends = (dict.fromkeys((run[0], run[-1])) for run in words.runs(heads))
+    text = ", ".join("-".join(map(str, of_run)) for of_run in ends)
     return f"head{'s' if len(heads) > 1 else ''} {text}"
 
 

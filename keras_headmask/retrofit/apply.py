@@ -15,7 +15,7 @@ from keras_headmask.retrofit.selectors import Found, find_attention, specs_by_la
 from keras_headmask.retrofit.stock import moved
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.per_head import check_heads
+from keras_headmask.rules.heads import check_heads
 
 _WAYS = ("error", "and", "replace")
 

@@ -17,9 +17,8 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no publ
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
-from keras_headmask.attention.attend import all_that_restricts, dense_attention, way_is_tiled
-from keras_headmask.attention.tiling import tiled_attention
-from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, dropout_of
 from keras_headmask.retrofit.compiled import check_not_in_own_function, graph_being_built
 from keras_headmask.retrofit.layer_rules import HOOK, LayerRule
 from keras_headmask.rules import evaluation
@@ -139,45 +138,46 @@ class Binding:
                 f"The attention layer {rule.entry} attends over several axes: a mask spec speaks "
                 "of one axis of queries and one of keys. Leave it out by `layers=`."
             )
-        training, offset = arguments["training"], self.query_offset
         lengths = evaluation.Lengths(query.shape[0], rule.heads, query.shape[1], key.shape[1])
         bound = self._bound(rule, query, key, lengths)
-        window = Window(after=0) if arguments.get("use_causal_mask") else None
-        attention_mask = arguments["attention_mask"]
-        left = _is_left_to(rule, compute)
-        drops = rule.layer._dropout > 0 and training
-        needs_scores = bool(arguments["return_attention_scores"] or left)
-        outside, given = all_that_restricts(
-            None, None, **_as_argument(attention_mask, lengths), window=window
-        )
-        joined = rule.spec if outside is None else rule.spec & outside
-        if way_is_tiled(_tiled_argument(rule, needs_scores), needs_scores, joined, lengths, offset):
-            if outside is not None:
-                sizes = ops.shape(query)[1], ops.shape(key)[1]
-                beside = evaluation.bind(outside, given, *sizes, offset).leaf_inputs
-                bound = bound._replace(leaf_inputs=bound.leaf_inputs | beside)
-            drop = {}
-            if drops:
-                drop = {
-                    "dropout": rule.layer._dropout,
-                    "seed": rule.layer._dropout_layer.seed_generator,
-                }
-            scale = rule.layer._inverse_sqrt_key_dim
-            return tiled_attention(query, key, value, joined, bound, scale, offset, **drop), None
-        mask = masks.and_masks(self._mask(rule, bound, lengths, query), attention_mask)
-        if window is not None:
-            causal = evaluation.make_mask(window, ops.shape(query)[1], ops.shape(key)[1])
-            mask = masks.and_masks(mask, causal)
-        if left:
+        attention_mask = _checked_mask(rule, arguments["attention_mask"], lengths)
+        causal = Window(after=0) if arguments.get("use_causal_mask") else None
+        sizes = ops.shape(query)[1], ops.shape(key)[1]
+        offset = self.query_offset
+        if causal is not None and not (isinstance(offset, int) and offset == 0):
+            # Keras counts both from 0, wherever the rule sees the queries.
+            attention_mask = masks.and_masks(attention_mask, evaluation.make_mask(causal, *sizes))
+            causal = None
+
+        def make_mask() -> Any:
+            made = None if causal is None else evaluation.make_mask(causal, *sizes)
+            return masks.and_masks(self._mask(rule, bound, lengths, query), attention_mask, made)
+
+        wanted = bool(arguments["return_attention_scores"])
+        if _is_left_to(rule, compute):
+            mask = make_mask()
             merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
             context, scores = compute(**merged | {"attention_mask": mask})
             return masks.zero_dead_rows(context, mask), scores
-
-        def drop(probabilities: Any) -> Any:
-            return rule.layer._dropout_layer(probabilities, training=training)
-
-        scale = rule.layer._inverse_sqrt_key_dim
-        return dense_attention(query, key, value, mask, scale, drop=drop if drops else None)
+        outside, inputs = all_that_restricts(
+            None, None, **_as_argument(attention_mask, lengths), window=causal
+        )
+        whole = evaluation.bind(outside, inputs, *sizes, offset, bound) if inputs else bound
+        return attend(
+            Request(
+                query,
+                key,
+                value,
+                rule.spec if outside is None else rule.spec & outside,
+                whole,
+                scale=rule.layer._inverse_sqrt_key_dim,
+                query_offset=offset,
+                wants_probabilities=wanted,
+                tiled=None if wanted else getattr(rule.layer, "_tiled", None),
+                make_mask=make_mask,
+                **dropout_of(rule.layer, arguments["training"]),
+            )
+        )
 
     def _bound(self, rule: LayerRule, query: Any, key: Any, lengths: evaluation.Lengths) -> Any:
         given = rule.given(self.tensors)
@@ -226,8 +226,20 @@ def _scope(tensor: Any) -> Any:
     return graph_being_built() or "eager"
 
 
+def _checked_mask(rule: LayerRule, mask: Any, lengths: evaluation.Lengths) -> Any:
+    """The merged mask that a layer hands to `_compute_attention`, as booleans."""
+    if mask is None:
+        return None
+    try:
+        mask = masks.as_bool(mask, "attention_mask")
+        masks.check_shape(mask, "attention_mask", *lengths)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"In the attention layer {rule.entry}: {error}") from error
+    return mask
+
+
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:
-    """The merged mask a layer hands to `_compute_attention`, by what it restricts."""
+    """The merged mask by what it restricts."""
     if attention_mask is None:
         return {}
     shape = tuple(attention_mask.shape)
@@ -244,10 +256,6 @@ def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
         or getattr(compute, "__func__", None) not in known
         or type(rule.layer)._masked_softmax is not _Stock._masked_softmax
     )
-
-
-def _tiled_argument(rule: LayerRule, needs_scores: bool) -> bool | None:
-    return None if needs_scores else getattr(rule.layer, "_tiled", None)
 
 
 # --- The hooks ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 from keras_headmask.attention import looking
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
 from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full
 
 HOOK = "_compute_attention"  # the method whose place the hook of a rule takes on a layer

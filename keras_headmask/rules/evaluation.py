@@ -6,8 +6,8 @@ matrix; `make_mask` is the tile that is everything.
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,19 +16,11 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.rules import config
 from keras_headmask.rules.base import And, InputType, MaskSpec, Not, Or, Sides, check_spec, leaves
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.bound import WHOLE, Bound, Cuts, Lengths
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.positions import Full, Keys, Nothing
 
 _MOST_OFFSET = 2**30  # positions are int32
-
-
-class Lengths(NamedTuple):
-    """The sizes of the score matrix; `None` where a size is not known yet."""
-
-    batch: int | None
-    heads: int
-    queries: int | None
-    keys: int | None
 
 
 def make_mask(
@@ -276,31 +268,29 @@ def _check_whole_numbers(tensor: Any, place: str, dtype: str) -> None:
         )
 
 
-class Bound(NamedTuple):
-    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
-
-    query_positions: Any
-    key_positions: Any
-    leaf_inputs: dict[MaskSpec, dict[str, Any]]
-
-
 def bind(
     spec: MaskSpec,
     mask_inputs: Mapping[str, Any] | None,
     queries: Any,
     keys: Any,
     query_offset: Any = 0,
+    beside: Bound | None = None,
 ) -> Bound:
-    """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`."""
+    """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
+
+    `beside` is what was bound for the same sequences before, and is a part of the result.
+    """
     if queries is None or keys is None:
         raise ValueError(
             "`queries` and `keys` must be lengths; a symbolic Keras tensor of unknown length has "
             f"none yet. Received: queries={queries}, keys={keys}. Give `keras.Input` its length, "
             "or use PerHeadMaskedMultiHeadAttention: it makes the mask when the model is called."
         )
-    query_positions = ops.arange(queries, dtype="int32") + ops.cast(query_offset, "int32")
-    key_positions = ops.arange(keys, dtype="int32")
-    bound: dict[MaskSpec, dict[str, Any]] = {}
+    if beside is None:
+        query_positions = ops.arange(queries, dtype="int32") + ops.cast(query_offset, "int32")
+        beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {})
+    query_positions, key_positions, done = beside
+    bound = dict(done)
     for leaf in leaves(spec):
         sides, shared = {}, set()
         for name, kind in leaf.inputs.items():
@@ -330,21 +320,6 @@ def _query_side(tensor: Any, positions: Any, queries: Any, query_offset: Any) ->
     if _is_zero(query_offset) or (length is not None and length == _static(queries)):
         return tensor
     return ops.take(tensor, positions, axis=1)
-
-
-class Cuts(NamedTuple):
-    """How to cut a tile out: functions of a tensor and its axis of queries, keys or examples."""
-
-    queries: Callable[[Any, int], Any]
-    keys: Callable[[Any, int], Any]
-    batch: Callable[[Any, int], Any]
-
-
-def _whole(tensor: Any, axis: int) -> Any:
-    return tensor
-
-
-WHOLE = Cuts(_whole, _whole, _whole)
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Any:

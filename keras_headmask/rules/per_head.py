@@ -2,10 +2,11 @@
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keras_headmask.rules import config
+from keras_headmask.rules import config, words
 from keras_headmask.rules.base import InputType, MaskSpec, check_spec, merged_inputs, register_spec
 from keras_headmask.rules.positions import Full
 
@@ -104,13 +105,12 @@ class PerHead(MaskSpec):
 
     def _runs(self) -> Iterator[tuple[int | str, MaskSpec]]:
         """Neighbouring heads with equal rules under one key, as a person would write them."""
-        first = 0
-        for i, (head, spec) in enumerate(self.heads):
-            follows = i + 1 < len(self.heads) and self.heads[i + 1] == (head + 1, spec)
-            if not follows:
-                start = self.heads[first][0]
-                yield (head if start == head else f"{start}-{head}"), spec
-                first = i + 1
+        rules = dict(self.heads)
+        for run in words.runs(list(rules)):
+            for spec, equal in itertools.groupby(run, rules.get):
+                heads = list(equal)
+                one = len(heads) == 1
+                yield (heads[0] if one else f"{heads[0]}-{heads[-1]}"), spec
 
     def __repr__(self) -> str:
         heads = ", ".join(f"{key!r}: {spec!r}" for key, spec in self._runs())
@@ -160,26 +160,3 @@ def head_numbers(key: Any) -> list[int]:
     if head < 0:
         config.fail(ValueError, field, f"Heads are counted from 0. Received: head {head}.")
     return [head]
-
-
-def check_heads(spec: MaskSpec, num_heads: int) -> None:
-    """Every head that `spec` names must exist, also one whose rule equals the default."""
-    for child in spec.children:
-        check_heads(child, num_heads)
-    if isinstance(spec, PerHead):
-        beyond = [head for head, _ in spec.heads if head >= num_heads]
-        if beyond:
-            raise ValueError(
-                f"The mask spec names head {beyond[0]}, but there are {num_heads} heads, numbered "
-                f"0 to {num_heads - 1}. Received: {spec!r}."
-            )
-
-
-def head_groups(spec: MaskSpec, num_heads: int) -> list[tuple[MaskSpec, tuple[int, ...]]]:
-    """Each rule that some head obeys, free of `PerHead`, with the heads that obey it."""
-    config.number_of_heads(num_heads)
-    check_heads(spec, num_heads)
-    groups: dict[MaskSpec, list[int]] = {}
-    for head in range(num_heads):
-        groups.setdefault(spec.for_head(head), []).append(head)
-    return [(rule, tuple(heads)) for rule, heads in groups.items()]

@@ -4,7 +4,7 @@ Words are found by the permanent name of a kind, so nothing here imports the spe
 describe itself. A kind that has none here speaks by its own `in_words`, or shows its `repr`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from keras_headmask.rules import config
@@ -55,7 +55,7 @@ def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
 
 def ordered_groups(
     spec: Any, num_heads: int | None
-) -> tuple[list[tuple[Any, list[int]]], int | None]:
+) -> tuple[list[tuple[Any, tuple[int, ...]]], int | None]:
     """Each rule with the heads that obey it, those that see everything last.
 
     Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
@@ -63,7 +63,7 @@ def ordered_groups(
     """
     named = max(named_heads(spec), default=-1) + 1
     if num_heads is None:
-        groups, others = _groups(spec, named + 1), named
+        groups, others = grouped(spec, named + 1), named
     else:
         config.number_of_heads(num_heads)
         if named > num_heads:
@@ -71,7 +71,7 @@ def ordered_groups(
                 f"The mask spec names head {named - 1}, but there are {num_heads} heads, numbered "
                 f"0 to {num_heads - 1}. Received: {spec!r}."
             )
-        groups, others = _groups(spec, num_heads), None
+        groups, others = grouped(spec, num_heads), None
     groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
     return groups, others
 
@@ -86,16 +86,25 @@ def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:
 
 def numbers_in_words(numbers: tuple[int, ...] | list[int]) -> str:
     """Whole numbers in rising order, runs of three and more folded."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
     parts: list[str] = []
-    for run in runs:
+    for run in runs(numbers):
         parts.extend([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
     return _listed(parts, "and")
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Whole numbers in rising order, cut wherever one is left out.
+
+    >>> runs([0, 2, 3, 4])
+    [[0], [2, 3, 4]]
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 def words(spec: Any) -> Words:
@@ -123,11 +132,12 @@ def sees_everything(rule: Any) -> bool:
     return rule.kind == "full"
 
 
-def _groups(spec: Any, num_heads: int) -> list[tuple[Any, list[int]]]:
+def grouped(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
+    """Each rule that some head obeys, and its heads."""
     groups: dict[Any, list[int]] = {}
     for head in range(num_heads):
         groups.setdefault(spec.for_head(head), []).append(head)
-    return list(groups.items())
+    return [(rule, tuple(heads)) for rule, heads in groups.items()]
 
 
 def _own_words(spec: Any) -> Words:

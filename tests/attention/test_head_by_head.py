@@ -1,6 +1,6 @@
 """Short sequences on TensorFlow go head by head, which equals the definition.
 
-What else the tiled way keeps is asked of this one, too, by the fixture `tiny`.
+What else tiles keep is asked of this implementation, too, by the fixture `tiny`.
 """
 
 import numpy as np
@@ -24,19 +24,18 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention import tiling
 
 pytestmark = pytest.mark.tensorflow
-scores_of_a_step = st.sampled_from([1, 30, 100, 2**20])
+logits_of_a_step = st.sampled_from([1, 30, 100, 2**20])
 
 
 @FEW
-@given(cases(), scores_of_a_step, seeds)
-def test_any_rule_equals_the_definition(case, scores, seed):
+@given(cases(), logits_of_a_step, seeds)
+def test_any_rule_equals_the_definition(case, logits, seed):
     spec, inputs, batch, heads, queries, keys, offset = case
     qkv = operands(batch, queries, keys, heads, seed)
     mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-    with heads_alone(scores):
+    with heads_alone(logits):
         got = numpy(attend(qkv, spec, inputs, offset))
         gradients = list(both_gradients(qkv, spec, inputs, offset))
     close(got, oracle.attention(*qkv, mask, SCALE)[0], "the definition in loops")
@@ -74,7 +73,7 @@ def test_what_turns_out_to_be_empty(batch, queries, keys):
 @TRACED
 @given(cases(), seeds, st.sampled_from([0, 8, 10**6]))
 def test_the_length_decides_when_it_is_known(case, seed, short):
-    """One graph serves short and long sequences, each its way."""
+    """One graph serves short and long sequences, each as suits it."""
     import tensorflow as tf
 
     spec, inputs, batch, heads, queries, keys, offset = case
@@ -87,41 +86,42 @@ def test_the_length_decides_when_it_is_known(case, seed, short):
 
 
 @pytest.mark.parametrize(
-    ("length", "way"), [(256, "head by head"), (257, "by tiles")], ids=["short", "long"]
+    ("length", "wanted"), [(256, "head by head"), (257, "by tiles")], ids=["short", "long"]
 )
-def test_which_way_is_gone(length, way, monkeypatch):
+def test_which_implementation_computes(length, wanted, monkeypatch):
+    from keras_headmask.attention import attend as dispatcher
     from keras_headmask.attention import head_by_head
 
-    gone = []
+    used = []
     for holder, name, called in (
         (head_by_head, "head by head", "attend"),
-        (tiling, "by tiles", "_group_by_group"),
+        (dispatcher, "by tiles", "_by_tiles"),
     ):
         real = getattr(holder, called)
         monkeypatch.setattr(
-            holder, called, lambda *a, real=real, name=name: gone.append(name) or real(*a)
+            holder, called, lambda *a, real=real, name=name: used.append(name) or real(*a)
         )
     qkv = operands(1, length, length, 2)
     close(attend(qkv, hm.Window(3, 3)), attend(qkv, hm.Window(3, 3), tiled=False))
-    assert gone == [way]
+    assert used == [wanted]
 
 
-def test_a_step_holds_few_scores(monkeypatch):
+def test_a_step_holds_few_logits(monkeypatch):
     from keras_headmask.attention import head_by_head
 
-    sizes, real = [], head_by_head._scores
+    sizes, real = [], head_by_head._logits
 
     def seen(*given):
-        scores, alive = real(*given)
-        sizes.append(int(np.prod(scores.shape)))
-        return scores, alive
+        logits, alive = real(*given)
+        sizes.append(int(np.prod(logits.shape)))
+        return logits, alive
 
-    monkeypatch.setattr(head_by_head, "_scores", seen)
+    monkeypatch.setattr(head_by_head, "_logits", seen)
     attend(operands(20, 256, 256, 3), hm.PerHead({(0, 2): hm.Window(3, 3)}))
     assert sizes == [16 * 256**2, 16 * 256**2, 8 * 256**2, 16 * 256**2, 4 * 256**2]
 
 
-def test_which_way_is_gone_where_the_length_is_not_known(monkeypatch):
+def test_which_implementation_computes_where_the_length_is_not_known(monkeypatch):
     import tensorflow as tf
 
     from keras_headmask.attention import head_by_head

@@ -1,4 +1,4 @@
-"""The tiled way equals the definition: any rule, any lengths, any backend, forward and gradient."""
+"""Tiles equal the definition: any rule, any lengths, any backend, forward and gradient."""
 
 import dataclasses
 import math
@@ -29,8 +29,8 @@ from tiled_contract import (
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import tiled_python
-from keras_headmask.attention.attend import dense_attention
+from keras_headmask.attention import dense, tiles_python
+from keras_headmask.attention.parts import Part
 from keras_headmask.rules import evaluation
 
 # ---------------------------------------------------------------- the law
@@ -43,7 +43,7 @@ def check_forward(case, tile_sizes, seed):
     with tiles(*tile_sizes):
         got = numpy(attend(qkv, spec, inputs, offset))
     close(got, oracle.attention(*qkv, mask, SCALE)[0], "the definition in loops")
-    close(got, attend(qkv, spec, inputs, offset, tiled=False), "the dense way")
+    close(got, attend(qkv, spec, inputs, offset, tiled=False), "dense")
     assert (got.transpose(0, 2, 1, 3)[~mask.any(-1)] == 0).all(), "dead rows are exactly 0"
 
 
@@ -55,7 +55,7 @@ def test_any_rule_equals_the_definition(case, tile_sizes, seed):
 
 @FEW
 @given(cases(), sizes, seeds)
-def test_any_rule_has_the_gradients_of_the_dense_way(case, tile_sizes, seed):
+def test_any_rule_has_the_gradients_of_the_definition(case, tile_sizes, seed):
     spec, inputs, batch, heads, queries, keys, offset = case
     qkv = operands(batch, queries, keys, heads, seed)
     dead = ~oracle.mask(spec, batch, heads, queries, keys, inputs, offset).any(-1)
@@ -68,7 +68,7 @@ def test_any_rule_has_the_gradients_of_the_dense_way(case, tile_sizes, seed):
 
 @FEW
 @given(cases(), seeds)
-def test_the_python_loop_equals_the_dense_way_on_every_backend(case, seed):
+def test_the_python_loop_equals_the_definition_on_every_backend(case, seed):
     """Called by itself, since TensorFlow has a loop of its own."""
     spec, inputs, batch, heads, queries, keys, offset = case
     rule = spec.for_head(1)
@@ -77,11 +77,11 @@ def test_the_python_loop_equals_the_dense_way_on_every_backend(case, seed):
     inputs = {name: inputs[name] for name in rule.inputs}
     bound = evaluation.bind(rule, inputs, queries, keys, offset)
     mask = evaluation.mask_of_all_heads(rule, bound, heads)
-    with tiles(block=2):
-        plan = tiled_python.plan(rule, queries, keys, 4, offset)
-    part = tiled_python.Part(rule, heads_of_rule, bound, 4, SCALE)
-    got = tiled_python.attend(part, plan, *map(ops.convert_to_tensor, qkv))
-    wanted, _ = dense_attention(*map(ops.convert_to_tensor, qkv), mask, SCALE)
+    with tiles(block=2, wide=4) as tuning:
+        part = Part(rule, heads_of_rule, bound, SCALE, tuning)
+    plan = tiles_python.plan_of(part, queries, keys, offset)
+    got = tiles_python.attend(part, plan, *map(ops.convert_to_tensor, qkv))
+    wanted, _ = dense.attend(*map(ops.convert_to_tensor, qkv), mask, SCALE)
     close(got, wanted)
     assert 0 <= plan.share(keys) <= 1
 

@@ -8,7 +8,7 @@ from tiled_contract import BACKEND, SCALE, UNSORTED_IDS, attend, close, operands
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import tiling
+from keras_headmask.attention.tuning import tuned
 
 RATE = 0.3
 RULES = {
@@ -73,14 +73,13 @@ def test_the_draw_does_not_depend_on_the_tiles(name):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("unrolled", [True, False], ids=["unrolled", "loop"])
-def test_gradients_are_those_of_the_probabilities_that_were_kept(name, unrolled, monkeypatch):
+def test_gradients_are_those_of_the_probabilities_that_were_kept(name, unrolled):
     if not unrolled and BACKEND != "tensorflow":
         pytest.skip("only TensorFlow has a loop of its own")
-    monkeypatch.setattr(tiling, "_MOST_UNROLLED", 64 if unrolled else 0)
     q, k, v = operands(3, 23, 23, 4)
     spec, inputs = RULES[name]
     more = {"dropout": RATE, "seed": 3}
-    with tiles(4, 6, 3):
+    with tiles(4, 6, 3), tuned(most_unrolled=64 if unrolled else 0):
         plain = probabilities((q, k), spec, inputs)
         drawn = probabilities((q, k), spec, inputs, **more)
         factors = np.where(plain > 0, drawn / np.where(plain > 0, plain, 1), 0)

@@ -1,4 +1,4 @@
-"""The tiled way at its edges: empty, of size 1, not finite, differentiated twice."""
+"""Tiles at their edges: empty, of size 1, not finite, differentiated twice."""
 
 import dataclasses
 
@@ -116,7 +116,7 @@ def test_whatever_a_hidden_key_is(tiny, bad, reads):
 
 @pytest.mark.parametrize("reads", [True, False], ids=["data", "positions"])
 def test_gradients_of_gradients(tiny, reads):
-    """A gradient penalty, as the dense way has it."""
+    """A gradient penalty, as dense attention has it."""
     spec = hm.SameSegment("ids") if reads else hm.Window(2, 2)
     inputs = {"ids": UNSORTED_IDS[:1, :9]} if reads else None
     qkv = operands(1, 9, 9, 2)

@@ -1,4 +1,4 @@
-"""The tiled way traced: unknown lengths, compiled, and nothing computed that need not be."""
+"""Tiles in graphs: unknown lengths, compiled, and nothing computed that need not be."""
 
 import math
 
@@ -26,7 +26,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention import tiled_python
+from keras_headmask.attention.parts import Part
 from keras_headmask.rules import evaluation
 
 # ---------------------------------------------------------------- traced
@@ -140,7 +140,7 @@ def test_one_trace_serves_all_lengths_and_batches(tiny, name):
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
 def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
-    """Traced as unknown: broadcast where they are 1, as the dense way does."""
+    """Traced as unknown: broadcast where they are 1, as dense attention does."""
     import tensorflow as tf
 
     spec = hm.MaskInput("m") | hm.SameSegment("ids")
@@ -186,7 +186,7 @@ def test_a_tensor_as_offset(tiny):
 def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flags):
     import tensorflow as tf
 
-    from keras_headmask.attention.tile_ranges import _span
+    from keras_headmask.attention.ranges import _span
 
     values = np.random.default_rng(seed).integers(*((0, 2) if flags else (-5, 6)), (2, length))
     values = values.astype("bool" if flags else "int32")
@@ -201,18 +201,18 @@ def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flag
 @pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
 def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
     """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
-    from keras_headmask.attention import tile_ranges
+    from keras_headmask.attention import ranges
 
     spec, inputs = LONG[name]
     mask = np.broadcast_to(
         numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
     ).any(1)
     mask = mask.transpose(0, 2, 1) if by_key else mask
-    with tiles(4, 4, 3):
+    with tiles(4, 4, 3) as tuning:
         bound = evaluation.bind(spec, inputs, 23, 23, 0)
-        part = tiled_python.Part(spec, (0, 1, 2, 3), bound, 4, SCALE)
-        found = tile_ranges.ranges_of(part, by_key, 3)
-    ranges = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
+        part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
+    found = ranges.ranges_of(part, by_key, 3)
+    runs = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
     # What is flagged is looked at by itself, apart from all tiles.
     mask = mask.copy()
     for example in range(3):
@@ -223,13 +223,13 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
             mask[example][:, numpy(found.others.of(at))] = False
     exact = {"window", "causal", "documents", "padded queries", "padding", "full",
              "nothing", "streaming", "dilated"}  # fmt: skip
-    for example, number in np.ndindex(ranges.shape[:2]):
+    for example, number in np.ndindex(runs.shape[:2]):
         rows = mask[example, number * 4 : number * 4 + 4].any(0)
         allowed = np.zeros(24, bool)  # whole blocks
         allowed[:23] = rows
         blocks = allowed.reshape(-1, 3).any(1)
         seen = np.zeros(23, bool)
-        for start, stop in ranges[example, number].reshape(-1, 2):
+        for start, stop in runs[example, number].reshape(-1, 2):
             assert 0 <= start <= stop <= 23
             assert not seen[start:stop].any(), "no key twice"
             seen[start:stop] = True
@@ -260,13 +260,12 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
     ids=repr,
 )
 def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
-    from keras_headmask.attention import tile_ranges
+    from keras_headmask.attention import ranges
 
     bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
-    with tiles(4, 4, 3):
-        found = tile_ranges.ranges_of(
-            tiled_python.Part(spec, (0,), bound, 4, SCALE), by_key=False, batch=3
-        )
+    with tiles(4, 4, 3) as tuning:
+        part = Part(spec, (0,), bound, SCALE, tuning)
+    found = ranges.ranges_of(part, by_key=False, batch=3)
     for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
         assert (flagged is not None) == is_taken
         if is_taken:
@@ -343,16 +342,18 @@ def test_layers_with_one_rule_share_their_loops():
     assert loops(1) == loops(3) == 4
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- what is not possible
 
 
 @pytest.mark.parametrize(
     "asked",
     [{"return_scores": True}, {"bias": np.zeros((1, 1, 5, 5), "float32")}],
 )
-def test_tiled_cannot_give_all_scores(asked):
+def test_tiles_give_no_probabilities(asked):
     qkv = operands(1, 5, 5, 2)
-    with pytest.raises(ValueError, match="`tiled=True` cannot be: returned scores, a bias"):
+    with pytest.raises(
+        ValueError, match="`tiled=True` is not possible here: returned probabilities, a bias"
+    ):
         attend(qkv, hm.Window(1, 1), **asked)
     attend(qkv, hm.Window(1, 1), tiled=None, **asked)
 
@@ -369,5 +370,7 @@ def test_unknown_lengths_off_tensorflow_graphs():
         def call():
             attend(qkv, hm.Window(1, 1), None, offset)
 
-    with pytest.raises(ValueError, match="`tiled=True` cannot be: off TensorFlow's graphs"):
+    with pytest.raises(
+        ValueError, match="`tiled=True` is not possible here: outside TensorFlow graphs"
+    ):
         call()

@@ -1,4 +1,4 @@
-"""The layer goes the tiled way by itself, and trains, saves and serves by it."""
+"""The layer computes tiles by itself, and trains, saves and serves with them."""
 
 import keras
 import numpy as np
@@ -61,7 +61,7 @@ def test_the_layer_gives_the_same_either_way(tiny, policy):
         keras.utils.set_random_seed(1)
         layer = layer_of(spec, tiled, dtype=policy)
         results.append(layer(x, **call))
-        # In training with scores the dense way is taken.
+        # With returned scores all logits are computed.
         _, scores = layer(x, return_attention_scores=True, **call)
         assert tuple(scores.shape) == (3, 3, 11, 11)
     assert results[0].dtype == results[1].dtype

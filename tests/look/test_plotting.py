@@ -1,5 +1,6 @@
 """Rules and attention as figures: what the figures hold, not their pixels."""
 
+import dataclasses
 import gc
 import io
 import sys
@@ -282,12 +283,12 @@ def test_what_lies_outside_would_show(monkeypatch):
     from keras_headmask.retrofit import binding
 
     masked = hm.apply_head_masks(one_layer(mask_zero=False), hm.Window(before=0, after=0))
-    dense = binding.dense_attention
+    attend = binding.attend
 
-    def unmasked(query, key, value, mask, *args, **kwargs):
-        return dense(query, key, value, None, *args, **kwargs)
+    def unmasked(request):
+        return attend(dataclasses.replace(request, rule=None, make_mask=None))
 
-    monkeypatch.setattr(binding, "dense_attention", unmasked)
+    monkeypatch.setattr(binding, "attend", unmasked)
     for tile_size in (1, 2):
         figure = hm.plot_attention(masked, TOKENS, heads="0,2", tile_size=tile_size)
         assert figure.get_suptitle().endswith("outside the mask: 84 pairs")

@@ -7,10 +7,12 @@ from contract import by_hand, normal, numpy, random_biases
 from keras import layers, ops
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
+from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import tiling
+from keras_headmask.attention import attend as dispatcher
+from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit import binding
 
 RULES = {
@@ -29,15 +31,17 @@ RULES = {
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("way", ["dense", "tiled"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
-    if way == "tiled":
-        monkeypatch.setattr(tiling, "_SMALLEST", 0)
-        monkeypatch.setattr(tiling, "_LARGEST_SHARE", 1.0)
-    went = []
-    real = binding.tiled_attention
-    monkeypatch.setattr(binding, "tiled_attention", lambda *a, **k: went.append(1) or real(*a, **k))
+def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
+    went, real = [], dispatcher._tiled
+    monkeypatch.setattr(dispatcher, "_tiled", lambda request: went.append(1) or real(request))
+    with tuned(**ALWAYS) if tiled else hm.dense_scope():
+        check_a_rule(rule, dropout)
+    assert bool(went) == tiled
+
+
+def check_a_rule(rule, dropout):
     spec, inputs = RULES[rule]
     stock = one_layer(dropout=dropout)
     masked = hm.apply_head_masks(stock, spec, add_inputs=True)
@@ -48,7 +52,6 @@ def test_a_rule_is_what_the_loops_say(rule, way, dropout, monkeypatch):
     pairs = {name: (ids, ids) for name, ids in inputs.items()}
     assert_close(got, by_loops(stock, spec, pairs), depth=3)
     assert abs(got - numpy(stock(TOKENS)))[TOKENS != 0].max() > 1e-2
-    assert bool(went) == (way == "tiled")
     if dropout:
         in_training = numpy(masked(given if extra else TOKENS, training=True))
         assert abs(in_training - got).max() > 1e-3
@@ -72,13 +75,12 @@ def test_full_is_bit_equal_to_stock_in_training_too():
 
 
 def test_full_leaves_the_work_to_the_class(monkeypatch):
-    """At sizes, and on machines, where another way would round otherwise, too."""
+    """At sizes, and on machines, where another implementation would round otherwise, too."""
 
     def never(*arguments, **keywords):
         raise AssertionError("a layer that nothing restricts computes as it did")
 
-    for way in ("dense_attention", "tiled_attention"):
-        monkeypatch.setattr(binding, way, never)
+    monkeypatch.setattr(binding, "attend", never)
     stock = one_layer()
     for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
         full = hm.apply_head_masks(stock, spec)

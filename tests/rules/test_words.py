@@ -11,7 +11,7 @@ import keras_headmask as hm
 from keras_headmask import recipes
 from keras_headmask.rules import config, words
 from keras_headmask.rules.base import And, Or
-from keras_headmask.rules.per_head import head_groups
+from keras_headmask.rules.heads import head_groups
 
 pytestmark = pytest.mark.tensorflow  # the same on every backend
 

@@ -36,7 +36,7 @@ LOAD_SECONDS = float(os.environ.get("KERAS_HEADMASK_LOAD_SECONDS", "10"))
 
 @pytest.fixture(scope="module")
 def ours(exports, tmp_path_factory):
-    from keras_headmask.served_versions import ServedVersions
+    from keras_headmask.server.served_versions import ServedVersions
 
     base = tmp_path_factory.mktemp("ours")
     publish(exports[1], base, 1)

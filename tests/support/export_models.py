@@ -18,7 +18,7 @@ def blocks(x, attend, count=1):
 
 
 def ours(rule=RULE, tiled=False, count=1):
-    """Functional, of our layers. (The tiled way makes large graphs: the tests of it ask for it.)"""
+    """Functional, of our layers. (Tiles make large graphs: the tests of them ask for them.)"""
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     read = {"token_ids": ids} if rule is not None and rule.inputs else None
 

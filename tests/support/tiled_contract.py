@@ -1,11 +1,10 @@
-"""What the tests of the tiled way share: tiny tiles, operands, rules that leave gaps."""
+"""What the tests of tiles share: tiny tiles, operands, rules that leave gaps."""
 
 import contextlib
 import math
 
 import keras
 import numpy as np
-import pytest
 from contract import gradient, numpy
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from strategies import FEW
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import tiled_python, tiling
+from keras_headmask.attention.tuning import tuned
 
 BACKEND = keras.backend.backend()
 SCALE = 0.7
@@ -23,33 +22,29 @@ TRACED = settings(FEW, max_examples=6)  # each example is traced and compiled an
 SIZES = ((4, 6, 2), (4, 6, 3), (2, 3, 2), (1, 5, 1))
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 1000)
+# Tiles wherever they are possible, never head by head.
+ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0, "most_pairs_by_head": 0}
 
 
 @contextlib.contextmanager
 def tiles(local=4, wide=6, block=3, short=0):
     """Tiny tiles, so that short sequences have several; `short` pairs do not go by tiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "_LOCAL_TILE", local)
-        patch.setattr(tiling, "_WIDE_TILE", wide)
-        patch.setattr(tiling, "_SHORT", short)
-        patch.setattr(tiled_python, "_BLOCK", block)
-        if BACKEND == "tensorflow":
-            from keras_headmask.attention import graph_sharing, tile_ranges
-
-            patch.setattr(tile_ranges, "_BLOCK", block)
-            patch.setattr(tile_ranges, "_LARGEST_SHARE", 4)
-            graph_sharing._shared.cache_clear()  # traced with blocks of another size
-        yield
+    with tuned(
+        local_tile=local,
+        wide_tile=wide,
+        python_block=block,
+        tensorflow_block=block,
+        most_pairs_by_head=short,
+        one_flagged_in=4,
+    ) as tuning:
+        yield tuning
 
 
 @contextlib.contextmanager
-def heads_alone(scores=2 * 11 * 11):
-    """TensorFlow's way for short sequences, with so many scores in a step."""
-    from keras_headmask.attention import head_by_head
-
-    with pytest.MonkeyPatch.context() as patch, tiles(short=10**6):
-        patch.setattr(head_by_head, "_SCORES", scores)
-        yield
+def heads_alone(logits=2 * 11 * 11):
+    """What TensorFlow does with short sequences, with so many logits in a step."""
+    with tiles(short=10**6), tuned(most_logits_of_a_step=logits) as tuning:
+        yield tuning
 
 
 def operands(batch, queries, keys, heads, seed=0, size=3, value_size=2):
@@ -90,11 +85,11 @@ def weighted(result):
 
 
 def both_gradients(qkv, *rest):
-    ways = [
+    both = [
         gradient(lambda *x, tiled=tiled: weighted(attend(x, *rest, tiled=tiled)), *qkv)
         for tiled in (True, False)
     ]
-    return zip("qkv", *ways, strict=True)
+    return zip("qkv", *both, strict=True)
 
 
 def close(got, wanted, message=""):

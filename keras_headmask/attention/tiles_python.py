@@ -1,14 +1,12 @@
-"""The tiled way where lengths are known: a Python loop over tiles of queries, on every backend.
+"""Tiles where lengths are known: a Python loop over tiles of queries, on every backend.
 
 Each tile meets the runs of keys that the positions alone allow; what a rule reads from data is
 masked, not skipped. The backward pass computes each tile again instead of keeping it.
 """
 
-import contextlib
-import contextvars
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -16,33 +14,11 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.attention import finite
-from keras_headmask.attention.tiled_dropout import Dropout
+from keras_headmask.attention.parts import HIDDEN, Part, is_forward_only
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Bound, Cuts, allowed_tile
-
-# In place of a hidden score: whatever that is, inf or NaN, it is hidden, and no less so where all
-# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
-HIDDEN = float("-inf")
-_BLOCK = 64  # keys that are kept or skipped together
-_is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "forward_only", default=False
-)
-
-
-class Part(NamedTuple):
-    """The heads that obey one rule, its mask inputs, and how many queries make a tile.
-
-    `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
-    """
-
-    rule: MaskSpec
-    heads: tuple[int, ...]
-    bound: Bound
-    tile: int
-    scale: float
-    is_local: bool = False
-    dropout: Dropout | None = None
+from keras_headmask.rules.bound import Cuts
+from keras_headmask.rules.evaluation import allowed_tile
 
 
 class Plan(NamedTuple):
@@ -59,29 +35,13 @@ class Plan(NamedTuple):
         return [block for first, stop in edges for block in range(first, stop)]
 
     def share(self, keys: int) -> float:
-        """The share of the score matrix that is computed."""
+        """The share of all logits that is computed."""
         seen = sum(stop - start for runs in self.runs for start, stop in runs)
         return seen / max(keys * len(self.runs), 1)
 
 
-def of_heads(tensor: Any, heads: tuple[int, ...], axis: int) -> Any:
-    """Some heads of `tensor`, sorted; nothing is gathered of heads that are side by side."""
-    first, last = heads[0], heads[-1]
-    if len(heads) != last - first + 1:
-        return ops.take(tensor, list(heads), axis=axis)
-    whole = len(heads) == tensor.shape[axis]
-    return tensor if whole else tensor[(slice(None),) * axis + (slice(first, last + 1),)]
-
-
-def in_order(tensor: Any, order: list[int], axis: int) -> Any:
-    """The heads of `tensor`, which stand in `order`, each at its place."""
-    if order == sorted(order):
-        return tensor
-    return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
-
-
-def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) -> Plan:
-    block = _BLOCK
+def plan(rule: MaskSpec, queries: int, keys: int, query_offset: int, tile: int, block: int) -> Plan:
+    """What each tile of queries looks at by `rule`, free of `PerHead`, by positions alone."""
     tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)
     possible, certain = coverage.bounds(rule, tiles)
     shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
@@ -92,28 +52,16 @@ def plan(rule: MaskSpec, queries: int, keys: int, tile: int, query_offset: int) 
     return Plan(tile, block, runs, needs_no_mask.tolist())
 
 
-@contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-    """Trace the forward pass without gradients of our own.
-
-    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
-    """
-    token = _is_forward_only.set(True)
-    try:
-        yield
-    finally:
-        _is_forward_only.reset(token)
-
-
-def is_forward_only() -> bool:
-    return _is_forward_only.get()
+def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
+    """The plan in the tiles and blocks of the part's tuning."""
+    return plan(part.rule, queries, keys, query_offset, part.tile, part.tuning.python_block)
 
 
 def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
     if keras.backend.backend() == "jax":
-        # Its custom gradients cannot read what is traced outside of them, as mask inputs are; its
-        # own way to compute again what a gradient needs can.
+        # Its custom gradients cannot read what is traced outside of them, as mask inputs are;
+        # `remat`, which computes again what a gradient needs, can.
         marked = finite.marked(query, key, value)
         return _forward(part, plan, *marked, computed_again=keras.remat)
     if is_forward_only():
@@ -165,32 +113,32 @@ def _gradient(
 ) -> tuple[Any, Any, Any]:
     """The gradients of `query`, `key` and `value`, given that of the context.
 
-    `kept`, if not `None`, is the context and the operands it was made of. Scores of the very same
+    `kept`, if not `None`, is the context and the operands it was made of. Logits of the very same
     tensors as in the forward pass need not be computed again where both passes are one graph.
     """
     if kept is None:
         query, key, value = finite.without_bad(query, key, value)
     else:
-        context, scored_query, scored_key, value = kept
+        context, marked_query, marked_key, value = kept
         delta = _split(_heads_first(ops.sum(upstream * context, axis=-1, keepdims=True)), plan.tile)
         query, key = finite.without_bad(query, key)
     queries, upstream = _heads_first(query) * part.scale, _heads_first(upstream)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
     if kept is None:
-        scored_queries, scored_keys, delta = queries, keys, None
+        marked_queries, marked_keys, delta = queries, keys, None
     else:
-        scored_queries = _heads_first(scored_query) * part.scale
-        scored_keys = _split(_heads_first(scored_key), plan.block)
+        marked_queries = _heads_first(marked_query) * part.scale
+        marked_keys = _split(_heads_first(marked_key), plan.block)
     d_queries = []
     d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
     d_values: list[list] = [[] for _ in values]
-    rows = (_split(x, plan.tile) for x in (scored_queries, queries, upstream))
-    for number, (scored_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
+    rows = (_split(x, plan.tile) for x in (marked_queries, queries, upstream))
+    for number, (marked_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
         blocks = plan.blocks(number)
-        tile = _Tile.of(part, plan, number, scored_rows, [scored_keys[i] for i in blocks])
+        tile = _Tile.of(part, plan, number, marked_rows, [marked_keys[i] for i in blocks])
         tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
-        # A row whose scores overflow is NaN: what it may not see gets nothing of that.
+        # A row whose logits overflow is NaN: what it may not see gets nothing of that.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
         d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
@@ -200,9 +148,9 @@ def _gradient(
             of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
         else:
             of_tile = delta[number]
-        d_scores = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
-        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_scores, tile_keys) * part.scale)
-        d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_scores, queries)
+        d_logits = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
+        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_logits, tile_keys) * part.scale)
+        d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_logits, queries)
         d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
             for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
@@ -243,17 +191,17 @@ class _Tile(NamedTuple):
         # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
         product = functools.partial(ops.einsum, "bhtd,bhsd->bhts")
         if keras.backend.backend() == "jax":  # whose gradient is that of what stands here
-            scores = product(*finite.zeroed(queries, needed))
-            scores = scores + finite.marks(queries, needed, heads_first=True)
+            logits = product(*finite.zeroed(queries, needed))
+            logits = logits + finite.marks(queries, needed, heads_first=True)
         else:
-            scores = product(queries, needed)
+            logits = product(queries, needed)
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
             alive = ops.any(allowed, axis=-1, keepdims=True)
-            hidden = ops.where(alive, ops.cast(HIDDEN, scores.dtype), ops.cast(0, scores.dtype))
-            scores = ops.where(allowed, scores, hidden)
-        tile = cls(part, cuts, needed, ops.softmax(scores, axis=-1), alive, allowed)
+            hidden = ops.where(alive, ops.cast(HIDDEN, logits.dtype), ops.cast(0, logits.dtype))
+            logits = ops.where(allowed, logits, hidden)
+        tile = cls(part, cuts, needed, ops.softmax(logits, axis=-1), alive, allowed)
         if keras.backend.backend() == "jax":
             return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         return tile

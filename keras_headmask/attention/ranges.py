@@ -1,6 +1,6 @@
 """What each step of TensorFlow's loop looks at, told in the graph by positions and by data.
 
-Along one axis of the score matrix go tiles; along the other, blocks are kept or skipped by what
+Along one axis of the matrix of logits go tiles; along the other, blocks are kept or skipped by what
 `coverage` says of the least and greatest value of the mask inputs in each. A few flagged positions
 (Longformer's global tokens) would open a block or a tile each, so they are taken out and looked at
 by themselves.
@@ -10,15 +10,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention.tiled_python import Part
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import And, MaskSpec, Or, Sides, Span, Tiles
-from keras_headmask.rules.evaluation import Bound
+from keras_headmask.rules.bound import Bound
 from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn
-
-_BLOCK = 32  # positions that are kept or skipped together, along the other axis than the tile's
-_MOST_FLAGGED = 256  # in an example; more are treated as any others
-_LARGEST_SHARE = 8  # one flagged position in so many
 
 
 class Flagged(NamedTuple):
@@ -50,9 +47,10 @@ class Ranges(NamedTuple):
 def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
     bound = part.bound
     queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
-    size = {"query": _BLOCK if by_key else part.tile, "key": part.tile if by_key else _BLOCK}
-    flagged_queries = _flags(part.rule, bound, (QueryFlag, QueryIn), "query")
-    flagged_keys = _flags(part.rule, bound, (KeyFlag, KeyIn), "key")
+    block = part.tuning.tensorflow_block
+    size = {"query": block if by_key else part.tile, "key": part.tile if by_key else block}
+    flagged_queries = _flags(part.rule, bound, (QueryFlag, QueryIn), "query", part.tuning)
+    flagged_keys = _flags(part.rule, bound, (KeyFlag, KeyIn), "key", part.tuning)
     spans = _spans(bound, size)
     for leaves, _ in filter(None, (flagged_queries, flagged_keys)):
         for leaf, few in leaves.items():
@@ -64,7 +62,7 @@ def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
     )
     taken_out = [leaf for flags in (flagged_queries, flagged_keys) if flags for leaf in flags[0]]
     blocks = _runs(possible, _may_leave_gaps(part.rule, taken_out))
-    other, block = (queries, size["query"]) if by_key else (keys, size["key"])
+    other = queries if by_key else keys
     runs = tf.minimum(blocks * block, other)
     needs_mask = None if taken_out or part.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
@@ -174,7 +172,7 @@ def _span(values: Any, size: int, axis: int) -> Span | None:
 
 
 def _flags(
-    rule: MaskSpec, bound: Bound, kinds: tuple[type, ...], side: str
+    rule: MaskSpec, bound: Bound, kinds: tuple[type, ...], side: str, tuning: Tuning
 ) -> tuple[dict[MaskSpec, Any], Any] | None:
     """The leaves that open whole columns (rows) where they are true, and where one of them is.
 
@@ -188,7 +186,8 @@ def _flags(
     for leaf in dict.fromkeys(found):
         of_leaf = getattr(bound.leaf_inputs[leaf][leaf.input], side)
         count = tf.reduce_max(tf.reduce_sum(tf.cast(of_leaf, tf.int32), 1))
-        few = (count <= _MOST_FLAGGED) & (count * _LARGEST_SHARE <= tf.shape(of_leaf)[1])
+        few = count <= tuning.most_flagged
+        few &= count * tuning.one_flagged_in <= tf.shape(of_leaf)[1]
         leaves[leaf] = few
         flags = of_leaf & few if flags is None else flags | (of_leaf & few)
     return leaves, flags

@@ -1,4 +1,4 @@
-"""The tiled way on TensorFlow: a loop over tiles of queries, each with the keys it may see.
+"""Tiles on TensorFlow: a loop over tiles of queries, each with the keys it may see.
 
 The loop runs in the graph, so lengths may be unknown, and what is skipped may depend on data: on
 the ids of packed documents, on padding, on flags. The backward pass computes the tiles again
@@ -11,20 +11,27 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention import finite, graph_sharing
-from keras_headmask.attention.tile_ranges import Ranges, ranges_of
-from keras_headmask.attention.tiled_python import HIDDEN, Part, is_forward_only
-from keras_headmask.rules.base import Sides
-from keras_headmask.rules.evaluation import Bound, Cuts, allowed_tile
+from keras_headmask.attention import tensorflow_graph
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.ranges import Ranges, ranges_of
+from keras_headmask.attention.tensorflow_graph import (
+    alive_or_0,
+    computed_again,
+    masked_logits,
+    times,
+    widened,
+)
+from keras_headmask.rules.bound import Cuts
+from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.positions import Full
 
-_DEAD = 1e30  # the log-sum of a row that sees nothing: exp(score - _DEAD) is 0
+_DEAD = 1e30  # the log-sum of a row that sees nothing: exp(logit - _DEAD) is 0
 
 
 @tf.autograph.experimental.do_not_convert
 def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
-    return graph_sharing.call(_attend, part, query, key, value)
+    return tensorflow_graph.shared(_attend, part, query, key, value)
 
 
 def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
@@ -40,66 +47,12 @@ def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     return computed_again(functools.partial(_forward, part), backward, query, key, value)
 
 
-def computed_again(forward: Callable, backward: Callable, query: Any, key: Any, value: Any) -> Any:
-    """`forward(query, key, value)`, with `backward` for a gradient that keeps no scores.
-
-    `backward` takes the operands, the gradient of the context and the context. Neither is called
-    where there is no query or no key.
-    """
-
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        operands = query, key, value
-        something = (tf.size(query) > 0) & (tf.size(key) > 0)
-
-        def nothing() -> Any:
-            return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
-
-        context = tf.cond(something, lambda: forward(*finite.marked(*operands)), nothing)
-        context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
-
-        def gradient(upstream: Any) -> Any:
-            upstream = tf.ensure_shape(upstream, context.shape)
-            return tf.cond(
-                something,
-                lambda: backward(*finite.without_bad(*operands), upstream, context),
-                lambda: tuple(map(tf.zeros_like, operands)),
-            )
-
-        return context, gradient
-
-    if is_forward_only():
-        return attention(query, key, value)[0]
-    return tf.custom_gradient(attention)(query, key, value)
-
-
-def widened(bound: Bound) -> Bound:
-    """Whole masks, widened to all queries and keys along the axes of a size not known yet.
-
-    An axis of size 1 is not cut into tiles, and here only the run tells whether it is 1.
-    """
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, Sides):
-            return value
-        if value.shape[2] is None:
-            value = value & (bound.query_positions >= bound.query_positions)[:, None]
-        if value.shape[3] is None:
-            value = value & (bound.key_positions >= bound.key_positions)
-        return value
-
-    inputs = {
-        leaf: {name: widen(value) for name, value in values.items()}
-        for leaf, values in bound.leaf_inputs.items()
-    }
-    return bound._replace(leaf_inputs=inputs)
-
-
 def _forward(part: Part, query: Any, key: Any, value: Any) -> Any:
     key, value = heads_first(key), heads_first(value)
 
     def tile(visit: Visit) -> tuple:
-        scores, alive = _scores(part, visit, visit.rows(query) * part.scale, visit.runs(key))
-        probabilities = _dropped(part, visit, tf.nn.softmax(scores))
+        logits, alive = _logits(part, visit, visit.rows(query) * part.scale, visit.runs(key))
+        probabilities = _dropped(part, visit, tf.nn.softmax(logits))
         return (alive_or_0(alive, tf.matmul(probabilities, visit.runs(value))),)
 
     return _over_tiles(part, query, key, tile, by_key=False, ranks=(4,))[0]
@@ -113,16 +66,16 @@ def _backward_to_queries(
 
     def tile(visit: Visit) -> tuple:
         keys = visit.runs(key)
-        scores, alive = _scores(part, visit, visit.rows(query) * part.scale, keys)
-        probabilities = tf.nn.softmax(scores)
-        # The largest probability is exp(its score - log_sum).
-        log_sum = tf.reduce_max(scores, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
+        logits, alive = _logits(part, visit, visit.rows(query) * part.scale, keys)
+        probabilities = tf.nn.softmax(logits)
+        # The largest probability is exp(its logit - log_sum).
+        log_sum = tf.reduce_max(logits, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
         d_probabilities = tf.matmul(visit.rows(upstream), visit.runs(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
-        d_scores = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
-        d_query = alive_or_0(alive, tf.matmul(d_scores, keys) * part.scale)
+        d_logits = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
+        d_query = alive_or_0(alive, tf.matmul(d_logits, keys) * part.scale)
         if alive is not None:
-            # (NaN or inf where scores overflow: hidden keys get nothing of that.)
+            # (NaN or inf where logits overflow: hidden keys get nothing of that.)
             counts = tf.squeeze(alive, -1) & tf.math.is_finite(log_sum)
             log_sum = tf.where(counts, log_sum, _DEAD)
         return d_query, log_sum
@@ -137,23 +90,23 @@ def _backward_to_keys(
     query, upstream, delta, log_sum = map(heads_first, (query, upstream, delta, log_sum))
 
     def tile(visit: Visit) -> tuple:
-        # Scaled as where `log_sum` was made: other roundings would tell in large scores.
+        # Scaled as where `log_sum` was made: other roundings would tell in large logits.
         queries, d_context = visit.runs(query) * part.scale, visit.runs(upstream)
-        scores, _ = _scores(part, visit, queries, visit.rows(key), whole_rows=False)
-        probabilities = tf.exp(scores - visit.runs(log_sum)[..., None])
+        logits, _ = _logits(part, visit, queries, visit.rows(key), whole_rows=False)
+        probabilities = tf.exp(logits - visit.runs(log_sum)[..., None])
         d_probabilities = tf.matmul(d_context, visit.rows(value), transpose_b=True)
         d_probabilities = _dropped(part, visit, d_probabilities)
-        d_scores = times(probabilities, d_probabilities - visit.runs(delta)[..., None])
+        d_logits = times(probabilities, d_probabilities - visit.runs(delta)[..., None])
         return (
-            tf.matmul(d_scores, queries, transpose_a=True),
+            tf.matmul(d_logits, queries, transpose_a=True),
             tf.matmul(_dropped(part, visit, probabilities), d_context, transpose_a=True),
         )
 
     return _over_tiles(part, query, key, tile, by_key=True, ranks=(4, 4))
 
 
-def _scores(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: bool = True) -> tuple:
-    """The scores of one tile, -inf where the rule hides, and which rows see something."""
+def _logits(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: bool = True) -> tuple:
+    """The logits of one tile, -inf where the rule hides, and which rows see something."""
 
     def plain() -> Any:
         return tf.matmul(queries, keys, transpose_b=True)
@@ -162,7 +115,7 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: boo
         allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
-        return masked_scores(plain(), allowed, whole_rows)
+        return masked_logits(plain(), allowed, whole_rows)
 
     if part.rule == Full():
         return plain(), None
@@ -172,29 +125,8 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: boo
     return tf.cond(visit.needs_mask, masked, lambda: (plain(), tf.ones([1, 1, 1, 1], tf.bool)))
 
 
-def masked_scores(scores: Any, allowed: Any, whole_rows: bool = True) -> tuple[Any, Any]:
-    """`scores`, -inf where hidden, and which rows see something.
-
-    With `whole_rows` one that sees nothing has 0 throughout, of which no NaN comes.
-    """
-    alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(HIDDEN, scores.dtype)
-    if whole_rows:
-        hidden = tf.where(alive, hidden, tf.zeros([], scores.dtype))
-    return tf.where(allowed, scores, hidden), alive
-
-
-def times(probabilities: Any, gradients: Any) -> Any:
-    """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
-    return tf.math.multiply_no_nan(gradients, probabilities)
-
-
 def _dropped(part: Part, visit: "Visit", probabilities: Any) -> Any:
     return probabilities if part.dropout is None else part.dropout.apply(probabilities, visit.cuts)
-
-
-def alive_or_0(alive: Any, rows: Any) -> Any:
-    return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))
 
 
 def heads_first(tensor: Any) -> Any:

@@ -1,0 +1,65 @@
+"""The definition of attention under a mask, and the oracle of every faster implementation.
+
+Booleans are merged first; -1e9 is added once, in at least float32, before the softmax; a hidden key
+has probability exactly 0, and a row with no allowed key gives exactly 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention import finite
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scale: float,
+    bias: Any = None,
+    drop: Callable[[Any], Any] | None = None,
+    may_branch: bool = True,
+) -> tuple[Any, Any]:
+    """Attention under `mask`, boolean of rank 4, or `None`.
+
+    Adding -1e9 hides a key as long as the allowed logits are well above -1e9, as all logits are
+    that float32 resolves to better than 64; a bias may lie anywhere. Without `may_branch` the graph
+    has no branch for operands that are all finite.
+
+    Returns the context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before `drop`, both in
+    the dtype of `value`.
+    """
+    # (`result_type` would make float64 float32 on JAX and torch.)
+    is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
+    dtype = "float64" if is_double else "float32"
+    query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
+    given = query, key, value
+    if mask is not None:
+        all_finite = finite.are_finite(*given, may_branch=may_branch)
+        query, key, value = finite.unless(all_finite, finite.zeroed, *given)
+    logits = ops.einsum("bthd,bshd->bhts", query, key)
+    if bias is not None:
+        logits = logits + ops.cast(bias, dtype)
+    if mask is not None:
+        if bias is not None:
+            logits = logits - _largest_allowed(logits, mask)
+        (logits,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], logits)
+        # A hidden logit is taken as 0 first: were it infinite, -1e9 would not hide it.
+        logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
+    probabilities = ops.softmax(logits, axis=-1)
+    if mask is not None:  # for fully masked rows
+        probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))
+    probabilities = ops.cast(probabilities, value.dtype)
+    kept = probabilities if drop is None else drop(probabilities)
+    return ops.einsum("bhts,bshd->bthd", kept, value), probabilities
+
+
+def _largest_allowed(logits: Any, mask: Any) -> Any:
+    """Each row's largest allowed logit, finite: taken off, so that -1e9 hides under any bias."""
+    lowest = ops.cast(-3e38, logits.dtype)
+    largest = ops.max(ops.where(mask, logits, lowest), axis=-1, keepdims=True)
+    return ops.stop_gradient(ops.maximum(largest, lowest))

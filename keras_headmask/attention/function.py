@@ -1,0 +1,141 @@
+"""`hm.dot_product_attention`: attention on tensors of heads, for a layer of one's own."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec, check_spec
+
+_CALLED = "hm.dot_product_attention(query, key, value, ...)"
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    mask_spec: MaskSpec | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    scale: float | None = None,
+    query_offset: Any = None,
+    dropout: float = 0.0,
+    return_scores: bool = False,
+    bias: Any = None,
+    seed: Any = None,
+    tiled: bool | None = None,
+) -> Any:
+    """`softmax(query @ key^T * scale + bias)` over the allowed keys, times `value`.
+
+    Args:
+        query: `(B, T, H, D)`.
+        key: `(B, S, H, D)`.
+        value: `(B, S, H, Dv)`.
+        mask: Boolean or integer, True = may attend: `(T, S)`, `(B, T, S)` or
+            `(B or 1, H or 1, T, S)`.
+        mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
+        mask_inputs: The tensors that `mask_spec` reads, by name.
+        scale: Factor of the logits; `1 / sqrt(D)` by default.
+        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`). Left out it
+            is 0, with a warning where a rule on positions meets fewer queries than keys: a step
+            with a cache of keys needs it.
+        dropout: Share of the probabilities set to 0, the rest scaled up; applied whenever it is
+            above 0, so pass 0 at inference.
+        return_scores: Whether to return the probabilities, before dropout, too.
+        bias: Float tensor added to the logits, broadcastable to `(B, H, T, S)`. It grades the
+            allowed keys; no bias can open a hidden one.
+        seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
+        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
+            (`False`). By default the faster of the two, by size and rule. Returned probabilities
+            and a bias need all logits, and so do symbolic Keras tensors; where nothing restricts
+            there is nothing to skip. Dense and tiled attention draw different dropouts from one
+            seed.
+
+    Returns:
+        The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
+        probabilities `(B, H, T, S)`.
+
+    Raises:
+        TypeError: for a float mask or mask input.
+        ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, or
+            `tiled=True` where tiling is not possible.
+
+    >>> import numpy as np
+    >>> from keras_headmask import Window
+    >>> x = np.ones((1, 3, 2, 4), "float32")
+    >>> _, scores = dot_product_attention(x, x, x, mask_spec=Window(after=0), return_scores=True)
+    >>> print(ops.convert_to_numpy(scores[0, 0]).round(2))
+    [[1.   0.   0.  ]
+     [0.5  0.5  0.  ]
+     [0.33 0.33 0.33]]
+    """
+    query, key, value = (masks.as_tensor(x) for x in (query, key, value))
+    _check_operands(query, key, value)
+    batch, queries, heads, size = query.shape
+    lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
+    if mask is not None:
+        masks.check_shape(masks.as_bool(mask), "mask", *lengths)
+    if mask_spec is not None:
+        check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
+    query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
+    if tiled is not None and not isinstance(tiled, bool):
+        raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
+    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
+    rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
+    bound = None
+    if rule is not None:
+        length_q, length_k = ops.shape(query)[1], ops.shape(key)[1]
+        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset)
+    request = Request(
+        query,
+        key,
+        value,
+        rule,
+        bound,
+        scale=1 / math.sqrt(size) if scale is None else scale,
+        query_offset=query_offset,
+        dropout=dropout,
+        seed=seed,
+        bias=bias,
+        wants_probabilities=return_scores,
+        tiled=tiled,
+    )
+    context, probabilities = attend(request)
+    return (context, probabilities) if return_scores else context
+
+
+def _check_operands(query: Any, key: Any, value: Any) -> None:
+    operands = {"query": query, "key": key, "value": value}
+    shapes = {name: x.shape for name, x in operands.items()}
+    told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+    if any(len(shape) != 4 for shape in shapes.values()):
+        raise ValueError(
+            "`query`, `key` and `value` must have shape (batch, length, heads, size). "
+            f"Received: {told}."
+        )
+    dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
+    if any("float" not in dtype for dtype in dtypes.values()):
+        raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
+    b, h = 0, 2
+    fits = (
+        _agree(query.shape[b], key.shape[b], value.shape[b])
+        and _agree(query.shape[h], key.shape[h], value.shape[h])
+        and _agree(key.shape[1], value.shape[1])
+        and _agree(query.shape[3], key.shape[3])
+    )
+    if not fits:
+        raise ValueError(
+            "`query` (B, T, H, D), `key` (B, S, H, D) and `value` (B, S, H, Dv) do not fit. "
+            f"Received: {told}. (Fewer key heads than query heads: repeat the keys and values.)"
+        )
+
+
+def _agree(*sizes: int | None) -> bool:
+    return len({size for size in sizes if size is not None}) <= 1

@@ -1,0 +1,129 @@
+"""What the tiled implementations share: the heads of one rule, and how they drop probabilities."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask.attention.tuning import Tuning
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.bound import Bound, Cuts
+
+# In place of a hidden logit: whatever that is, inf or NaN, it is hidden, and no less so where all
+# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
+HIDDEN = float("-inf")
+_is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "forward_only", default=False
+)
+
+
+class Part(NamedTuple):
+    """The heads that obey one rule, and what its mask inputs were made into.
+
+    `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
+    """
+
+    rule: MaskSpec
+    heads: tuple[int, ...]
+    bound: Bound
+    scale: float
+    tuning: Tuning
+    is_local: bool = False
+    dropout: "Dropout | None" = None
+
+    @property
+    def tile(self) -> int:
+        """How many queries (or keys, in a backward pass) make a tile."""
+        return self.tuning.local_tile if self.is_local else self.tuning.wide_tile
+
+
+def of_heads(tensor: Any, heads: tuple[int, ...], axis: int) -> Any:
+    """Some heads of `tensor`, sorted; nothing is gathered of heads that are side by side."""
+    first, last = heads[0], heads[-1]
+    if len(heads) != last - first + 1:
+        return ops.take(tensor, list(heads), axis=axis)
+    whole = len(heads) == tensor.shape[axis]
+    return tensor if whole else tensor[(slice(None),) * axis + (slice(first, last + 1),)]
+
+
+def in_order(tensor: Any, order: list[int], axis: int) -> Any:
+    """The heads of `tensor`, which stand in `order`, each at its place."""
+    if order == sorted(order):
+        return tensor
+    return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """Trace the forward pass without gradients of our own.
+
+    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
+    """
+    token = _is_forward_only.set(True)
+    try:
+        yield
+    finally:
+        _is_forward_only.reset(token)
+
+
+def is_forward_only() -> bool:
+    """Whether no gradient is wanted of what is traced in this context."""
+    return _is_forward_only.get()
+
+
+# --- Dropout that does not depend on the tiles ---------------------------------------------------
+
+# Whether a probability is dropped is a hash of the seed, the example, the head, the query and the
+# key, so that the backward pass finds it again in any tile, in any order.
+# Odd numbers whose products mix well (Wellons 2018, "prospecting for hash functions": lowbias32).
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+class Dropout(NamedTuple):
+    """Sets a share `rate` of probabilities to 0 and scales the others up.
+
+    `rows` is a number for each example, head and query, `(B, H, T)`; `columns` one for each key,
+    `(S,)`.
+    """
+
+    rate: float
+    rows: Any
+    columns: Any
+
+    def apply(self, probabilities: Any, cuts: Cuts) -> Any:
+        """`probabilities` `(B, H, queries, keys)` of one tile, some of them 0."""
+        rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
+        number = _mixed(rows + cuts.keys(self.columns, 0))
+        kept = number >= int(self.rate * 2**32) - 2**31
+        scale = ops.cast(1 / (1 - self.rate), probabilities.dtype)
+        return probabilities * ops.where(kept, scale, ops.zeros_like(scale))
+
+    def for_heads(self, heads: tuple[int, ...]) -> "Dropout":
+        return self._replace(rows=ops.take(self.rows, list(heads), axis=1))
+
+
+def dropout(rate: float, seed: Any, batch: Any, heads: int, bound: Bound) -> Dropout:
+    """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
+    drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
+    examples = ops.arange(batch, dtype="int32")[:, None, None]
+    of_head = ops.arange(heads, dtype="int32")[None, :, None]
+    rows = drawn[0]
+    for number in (examples, of_head, bound.query_positions):
+        rows = _mixed(rows + number)
+    return Dropout(rate, rows, _mixed(drawn[1] + bound.key_positions))
+
+
+def _mixed(number: Any) -> Any:
+    """A permutation of the 32-bit integers after which neighbours have nothing in common."""
+    number = _folded(number, 16) * _FIRST
+    number = _folded(number, 15) * _SECOND
+    return _folded(number, 16)
+
+
+def _folded(number: Any, bits: int) -> Any:
+    """`number` XOR itself shifted right, zeros shifted in: what backends share has a sign."""
+    shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
+    return ops.bitwise_xor(number, shifted)

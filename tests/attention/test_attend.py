@@ -1,0 +1,116 @@
+"""One dispatcher: whoever asks, the same request is computed, or refused, alike.
+
+Each test holds the function, the layer and a retrofitted layer to one answer, dense and tiled.
+"""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from contract import by_hand, normal, numpy, random_biases
+from keras import layers, ops
+from oracle import mask as mask_by_loops
+from tiled_contract import ALWAYS, attend, operands, tiles
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.attention.tuning import Tuning, current_tuning, tuned
+
+RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
+X = normal(2, 7, 8)
+
+
+def dense():
+    return tuned(fewest_pairs=10**9)
+
+
+def tiled():
+    return tuned(**ALWAYS)
+
+
+both = pytest.mark.parametrize("computed", [dense, tiled])
+
+
+def masked(**arguments):
+    """A model under a rule, and its attention layer."""
+    x = keras.Input((7, 8))
+    attention = layers.MultiHeadAttention(4, 3)
+    stock = keras.Model(x, attention(x, x, **arguments))
+    random_biases(attention)
+    return hm.apply_head_masks(stock, RULE, copy=False), attention
+
+
+# ---------------------------------------------------------------- positions
+
+
+@both
+@pytest.mark.parametrize("offset", [0, 3, "a tensor"])
+def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
+    """In a retrofitted layer that is Keras' business, wherever the rule sees the queries."""
+    model, attention = masked()
+    at = 3 if offset == "a tensor" else offset
+    allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
+    given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
+    with computed(), model._head_masks.bound({}, given):
+        got = attention(X[:, :4], X, use_causal_mask=True)
+    assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
+
+
+# ---------------------------------------------------------------- masks
+
+
+@both
+@pytest.mark.parametrize(
+    ("shape", "message"), [((2, 7, 9), "9 keys"), ((2, 9, 7), "9 queries"), ((2, 1, 9), "9 keys")]
+)
+def test_a_mask_that_does_not_fit_is_refused(computed, shape, message):
+    """Cut into tiles, a mask that is too long would be read as if it fitted."""
+    mask, message = np.ones(shape, bool), f"has {message} where the attention has 7"
+    model, attention = masked()
+    expected = pytest.raises(ValueError, match=f"In the attention layer .*{message}")
+    with computed(), expected, model._head_masks.bound({}):
+        attention(X, X, attention_mask=mask)
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=RULE)
+    with computed(), pytest.raises(ValueError, match=message):
+        layer(X, attention_mask=mask)
+    qkv = operands(2, 7, 7, 4)
+    with computed(), pytest.raises(ValueError, match=message):
+        hm.dot_product_attention(*qkv, mask=mask, mask_spec=RULE)
+
+
+# ---------------------------------------------------------------- tuning
+
+
+def test_tuning_holds_inside_alone():
+    before = current_tuning()
+    with tuned(local_tile=4) as outer:
+        assert current_tuning() == outer == Tuning(local_tile=4)
+        with tuned(wide_tile=6):
+            assert current_tuning() == Tuning(local_tile=4, wide_tile=6)
+        with contextlib.suppress(KeyError), tuned(wide_tile=9):
+            raise KeyError
+        assert current_tuning() == outer
+    assert current_tuning() is before
+
+
+@pytest.mark.tensorflow
+def test_what_was_traced_under_one_tuning_does_not_serve_another():
+    """Layers in a graph share functions, which were traced with tiles and blocks of one size."""
+    import tensorflow as tf
+
+    from keras_headmask.attention import tensorflow_graph
+
+    def traced():
+        qkv = [tf.constant(x) for x in operands(2, 13, 13, 2)]
+        tf.function(lambda: attend(qkv, hm.SameSegment("ids"), ids)).get_concrete_function()
+        return tensorflow_graph._shared.cache_info().misses
+
+    ids = {"ids": np.sort(np.random.default_rng(0).integers(0, 9, (2, 13)).astype("int32"))}
+    with tiles(4, 6, 3):
+        first = traced()
+        assert traced() == first, "the same tuning shares"
+    with tiles(4, 6, 2):
+        assert traced() == first + 1
+    with tiles(4, 6, 3):
+        assert traced() == first + 1

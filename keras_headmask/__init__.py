@@ -8,6 +8,7 @@ from keras_headmask.rules import config
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bounds",
     "Chunk",
     "ExportReport",
     "Finding",
@@ -19,6 +20,7 @@ __all__ = [
     "MaskInput",
     "MaskSpec",
     "Nothing",
+    "OpenSide",
     "PerHead",
     "PerHeadMaskedMultiHeadAttention",
     "Queries",
@@ -28,6 +30,8 @@ __all__ = [
     "SameSegment",
     "SameSentence",
     "Sides",
+    "Span",
+    "Tiles",
     "Window",
     "and_masks",
     "apply_head_masks",
@@ -69,7 +73,8 @@ if TYPE_CHECKING or not starting.waiting:
     )
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.rules import recipes
-    from keras_headmask.rules.base import InputType, MaskSpec, Sides, register_spec
+    from keras_headmask.rules.base import MaskSpec, register_spec
+    from keras_headmask.rules.blocks import Chunk, RandomBlocks
     from keras_headmask.rules.evaluation import make_mask
     from keras_headmask.rules.inputs import (
         KeyFlag,
@@ -82,14 +87,14 @@ if TYPE_CHECKING or not starting.waiting:
     )
     from keras_headmask.rules.json_schema import schema
     from keras_headmask.rules.per_head import PerHead
-    from keras_headmask.rules.positions import (
-        Chunk,
-        Full,
-        Keys,
-        Nothing,
-        Queries,
-        RandomBlocks,
-        Window,
+    from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
+    from keras_headmask.rules.protocol import (
+        Bounds,
+        InputType,
+        OpenSide,
+        Sides,
+        Span,
+        Tiles,
     )
 
     notebook.install()

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from keras_headmask.attention.tiled_python import Part
 from keras_headmask.rules import coverage
-from keras_headmask.rules.base import And, MaskSpec, Or, Sides, Span, Tiles
+from keras_headmask.rules.base import MaskSpec, leaves_under_or
 from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn
+from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 _BLOCK = 32  # positions that are kept or skipped together, along the other axis than the tile's
 _MOST_FLAGGED = 256  # in an example; more are treated as any others
@@ -51,19 +51,19 @@ def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
     bound = part.bound
     queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
     size = {"query": _BLOCK if by_key else part.tile, "key": part.tile if by_key else _BLOCK}
-    flagged_queries = _flags(part.rule, bound, (QueryFlag, QueryIn), "query")
-    flagged_keys = _flags(part.rule, bound, (KeyFlag, KeyIn), "key")
+    flagged_queries = _flags(part.rule, bound, "query")
+    flagged_keys = _flags(part.rule, bound, "key")
     spans = _spans(bound, size)
     for leaves, _ in filter(None, (flagged_queries, flagged_keys)):
         for leaf, few in leaves.items():
-            spans[leaf] = {leaf.input: _without(spans[leaf][leaf.input], few)}
+            spans[leaf] = {name: _without(sides, few) for name, sides in spans[leaf].items()}
     tiles = _tiles(bound, queries, keys, size)
     full = [tf.shape(tiles.query_first)[0], tf.shape(tiles.key_first)[1]]
     possible, certain = (
         _over_all(x, full, by_key) for x in coverage.bounds(part.rule, tiles, spans)
     )
     taken_out = [leaf for flags in (flagged_queries, flagged_keys) if flags for leaf in flags[0]]
-    blocks = _runs(possible, _may_leave_gaps(part.rule, taken_out))
+    blocks = _runs(possible, part.rule.may_leave_gaps(taken_out))
     other, block = (queries, size["query"]) if by_key else (keys, size["key"])
     runs = tf.minimum(blocks * block, other)
     needs_mask = None if taken_out or part.is_local else _needs_mask(blocks, certain)
@@ -124,17 +124,6 @@ def _runs(possible: Any, two: bool) -> Any:
     return tf.stack([start, gap, after, stop], -1)
 
 
-def _may_leave_gaps(rule: MaskSpec, taken_out: list[MaskSpec]) -> bool:
-    """Only an interval rule has one run: what `|` and `~` make may have more."""
-    if isinstance(rule, Or):
-        return sum(child not in taken_out for child in rule.specs) > 1 or any(
-            _may_leave_gaps(child, taken_out) for child in rule.specs
-        )
-    if rule.kind == "not":
-        return True
-    return any(_may_leave_gaps(child, taken_out) for child in rule.children)
-
-
 def _needs_mask(blocks: Any, certain: Any) -> Any:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
     number = tf.range(tf.shape(certain)[-1])
@@ -173,32 +162,25 @@ def _span(values: Any, size: int, axis: int) -> Span | None:
     )
 
 
-def _flags(
-    rule: MaskSpec, bound: Bound, kinds: tuple[type, ...], side: str
-) -> tuple[dict[MaskSpec, Any], Any] | None:
+def _flags(rule: MaskSpec, bound: Bound, side: str) -> tuple[dict[MaskSpec, Any], Any] | None:
     """The leaves that open whole columns (rows) where they are true, and where one of them is.
 
     A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
     (query) among the flagged. With each leaf goes whether its flags are few enough to take out.
     """
-    found = [leaf for leaf in _under_or(rule) if isinstance(leaf, kinds)]
-    if not found:
-        return None
     leaves, flags = {}, None
-    for leaf in dict.fromkeys(found):
-        of_leaf = getattr(bound.leaf_inputs[leaf][leaf.input], side)
+    for leaf in dict.fromkeys(leaves_under_or(rule)):
+        if leaf.opens != side:
+            continue
+        read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]
+        if [flag.dtype for flag in read] != [tf.bool]:
+            continue  # it is not what `opens` promises: treated as any other leaf
+        (of_leaf,) = read
         count = tf.reduce_max(tf.reduce_sum(tf.cast(of_leaf, tf.int32), 1))
         few = (count <= _MOST_FLAGGED) & (count * _LARGEST_SHARE <= tf.shape(of_leaf)[1])
         leaves[leaf] = few
         flags = of_leaf & few if flags is None else flags | (of_leaf & few)
-    return leaves, flags
-
-
-def _under_or(rule: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
-    if isinstance(rule, (And, Or)):
-        is_under = is_under or isinstance(rule, Or)
-        return [leaf for part in rule.specs for leaf in _under_or(part, is_under)]
-    return [rule] if is_under else []
+    return None if flags is None else (leaves, flags)
 
 
 def _without(sides: Sides, few: Any) -> Sides:

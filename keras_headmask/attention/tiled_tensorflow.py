@@ -14,9 +14,8 @@ import tensorflow as tf
 from keras_headmask.attention import finite, graph_sharing
 from keras_headmask.attention.tile_ranges import Ranges, ranges_of
 from keras_headmask.attention.tiled_python import HIDDEN, Part, is_forward_only
-from keras_headmask.rules.base import Sides
 from keras_headmask.rules.evaluation import Bound, Cuts, allowed_tile
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules.protocol import Sides
 
 _DEAD = 1e30  # the log-sum of a row that sees nothing: exp(score - _DEAD) is 0
 
@@ -164,7 +163,7 @@ def _scores(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: boo
             allowed &= visit.fresh
         return masked_scores(plain(), allowed, whole_rows)
 
-    if part.rule == Full():
+    if part.rule.constant:
         return plain(), None
     if visit.needs_mask is None:
         return masked()

@@ -12,11 +12,9 @@ from keras import ops
 from keras_headmask.attention import tiled_dropout, tiled_python
 from keras_headmask.attention.finite import in_xla
 from keras_headmask.attention.tiled_python import Part, in_order, of_heads
-from keras_headmask.rules.base import And, MaskSpec, Or
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.inputs import SameSegment, SameSentence
 from keras_headmask.rules.per_head import head_groups
-from keras_headmask.rules.positions import Chunk, Window
 
 # Measured on a CPU: small tiles follow a narrow rule closely, large ones multiply faster.
 _LOCAL_TILE, _WIDE_TILE = 128, 256
@@ -24,16 +22,6 @@ _MOST_UNROLLED = 32  # tiles; each adds nodes to the graph, and time to trace it
 _SMALLEST = 2**16  # queries x keys; below it one dense product is faster than any loop
 _SHORT = 2**16  # queries x keys; to it, all scores of a head stay in the cache
 _LARGEST_SHARE = 0.5  # of the score matrix, where the loop is Python's
-
-
-def is_local(rule: MaskSpec) -> bool:
-    """Whether a query sees few keys however long the sequence is (flagged ones aside)."""
-    if isinstance(rule, And):
-        return any(is_local(part) for part in rule.specs)
-    if isinstance(rule, Or):
-        return any(is_local(part) for part in rule.specs)
-    bounded = isinstance(rule, Window) and None not in (rule.before, rule.after)
-    return bounded or isinstance(rule, (Chunk, SameSegment, SameSentence))
 
 
 def can_tile(queries: int | None, keys: int | None, query_offset: Any) -> bool:
@@ -57,7 +45,7 @@ def is_worth_it(
     # Elsewhere a tile costs more to start, and only what positions tell is skipped.
     shares = []
     for rule, heads in head_groups(spec, num_heads):
-        tile = _LOCAL_TILE if is_local(rule) else _WIDE_TILE
+        tile = _LOCAL_TILE if rule.is_local else _WIDE_TILE
         plan = tiled_python.plan(rule, queries, keys, tile, query_offset)
         shares.extend([plan.share(keys)] * len(heads))
     return sum(shares) / len(shares) <= _LARGEST_SHARE
@@ -106,7 +94,7 @@ def _by_length(of_all: Part, operands: list[Any], query_offset: Any) -> Any:
 def _group_by_group(of_all: Part, operands: list[Any], query_offset: Any) -> Any:
     contexts, order = [], []
     for rule, heads in head_groups(of_all.rule, len(of_all.heads)):
-        local = is_local(rule)
+        local = rule.is_local
         tile = _LOCAL_TILE if local else _WIDE_TILE
         drop = of_all.dropout and of_all.dropout.for_heads(heads)
         part = Part(rule, heads, of_all.bound, tile, of_all.scale, local, drop)

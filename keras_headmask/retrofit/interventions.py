@@ -19,8 +19,6 @@ from keras_headmask.retrofit import hooks, observing
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.per_head import head_groups
-from keras_headmask.rules.positions import Full
 
 _HOOK = "_compute_attention"
 
@@ -29,10 +27,6 @@ def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
     """The rule of each attention layer that has one, by the layer's path."""
     specs = {e.path: hooks.spec_beneath(e.layer) for e in find_attention(model).known}
     return {path: spec for path, spec in specs.items() if spec is not None}
-
-
-def restricts(spec: MaskSpec, num_heads: int) -> bool:
-    return [rule for rule, _ in head_groups(spec, num_heads)] != [Full()]
 
 
 @contextlib.contextmanager

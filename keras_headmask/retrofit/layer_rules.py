@@ -9,9 +9,9 @@ import keras
 from keras.src.models.functional import Functional  # Keras publishes no name for it
 
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
-from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
-from keras_headmask.rules.per_head import head_groups
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules import per_head
+from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
+from keras_headmask.rules.protocol import InputType
 
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off
 
@@ -40,7 +40,7 @@ class LayerRule:
     @functools.cached_property
     def restricts(self) -> bool:
         """Whether any head is kept from any key."""
-        return [rule for rule, _ in head_groups(self.spec, self.heads)] != [Full()]
+        return per_head.restricts(self.spec, self.heads)
 
     def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The mask inputs of this rule, out of the model's inputs by name."""

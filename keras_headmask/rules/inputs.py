@@ -1,4 +1,4 @@
-"""Leaves of the mask language that read mask inputs: ids, flags and whole masks.
+"""Leaves that read mask inputs: ids, flags and whole masks.
 
 `allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of every backend.
 (`==` between symbolic Keras tensors compares objects; hence `~(a != b)`.)
@@ -8,16 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from keras_headmask.rules import config
-from keras_headmask.rules.base import (
-    Bounds,
-    InputType,
-    MaskSpec,
-    Sides,
-    Tiles,
-    register_spec,
-    stored,
-)
+from keras_headmask.rules import config, words
+from keras_headmask.rules.base import MaskSpec, register_spec, stored
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tiles
 
 _Whole = Annotated[int, config.WHOLE_NUMBER]
 _Name = Annotated[str, config.NAME]
@@ -40,6 +33,10 @@ class _Ids(MaskSpec):
         meet = (query.high >= key.low) & (key.high >= query.low)
         one_id = ~(query.low != query.high) & ~(key.low != key.high) & ~(query.low != key.low)
         return Bounds(meet & (query.high >= 0) & (key.high >= 0), one_id & (query.low >= 0))
+
+    @property
+    def is_local(self) -> bool:
+        return True
 
 
 @register_spec("same_segment")
@@ -70,6 +67,13 @@ class SameSegment(_Ids):
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         return {self.input: _each(_as_ids, inputs[self.input])}
+
+    @property
+    def reads_segments(self) -> bool:
+        return True
+
+    def in_words(self) -> str:
+        return f"the tokens with its own id in `{self.input}`"
 
 
 @register_spec("same_sentence")
@@ -112,6 +116,15 @@ class SameSentence(_Ids):
 
         return {self.input: _each(sentence_numbers, inputs[self.input])}
 
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        return self.end_ids
+
+    def in_words(self) -> str:
+        where = "" if self.input == "token_ids" else f" in `{self.input}`"
+        ends = f"sentences{where} end with token {words.ids_in_words(self.end_ids)}"
+        return f"its own sentence ({ends})"
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Flag(MaskSpec):
@@ -149,6 +162,15 @@ class KeyFlag(_Flag):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return _flag_bounds(inputs[self.input].key)
 
+    @property
+    def opens(self) -> str:
+        return "key"
+
+    def in_words(self) -> str:
+        if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
+            return "every token that `padding_mask` does not hide"
+        return f"every token whose `{self.input}` is set"
+
 
 @register_spec("query_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -172,6 +194,13 @@ class QueryFlag(_Flag):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return _flag_bounds(inputs[self.input].query)
 
+    @property
+    def opens(self) -> str:
+        return "query"
+
+    def in_words(self) -> words.Words:
+        return words.of_the_query(f"if its own `{self.input}` is set")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _In(MaskSpec):
@@ -184,6 +213,10 @@ class _In(MaskSpec):
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         return {self.input: _each(lambda ids: _is_one_of(ids, self.ids), inputs[self.input])}
+
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        return self.ids
 
 
 @register_spec("key_in")
@@ -209,6 +242,13 @@ class KeyIn(_In):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return _flag_bounds(inputs[self.input].key)
 
+    @property
+    def opens(self) -> str:
+        return "key"
+
+    def in_words(self) -> str:
+        return f"every token whose `{self.input}` is {words.ids_in_words(self.ids)}"
+
 
 @register_spec("query_in")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -231,6 +271,14 @@ class QueryIn(_In):
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return _flag_bounds(inputs[self.input].query)
+
+    @property
+    def opens(self) -> str:
+        return "query"
+
+    def in_words(self) -> words.Words:
+        ids = words.ids_in_words(self.ids)
+        return words.of_the_query(f"if its own `{self.input}` is {ids}")
 
 
 @register_spec("mask_input")
@@ -259,6 +307,9 @@ class MaskInput(MaskSpec):
 
     def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
         return inputs[self.input]
+
+    def in_words(self) -> str:
+        return f"what the mask `{self.input}` allows"
 
 
 def _flag_bounds(flags: Any) -> Bounds:

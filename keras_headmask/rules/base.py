@@ -148,7 +148,7 @@ def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
 
 
 class Compound(MaskSpec):
-    """A spec made of others. Its answers, as given here, are those of one child or the other."""
+    """A spec made of others, which answers from their answers: here, as if it were any of them."""
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -168,11 +168,6 @@ class Compound(MaskSpec):
         return all(child.is_local for child in self.children)
 
     @property
-    def opens(self) -> str | None:
-        answers = {child.opens for child in self.children}
-        return answers.pop() if len(answers) == 1 else None
-
-    @property
     def is_sparse(self) -> bool:
         return all(child.is_sparse for child in self.children)
 
@@ -186,14 +181,6 @@ class Compound(MaskSpec):
 
     def closes(self, side: str) -> bool:
         return all(child.closes(side) for child in self.children)
-
-    @property
-    def ids_of_interest(self) -> tuple[int, ...]:
-        return tuple(sorted({i for child in self.children for i in child.ids_of_interest}))
-
-    @property
-    def reads_segments(self) -> bool:
-        return any(child.reads_segments for child in self.children)
 
 
 class Join(Compound):
@@ -255,10 +242,6 @@ class And(Join):
         return any(spec.is_local for spec in self.specs)
 
     @property
-    def opens(self) -> str | None:
-        return next((spec.opens for spec in self.specs if spec.opens), None)
-
-    @property
     def is_sparse(self) -> bool:
         return any(spec.is_sparse for spec in self.specs)
 
@@ -302,7 +285,6 @@ class Not(Compound):
 
     spec: MaskSpec
     is_local = is_sparse = False
-    opens = None
 
     def __post_init__(self) -> None:
         check_spec(self.spec, "spec")

@@ -53,9 +53,7 @@ class Chunk(MaskSpec):
             (least >= -self.before) & (greatest <= self.after),
         )
 
-    @property
-    def is_local(self) -> bool:
-        return True
+    is_local = True
 
     @property
     def reach(self) -> int:

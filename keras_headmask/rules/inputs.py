@@ -16,9 +16,6 @@ _Whole = Annotated[int, config.WHOLE_NUMBER]
 _Name = Annotated[str, config.NAME]
 _IdTuple = Annotated[_Whole | tuple[_Whole, ...], config.Limits(minItems=1)]  # kept as a tuple
 
-_KEY = frozenset({"key"})
-_QUERY = frozenset({"query"})
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Ids(MaskSpec):
@@ -34,9 +31,7 @@ class _Ids(MaskSpec):
         one_id = ~(query.low != query.high) & ~(key.low != key.high) & ~(query.low != key.low)
         return Bounds(meet & (query.high >= 0) & (key.high >= 0), one_id & (query.low >= 0))
 
-    @property
-    def is_local(self) -> bool:
-        return True
+    is_local = True
 
 
 @register_spec("same_segment")
@@ -68,9 +63,7 @@ class SameSegment(_Ids):
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         return {self.input: _each(_as_ids, inputs[self.input])}
 
-    @property
-    def reads_segments(self) -> bool:
-        return True
+    reads_segments = True
 
     def in_words(self) -> str:
         return f"the tokens with its own id in `{self.input}`"
@@ -126,9 +119,27 @@ class SameSentence(_Ids):
         return f"its own sentence ({ends})"
 
 
+class _Side(MaskSpec):
+    """A flag of each key, or of each query; `prepare` makes it of what is read."""
+
+    _dtype = "int32"
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(dtype=self._dtype, sides=frozenset({self.opens}))}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return getattr(inputs[self.input], self.opens)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        flags = getattr(inputs[self.input], self.opens)
+        return Bounds(flags.high > 0, flags.low > 0)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Flag(MaskSpec):
+class _Flag(_Side):
     input: _Name
+    _dtype = "bool"
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -152,19 +163,7 @@ class KeyFlag(_Flag):
     1 1 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(dtype="bool", sides=_KEY)}
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].key
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].key)
-
-    @property
-    def opens(self) -> str:
-        return "key"
+    opens = "key"
 
     def in_words(self) -> str:
         if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
@@ -184,26 +183,14 @@ class QueryFlag(_Flag):
     1 1
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(dtype="bool", sides=_QUERY)}
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].query
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].query)
-
-    @property
-    def opens(self) -> str:
-        return "query"
+    opens = "query"
 
     def in_words(self) -> words.Words:
         return words.of_the_query(f"if its own `{self.input}` is set")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _In(MaskSpec):
+class _In(_Side):
     input: _Name
     ids: _IdTuple
 
@@ -232,19 +219,7 @@ class KeyIn(_In):
     0 1 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(sides=_KEY)}
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].key
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].key)
-
-    @property
-    def opens(self) -> str:
-        return "key"
+    opens = "key"
 
     def in_words(self) -> str:
         return f"every token whose `{self.input}` is {words.ids_in_words(self.ids)}"
@@ -262,19 +237,7 @@ class QueryIn(_In):
     0 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(sides=_QUERY)}
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].query
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].query)
-
-    @property
-    def opens(self) -> str:
-        return "query"
+    opens = "query"
 
     def in_words(self) -> words.Words:
         ids = words.ids_in_words(self.ids)
@@ -310,10 +273,6 @@ class MaskInput(MaskSpec):
 
     def in_words(self) -> str:
         return f"what the mask `{self.input}` allows"
-
-
-def _flag_bounds(flags: Any) -> Bounds:
-    return Bounds(flags.high > 0, flags.low > 0)
 
 
 def _each(function: Any, sides: Sides) -> Sides:

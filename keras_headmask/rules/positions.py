@@ -34,13 +34,9 @@ class Full(MaskSpec):
         every = tiles.key_first <= tiles.key_first
         return Bounds(every, every)
 
-    @property
-    def constant(self) -> bool:
-        return True
+    constant = True
 
-    @property
-    def reach(self) -> int:
-        return 0
+    reach = 0
 
     def in_words(self) -> str:
         return "every token"
@@ -64,13 +60,9 @@ class Nothing(MaskSpec):
         none = tiles.key_first < tiles.key_first
         return Bounds(none, none)
 
-    @property
-    def constant(self) -> bool:
-        return False
+    constant = False
 
-    @property
-    def reach(self) -> int:
-        return 0
+    reach = 0
 
     def closes(self, side: str) -> bool:
         return True
@@ -263,9 +255,7 @@ class Keys(_Range):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return self._bounds(tiles.key_first, tiles.key_last)
 
-    @property
-    def reads_query_positions(self) -> bool:
-        return False
+    reads_query_positions = False
 
     def closes(self, side: str) -> bool:
         return self.stop is not None

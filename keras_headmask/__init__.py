@@ -9,6 +9,7 @@ from keras_headmask.rules import config
 __version__ = "0.1.0"
 
 __all__ = [
+    "Bounds",
     "Chunk",
     "ExportReport",
     "Finding",
@@ -20,6 +21,7 @@ __all__ = [
     "MaskInput",
     "MaskSpec",
     "Nothing",
+    "OpenSide",
     "PerHead",
     "PerHeadMaskedMultiHeadAttention",
     "Queries",
@@ -29,6 +31,8 @@ __all__ = [
     "SameSegment",
     "SameSentence",
     "Sides",
+    "Span",
+    "Tiles",
     "Window",
     "and_masks",
     "apply_head_masks",
@@ -70,7 +74,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     )
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.rules import recipes
-    from keras_headmask.rules.base import InputType, MaskSpec, Sides, register_spec
+    from keras_headmask.rules.base import MaskSpec, register_spec
+    from keras_headmask.rules.blocks import Chunk, RandomBlocks
     from keras_headmask.rules.evaluation import make_mask
     from keras_headmask.rules.inputs import (
         KeyFlag,
@@ -83,14 +88,14 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     )
     from keras_headmask.rules.json_schema import schema
     from keras_headmask.rules.per_head import PerHead
-    from keras_headmask.rules.positions import (
-        Chunk,
-        Full,
-        Keys,
-        Nothing,
-        Queries,
-        RandomBlocks,
-        Window,
+    from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
+    from keras_headmask.rules.protocol import (
+        Bounds,
+        InputType,
+        OpenSide,
+        Sides,
+        Span,
+        Tiles,
     )
 
 _HOMES = {

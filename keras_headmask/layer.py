@@ -16,10 +16,9 @@ from keras.src.utils import naming
 from keras_headmask import masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
-from keras_headmask.rules import config, evaluation
+from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.positions import Full, Window
+from keras_headmask.rules.positions import Window
 
 _HOOKS = (
     "_compute_attention",
@@ -181,9 +180,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             mask_spec = MaskSpec.from_config(mask_spec)
         if mask_spec is not None:
             called = "PerHeadMaskedMultiHeadAttention(..., mask_spec=SPEC)"
-            rules = head_groups(check_spec(mask_spec, "mask_spec", called), num_heads)
+            check_spec(mask_spec, "mask_spec", called)
+            self._restricts = heads.restricts(mask_spec, num_heads)
             mask_spec.get_config()  # a spec that could not be saved is told here
-            self._restricts = [rule for rule, _ in rules] != [Full()]
         else:
             self._restricts = False
         self._mask_spec = mask_spec

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import keras_headmask as hm
+from keras_headmask.rules import config
 
 PACKAGE = Path(hm.__file__).parent
 
@@ -23,7 +24,7 @@ ARROWS = {
 }
 # What is asked of rules alone needs no framework; only what reckons with tiles needs NumPy.
 NEED_KERAS = {"rules.evaluation"}
-NEED_NUMPY = {"rules.positions", "rules.coverage"} | NEED_KERAS
+NEED_NUMPY = {"rules.blocks", "rules.coverage"} | NEED_KERAS
 
 
 def name_of(path):
@@ -106,6 +107,34 @@ def test_the_language_needs_no_framework_at_import_time(module):
     assert "numpy" not in roots or module in NEED_NUMPY
     needed = ours(imported(at_import_time(tree(module))))
     assert module in NEED_KERAS or not needed & NEED_KERAS
+
+
+RULES = "keras_headmask.rules"
+LEAVES = {f"{RULES}.{name}" for name in ("positions", "blocks", "inputs")}
+NODES = {"And", "Or", "Not", "Join", "Compound", "PerHead"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if folder(m) != "rules"])
+def test_outside_of_rules_specs_are_made_and_never_asked_for_by_kind(module):
+    """So that a user's leaf is treated as a built-in one: what is asked is a member of each."""
+    nodes = list(ast.walk(tree(module)))
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(RULES):
+            for alias in node.names:
+                assert f"{node.module}.{alias.name}" not in LEAVES, "import specs by name"
+                if node.module in LEAVES or alias.name in NODES:
+                    names.add(alias.asname or alias.name)
+    compares = [node for node in nodes if isinstance(node, ast.Compare)]
+    compared = {id(part) for compare in compares for part in ast.walk(compare)}
+    calls = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    used = [node for node in nodes if isinstance(node, ast.Name) and node.id in names]
+    assert [x.id for x in used if id(x) not in calls or id(x) in compared] == []
+    for compare in compares:
+        sides = [compare.left, *compare.comparators]
+        constants = {side.value for side in sides if isinstance(side, ast.Constant)}
+        of_kind = any(isinstance(side, ast.Attribute) and side.attr == "kind" for side in sides)
+        assert not of_kind or not constants & set(config.known_kinds()), ast.unparse(compare)
 
 
 def test_only_tiling_inside_a_function_imports_tensorflow_code():

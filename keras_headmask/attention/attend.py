@@ -20,11 +20,10 @@ from keras_headmask.attention.finite import in_xla
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import Tuning, current_tuning
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.base import And, MaskSpec, Or
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.bound import Bound
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag, SameSegment, SameSentence
-from keras_headmask.rules.positions import Chunk, Window
+from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,16 +205,6 @@ def _is_worth_it(request: Request, tuning: Tuning) -> bool:
     return sum(shares) / len(shares) <= tuning.most_computed
 
 
-def is_local(rule: MaskSpec) -> bool:
-    """Whether a query sees few keys however long the sequence is (flagged ones aside)."""
-    if isinstance(rule, And):
-        return any(is_local(part) for part in rule.specs)
-    if isinstance(rule, Or):
-        return any(is_local(part) for part in rule.specs)
-    bounded = isinstance(rule, Window) and None not in (rule.before, rule.after)
-    return bounded or isinstance(rule, (Chunk, SameSegment, SameSentence))
-
-
 # --- Which tiles ---------------------------------------------------------------------------------
 
 
@@ -243,7 +232,7 @@ def _parts(of_all: Part) -> list[Part]:
         of_all._replace(
             rule=rule,
             heads=heads,
-            is_local=is_local(rule),
+            is_local=rule.is_local,
             dropout=of_all.dropout and of_all.dropout.for_heads(heads),
         )
         for rule, heads in head_groups(of_all.rule, len(of_all.heads))

@@ -24,7 +24,6 @@ from keras_headmask.attention.tensorflow_graph import (
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.positions import Full
 
 
 @tf.autograph.experimental.do_not_convert
@@ -127,7 +126,7 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
 
             return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
 
-        if rule == Full():
+        if rule.constant:
             return masked_by(None)
         allowed = allowed_tile(rule, part.bound, of_rule)
         masks = _of_step(allowed, len(of_rule), batch)

@@ -13,9 +13,9 @@ import tensorflow as tf
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules import coverage
-from keras_headmask.rules.base import And, MaskSpec, Or, Sides, Span, Tiles
+from keras_headmask.rules.base import MaskSpec, leaves_under_or
 from keras_headmask.rules.bound import Bound
-from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn
+from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 
 class Flagged(NamedTuple):
@@ -49,19 +49,19 @@ def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
     queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
     block = part.tuning.tensorflow_block
     size = {"query": block if by_key else part.tile, "key": part.tile if by_key else block}
-    flagged_queries = _flags(part.rule, bound, (QueryFlag, QueryIn), "query", part.tuning)
-    flagged_keys = _flags(part.rule, bound, (KeyFlag, KeyIn), "key", part.tuning)
+    flagged_queries = _flags(part.rule, bound, "query", part.tuning)
+    flagged_keys = _flags(part.rule, bound, "key", part.tuning)
     spans = _spans(bound, size)
     for leaves, _ in filter(None, (flagged_queries, flagged_keys)):
         for leaf, few in leaves.items():
-            spans[leaf] = {leaf.input: _without(spans[leaf][leaf.input], few)}
+            spans[leaf] = {name: _without(sides, few) for name, sides in spans[leaf].items()}
     tiles = _tiles(bound, queries, keys, size)
     full = [tf.shape(tiles.query_first)[0], tf.shape(tiles.key_first)[1]]
     possible, certain = (
         _over_all(x, full, by_key) for x in coverage.bounds(part.rule, tiles, spans)
     )
     taken_out = [leaf for flags in (flagged_queries, flagged_keys) if flags for leaf in flags[0]]
-    blocks = _runs(possible, _may_leave_gaps(part.rule, taken_out))
+    blocks = _runs(possible, part.rule.may_leave_gaps(taken_out))
     other = queries if by_key else keys
     runs = tf.minimum(blocks * block, other)
     needs_mask = None if taken_out or part.is_local else _needs_mask(blocks, certain)
@@ -122,17 +122,6 @@ def _runs(possible: Any, two: bool) -> Any:
     return tf.stack([start, gap, after, stop], -1)
 
 
-def _may_leave_gaps(rule: MaskSpec, taken_out: list[MaskSpec]) -> bool:
-    """Only an interval rule has one run: what `|` and `~` make may have more."""
-    if isinstance(rule, Or):
-        return sum(child not in taken_out for child in rule.specs) > 1 or any(
-            _may_leave_gaps(child, taken_out) for child in rule.specs
-        )
-    if rule.kind == "not":
-        return True
-    return any(_may_leave_gaps(child, taken_out) for child in rule.children)
-
-
 def _needs_mask(blocks: Any, certain: Any) -> Any:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
     number = tf.range(tf.shape(certain)[-1])
@@ -172,32 +161,27 @@ def _span(values: Any, size: int, axis: int) -> Span | None:
 
 
 def _flags(
-    rule: MaskSpec, bound: Bound, kinds: tuple[type, ...], side: str, tuning: Tuning
+    rule: MaskSpec, bound: Bound, side: str, tuning: Tuning
 ) -> tuple[dict[MaskSpec, Any], Any] | None:
     """The leaves that open whole columns (rows) where they are true, and where one of them is.
 
     A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
     (query) among the flagged. With each leaf goes whether its flags are few enough to take out.
     """
-    found = [leaf for leaf in _under_or(rule) if isinstance(leaf, kinds)]
-    if not found:
-        return None
     leaves, flags = {}, None
-    for leaf in dict.fromkeys(found):
-        of_leaf = getattr(bound.leaf_inputs[leaf][leaf.input], side)
+    for leaf in dict.fromkeys(leaves_under_or(rule)):
+        if leaf.opens != side:
+            continue
+        read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]
+        if [flag.dtype for flag in read] != [tf.bool]:
+            continue  # it is not what `opens` promises: treated as any other leaf
+        (of_leaf,) = read
         count = tf.reduce_max(tf.reduce_sum(tf.cast(of_leaf, tf.int32), 1))
         few = count <= tuning.most_flagged
         few &= count * tuning.one_flagged_in <= tf.shape(of_leaf)[1]
         leaves[leaf] = few
         flags = of_leaf & few if flags is None else flags | (of_leaf & few)
-    return leaves, flags
-
-
-def _under_or(rule: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
-    if isinstance(rule, (And, Or)):
-        is_under = is_under or isinstance(rule, Or)
-        return [leaf for part in rule.specs for leaf in _under_or(part, is_under)]
-    return [rule] if is_under else []
+    return None if flags is None else (leaves, flags)
 
 
 def _without(sides: Sides, few: Any) -> Sides:

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from keras_headmask.attention import finite
 from keras_headmask.attention.parts import HIDDEN, Part, is_forward_only
-from keras_headmask.rules.base import Sides
 from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.protocol import Sides
 
 
 def shared(how: Callable, part: Part, *operands: Any) -> Any:

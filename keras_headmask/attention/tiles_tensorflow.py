@@ -23,7 +23,6 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.rules.bound import Cuts
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.positions import Full
 
 _DEAD = 1e30  # the log-sum of a row that sees nothing: exp(logit - _DEAD) is 0
 
@@ -117,7 +116,7 @@ def _logits(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: boo
             allowed &= visit.fresh
         return masked_logits(plain(), allowed, whole_rows)
 
-    if part.rule == Full():
+    if part.rule.constant:
         return plain(), None
     if visit.needs_mask is None:
         return masked()

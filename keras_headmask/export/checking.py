@@ -16,10 +16,10 @@ from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array
 from keras_headmask.export.report import CheckResult
-from keras_headmask.retrofit.layer_rules import restricts
 from keras_headmask.retrofit.observing import rules_of, watched
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.selectors import find_attention
+from keras_headmask.rules.heads import restricts
 
 # As `fresh_process.distance` measures.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}

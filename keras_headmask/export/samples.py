@@ -9,7 +9,6 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 
 from keras_headmask.export.interface import PADDING, Arrays, Input, Interface
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.inputs import SameSegment
 
 
 def sample(
@@ -54,12 +53,12 @@ def _one(
     below = _ids_below(face.model, name)
     readers = _readers(specs, name)
     if below is None:
-        if any(isinstance(leaf, SameSegment) for leaf in readers):
+        if any(leaf.reads_segments for leaf in readers):
             return np.cumsum(rng.random(shape) < 0.25, axis=-1).astype(x.dtype)
         ids = rng.integers(0, 2, shape)
     else:
         ids = rng.integers(0, below, shape)
-    wanted = [i for leaf in readers for i in _ids_in(leaf) if below is None or i < below]
+    wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
     if wanted:
         ids = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), ids)
     return ids.astype(x.dtype)
@@ -76,11 +75,6 @@ def _readers(specs: Iterable[MaskSpec], name: str) -> list[MaskSpec]:
 
 
 _SIDES = ("query", "key", "decoder", "encoder")
-
-
-def _ids_in(leaf: MaskSpec) -> tuple[int, ...]:
-    """The ids that a leaf looks for."""
-    return getattr(leaf, "end_ids", getattr(leaf, "ids", ()))
 
 
 def _ids_below(model: keras.Model, name: str) -> int | None:

@@ -7,7 +7,8 @@ import numpy as np
 
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject, as_numpy, key_side, sides_of
-from keras_headmask.rules.base import InputType, MaskSpec, leaves
+from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.protocol import InputType
 
 
 def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -> Iterator[Finding]:
@@ -102,8 +103,8 @@ def never_read(name: str, is_padding: bool) -> Finding:
 def absent_ids(subject: Subject) -> Iterator[Finding]:
     """Ids that a rule waits for, and that occur nowhere in the examples."""
     for leaf in leaves(subject.spec):
-        wanted = getattr(leaf, "end_ids", getattr(leaf, "ids", None))
-        if not isinstance(wanted, tuple) or not subject.has(leaf) or len(leaf.inputs) != 1:
+        wanted = leaf.ids_of_interest
+        if not wanted or not subject.has(leaf) or len(leaf.inputs) != 1:
             continue
         value = subject.given[next(iter(leaf.inputs))]
         sides = [np.asarray(x) for x in sides_of(value) if x is not None]

@@ -1,20 +1,17 @@
 """Checks of a rule: what its positions say, whatever its inputs hold, or for the examples given."""
 
-import dataclasses
 import functools
-import operator
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_headmask.attention import tiles_python
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
-from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, nodes_of
+from keras_headmask.linting.subject import MOST_UNKNOWN, Subject
 from keras_headmask.rules import words
-from keras_headmask.rules.base import And, MaskSpec, Not, Or, leaves
-from keras_headmask.rules.positions import Chunk, Keys, Nothing, Window
+from keras_headmask.rules.base import MaskSpec, joins, leaves
 
 _MANY = 1024  # positions, to see what tiles skip
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of the score matrix
@@ -49,7 +46,7 @@ def _dead(subject: Subject) -> Iterator[Finding]:
         dead = dead & subject.padding[:, None, :]  # what padding sees is nobody's concern
     for rule, heads in subject.groups:
         if silent := tuple(head for head in heads if off[head]):
-            meant = rule == Nothing() and not off.all()
+            meant = rule.constant is False and not rule.children and not off.all()
             yield Finding(
                 "info" if meant else "error",
                 "head-off",
@@ -134,21 +131,16 @@ def _never_self(subject: Subject) -> Iterator[Finding]:
 
 def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     """Windows bounded on one side alone, where nothing else in the rule bounds the other."""
-    found: dict[Window, list[int]] = {}
+    found: dict[MaskSpec, list[int]] = {}
     for rule, heads in subject.groups:
         for leaf in leaves(rule):
-            if type(leaf) is not Window or not _is_open(leaf):
-                continue
-            if _stays_open(rule, leaf, _open_side(leaf)) and _matters(subject, rule, heads, leaf):
+            if leaf.open_side and _stays_open(rule, leaf) and _matters(subject, rule, heads, leaf):
                 found.setdefault(leaf, []).extend(heads)
     for leaf, heads in found.items():
-        side = _open_side(leaf)
-        bound = leaf.before if side == "after" else leaf.after
+        side, _, meant = leaf.open_side
         if side in hidden:
             continue
-        both = Window(bound, bound, step=leaf.step)
-        causal = Window(leaf.before, 0, step=leaf.step)
-        ways = f"{causal!r}, which is causal" if both == causal else f"{both!r} or {causal!r}"
+        ways = " or ".join(map(repr, meant)) + (", which is causal" if len(meant) == 1 else "")
         yield Finding(
             "info",
             "open-side",
@@ -167,43 +159,36 @@ def hidden_sides(outside: Any, lengths: tuple[int, int] | None) -> Set[str]:
     return {side for side, part in open_sides.items() if not part.any()}
 
 
-def _is_open(window: Window) -> bool:
-    """Whether one side alone is bounded and the other is not, the causal windows aside."""
-    before, after = window.before, window.after
-    one_sided = (before is None) != (after is None)
-    return one_sided and (before is None or before >= 0) and (after is None or after > 0)
+class _Sides(NamedTuple):
+    """Whether a part of a rule holds a leaf, leaves it open on its side, and closes that side."""
+
+    holds: bool
+    stays_open: bool
+    closes: bool
 
 
-def _open_side(window: Window) -> str:
-    return "after" if window.after is None else "before"
+def _stays_open(rule: MaskSpec, leaf: MaskSpec) -> bool:
+    """Whether `leaf` stands somewhere in `rule` where no other part of an `&` closes its side."""
+
+    def of_leaf(spec: MaskSpec) -> _Sides:
+        return _Sides(spec == leaf, spec == leaf, spec.closes(leaf.open_side.side))
+
+    def both(a: _Sides, b: _Sides) -> _Sides:
+        stays_open = (a.stays_open and not b.closes) or (b.stays_open and not a.closes)
+        return _Sides(a.holds or b.holds, stays_open, a.closes or b.closes)
+
+    def either(a: _Sides, b: _Sides) -> _Sides:
+        return _Sides(a.holds or b.holds, a.stays_open or b.stays_open, a.closes and b.closes)
+
+    def neither(a: _Sides) -> _Sides:
+        return _Sides(a.holds, a.holds, False)  # under `~` nothing is known to be closed
+
+    return rule.fold(of_leaf, both, either, neither).stays_open
 
 
-def _stays_open(rule: MaskSpec, leaf: Window, side: str) -> bool:
-    """Whether `leaf` stands somewhere in `rule` where no other part of an `&` closes that side."""
-    if isinstance(rule, And):
-        return any(
-            _stays_open(part, leaf, side)
-            and not any(_closes(other, side) for other in rule.specs if other is not part)
-            for part in rule.specs
-        )
-    if isinstance(rule, Or):
-        return any(_stays_open(part, leaf, side) for part in rule.specs)
-    return leaf in leaves(rule)  # under `~` nothing is known to be closed
-
-
-def _closes(spec: MaskSpec, side: str) -> bool:
-    """Whether `spec` alone keeps a query from seeing every token on that side."""
-    if isinstance(spec, (And, Or)):
-        return (any if isinstance(spec, And) else all)(_closes(part, side) for part in spec.specs)
-    if type(spec) is Window:
-        return getattr(spec, side) is not None
-    return type(spec) in (Chunk, Nothing) or (type(spec) is Keys and spec.stop is not None)
-
-
-def _matters(subject: Subject, rule: MaskSpec, heads: tuple[int, ...], leaf: Window) -> bool:
+def _matters(subject: Subject, rule: MaskSpec, heads: tuple[int, ...], leaf: MaskSpec) -> bool:
     """Whether `rule` would allow something else, were the open side of `leaf` closed."""
-    closed = Window(*(0 if side is None else side for side in (leaf.before, leaf.after)))
-    other = _replaced(rule, leaf, dataclasses.replace(closed, step=leaf.step))
+    other = _replaced(rule, leaf, leaf.open_side.closed)
     with_data = not subject.has_room or sum(bool(x.inputs) for x in leaves(rule)) > MOST_UNKNOWN
     masks_of = subject.answers(rule, heads, with_data, among=other)
     pairs = zip(masks_of(rule), masks_of(other), strict=True)
@@ -214,24 +199,23 @@ def _replaced(spec: MaskSpec, old: MaskSpec, new: MaskSpec) -> MaskSpec:
     """`spec`, free of `PerHead`, with the leaf `new` for `old`."""
     if spec == old:
         return new
-    if isinstance(spec, Not):
-        return ~_replaced(spec.spec, old, new)
-    if isinstance(spec, (And, Or)):
-        join = operator.and_ if isinstance(spec, And) else operator.or_
-        return functools.reduce(join, (_replaced(part, old, new) for part in spec.specs))
-    return spec
+    return spec.with_children([_replaced(child, old, new) for child in spec.children])
+
+
+def _without(spec: MaskSpec, join: MaskSpec, number: int) -> MaskSpec:
+    """`spec` without part `number` of `join`, which is one of its nodes."""
+    if spec is join:
+        return join.with_children([part for i, part in enumerate(join.specs) if i != number])
+    return spec.with_children([_without(child, join, number) for child in spec.children])
 
 
 def _clauses(subject: Subject) -> Iterator[Finding]:
     """Parts of `&` and `|`, as written, without which every head allows the same."""
-    inside = [
-        (set(map(id, nodes_of(subject.spec, heads[0]))), heads) for _, heads in subject.groups
-    ]
-    joins = {id(node): node for node in nodes_of(subject.spec) if isinstance(node, (And, Or))}
-    for join in joins.values():
-        groups = [heads for nodes, heads in inside if id(join) in nodes]
+    inside = [(set(map(id, joins(subject.spec, heads[0]))), heads) for _, heads in subject.groups]
+    for join in {id(join): join for join in joins(subject.spec)}.values():
+        groups = [heads for of_heads, heads in inside if id(join) in of_heads]
         for i, part in enumerate(join.specs if groups else ()):
-            without = (id(join), i)
+            without = _without(subject.spec, join, i)
             always = subject.has_room and all(
                 _same(subject, heads, without, with_data=False) for heads in groups
             )
@@ -255,10 +239,10 @@ def _clauses(subject: Subject) -> Iterator[Finding]:
 
 
 def _same(
-    subject: Subject, heads: tuple[int, ...], without: tuple[int, int], with_data: bool = True
+    subject: Subject, heads: tuple[int, ...], without: MaskSpec, with_data: bool = True
 ) -> bool:
     masks_of = subject.answers(subject.spec.for_head(heads[0]), heads, with_data)
-    pairs = zip(masks_of(subject.spec), masks_of(subject.spec, without), strict=True)
+    pairs = zip(masks_of(subject.spec), masks_of(without), strict=True)
     return all(bool((a == b).all()) for a, b in pairs)
 
 

@@ -1,6 +1,5 @@
 """A rule as whole masks in NumPy, for whatever its inputs hold: what a lint looks at."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -11,10 +10,8 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.rules import config, evaluation, words
-from keras_headmask.rules.base import And, MaskSpec, Not, Or, leaves
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import RandomBlocks
 
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
 MOST_UNKNOWN = 6  # leaves without inputs; all combinations of their answers are tried
@@ -48,7 +45,7 @@ class Subject:
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
                 config.whole_number(length, name, at_least=1)
-        self.reach = max(map(_reach, leaves(spec)), default=0)
+        self.reach = spec.reach
         self.unknown = [leaf for leaf in leaves(spec) if leaf.inputs and not self.has(leaf)]
         self.chosen = queries is None and keys is None and not any(side.values())
         self.room = self._room()
@@ -66,7 +63,8 @@ class Subject:
         """A length at which every number of the rule matters, if there is a bearable one."""
         unknown = sum(bool(leaf.inputs) for leaf in leaves(self.spec))
         most = int((_MOST_WORK / 2 ** min(unknown, MOST_UNKNOWN)) ** 0.5)
-        return max(_SHORTEST, min(3 * self.reach + 2, _LONGEST, most))
+        wanted = _LONGEST if self.reach is None else 3 * self.reach + 2
+        return max(_SHORTEST, min(wanted, _LONGEST, most))
 
     @property
     def self_attention(self) -> bool:
@@ -81,7 +79,7 @@ class Subject:
     @property
     def has_room(self) -> bool:
         """Whether a rule's parts that do nothing at `room` do nothing at any length."""
-        return self.reach < self.room
+        return self.reach is not None and self.reach < self.room
 
     def without_data(self) -> "Subject":
         """The same lengths, where the inputs may hold anything."""
@@ -116,13 +114,12 @@ class Subject:
         unknown = [x for x in every if x.inputs and not (with_data and self.has(x))]
         known = {leaf: self._cut(leaf, heads, size) for leaf in every if leaf not in unknown}
 
-        def masks_of(
-            part: MaskSpec, without: tuple[int, int] | None = None
-        ) -> Iterator[np.ndarray]:
-            shape = (1, 1, *size)
+        def masks_of(part: MaskSpec) -> Iterator[np.ndarray]:
+            shape, part = (1, 1, *size), part.for_head(heads[0])
             for states in itertools.product((True, False), repeat=len(unknown)):
                 tried = {leaf: np.full(shape, s) for leaf, s in zip(unknown, states, strict=True)}
-                yield _evaluate(part, known | tried, heads[0], without)
+                values = known | tried
+                yield part.fold(values.__getitem__, np.logical_and, np.logical_or, np.logical_not)
 
         return masks_of
 
@@ -146,45 +143,6 @@ class Subject:
         return result
 
 
-def _evaluate(
-    spec: MaskSpec,
-    values: Mapping[MaskSpec, np.ndarray],
-    head: int,
-    without: tuple[int, int] | None,
-) -> np.ndarray:
-    """The mask of `spec`; `without` names a join, by id, and the number of a part to leave out."""
-    if isinstance(spec, PerHead):
-        return _evaluate(_rule_of(spec, head), values, head, without)
-    if isinstance(spec, Not):
-        return ~_evaluate(spec.spec, values, head, without)
-    if isinstance(spec, (And, Or)):
-        parts = [
-            _evaluate(part, values, head, without)
-            for i, part in enumerate(spec.specs)
-            if (id(spec), i) != without
-        ]
-        return functools.reduce(np.logical_and if isinstance(spec, And) else np.logical_or, parts)
-    return values[spec]
-
-
-def _rule_of(spec: PerHead, head: int) -> MaskSpec:
-    return dict(spec.heads).get(head, spec.default)
-
-
-def _reach(leaf: MaskSpec) -> int:
-    """The largest distance or position that `leaf` names, or where it shows what it is."""
-    if isinstance(leaf, RandomBlocks):  # with few blocks, none may be open
-        return int(leaf.size * min(8 / max(leaf.density, 1e-9) ** 0.5, 10**6))
-    size = getattr(leaf, "size", 1)
-    numbers = []
-    for field in dataclasses.fields(leaf):
-        value = getattr(leaf, field.name)
-        if isinstance(value, int) and field.name != "seed":
-            in_blocks = isinstance(size, int) and field.name in ("before", "after")
-            numbers.append(abs(value) * (size if in_blocks else 1))
-    return max(numbers, default=0)
-
-
 def tells_padding(name: str) -> bool:
     """Whether a mask input is called as what is true at real tokens.
 
@@ -193,16 +151,6 @@ def tells_padding(name: str) -> bool:
     """
     is_padding = "padding_mask" in name and "key_padding_mask" not in name
     return is_padding or name == "attention_mask"
-
-
-def nodes_of(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
-    """Every node of `spec`, or those that speak of `head`."""
-    yield spec
-    if head is not None and isinstance(spec, PerHead):
-        yield from nodes_of(_rule_of(spec, head), head)
-        return
-    for child in spec.children:
-        yield from nodes_of(child, head)
 
 
 def sides_of(value: Any) -> tuple:

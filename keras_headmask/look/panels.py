@@ -8,9 +8,10 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.rules import config, evaluation, words
-from keras_headmask.rules.base import MaskSpec, Sides, check_spec
+from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.protocol import Sides
 
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26

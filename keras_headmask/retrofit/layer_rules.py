@@ -11,9 +11,9 @@ from keras.src.models.functional import Functional  # Keras publishes no name fo
 
 from keras_headmask.attention import looking
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
-from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
-from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules import heads
+from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
+from keras_headmask.rules.protocol import InputType
 
 HOOK = "_compute_attention"  # the method whose place the hook of a rule takes on a layer
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off
@@ -43,7 +43,7 @@ class LayerRule:
     @functools.cached_property
     def restricts(self) -> bool:
         """Whether any head is kept from any key."""
-        return restricts(self.spec, self.heads)
+        return heads.restricts(self.spec, self.heads)
 
     def given(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The mask inputs of this rule, out of the model's inputs by name."""
@@ -55,11 +55,6 @@ class LayerRule:
             name: side(source) if isinstance(source, str) else tuple(map(side, source))
             for name, source in self.sources.items()
         }
-
-
-def restricts(spec: MaskSpec, num_heads: int) -> bool:
-    """Whether `spec` keeps any of so many heads from any key."""
-    return [rule for rule, _ in head_groups(spec, num_heads)] != [Full()]
 
 
 def rules_of_layers(model: keras.Model, rules: Rules, found: Found) -> list[LayerRule]:

@@ -6,62 +6,18 @@ where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~
 """
 
 import dataclasses
+import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any
 
 from keras_headmask.rules import config, words
+from keras_headmask.rules.hints import hint_for
+from keras_headmask.rules.protocol import InputType, Protocol
+from keras_headmask.rules.saved import Saved
 
 
-class InputType(NamedTuple):
-    """What a spec expects of one mask input.
-
-    `rank` is 2 for a tensor `(batch, length)`, or `None` for a whole mask of rank 2, 3 or 4.
-    `dtype` is the one to declare in `keras.Input`. `sides` says whether the spec looks at the
-    query's value, the key's, or both.
-    """
-
-    rank: int | None = 2
-    dtype: str = "int32"
-    sides: frozenset[str] = frozenset({"query", "key"})
-
-
-class Sides(NamedTuple):
-    """One mask input, seen from the queries and from the keys."""
-
-    query: Any
-    key: Any
-
-
-class Tiles(NamedTuple):
-    """Tiles of the score matrix: first and last position, rows `(n, 1)`, columns `(1, m)`."""
-
-    query_first: Any
-    query_last: Any
-    key_first: Any
-    key_last: Any
-
-
-class Span(NamedTuple):
-    """The least and the greatest value that a mask input takes in each row or column of tiles."""
-
-    low: Any
-    high: Any
-
-
-class Bounds(NamedTuple):
-    """Of each tile: whether some pair may be allowed, and whether every pair surely is."""
-
-    possible: Any
-    certain: Any
-
-
-def unknown(tiles: Tiles) -> Bounds:
-    """Nothing is known of any tile: some pairs may be allowed, and some may not."""
-    return Bounds(tiles.key_first <= tiles.key_first, tiles.key_first < tiles.key_first)
-
-
-class MaskSpec:
+class MaskSpec(Saved, Protocol):
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
@@ -69,48 +25,32 @@ class MaskSpec:
 
     To add a kind of your own, write a frozen dataclass that subclasses `MaskSpec`, decorate it
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
+    Every other member has an answer that is right for any spec; better answers make it faster.
     """
-
-    kind: str = ""
-
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        """The mask inputs this spec reads, by name."""
-        return {}
-
-    def prepare(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Work on whole sequences, done once: `{name: Sides(query, key)}`, each `(batch, length)`.
-
-        Returns a mapping of the same form, which `allowed` then sees tile by tile.
-        """
-        return inputs
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping[str, Any]) -> Any:
-        """Whether each query may attend to each key, for any tile of the score matrix.
-
-        Element-wise: `query_positions` is int32 `(queries, 1)`, `key_positions` int32 `(1, keys)`,
-        and each of `inputs` a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`.
-        Returns a boolean tensor that broadcasts to `(batch, heads, queries, keys)`.
-        """
-        raise TypeError(f"{type(self).__name__} must define `allowed`.")
-
-    def coverage(self, tiles: Tiles, inputs: Mapping[str, Any]) -> "Bounds":
-        """What can be told of whole tiles without looking at their pairs; by default, nothing.
-
-        `tiles` holds the first and last positions of rows and columns of tiles; each of `inputs` is
-        a `Sides` of `Span`s, the least and greatest value in each, booleans as 0 and 1. A spec
-        whose inputs are not at hand is not asked.
-        """
-        return unknown(tiles)
 
     @property
     def children(self) -> tuple["MaskSpec", ...]:
         """The specs this one is made of."""
         return ()
 
+    def children_at(self, head: int) -> tuple["MaskSpec", ...]:
+        """Those of `children` that concern head number `head`."""
+        return self.children
+
+    def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
+        """The same node, made of `children`."""
+        return self
+
     def for_head(self, head: int) -> "MaskSpec":
         """The rule that head number `head` obeys: this spec without any `PerHead`."""
-        return self
+        return self.with_children([child.for_head(head) for child in self.children])
+
+    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
+        """`leaf` of every leaf, joined by `both` for `&` and `either` for `|`; `neither` for `~`.
+
+        For a spec without `PerHead`.
+        """
+        return leaf(self)
 
     def describe(self, num_heads: int | None = None) -> str:
         """This rule in plain English, a sentence for each group of heads that share a rule.
@@ -130,66 +70,6 @@ token that `padding_mask` does not hide.
                 `num_heads` above 100,000.
         """
         return words.describe(self, num_heads)
-
-    def in_words(self) -> str | None:
-        """What a token sees under a spec of one's own, for `describe`: "the tokens of its speaker".
-
-        `None` lets `describe` show the spec's `repr`.
-        """
-        return None
-
-    def get_config(self) -> dict[str, Any]:
-        """This spec as plain JSON values; fields at their default are left out.
-
-        >>> from keras_headmask import Window
-        >>> Window(before=255, after=0).get_config()
-        {'kind': 'window', 'before': 255, 'after': 0}
-        """
-        if not config.is_registered(type(self)):
-            raise TypeError(
-                f"{type(self).__name__} has no kind to be saved under: put "
-                "@register_spec('a_name') above the class."
-            )
-        fields = {
-            f.name: config.to_json(getattr(self, f.name))
-            for f in dataclasses.fields(self)
-            if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
-        }
-        return {"kind": self.kind, **fields}
-
-    @staticmethod
-    def from_config(config_dict: Mapping[str, Any]) -> "MaskSpec":
-        """The spec that `config_dict` describes. Errors name the path to the bad place.
-
-        >>> MaskSpec.from_config({"kind": "window", "before": 2, "after": 0})
-        Window(before=2, after=0)
-        """
-        return config.build(config_dict)
-
-    def __repr__(self) -> str:
-        """The call that makes this spec: required fields by place, others by name if set."""
-        shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.default is dataclasses.MISSING:
-                shown.append(repr(value))
-            elif value != field.default:
-                shown.append(f"{field.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any], path: str = "") -> "MaskSpec":
-        """Make a spec of this kind from its JSON fields, which stand at `path`."""
-        return config.build_dataclass(cls, fields, path)
-
-    @classmethod
-    def json_fields(cls) -> dict[str, dict[str, Any]]:
-        """The JSON Schema of each field in `get_config`; by default told by the annotations.
-
-        Needed where `from_fields` is overridden. `{"$ref": "#/$defs/rule"}` is a spec; a field
-        whose schema has a `default` may be left out.
-        """
-        return config.json_fields(cls)
 
     def __and__(self, other: "MaskSpec") -> "MaskSpec":
         return _join(And, self, other)
@@ -229,9 +109,10 @@ def register_spec(kind: str) -> Callable[[type], type]:
                 "A spec must be a frozen dataclass that subclasses MaskSpec: put "
                 f"@dataclass(frozen=True) right under @register_spec({kind!r}). Received: {cls!r}."
             )
-        if "kind" in {f.name for f in dataclasses.fields(cls)}:
+        if taken := sorted({f.name for f in dataclasses.fields(cls)} & set(dir(MaskSpec))):
             raise TypeError(
-                f"A field named `kind` would hide the kind {kind!r} of {cls.__name__}. Rename it."
+                f"A field named `{taken[0]}` would hide the `{taken[0]}` that every spec has. "
+                f"Rename it in {cls.__name__}."
             )
         hidden = [f.name for f in dataclasses.fields(cls) if not f.compare]
         if hidden:
@@ -260,62 +141,49 @@ def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
     """
     if isinstance(value, MaskSpec):
         return value
-    hint = _hint(value, call)
+    hint = hint_for(value, call)
     shape = None if isinstance(value, type) else getattr(value, "shape", None)
     shown = repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
     config.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
 
 
-def _hint(value: Any, call: str = "SPEC") -> str:
-    """What to write in place of `value`."""
+class Compound(MaskSpec):
+    """A spec made of others, which answers from their answers: here, as if it were any of them."""
 
-    def written(spec: str) -> str:
-        return call.replace("SPEC", spec)
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return merged_inputs(self.children)
 
-    if value is None:
-        return f" The spec that hides nothing is Full(): {written('hm.Full()')}."
-    if isinstance(value, bool):
-        return " Write Full() for True and Nothing() for False."
-    if (meant := config.call_of(value)) is not None:
-        return f" Call it: {written(meant)}."
-    if isinstance(value, str):
-        return (
-            f" {config.names_of_recipes()}: {written('hm.recipes.causal()')}. JSON text becomes a "
-            "spec by `MaskSpec.from_config(json.loads(text))`."
-        )
-    if isinstance(value, Mapping):
-        if config.names_heads(value):
-            return f" Wrap rules by head in PerHead: {written(f'hm.PerHead({_first(value)})')}."
-        return " A config becomes a spec by `MaskSpec.from_config`."
-    if isinstance(value, (list, tuple)) and any(isinstance(part, MaskSpec) for part in value):
-        return (
-            " Combine specs by & or |, or give each head its own by PerHead: "
-            f"{written('hm.PerHead({0: a, 1: b})')}."
-        )
-    if hasattr(type(value), "get_weights"):
-        return _hint_for_keras(type(value), written, call)
-    return f" A mask tensor enters a spec by MaskInput(name): {written('hm.MaskInput(name)')}."
+    @property
+    def constant(self) -> bool | None:
+        answers = {child.constant for child in self.children}
+        return answers.pop() if len(answers) == 1 else None
 
+    @property
+    def reads_query_positions(self) -> bool:
+        return any(child.reads_query_positions for child in self.children)
 
-def _hint_for_keras(cls: type, written: Callable[[str], str], call: str) -> str:
-    """What to write in place of a model or a layer; Keras itself is not imported here."""
-    if hasattr(cls, "mask_specs"):
-        rule = written("model.mask_specs[path]")
-        hint = f" The rules of a model are its `model.mask_specs`, by layer: {rule}."
-    elif hasattr(cls, "mask_spec"):
-        hint = f" The rule of a layer is `layer.mask_spec`: {written('layer.mask_spec')}."
-    else:
-        hint = " A model gets a rule by hm.apply_head_masks(model, spec)."
-    if call.startswith(("hm.plot", "hm.draw")):
-        hint += " What a model attends to: hm.plot_attention(model, inputs)."
-    return hint
+    @property
+    def is_local(self) -> bool:
+        return all(child.is_local for child in self.children)
+
+    @property
+    def is_sparse(self) -> bool:
+        return all(child.is_sparse for child in self.children)
+
+    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
+        return any(child.may_leave_gaps(taken_out) for child in self.children)
+
+    @property
+    def reach(self) -> int | None:
+        answers = [child.reach for child in self.children]
+        return None if None in answers else max(answers)
+
+    def closes(self, side: str) -> bool:
+        return all(child.closes(side) for child in self.children)
 
 
-def _first(heads: Mapping[Any, Any]) -> str:
-    return f"{{{next(iter(heads))!r}: ...}}"
-
-
-class _Join(MaskSpec):
+class Join(Compound):
     """Two or more specs; compared as a set, shown in the order written."""
 
     symbol = ""
@@ -325,12 +193,12 @@ class _Join(MaskSpec):
     def children(self) -> tuple[MaskSpec, ...]:
         return self.specs
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return merged_inputs(self.specs)
+    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
+        return _joined(type(self), children)
 
-    def for_head(self, head: int) -> MaskSpec:
-        return _joined(type(self), [s.for_head(head) for s in self.specs])
+    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
+        parts = [spec.fold(leaf, both, either, neither) for spec in self.specs]
+        return functools.reduce(both if self.symbol == "&" else either, parts)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], path: str = "") -> MaskSpec:
@@ -352,34 +220,71 @@ class _Join(MaskSpec):
 
     def __repr__(self) -> str:
         return f" {self.symbol} ".join(
-            f"({s!r})" if isinstance(s, _Join) else repr(s) for s in self.specs
+            f"({s!r})" if isinstance(s, Join) else repr(s) for s in self.specs
         )
 
 
 @register_spec("and")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class And(_Join):
+class And(Join):
     """What every one of `specs` allows; written `a & b`."""
 
     specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "&"
 
+    @property
+    def constant(self) -> bool | None:
+        none = any(spec.constant is False for spec in self.specs)
+        return False if none else super().constant
+
+    @property
+    def is_local(self) -> bool:
+        return any(spec.is_local for spec in self.specs)
+
+    @property
+    def is_sparse(self) -> bool:
+        return any(spec.is_sparse for spec in self.specs)
+
+    def closes(self, side: str) -> bool:
+        return any(spec.closes(side) for spec in self.specs)
+
+    def in_words(self) -> words.Words:
+        return words.of_and(self.specs)
+
 
 @register_spec("or")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Or(_Join):
+class Or(Join):
     """What at least one of `specs` allows; written `a | b`."""
 
     specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "|"
 
+    @property
+    def constant(self) -> bool | None:
+        every = any(spec.constant is True for spec in self.specs)
+        return True if every else super().constant
+
+    @property
+    def is_local(self) -> bool:
+        parts = [spec for spec in self.specs if spec.constant is not False and not spec.is_sparse]
+        return bool(parts) and all(spec.is_local for spec in parts)
+
+    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
+        several = sum(spec not in taken_out for spec in self.specs) > 1
+        return several or super().may_leave_gaps(taken_out)
+
+    def in_words(self) -> words.Words:
+        return words.of_or(self.specs)
+
 
 @register_spec("not")
 @dataclasses.dataclass(frozen=True, repr=False)
-class Not(MaskSpec):
+class Not(Compound):
     """The exact complement of `spec`; written `~a`."""
 
     spec: MaskSpec
+    is_local = is_sparse = False
 
     def __post_init__(self) -> None:
         check_spec(self.spec, "spec")
@@ -388,32 +293,45 @@ class Not(MaskSpec):
     def children(self) -> tuple[MaskSpec, ...]:
         return (self.spec,)
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return self.spec.inputs
+    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
+        (child,) = children
+        return ~child
 
-    def for_head(self, head: int) -> MaskSpec:
-        return ~self.spec.for_head(head)
+    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
+        return neither(self.spec.fold(leaf, both, either, neither))
+
+    @property
+    def constant(self) -> bool | None:
+        return None if self.spec.constant is None else not self.spec.constant
+
+    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
+        return True
+
+    def closes(self, side: str) -> bool:
+        return False
+
+    def in_words(self) -> words.Words:
+        return words.of_not(self.spec)
 
     def __invert__(self) -> MaskSpec:
         return self.spec
 
     def __repr__(self) -> str:
-        return f"~({self.spec!r})" if isinstance(self.spec, _Join) else f"~{self.spec!r}"
+        return f"~({self.spec!r})" if isinstance(self.spec, Join) else f"~{self.spec!r}"
 
 
-def _join(kind: type[_Join], left: Any, right: Any) -> MaskSpec:
+def _join(kind: type[Join], left: Any, right: Any) -> MaskSpec:
     for value in (left, right):
         if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
             sides = ("SPEC", "...") if value is left else ("...", "SPEC")
-            hint = _hint(value, f" {kind.symbol} ".join(sides))
+            hint = hint_for(value, f" {kind.symbol} ".join(sides))
             raise TypeError(f"`{kind.symbol}` joins mask specs. Received: {value!r}.{hint}")
         if not isinstance(value, MaskSpec):
             return NotImplemented
     return _joined(kind, (left, right))
 
 
-def _joined(kind: type[_Join], specs: Any) -> MaskSpec:
+def _joined(kind: type[Join], specs: Any) -> MaskSpec:
     """Flatten and drop repeats, so that regrouping a rule does not change it."""
     parts = []
     for i, spec in enumerate(specs):
@@ -451,6 +369,22 @@ def leaves(spec: MaskSpec) -> Iterator[MaskSpec]:
         else:
             seen.setdefault(node)
     yield from seen
+
+
+def joins(spec: MaskSpec, head: int | None = None) -> Iterator[Join]:
+    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
+    if isinstance(spec, Join):
+        yield spec
+    for child in spec.children if head is None else spec.children_at(head):
+        yield from joins(child, head)
+
+
+def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
+    """The leaves that stand under `|` and under no `~`: each may be what alone allows a pair."""
+    if isinstance(spec, Join):
+        is_under = is_under or isinstance(spec, Or)
+        return [leaf for part in spec.specs for leaf in leaves_under_or(part, is_under)]
+    return [spec] if is_under else []
 
 
 def stored(spec: MaskSpec, field: str, value: Any) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.rules.base import And, Bounds, MaskSpec, Not, Or, Tiles, unknown
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.protocol import Bounds, Tiles, unknown
 
 
 class Coverage(enum.IntEnum):
@@ -28,21 +29,18 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
     taken to allow some pairs of every tile.
     """
     spans = {} if spans is None else spans
-    if isinstance(rule, Not):
-        inner = bounds(rule.spec, tiles, spans)
-        return Bounds(~inner.certain, ~inner.possible)
-    if isinstance(rule, (And, Or)):
-        result = bounds(rule.specs[0], tiles, spans)
-        for part in rule.specs[1:]:
-            other = bounds(part, tiles, spans)
-            if isinstance(rule, And):
-                result = Bounds(result.possible & other.possible, result.certain & other.certain)
-            else:
-                result = Bounds(result.possible | other.possible, result.certain | other.certain)
-        return result
-    if rule.inputs and rule not in spans:
-        return unknown(tiles)
-    return rule.coverage(tiles, spans.get(rule, {}))
+
+    def of_leaf(leaf: MaskSpec) -> Bounds:
+        if leaf.inputs and leaf not in spans:
+            return unknown(tiles)
+        return leaf.coverage(tiles, spans.get(leaf, {}))
+
+    return rule.fold(
+        of_leaf,
+        both=lambda a, b: Bounds(a.possible & b.possible, a.certain & b.certain),
+        either=lambda a, b: Bounds(a.possible | b.possible, a.certain | b.certain),
+        neither=lambda a: Bounds(~a.certain, ~a.possible),
+    )
 
 
 def tile_grid(

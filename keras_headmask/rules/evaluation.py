@@ -4,7 +4,6 @@
 matrix; `make_mask` is the tile that is everything.
 """
 
-import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +14,10 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.rules import config
-from keras_headmask.rules.base import And, InputType, MaskSpec, Not, Or, Sides, check_spec, leaves
+from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.bound import WHOLE, Bound, Cuts, Lengths
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.positions import Full, Keys, Nothing
+from keras_headmask.rules.protocol import InputType, Sides
 
 _MOST_OFFSET = 2**30  # positions are int32
 
@@ -91,7 +90,7 @@ def given_offset(
     if query_offset is not None:
         return checked_offset(query_offset)
     fewer = None not in (queries, keys) and queries < keys
-    if fewer and spec is not None and any(map(_reads_query_positions, leaves(spec))):
+    if fewer and spec is not None and spec.reads_query_positions:
         warnings.warn(
             f"The rule depends on the positions of the queries, and there are {queries} queries "
             f"for {keys} keys: without `query_offset` they are taken to stand at positions 0 to "
@@ -102,10 +101,6 @@ def given_offset(
             stacklevel=3,
         )
     return 0
-
-
-def _reads_query_positions(leaf: MaskSpec) -> bool:
-    return not leaf.inputs and not isinstance(leaf, (Full, Nothing, Keys))
 
 
 def as_pair(value: Any) -> tuple | None:
@@ -330,20 +325,15 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     query_positions = cuts.queries(bound.query_positions, 0)[:, None]
     key_positions = cuts.keys(bound.key_positions, 0)[None, :]
 
-    def visit(spec: MaskSpec) -> Any:
-        if isinstance(spec, Not):
-            return ops.logical_not(visit(spec.spec))
-        if isinstance(spec, (And, Or)):
-            # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
-            join = ops.logical_and if isinstance(spec, And) else ops.logical_or
-            return functools.reduce(join, map(visit, spec.specs))
+    def of_leaf(leaf: MaskSpec) -> Any:
         inputs = {
             name: _cut(value, heads, cuts)
-            for name, value in bound.leaf_inputs.get(spec, {}).items()
+            for name, value in bound.leaf_inputs.get(leaf, {}).items()
         }
-        return _checked(spec, spec.allowed(query_positions, key_positions, inputs))
+        return _checked(leaf, leaf.allowed(query_positions, key_positions, inputs))
 
-    return masks.lift(visit(rule))
+    # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
+    return masks.lift(rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not))
 
 
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:

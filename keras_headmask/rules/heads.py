@@ -22,3 +22,8 @@ def head_groups(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
     config.number_of_heads(num_heads)
     check_heads(spec, num_heads)
     return words.grouped(spec, num_heads)
+
+
+def restricts(spec: Any, num_heads: int) -> bool:
+    """Whether some head obeys another rule than a leaf that hides nothing."""
+    return any(rule.children or not rule.constant for rule, _ in head_groups(spec, num_heads))

@@ -1,4 +1,4 @@
-"""Leaves of the mask language that read mask inputs: ids, flags and whole masks.
+"""Leaves that read mask inputs: ids, flags and whole masks.
 
 `allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of every backend.
 (`==` between symbolic Keras tensors compares objects; hence `~(a != b)`.)
@@ -8,23 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from keras_headmask.rules import config
-from keras_headmask.rules.base import (
-    Bounds,
-    InputType,
-    MaskSpec,
-    Sides,
-    Tiles,
-    register_spec,
-    stored,
-)
+from keras_headmask.rules import config, words
+from keras_headmask.rules.base import MaskSpec, register_spec, stored
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tiles
 
 _Whole = Annotated[int, config.WHOLE_NUMBER]
 _Name = Annotated[str, config.NAME]
 _IdTuple = Annotated[_Whole | tuple[_Whole, ...], config.Limits(minItems=1)]  # kept as a tuple
-
-_KEY = frozenset({"key"})
-_QUERY = frozenset({"query"})
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,6 +30,8 @@ class _Ids(MaskSpec):
         meet = (query.high >= key.low) & (key.high >= query.low)
         one_id = ~(query.low != query.high) & ~(key.low != key.high) & ~(query.low != key.low)
         return Bounds(meet & (query.high >= 0) & (key.high >= 0), one_id & (query.low >= 0))
+
+    is_local = True
 
 
 @register_spec("same_segment")
@@ -70,6 +62,11 @@ class SameSegment(_Ids):
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         return {self.input: _each(_as_ids, inputs[self.input])}
+
+    reads_segments = True
+
+    def in_words(self) -> str:
+        return f"the tokens with its own id in `{self.input}`"
 
 
 @register_spec("same_sentence")
@@ -112,10 +109,37 @@ class SameSentence(_Ids):
 
         return {self.input: _each(sentence_numbers, inputs[self.input])}
 
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        return self.end_ids
+
+    def in_words(self) -> str:
+        where = "" if self.input == "token_ids" else f" in `{self.input}`"
+        ends = f"sentences{where} end with token {words.ids_in_words(self.end_ids)}"
+        return f"its own sentence ({ends})"
+
+
+class _Side(MaskSpec):
+    """A flag of each key, or of each query; `prepare` makes it of what is read."""
+
+    _dtype = "int32"
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType(dtype=self._dtype, sides=frozenset({self.opens}))}
+
+    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+        return getattr(inputs[self.input], self.opens)
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        flags = getattr(inputs[self.input], self.opens)
+        return Bounds(flags.high > 0, flags.low > 0)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Flag(MaskSpec):
+class _Flag(_Side):
     input: _Name
+    _dtype = "bool"
 
     def __post_init__(self) -> None:
         config.input_name(self.input)
@@ -139,15 +163,12 @@ class KeyFlag(_Flag):
     1 1 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(dtype="bool", sides=_KEY)}
+    opens = "key"
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].key
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].key)
+    def in_words(self) -> str:
+        if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
+            return "every token that `padding_mask` does not hide"
+        return f"every token whose `{self.input}` is set"
 
 
 @register_spec("query_flag")
@@ -162,19 +183,14 @@ class QueryFlag(_Flag):
     1 1
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(dtype="bool", sides=_QUERY)}
+    opens = "query"
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].query
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].query)
+    def in_words(self) -> words.Words:
+        return words.of_the_query(f"if its own `{self.input}` is set")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _In(MaskSpec):
+class _In(_Side):
     input: _Name
     ids: _IdTuple
 
@@ -184,6 +200,10 @@ class _In(MaskSpec):
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         return {self.input: _each(lambda ids: _is_one_of(ids, self.ids), inputs[self.input])}
+
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        return self.ids
 
 
 @register_spec("key_in")
@@ -199,15 +219,10 @@ class KeyIn(_In):
     0 1 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(sides=_KEY)}
+    opens = "key"
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].key
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].key)
+    def in_words(self) -> str:
+        return f"every token whose `{self.input}` is {words.ids_in_words(self.ids)}"
 
 
 @register_spec("query_in")
@@ -222,15 +237,11 @@ class QueryIn(_In):
     0 0
     """
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(sides=_QUERY)}
+    opens = "query"
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return inputs[self.input].query
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return _flag_bounds(inputs[self.input].query)
+    def in_words(self) -> words.Words:
+        ids = words.ids_in_words(self.ids)
+        return words.of_the_query(f"if its own `{self.input}` is {ids}")
 
 
 @register_spec("mask_input")
@@ -260,9 +271,8 @@ class MaskInput(MaskSpec):
     def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
         return inputs[self.input]
 
-
-def _flag_bounds(flags: Any) -> Bounds:
-    return Bounds(flags.high > 0, flags.low > 0)
+    def in_words(self) -> str:
+        return f"what the mask `{self.input}` allows"
 
 
 def _each(function: Any, sides: Sides) -> Sides:

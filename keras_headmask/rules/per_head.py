@@ -3,11 +3,17 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from keras_headmask.rules import config, words
-from keras_headmask.rules.base import InputType, MaskSpec, check_spec, merged_inputs, register_spec
+from keras_headmask.rules.base import (
+    Compound,
+    MaskSpec,
+    check_spec,
+    merged_inputs,
+    register_spec,
+)
 from keras_headmask.rules.positions import Full
 
 _FULL = Full()
@@ -16,7 +22,7 @@ _LAST_HEAD = 65535
 
 @register_spec("per_head")
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
-class PerHead(MaskSpec):
+class PerHead(Compound):
     """A rule of its own for some heads, `default` for the rest.
 
     `heads` maps head numbers to specs: an int, an inclusive range `"1-3"`, several `"0,4-7"`, or a
@@ -61,15 +67,18 @@ class PerHead(MaskSpec):
     def children(self) -> tuple[MaskSpec, ...]:
         return (*dict.fromkeys(spec for _, spec in self.heads), self.default)
 
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return merged_inputs(self.children)
-
-    def for_head(self, head: int) -> MaskSpec:
+    def children_at(self, head: int) -> tuple[MaskSpec, ...]:
         # Looked up by halves: a dict for each of many heads would be made from all of them.
         place = bisect.bisect_left(self.heads, head, key=lambda named: named[0])
         is_named = place < len(self.heads) and self.heads[place][0] == head
-        return (self.heads[place][1] if is_named else self.default).for_head(head)
+        return (self.heads[place][1] if is_named else self.default,)
+
+    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
+        new = dict(zip(self.children, children, strict=True))
+        return PerHead({head: new[spec] for head, spec in self.heads}, new[self.default])
+
+    def for_head(self, head: int) -> MaskSpec:
+        return self.children_at(head)[0].for_head(head)
 
     def get_config(self) -> dict[str, Any]:
         return {

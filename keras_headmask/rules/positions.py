@@ -1,4 +1,4 @@
-"""Leaves of the mask language that ask where a query and a key stand.
+"""Leaves that ask where a query and a key stand.
 
 `allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of every backend.
 """
@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import numpy as np
-
-from keras_headmask.rules import config
-from keras_headmask.rules.base import Bounds, MaskSpec, Tiles, register_spec, stored, unknown
+from keras_headmask.rules import config, words
+from keras_headmask.rules.base import MaskSpec, register_spec, stored
+from keras_headmask.rules.protocol import Bounds, OpenSide, Tiles
 
 _Whole = Annotated[int, config.WHOLE_NUMBER]
 _NotNegative = Annotated[int, config.NOT_NEGATIVE]
@@ -35,6 +34,13 @@ class Full(MaskSpec):
         every = tiles.key_first <= tiles.key_first
         return Bounds(every, every)
 
+    constant = True
+
+    reach = 0
+
+    def in_words(self) -> str:
+        return "every token"
+
 
 @register_spec("nothing")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -53,6 +59,16 @@ class Nothing(MaskSpec):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         none = tiles.key_first < tiles.key_first
         return Bounds(none, none)
+
+    constant = False
+
+    reach = 0
+
+    def closes(self, side: str) -> bool:
+        return True
+
+    def in_words(self) -> str:
+        return "nothing"
 
 
 @register_spec("window")
@@ -123,42 +139,67 @@ class Window(MaskSpec):
             certain = certain & (greatest <= self.after)
         return Bounds(possible, certain)
 
+    @property
+    def is_local(self) -> bool:
+        return None not in (self.before, self.after)
 
-@register_spec("chunk")
-@dataclasses.dataclass(frozen=True, repr=False)
-class Chunk(MaskSpec):
-    """Keys in the same block of `size` positions as the query, or in neighbouring blocks.
+    @property
+    def reach(self) -> int:
+        return max(abs(self.before or 0), abs(self.after or 0), self.step)
 
-    `before` and `after` count the further blocks that are open behind and ahead.
+    def closes(self, side: str) -> bool:
+        return getattr(self, side) is not None
 
-    >>> from keras_headmask import draw
-    >>> print(draw(Chunk(2), queries=4))
-    1 1 0 0
-    1 1 0 0
-    0 0 1 1
-    0 0 1 1
-    """
+    @property
+    def open_side(self) -> OpenSide | None:
+        """One side alone is bounded and the other is not, the causal windows aside."""
+        before, after = self.before, self.after
+        one_sided = (before is None) != (after is None)
+        if not one_sided or (before or 0) < 0 or (after is not None and after <= 0):
+            return None
+        side, bound = ("after", before) if after is None else ("before", after)
+        meant = dataclasses.replace(self, **{side: bound}), dataclasses.replace(self, after=0)
+        closed = dataclasses.replace(self, **{side: 0})
+        return OpenSide(side, closed, tuple(dict.fromkeys(meant)))
 
-    size: _Positive
-    before: _NotNegative = 0
-    after: _NotNegative = 0
+    def in_words(self) -> words.Words:
+        before, after = self.before, self.after
+        if before is None and after is None and self.step > 1:
+            return words.Words(f"every token at a distance that is a multiple of {self.step}")
+        if before is None and after is None:
+            text = "every token, at whatever distance"
+        elif before is not None and before < 0:
+            text = f"{_places(-before, after)} after it"
+        elif after is not None and after < 0:
+            text = f"{_places(-after, before)} before it"
+        elif before == after:
+            text = f"itself and {words.tokens(before)} on each side" if before else "itself alone"
+        else:
+            text = _on_two_sides(before, after)
+        if self.step > 1:
+            text += f", at distances that are multiples of {self.step}"
+        return words.Words(text, compound=self.step > 1)
 
-    def __post_init__(self) -> None:
-        stored(self, "size", config.whole_number(self.size, "size", at_least=1))
-        stored(self, "before", config.whole_number(self.before, "before", at_least=0))
-        stored(self, "after", config.whole_number(self.after, "after", at_least=0))
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        distance = key_positions // self.size - query_positions // self.size
-        return (distance >= -self.before) & (distance <= self.after)
+def _on_two_sides(before: int | None, after: int | None) -> str:
+    sides = [
+        f"{'every token' if count is None else words.tokens(count)} {where} it"
+        for count, where in ((before, "before"), (after, "after"))
+        if count != 0
+    ]
+    said = ["itself", *sides]
+    if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
+        said.insert(0, said.pop(1 if before is None else 2))
+    return words.listed(said, "and")
 
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        least = tiles.key_first // self.size - tiles.query_last // self.size
-        greatest = tiles.key_last // self.size - tiles.query_first // self.size
-        return Bounds(
-            (greatest >= -self.before) & (least <= self.after),
-            (least >= -self.before) & (greatest <= self.after),
-        )
+
+def _places(first: int, last: int | None) -> str:
+    """Places off the query, in one direction."""
+    if last is None:
+        return f"every token {first} or more places"
+    if first == last:
+        return f"the token {first} place{'s' if first > 1 else ''}"
+    return f"the tokens {first} to {last} places"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -188,6 +229,14 @@ class _Range(MaskSpec):
             possible, certain = possible & (first < self.stop), certain & (last < self.stop)
         return Bounds(possible, certain)
 
+    @property
+    def is_sparse(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def reach(self) -> int:
+        return max(self.start, self.stop or 0)
+
 
 @register_spec("keys")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,6 +254,21 @@ class Keys(_Range):
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return self._bounds(tiles.key_first, tiles.key_last)
+
+    reads_query_positions = False
+
+    def closes(self, side: str) -> bool:
+        return self.stop is not None
+
+    def in_words(self) -> str:
+        if self.stop is None:
+            return f"every token from position {self.start} on"
+        count = self.stop - self.start
+        if self.start == 0:
+            return "the first token" if count == 1 else f"the first {count} tokens"
+        if count == 1:
+            return f"the token at position {self.start}"
+        return f"the tokens at positions {self.start} to {self.stop - 1}"
 
 
 @register_spec("queries")
@@ -225,79 +289,9 @@ class Queries(_Range):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return self._bounds(tiles.query_first, tiles.query_last)
 
-
-@register_spec("random_blocks")
-@dataclasses.dataclass(frozen=True, repr=False)
-class RandomBlocks(MaskSpec):
-    """BigBird's random blocks (Zaheer et al. 2020), the same in every process and backend.
-
-    A pair (query block, key block) of `size` positions each is open where an integer hash of
-    `(seed, query block, key block)` falls under `density`, from 0 to 1; so a block does not change
-    with the sequence length. Heads differ by seeds given through `PerHead`.
-
-    >>> from keras_headmask import draw
-    >>> print(draw(RandomBlocks(2, 0.5, seed=2), 6))
-    1 1 0 0 1 1
-    1 1 0 0 1 1
-    0 0 1 1 1 1
-    0 0 1 1 1 1
-    0 0 0 0 0 0
-    0 0 0 0 0 0
-    """
-
-    size: _Positive
-    density: Annotated[float, config.Limits(minimum=0, maximum=1)]
-    seed: Annotated[int, config.Limits(minimum=0)]
-
-    def __post_init__(self) -> None:
-        stored(self, "size", config.whole_number(self.size, "size", at_least=1))
-        stored(self, "density", config.fraction(self.density, "density"))
-        stored(self, "seed", config.whole_number(self.seed, "seed", at_least=0, any_size=True))
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return self.is_open(query_positions // self.size, key_positions // self.size)
-
-    def is_open(self, query_blocks: Any, key_blocks: Any) -> Any:
-        """Whether each pair of blocks is open; element-wise on block numbers."""
-        value = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
-        value = _scramble(_scramble(query_blocks % _PRIME + value))
-        value = _scramble(_scramble(key_blocks % _PRIME + value))
-        return value < round(self.density * _PRIME)
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        if not isinstance(tiles.query_first, np.ndarray):
-            return unknown(tiles)
-        first = [tiles.query_first[:, 0] // self.size, tiles.key_first[0] // self.size]
-        stop = [tiles.query_last[:, 0] // self.size + 1, tiles.key_last[0] // self.size + 1]
-        base = [int(blocks.min(initial=0)) for blocks in first]  # an offset may be negative
-        rows, columns = (int(s.max(initial=b)) - b for s, b in zip(stop, base, strict=True))
-        if rows * columns > _MOST_BLOCKS:
-            return unknown(tiles)
-        blocks = (np.arange(n) + b for n, b in zip((rows, columns), base, strict=True))
-        is_open = self.is_open(*np.ix_(*blocks))
-        first, stop = ([x - b for x, b in zip(xs, base, strict=True)] for xs in (first, stop))
-        corner = np.zeros((rows + 1, columns + 1), np.int32)  # open blocks above and to the left
-        corner[1:, 1:] = is_open.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
-        count = (
-            corner[np.ix_(stop[0], stop[1])]
-            - corner[np.ix_(first[0], stop[1])]
-            - corner[np.ix_(stop[0], first[1])]
-            + corner[np.ix_(*first)]
-        )
-        of = (stop[0] - first[0])[:, None] * (stop[1] - first[1])[None]
-        return Bounds(count > 0, count == of)
-
-
-# The largest prime whose square fits int32, the one integer type that all backends share. Cubing
-# permutes the residues, since 3 does not divide _PRIME - 1; a few rounds of "add, cube" are the
-# MiMC cipher (Albrecht et al. 2016), small.
-_PRIME = 46337
-_MOST_BLOCKS = 2**24  # more are not counted one by one, 64 MiB of them, to plan what to skip
-_ROUND_CONSTANTS = (31607, 12289, 40503)
-
-
-def _scramble(value: Any) -> Any:
-    for constant in _ROUND_CONSTANTS:
-        value = (value + constant) % _PRIME
-        value = value * value % _PRIME * value % _PRIME
-    return value
+    def in_words(self) -> words.Words:
+        if self.stop is None:
+            return words.of_the_query(f"if it stands at position {self.start} or later")
+        if self.stop == self.start + 1:
+            return words.of_the_query(f"if it stands at position {self.start}")
+        return words.of_the_query(f"if it stands at positions {self.start} to {self.stop - 1}")

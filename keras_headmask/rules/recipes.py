@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.blocks import Chunk, RandomBlocks
 from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
-from keras_headmask.rules.positions import Chunk, Keys, Queries, RandomBlocks, Window
+from keras_headmask.rules.positions import Keys, Queries, Window
 
 _Ids = int | Sequence[int]
 

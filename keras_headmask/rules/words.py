@@ -1,7 +1,7 @@
 """A rule in plain English.
 
-Words are found by the permanent name of a kind, so nothing here imports the specs, and a spec can
-describe itself. A kind that has none here speaks by its own `in_words`, or shows its `repr`.
+Each spec says by `in_words` what a token sees; here the parts are put together, and the heads.
+Nothing here imports the specs, so that a spec can describe itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,12 +14,13 @@ class Words(NamedTuple):
     """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
 
     `condition` is set where the rule asks something of the query alone: "if its own `x` is set".
-    `compound` phrases are bracketed inside another.
+    `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.
     """
 
     phrase: str
     condition: str = ""
     compound: bool = False
+    hidden: str = ""
 
     @property
     def inner(self) -> str:
@@ -89,7 +90,7 @@ def numbers_in_words(numbers: tuple[int, ...] | list[int]) -> str:
     parts: list[str] = []
     for run in runs(numbers):
         parts.extend([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
-    return _listed(parts, "and")
+    return listed(parts, "and")
 
 
 def runs(numbers: Iterable[int]) -> list[list[int]]:
@@ -109,9 +110,11 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
 
 def words(spec: Any) -> Words:
     """What a token sees under `spec`, which holds no `PerHead`."""
-    if not config.is_registered(type(spec)):  # a subclass that has only inherited its kind
-        return _own_words(spec)
-    return _WORDS.get(spec.kind, _own_words)(spec)
+    said = spec.in_words()
+    owner = next(cls for cls in type(spec).__mro__ if "in_words" in vars(cls))
+    if owner is not type(spec) and getattr(owner, "kind", "") and config.is_registered(owner):
+        said = None  # the words of another kind, inherited by a class that may mean anything
+    return said if isinstance(said, Words) else Words(said or f"what {spec!r} allows")
 
 
 def named_heads(spec: Any) -> Iterator[int]:
@@ -129,7 +132,7 @@ def enough_heads(spec: Any) -> int:
 
 def sees_everything(rule: Any) -> bool:
     """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
-    return rule.kind == "full"
+    return rule.constant is True
 
 
 def grouped(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
@@ -140,29 +143,31 @@ def grouped(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
     return [(rule, tuple(heads)) for rule, heads in groups.items()]
 
 
-def _own_words(spec: Any) -> Words:
-    return Words(spec.in_words() or f"what {spec!r} allows")
-
-
 # --- Joins: the same words for the same rule, so parts stand in an order of their own -------------
 
 
-def _parts(spec: Any) -> list[Any]:
-    """Parts in an order that does not depend on how they were written."""
-    order = {kind: i for i, kind in enumerate(_WORDS)}
-    unique = dict.fromkeys(spec.specs)
-    return sorted(unique, key=lambda s: (order.get(s.kind, len(order)), words(s).phrase))
+_ORDER = (  # in which parts are told; others come last
+    *("full", "nothing", "window", "chunk", "same_segment", "same_sentence", "keys", "key_in"),
+    *("key_flag", "random_blocks", "mask_input", "or", "and", "not"),
+    *("queries", "query_flag", "query_in"),
+)
 
 
-def _and(spec: Any) -> Words:
+def _in_order(specs: tuple) -> list[Words]:
+    """The words of parts, in an order that does not depend on how they were written."""
+    order = {kind: i for i, kind in enumerate(_ORDER)}
+    told = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
+    return [said for _, said in sorted(told, key=lambda pair: (pair[0], pair[1].phrase))]
+
+
+def of_and(specs: tuple) -> Words:
     """ "A; of these only B, but not C, if D": a part that asks of the query alone comes last."""
     nouns, negated, conditions = [], [], []
-    for part in _parts(spec):
-        said = words(part)
+    for said in _in_order(specs):
         if said.condition:
             conditions.append(said.condition)
-        elif part.kind == "not":
-            negated.append(words(part.spec).those)
+        elif said.hidden:
+            negated.append(said.hidden)
         else:
             nouns.append(said.those if nouns else said.inner)
     if nouns:
@@ -184,141 +189,38 @@ def _and(spec: Any) -> Words:
     return Words(text, compound=True)
 
 
-def _or(spec: Any) -> Words:
-    return Words(", plus ".join(words(part).inner for part in _parts(spec)), compound=True)
+def of_or(specs: tuple) -> Words:
+    return Words(", plus ".join(said.inner for said in _in_order(specs)), compound=True)
 
 
-def _not(spec: Any) -> Words:
-    said = words(spec.spec)
+def of_not(spec: Any) -> Words:
+    said = words(spec)
     if said.condition.startswith("if "):
-        return _of_the_query(f"unless {said.condition.removeprefix('if ')}")
-    return Words(f"all but {said.those}", compound=True)
+        return of_the_query(f"unless {said.condition.removeprefix('if ')}")
+    return Words(f"all but {said.those}", compound=True, hidden=said.those)
 
 
-# --- Leaves ---------------------------------------------------------------------------------------
+# --- Phrases of leaves ----------------------------------------------------------------------------
 
 
-def _of_the_query(condition: str) -> Words:
+def of_the_query(condition: str) -> Words:
+    """Of a spec that asks something of the query alone: "if it stands at position 3"."""
     return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 
 
-def _window(spec: Any) -> Words:
-    before, after = spec.before, spec.after
-    if before is None and after is None and spec.step > 1:
-        return Words(f"every token at a distance that is a multiple of {spec.step}")
-    if before is None and after is None:
-        text = "every token, at whatever distance"
-    elif before is not None and before < 0:
-        text = f"{_places(-before, after)} after it"
-    elif after is not None and after < 0:
-        text = f"{_places(-after, before)} before it"
-    elif before == after:
-        text = f"itself and {_tokens(before)} on each side" if before else "itself alone"
-    else:
-        sides = [
-            "" if count == 0 else f"{'every token' if count is None else _tokens(count)} {where} it"
-            for count, where in ((before, "before"), (after, "after"))
-        ]
-        said = ["itself", *filter(None, sides)]
-        if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
-            said.insert(0, said.pop(1 if before is None else 2))
-        text = _listed(said, "and")
-    if spec.step > 1:
-        return Words(f"{text}, at distances that are multiples of {spec.step}", compound=True)
-    return Words(text)
-
-
-def _places(first: int, last: int | None) -> str:
-    """Places off the query, in one direction."""
-    if last is None:
-        return f"every token {first} or more places"
-    if first == last:
-        return f"the token {first} place{'s' if first > 1 else ''}"
-    return f"the tokens {first} to {last} places"
-
-
-def _chunk(spec: Any) -> Words:
-    own = f"its own block of {_tokens(spec.size)}"
-    if spec.before == spec.after:
-        return Words(f"{own} and {_blocks(spec.before)} on each side" if spec.before else own)
-    sides = [
-        f"{_blocks(count)} {where} it"
-        for count, where in ((spec.before, "before"), (spec.after, "after"))
-        if count
-    ]
-    return Words(_listed([own, *sides], "and"))
-
-
-def _keys(spec: Any) -> Words:
-    if spec.stop is None:
-        return Words(f"every token from position {spec.start} on")
-    count = spec.stop - spec.start
-    if spec.start == 0:
-        return Words("the first token" if count == 1 else f"the first {count} tokens")
-    if count == 1:
-        return Words(f"the token at position {spec.start}")
-    return Words(f"the tokens at positions {spec.start} to {spec.stop - 1}")
-
-
-def _queries(spec: Any) -> Words:
-    if spec.stop is None:
-        return _of_the_query(f"if it stands at position {spec.start} or later")
-    if spec.stop == spec.start + 1:
-        return _of_the_query(f"if it stands at position {spec.start}")
-    return _of_the_query(f"if it stands at positions {spec.start} to {spec.stop - 1}")
-
-
-def _same_sentence(spec: Any) -> Words:
-    where = "" if spec.input == "token_ids" else f" in `{spec.input}`"
-    ends = f"sentences{where} end with token {_ids(spec.end_ids)}"
-    return Words(f"its own sentence ({ends})")
-
-
-def _key_flag(spec: Any) -> Words:
-    if spec.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
-        return Words("every token that `padding_mask` does not hide")
-    return Words(f"every token whose `{spec.input}` is set")
-
-
-def _random_blocks(spec: Any) -> Words:
-    drawn = f"each open with probability {spec.density!r}, seed {spec.seed}"
-    return Words(f"random blocks of {_tokens(spec.size)} ({drawn})")
-
-
-def _tokens(count: int) -> str:
+def tokens(count: int) -> str:
     return f"{count} token{'s' if count > 1 else ''}"
 
 
-def _blocks(count: int) -> str:
+def blocks(count: int) -> str:
     return f"{count} block{'s' if count > 1 else ''}"
 
 
-def _ids(ids: tuple[int, ...]) -> str:
-    return _listed(list(map(str, ids)), "or")
+def ids_in_words(ids: tuple[int, ...]) -> str:
+    return listed(list(map(str, ids)), "or")
 
 
-def _listed(parts: list[str], conjunction: str) -> str:
+def listed(parts: list[str], conjunction: str) -> str:
     """ "a", "a and b", "a, b and c"."""
     *most, last = parts
     return f"{', '.join(most)} {conjunction} {last}" if most else last
-
-
-_WORDS = {  # in the order in which parts of a rule are told
-    "full": lambda spec: Words("every token"),
-    "nothing": lambda spec: Words("nothing"),
-    "window": _window,
-    "chunk": _chunk,
-    "same_segment": lambda spec: Words(f"the tokens with its own id in `{spec.input}`"),
-    "same_sentence": _same_sentence,
-    "keys": _keys,
-    "key_in": lambda spec: Words(f"every token whose `{spec.input}` is {_ids(spec.ids)}"),
-    "key_flag": _key_flag,
-    "random_blocks": _random_blocks,
-    "mask_input": lambda spec: Words(f"what the mask `{spec.input}` allows"),
-    "or": _or,
-    "and": _and,
-    "not": _not,
-    "queries": _queries,
-    "query_flag": lambda spec: _of_the_query(f"if its own `{spec.input}` is set"),
-    "query_in": lambda spec: _of_the_query(f"if its own `{spec.input}` is {_ids(spec.ids)}"),
-}

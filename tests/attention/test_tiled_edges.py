@@ -18,7 +18,7 @@ from tiled_contract import (
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.rules.base import Bounds
+from keras_headmask.rules.protocol import Bounds
 
 
 @hm.register_spec("test_tiled_surely_flagged")

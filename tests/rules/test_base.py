@@ -290,6 +290,15 @@ def test_a_rule_of_ones_own_joins_the_language():
     assert oracle.picture(mask[0, 1]) == "1001 0100 0010 1001"
 
 
+def test_a_field_may_not_hide_what_every_spec_has():
+    with pytest.raises(TypeError, match=r"A field named `reach` would hide.*Rename it in Far"):
+
+        @hm.register_spec("test_specs_far")
+        @dataclasses.dataclass(frozen=True)
+        class Far(hm.MaskSpec):
+            reach: int
+
+
 def test_registering_what_is_no_spec():
     @dataclasses.dataclass
     class Thawed:

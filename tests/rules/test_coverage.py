@@ -22,8 +22,9 @@ from strategies import (
 )
 
 import keras_headmask as hm
-from keras_headmask.rules.base import Bounds, Sides, Span, Tiles, leaves
+from keras_headmask.rules.base import leaves
 from keras_headmask.rules.coverage import Coverage, bounds, coverage, runs, tile_grid
+from keras_headmask.rules.protocol import Bounds, Sides, Span, Tiles
 
 
 @hm.register_spec("test_coverage_silent")

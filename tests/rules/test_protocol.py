@@ -1,0 +1,265 @@
+"""What a spec is asked: a user's leaf gets what a built-in one gets, and no answer is unsound."""
+
+import collections
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given
+from strategies import MANY, cases, specs
+
+import keras_headmask as hm
+from keras_headmask.attention import attend, tiles_python
+from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.export import samples, signatures
+from keras_headmask.rules import config, evaluation
+from keras_headmask.rules.base import Compound
+
+CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
+LEAVES = [
+    hm.Full(),
+    hm.Nothing(),
+    hm.Window(3, 3),
+    hm.Window(before=4),
+    hm.Window(after=2),
+    hm.Window(8, 8, step=4),
+    hm.Chunk(4, before=1),
+    hm.Keys(0, 3),
+    hm.Keys(2),
+    hm.Queries(1, 3),
+    hm.RandomBlocks(4, 0.3, seed=2),
+    hm.SameSegment("ids"),
+    hm.SameSentence(3, "ids"),
+    hm.KeyFlag("ids"),
+    hm.QueryFlag("ids"),
+    hm.KeyIn("ids", (1, 9)),
+    hm.QueryIn("ids", 2),
+    hm.MaskInput("whole"),
+]
+OURS = {
+    cls
+    for cls in config.known_kinds().values()
+    if cls.__module__.startswith("keras_headmask.") and not issubclass(cls, Compound)
+}
+LENGTH = 300
+
+
+def twin_of(cls):
+    """The leaf written again as a user would: the same fields and members, another class."""
+    fields = [
+        (f.name, f.type, dataclasses.field(default=f.default)) for f in dataclasses.fields(cls)
+    ]
+    members = {}
+    for part in reversed(cls.__mro__[: cls.__mro__.index(hm.MaskSpec)]):
+        members |= {
+            name: value
+            for name, value in vars(part).items()
+            if (not name.startswith("__") or name == "__post_init__")
+            and name not in ("kind", *(name for name, *_ in fields))
+        }
+    twin = dataclasses.make_dataclass(
+        f"Twin{cls.__name__}",
+        fields,
+        bases=(hm.MaskSpec,),
+        namespace=members,
+        frozen=True,
+        repr=False,
+    )
+    return hm.register_spec(f"test_twin_of_{cls.kind}")(twin)
+
+
+TWINS = {cls: twin_of(cls) for cls in OURS}
+
+
+def twins(spec):
+    """`spec` made of twins."""
+    if type(spec) in TWINS:
+        return TWINS[type(spec)](
+            **{f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+        )
+    return spec.with_children([twins(child) for child in spec.children])
+
+
+def rules_with(leaf):
+    return [leaf, ~leaf, leaf | NEAR, leaf & CAUSAL, (leaf & hm.Keys(1)) | NEAR]
+
+
+def told(value):
+    """A result as text, in which a twin has the name of the spec that it stands for."""
+    return str(value).replace("Twin", "")
+
+
+def inputs_of(spec, length):
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 5, (2, length)), axis=1).astype("int32")
+    ids[:, :: length // 4] = 9
+    given = {"ids": ids, "whole": rng.random((2, 1, length, length)) < 0.5}
+    return {name: given[name] for name in spec.inputs}
+
+
+every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=repr)
+
+
+def test_every_kind_of_leaf_is_here():
+    assert {type(leaf) for leaf in LEAVES} == OURS == set(TWINS)
+    assert not any(isinstance(twins(leaf), tuple(OURS)) for leaf in LEAVES)
+
+
+@every_leaf
+def test_a_twin_gets_the_same_plan_and_choice(leaf):
+    for rule in rules_with(leaf):
+        twin = twins(rule)
+        plans = [tiles_python.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
+        assert plans[0] == plans[1]
+        x = np.zeros((1, LENGTH, 2, 1), "float32")
+        requests = [attend.Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
+        worth = [attend._is_worth_it(r, current_tuning()) for r in requests]
+        assert worth[0] == worth[1]
+        assert rule.is_local == twin.is_local
+
+
+def drawn(graph):
+    """How often each operation, with its constant, stands in a graph and the functions it calls."""
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return collections.Counter(
+        (node.op, node.attr["value"].tensor.SerializeToString()) for node in nodes
+    )
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("leaf", {type(leaf): leaf for leaf in LEAVES}.values(), ids=repr)
+def test_a_twin_is_computed_by_the_same_graph(leaf):
+    """Which implementation, tiles of which size, what is taken out: all that shows in a graph."""
+    import tensorflow as tf
+
+    rule = hm.PerHead({0: leaf}, default=leaf | NEAR)
+    signature = [
+        tf.TensorSpec((2, None, 2, 4)),
+        {
+            name: tf.TensorSpec([None if size == LENGTH else size for size in x.shape], x.dtype)
+            for name, x in inputs_of(rule, LENGTH).items()
+        },
+    ]
+
+    def graph(spec):
+        @tf.function(input_signature=signature)
+        def attend(x, inputs):
+            return hm.dot_product_attention(x, x, x, mask_spec=spec, mask_inputs=inputs or None)
+
+        return attend.get_concrete_function().graph.as_graph_def()
+
+    assert drawn(graph(twins(rule))) == drawn(graph(rule))
+
+
+@every_leaf
+@pytest.mark.parametrize("with_data", [False, True], ids=["blind", "with data"])
+def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
+    for rule in rules_with(leaf):
+        twin = twins(rule)
+        given = inputs_of(rule, 24) if with_data else None
+        found, of_twin = (hm.lint(r, mask_inputs=given or None) for r in (rule, twin))
+        assert told(of_twin) == told(found)
+        if not rule.children:
+            assert twin.describe() == rule.describe()
+
+
+@every_leaf
+def test_a_twin_gets_the_same_samples(leaf):
+    inputs = {name: signatures.Input((None, None), "int32") for name in leaf.inputs}
+    face = signatures.Interface(keras.Model(), inputs, None, None, {}, None)
+    made, of_twin = (samples.sample(face, [rule], 2, 16) for rule in (leaf, twins(leaf)))
+    assert made.keys() == of_twin.keys()
+    for name, ids in made.items():
+        np.testing.assert_array_equal(of_twin[name], ids)
+        if leaf.ids_of_interest:
+            assert np.isin(leaf.ids_of_interest, ids).all()
+
+
+@every_leaf
+def test_a_twin_warns_where_an_offset_may_be_forgotten(leaf):
+    warns = not leaf.inputs and not isinstance(leaf, (hm.Full, hm.Nothing, hm.Keys))
+    for rule in (leaf, twins(leaf)):
+        if warns:
+            with pytest.warns(UserWarning, match="depends on the positions of the queries"):
+                evaluation.given_offset(None, rule, 1, 4)
+        else:
+            assert evaluation.given_offset(None, rule, 1, 4) == 0
+
+
+# --- what the answers promise ---
+
+
+FLAG, IDS = hm.KeyFlag("flags"), hm.SameSegment("ids")
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_local"),
+    [
+        (hm.Full(), False),
+        (NEAR, True),
+        (CAUSAL, False),
+        (hm.Chunk(4), True),
+        (IDS, True),
+        (hm.SameSentence(1), True),
+        (~NEAR, False),
+        (hm.Full() | NEAR, False),  # found as a bug: it sees all keys
+        (CAUSAL | NEAR, False),
+        (IDS | ~NEAR, False),
+        (hm.MaskInput("m") | NEAR, False),
+        (NEAR | hm.Nothing(), True),
+        (hm.Nothing() | hm.KeyFlag("flags"), False),
+        (NEAR | IDS, True),
+        (hm.recipes.longformer(2, "flags"), True),
+        (hm.recipes.sentences(1, (2, 3)), True),
+        (hm.recipes.bigbird(4, 0.1, 1, seed=0), True),
+        (NEAR | (FLAG & hm.MaskInput("m")), True),
+        (NEAR | ~FLAG, False),
+        (NEAR | hm.Keys(0, 4), True),
+        (NEAR | hm.Keys(4), False),
+        (CAUSAL & NEAR, True),
+        ((hm.Full() | NEAR) & hm.Chunk(2), True),
+        (hm.recipes.streaming(4, 16), False),
+        (hm.PerHead({0: NEAR}, default=IDS), True),
+        (hm.PerHead({0: NEAR}), False),
+    ],
+    ids=repr,
+)
+def test_local_rules(spec, is_local):
+    assert spec.is_local == is_local
+
+
+@MANY
+@given(cases())
+def test_answers_hold_for_the_mask(case):
+    spec, inputs, _, heads, queries, keys, offset = case
+
+    def mask_of(spec, queries=queries, keys=keys, offset=offset):
+        return numpy(hm.make_mask(spec, queries, keys, heads, inputs or None, offset))
+
+    mask = mask_of(spec)
+    if spec.constant is not None:
+        assert (mask == spec.constant).all()
+    pairs = all(isinstance(value, tuple) for value in inputs.values())
+    if pairs and not spec.reads_query_positions:
+        np.testing.assert_array_equal(mask_of(spec, offset=offset + 3), mask)
+    if spec.opens is not None and not spec.children:
+        axis = {"key": 2, "query": 3}[spec.opens]
+        assert (mask == mask.take([0], axis=axis)).all()
+
+
+@MANY
+@given(specs())
+def test_a_side_that_is_closed_hides_some_token(spec):
+    """Of a long sequence, whatever its inputs hold: here they open as much as they can."""
+    length = 40
+    ones = np.ones((1, length), "int32")
+    given = {
+        name: ones if kind.rank else np.ones((length, length), bool)
+        for name, kind in spec.inputs.items()
+    }
+    mask = numpy(hm.make_mask(spec, length, length, 3, given or None)).all((0, 1))
+    for side, hides in (("after", np.triu(~mask, 1)), ("before", np.tril(~mask, -1))):
+        if spec.closes(side):
+            assert hides.any()

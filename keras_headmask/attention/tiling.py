@@ -9,8 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_headmask._keras import in_xla
 from keras_headmask.attention import tiled_dropout, tiled_python
-from keras_headmask.attention.finite import in_xla
 from keras_headmask.attention.tiled_python import Part, in_order, of_heads
 from keras_headmask.rules.base import And, MaskSpec, Or
 from keras_headmask.rules.evaluation import Bound

@@ -12,9 +12,8 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import all_that_restricts, dense_attention, way_is_tiled
 from keras_headmask.attention.tiling import tiled_attention
@@ -22,8 +21,6 @@ from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit.layer_rules import LayerRule
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.positions import Window
-
-_Stock = keras.layers.MultiHeadAttention
 
 
 class Plan:
@@ -64,7 +61,7 @@ class Plan:
 
     def _check_used(self, used: Set[int]) -> None:
         unused = [r for i, r in self.rules.items() if i not in used | self.replaced]
-        if unused and not in_symbolic_scope():
+        if unused and not _keras.in_symbolic_scope():
             raise RuntimeError(
                 f"The rule of the attention layer {unused[0].entry} was not used in this forward "
                 f"of the model '{self.model_name}': either the layer did not run, or its class "
@@ -143,7 +140,7 @@ class Binding:
         window = Window(after=0) if arguments.get("use_causal_mask") else None
         attention_mask = arguments["attention_mask"]
         left = _is_left_to(rule, compute)
-        drops = rule.layer._dropout > 0 and training
+        drops = rule.layer.dropout > 0 and training
         needs_scores = bool(arguments["return_attention_scores"] or left)
         outside, given = all_that_restricts(
             None, None, **_as_argument(attention_mask, lengths), window=window
@@ -157,10 +154,10 @@ class Binding:
             drop = {}
             if drops:
                 drop = {
-                    "dropout": rule.layer._dropout,
-                    "seed": rule.layer._dropout_layer.seed_generator,
+                    "dropout": rule.layer.dropout,
+                    "seed": _keras.dropout_layer(rule.layer).seed_generator,
                 }
-            scale = rule.layer._inverse_sqrt_key_dim
+            scale = _keras.scale(rule.layer)
             return tiled_attention(query, key, value, joined, bound, scale, offset, **drop), None
         mask = masks.and_masks(self._mask(rule, bound, lengths, query), attention_mask)
         if window is not None:
@@ -172,9 +169,9 @@ class Binding:
             return masks.zero_dead_rows(context, mask), scores
 
         def drop(probabilities: Any) -> Any:
-            return rule.layer._dropout_layer(probabilities, training=training)
+            return _keras.dropout_layer(rule.layer)(probabilities, training=training)
 
-        scale = rule.layer._inverse_sqrt_key_dim
+        scale = _keras.scale(rule.layer)
         return dense_attention(query, key, value, mask, scale, drop=drop if drops else None)
 
     def _bound(self, rule: LayerRule, query: Any, key: Any, lengths: evaluation.Lengths) -> Any:
@@ -245,13 +242,11 @@ def check_not_in_own_function(rule: LayerRule, bound_in: Any) -> None:
     """
     graph, inside = _graph(), False
     while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
-        if graph.name.startswith("scratch_graph"):  # Keras'
+        if _keras.infers_shapes(graph):
             bound_in = graph
             break
-        import tensorflow as tf
-
-        # Loops and branches have graphs of classes of their own, made anew for each forward.
-        inside = inside or type(graph) is tf.__internal__.FuncGraph
+        # Graphs of loops and branches are made anew for each forward.
+        inside = inside or _keras.is_function_graph(graph)
         graph = graph.outer_graph
     if inside and (bound_in is None or graph is bound_in):
         raise RuntimeError(in_own_function(rule.entry))
@@ -278,11 +273,12 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
 
 def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
     """Whether a class, or a rule bound before, computes attention in a way of its own."""
-    known = (_Stock._compute_attention, PerHeadMaskedMultiHeadAttention._compute_attention)
+    classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
+    known = [getattr(cls, _keras.COMPUTE_ATTENTION) for cls in classes]
     return bool(
         looking.uses_flash(rule.layer)
         or getattr(compute, "__func__", None) not in known
-        or type(rule.layer)._masked_softmax is not _Stock._masked_softmax
+        or _keras.has_own_softmax(rule.layer)
     )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 
 
@@ -30,8 +31,10 @@ class _UsedUp:
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        if name == "_clear_losses":  # an error here would leave a call of the model around open:
-            return lambda: None  # Keras would take all later calls for parts of it
+        # An error here would leave a call of the model around open: Keras would take all later
+        # calls for parts of it.
+        if name == _keras.CLEAR_LOSSES:
+            return lambda: None
         raise RuntimeError(_USED_UP)
 
     def __setattr__(self, name: str, value: Any) -> None:

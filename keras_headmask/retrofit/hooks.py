@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit.binding import Binding, Plan, check_not_in_own_function
 from keras_headmask.retrofit.layer_rules import LayerRule
 from keras_headmask.rules.base import MaskSpec
 
-_HOOK = "_compute_attention"
+_HOOK = _keras.COMPUTE_ATTENTION
 _CONFIG = "get_config"
-_REMAT = "rematerialized_call"
+_REMAT = _keras.REMATERIALIZED_CALL
 
 
 def install(plan: Plan, model: keras.Model) -> None:
@@ -27,8 +27,8 @@ def install(plan: Plan, model: keras.Model) -> None:
 
     The hooks are attributes of the layer objects: classes, weights and configs stay stock's.
     """
-    for layer in model._flatten_layers(include_self=False):
-        if layer._remat_mode is not None:
+    for layer in _keras.layers_inside(model):
+        if _keras.remat_mode(layer) is not None:
             vars(layer)[_REMAT] = _rebinding(plan, layer)
     for layer in _around(plan, model):
         vars(layer)[_CONFIG] = _guarded_config(plan, layer)
@@ -45,7 +45,7 @@ def install(plan: Plan, model: keras.Model) -> None:
 
 def uninstall(plan: Plan, model: keras.Model) -> None:
     """Take the hooks of `plan` off again."""
-    for layer in model._flatten_layers(include_self=False):
+    for layer in _keras.layers_inside(model):
         vars(layer).pop(_REMAT, None)
     for layer in _around(plan, model):
         guard = vars(layer).pop(_CONFIG)
@@ -63,8 +63,8 @@ def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
     """The masked attention layers and every layer inside `model` that holds one."""
     return [
         layer
-        for layer in model._flatten_layers(include_self=False)
-        if any(id(inner) in plan.rules for inner in layer._flatten_layers())
+        for layer in _keras.layers_inside(model)
+        if any(id(inner) in plan.rules for inner in _keras.layers_of(layer))
     ]
 
 
@@ -156,7 +156,7 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
             arguments["use_causal_mask"] = True
         if plan.running.binding is not None:
             return plan.running.binding.attend(rule, compute, arguments)
-        if plan.running.only_shapes or in_symbolic_scope():
+        if plan.running.only_shapes or _keras.in_symbolic_scope():
             check_not_in_own_function(rule, None)
             return compute(**arguments)
         raise RuntimeError(

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit import hooks, observing
@@ -22,7 +22,7 @@ from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import head_groups
 from keras_headmask.rules.positions import Full
 
-_HOOK = "_compute_attention"
+_HOOK = _keras.COMPUTE_ATTENTION
 
 
 def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
@@ -133,10 +133,10 @@ def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator
 
 def _allowed(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
     """The mask of all rules that hold in `layer`, from what they read in this run."""
-    mask = observing.mask_of_rules(layer, layer._num_heads, queries, keys)
+    mask = observing.mask_of_rules(layer, layer.num_heads, queries, keys)
     if getattr(layer, "_restricts", False):
         offset, inputs = given.get("query_offset") or 0, given.get("mask_inputs")
-        spec, heads = layer.mask_spec, layer._num_heads
+        spec, heads = layer.mask_spec, layer.num_heads
         own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
         mask = masks.and_masks(mask, own)
     return mask

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
 from keras_headmask.rules.base import InputType, MaskSpec, leaves, merged_inputs
 from keras_headmask.rules.per_head import head_groups
@@ -35,7 +35,7 @@ class LayerRule:
 
     @property
     def heads(self) -> int:
-        return self.layer._num_heads
+        return self.layer.num_heads
 
     @functools.cached_property
     def restricts(self) -> bool:
@@ -70,7 +70,7 @@ def _available(model: keras.Model) -> dict[str, Any]:
 
 def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -> None:
     """Raise for what the inputs of `model` cannot give its rules."""
-    inputs = model._inputs_struct if isinstance(model, Functional) else None
+    inputs = model.input if isinstance(model, _keras.Functional) else None
     if isinstance(inputs, dict):
         read = {name for rule in rules for name in rule.spec.inputs}
         other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.retrofit import hooks
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
@@ -49,10 +49,10 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
             )
         kept.append((_numpy(scores), _allowed(entry.layer, scores.shape, arguments)))
 
-    rematerialised = [x for x in model._flatten_layers() if x._remat_mode is not None]
+    rematerialised = [x for x in _keras.layers_of(model) if _keras.remat_mode(x) is not None]
     with watched(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
-            stack.enter_context(looking.overriding(inner, "rematerialized_call", _run_once))
+            stack.enter_context(looking.overriding(inner, _keras.REMATERIALIZED_CALL, _run_once))
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
@@ -105,7 +105,7 @@ def watched(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterat
         see(arguments, scores)
         return context, scores if return_attention_scores else None
 
-    attention = looking.overriding(layer, "_compute_attention", compute_attention)
+    attention = looking.overriding(layer, _keras.COMPUTE_ATTENTION, compute_attention)
     with attention, looking.scores_wanted(layer):
         yield
 

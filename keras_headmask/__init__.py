@@ -110,12 +110,14 @@ _HOMES = {
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
     "rules": "recipes",
-    "rules.base": "InputType MaskSpec Sides register_spec",
+    "rules.base": "MaskSpec register_spec",
+    "rules.blocks": "Chunk RandomBlocks",
     "rules.evaluation": "make_mask",
     "rules.inputs": "KeyFlag KeyIn MaskInput QueryFlag QueryIn SameSegment SameSentence",
     "rules.json_schema": "schema",
     "rules.per_head": "PerHead",
-    "rules.positions": "Chunk Full Keys Nothing Queries RandomBlocks Window",
+    "rules.positions": "Full Keys Nothing Queries Window",
+    "rules.protocol": "Bounds InputType OpenSide Sides Span Tiles",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

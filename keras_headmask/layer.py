@@ -1,7 +1,6 @@
 """`keras.layers.MultiHeadAttention` with a mask for every head."""
 
 import contextlib
-import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,24 +8,15 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend import get_keras_mask, set_keras_mask  # Keras publishes no name for these
-from keras.src.saving import saving_lib
-from keras.src.utils import naming
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
+from keras_headmask._keras import get_keras_mask, set_keras_mask
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.positions import Window
 
-_HOOKS = (
-    "_compute_attention",
-    "_compute_attention_mask",
-    "_compute_causal_mask",
-    "_compute_sliding_window_mask",
-    "_masked_softmax",
-)
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 
 
@@ -49,22 +39,16 @@ def supports_unknown_lengths(holder: keras.Layer) -> bool:
 
 def dropout_of(layer: keras.layers.MultiHeadAttention, training: bool | None) -> dict[str, Any]:
     """What a `Request` says of dropout in attention: nothing unless the layer is training."""
-    if not (layer._dropout > 0 and training):
+    if not (layer.dropout > 0 and training):
         return {}
-    return {"dropout": layer._dropout, "seed": layer._dropout_layer.seed_generator}
+    return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
 
 
 _STOCK_MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
 
 
-def _name_in_files(class_name: str) -> str:
-    """Keras files weights by class name: ours and stock's read each other's under one name."""
-    ours = class_name == "PerHeadMaskedMultiHeadAttention"
-    return naming.to_snake_case("MultiHeadAttention" if ours else class_name)
-
-
-# There a layer has no say in its name.
-saving_lib.naming = types.SimpleNamespace(**vars(naming) | {"to_snake_case": _name_in_files})
+# A list of layers is filed by class names: ours and stock's read each other's files under one.
+_keras.file_weights_under("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
 
 
 @keras.saving.register_keras_serializable(
@@ -161,7 +145,6 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             use_bias=use_bias,
             output_shape=output_shape,
             attention_axes=attention_axes,
-            sliding_window=sliding_window,
             flash_attention=flash_attention,
             kernel_initializer=kernel_initializer,
             bias_initializer=bias_initializer,
@@ -170,8 +153,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             activity_regularizer=activity_regularizer,
             kernel_constraint=kernel_constraint,
             bias_constraint=bias_constraint,
-            use_gate=use_gate,
             seed=seed,
+            **_keras.attention_arguments(sliding_window=sliding_window, use_gate=use_gate),
             **kwargs,
         )
         # Stock folds the global default into its attribute and leaves it out of its config.
@@ -223,15 +206,13 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         lengths = query_shape[1:-1], value_shape[1:-1]
         self._has_unknown_length = any(None in of_side for of_side in lengths)
         # Or they would warn that they destroy the Keras mask of their input; the layer sees to it.
-        for projection in (self._query_dense, self._key_dense, self._value_dense):
+        projections = self.query_dense, self.key_dense, self.value_dense, _keras.gate(self)
+        for projection in filter(None, projections):
             projection.supports_masking = True
-        if self._use_gate:
-            self._gate_dense.supports_masking = True
 
     def load_own_variables(self, store: Any) -> None:
         # Keras passes over the projections of a layer that it could not build, in silence.
-        path = getattr(store, "_h5_entry_path", None)
-        if not self.built and path and store.has_path(f"{path}/query_dense"):
+        if not self.built and _keras.has_in_file(store, "query_dense"):
             self._missed_weights = True
         if not self.built and self._missed_weights:  # asked again, by a path that no file has
             raise ValueError(
@@ -284,8 +265,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                     training=training,
                     use_causal_mask=use_causal_mask,
                 )
-        gate = self._gate_dense(query) if self._use_gate else None
-        projected = self._query_dense(query), self._key_dense(key), self._value_dense(value)
+        gate = _keras.gate(self)
+        projected = self.query_dense(query), self.key_dense(key), self.value_dense(value)
         if self._has_hooks():
             merged = self._merged_mask(
                 query, value, stock_masks, use_causal_mask, mask_inputs, query_offset
@@ -309,7 +290,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 training,
                 return_attention_scores,
             )
-        output = self._output_dense(context if gate is None else ops.multiply(context, gate))
+        output = self.output_dense(context if gate is None else ops.multiply(context, gate(query)))
         if query_mask is not None:
             set_keras_mask(output, query_mask)
         return (output, scores) if return_attention_scores else output
@@ -347,10 +328,10 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         Or whether the caller looks at what is computed.
         """
         ours = PerHeadMaskedMultiHeadAttention
-        special = self._flash_attention or looking.is_overridden(self, "_compute_attention")
+        special = _keras.flash(self) or looking.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
             getattr(getattr(self, hook), "__func__", None) is not getattr(ours, hook)
-            for hook in _HOOKS
+            for hook in _keras.ATTENTION_HOOKS
         )
 
     @property
@@ -376,7 +357,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 *projected,
                 rule,
                 evaluation.bind(rule, inputs, queries, keys, query_offset),
-                scale=self._inverse_sqrt_key_dim,
+                scale=_keras.scale(self),
                 query_offset=query_offset,
                 wants_probabilities=return_attention_scores,
                 tiled=None if return_attention_scores else self._tiled,
@@ -386,7 +367,8 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
 
     def _window(self, use_causal_mask: bool) -> MaskSpec | None:
         """The causal flag and the sliding window as a spec."""
-        reach = None if self._sliding_window is None else self._sliding_window - 1
+        size = _keras.sliding_window(self)
+        reach = None if size is None else size - 1
         if not use_causal_mask and reach is None:
             return None
         return Window(before=reach, after=0 if use_causal_mask else reach)
@@ -408,7 +390,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if self._obeys:
             queries, keys = ops.shape(query)[1], ops.shape(value)[1]
             bound = evaluation.bind(self._mask_spec, mask_inputs, queries, keys, query_offset)
-            mask = evaluation.mask_of_all_heads(self._mask_spec, bound, self._num_heads)
+            mask = evaluation.mask_of_all_heads(self._mask_spec, bound, self.num_heads)
         # The offset is passed only where there is one, for subclasses with Keras' own signature.
         stays = isinstance(query_offset, int) and query_offset == 0
         offset = {} if stays else {"query_offset": query_offset}
@@ -442,9 +424,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 parts.append(masks.as_bool(mask, name)[:, None, None, :])
         if isinstance(query_offset, int) and query_offset == 0:  # Keras' own hooks know no offset
             if use_causal_mask:
-                parts.append(self._compute_causal_mask(query, value))
-            if self._sliding_window is not None:
-                parts.append(self._compute_sliding_window_mask(query, value))
+                parts.append(_keras.causal_mask(self, query, value))
+            if _keras.sliding_window(self) is not None:
+                parts.append(_keras.sliding_window_mask(self, query, value))
         elif (window := self._window(use_causal_mask)) is not None:
             queries, keys = ops.shape(query)[1], ops.shape(value)[1]
             parts.append(evaluation.make_mask(window, queries, keys, query_offset=query_offset))
@@ -463,7 +445,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     ) -> tuple[Any, Any]:
         arguments = (attention_mask, training, return_attention_scores, use_causal_mask)
         usual = self._usual_attention
-        return looking.run(self, "_compute_attention", usual, query, key, value, *arguments)
+        return looking.run(self, _keras.COMPUTE_ATTENTION, usual, query, key, value, *arguments)
 
     def _usual_attention(
         self,
@@ -477,8 +459,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     ) -> tuple[Any, Any]:
         stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
         if len(query.shape) != 4:  # more than one attention axis
-            stock_arguments = (attention_mask, training, return_attention_scores, use_causal_mask)
-            return stock(query, key, value, *stock_arguments)
+            stock_arguments = (attention_mask, training, return_attention_scores)
+            causal = (True,) if use_causal_mask else ()  # which Keras before 3.15 does not know
+            return stock(query, key, value, *stock_arguments, *causal)
         if use_causal_mask:
             causal = evaluation.make_mask(Window(after=0), ops.shape(query)[1], ops.shape(key)[1])
             attention_mask = masks.and_masks(attention_mask, causal)
@@ -495,7 +478,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 query,
                 key,
                 value,
-                scale=self._inverse_sqrt_key_dim,
+                scale=_keras.scale(self),
                 make_mask=lambda: attention_mask,
                 **dropout_of(self, training),
             )
@@ -507,10 +490,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         Not in float16, where TensorFlow's kernel would round scores to at most 65504; nor with
         values of another size than keys, which JAX's kernel refuses.
         """
-        stock_softmax = keras.layers.MultiHeadAttention._masked_softmax
-        if looking.uses_flash(self) or type(self)._masked_softmax is not stock_softmax:
+        if looking.uses_flash(self) or _keras.has_own_softmax(self):
             return True
-        fused = not return_scores and self._dropout == 0 and self._value_dim == self._key_dim
+        fused = not return_scores and self.dropout == 0 and self.value_dim == self.key_dim
         return fused and mask is None and keras.backend.standardize_dtype(query.dtype) != "float16"
 
     def _check_call(
@@ -537,7 +519,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
                 )
             return
         batch, queries = query.shape[:2]
-        lengths = evaluation.Lengths(batch, self._num_heads, queries, value.shape[1])
+        lengths = evaluation.Lengths(batch, self.num_heads, queries, value.shape[1])
         _check_keras_mask("query_mask", query_mask, batch, queries)
         _check_keras_mask("value_mask", value_mask, batch, lengths.keys)
         _check_keras_mask("key_mask", key_mask, batch, lengths.keys)
@@ -576,11 +558,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)
         if not return_attention_scores:
             return output
-        axes = self._attention_axes or range(1, len(query.shape) - 1)
+        axes = self.attention_axes or range(1, len(query.shape) - 1)
         batch_axes = [i for i in range(len(query.shape) - 1) if i not in axes]
         scores_shape = (
             *(query.shape[i] for i in batch_axes),
-            self._num_heads,
+            self.num_heads,
             *(query.shape[i] for i in axes),
             *(value.shape[i] for i in axes),
         )

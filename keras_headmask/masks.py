@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
+
+from keras_headmask import _keras
 
 _HIDDEN = -1e9
 _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
@@ -45,7 +46,7 @@ def as_mask_input(value: Any) -> Any:
 
 def has_shape_alone(tensor: Any) -> bool:
     """Whether Keras runs a `call` for shapes, with a tensor of the backend in place of numbers."""
-    return in_symbolic_scope() and not keras.backend.is_keras_tensor(tensor)
+    return _keras.in_symbolic_scope() and not keras.backend.is_keras_tensor(tensor)
 
 
 def as_bool(mask: Any, name: str = "mask") -> Any:
@@ -287,8 +288,8 @@ def _check_positive(number: Any, name: str) -> None:
 
 def known_values(tensor: Any) -> np.ndarray | None:
     """The tensor's values if it has any now; `None` for symbolic tensors and inside a trace."""
-    if keras.backend.is_keras_tensor(tensor) or in_symbolic_scope():  # PyTorch's there are ones
-        return None
+    if keras.backend.is_keras_tensor(tensor) or _keras.in_symbolic_scope():
+        return None  # (PyTorch's stand-ins hold ones)
     try:
         return ops.convert_to_numpy(tensor)
     except Exception:  # each backend's tracer has an error of its own

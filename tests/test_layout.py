@@ -1,16 +1,19 @@
-"""Which folder may import which, read from the imports."""
+"""Which folder may import which, read from the imports; and where private names of Keras stand."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import keras_headmask as hm
+from keras_headmask import _keras
 from keras_headmask.rules import config
 
 PACKAGE = Path(hm.__file__).parent
 
 ARROWS = {
+    "_keras": set(),  # and every row may import it
     "masks": set(),
     "rules": {"masks"},
     "attention": {"masks", "rules"},
@@ -84,7 +87,7 @@ def test_every_folder_says_what_it_is_for(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_arrows_between_folders(module):
     to = {folder(name) for name in ours(imported(ast.walk(tree(module))))}
-    assert to - {folder(module)} <= ARROWS[folder(module)]
+    assert to - {folder(module)} <= ARROWS[folder(module)] | {"_keras"}
 
 
 def test_arrows_run_one_way():
@@ -161,6 +164,67 @@ def test_only_figures_imports_matplotlib_and_nothing_imports_figures_at_once():
             of_types = {"matplotlib.figure", "matplotlib.figure.Figure"}  # under TYPE_CHECKING
             assert {name for name in names if name.startswith("matplotlib")} <= of_types, module
     assert not any("pyplot" in name for name in imported(ast.walk(tree("look.figures"))))
+
+
+# --- Private names -------------------------------------------------------------------------------
+
+PRIVATE = re.compile("_[A-Za-z][A-Za-z0-9_]*")  # neither `_` nor `__dunder__`
+# Of tuples with names, of IPython, and of bytecode.
+OF_OTHERS = {"_replace", "_repr_html_", "_LOAD_FAST"}
+
+
+def texts(module):
+    """The string constants that are neither docstrings nor parts of an f-string."""
+    nodes = list(ast.walk(tree(module)))
+    left_out = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+    left_out |= {id(part) for n in nodes if isinstance(n, ast.JoinedStr) for part in n.values}
+    for n in nodes:
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in left_out:
+            yield n.value
+
+
+def private_attributes(module):
+    """Each attribute with a private name, and in code of what it is one."""
+    for n in ast.walk(tree(module)):
+        if isinstance(n, ast.Attribute) and (PRIVATE.fullmatch(n.attr) or n.attr == "__internal__"):
+            yield n.attr, ast.unparse(n.value)
+
+
+def private_names(module):
+    return {n for n, _ in private_attributes(module)} | set(
+        filter(PRIVATE.fullmatch, texts(module))
+    )
+
+
+def defined(module):
+    """The names of functions, classes and variables, and what methods set on themselves."""
+    for n in ast.walk(tree(module)):
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield n.name
+        elif isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store):
+            yield n.id
+        elif isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store):
+            yield from [n.attr] if ast.unparse(n.value) in ("self", "cls") else []
+
+
+THEIRS = private_names("_keras")
+OURS = {name for module in set(FILES) - {"_keras"} for name in defined(module)} - THEIRS
+
+
+@pytest.mark.parametrize("module", sorted(set(FILES) - {"_keras"}))
+def test_private_names_of_keras_and_tensorflow_stand_in_one_file(module):
+    """Any other private name must be one that the package defines.
+
+    Overridden methods have Keras' name in their class, and are called on `self` or `super()` alone.
+    """
+    inside = re.compile(r"\b(keras\.src|tensorflow\.python|keras\._|tensorflow\._)")
+    named = [*imported(ast.walk(tree(module))), *texts(module)]
+    assert not [name for name in named if inside.search(name)]
+    assert private_names(module) <= OURS | OF_OTHERS | set(_keras.OVERRIDDEN)
+    assert not set(texts(module)) & set(_keras.OVERRIDDEN)
+    for name, holder in private_attributes(module):
+        if name in _keras.OVERRIDDEN:
+            assert holder == "self" or holder.startswith("super("), f"{holder}.{name}"
 
 
 def test_no_module_is_named_like_a_public_function():

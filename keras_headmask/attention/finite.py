@@ -11,6 +11,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_headmask._keras import in_xla
+
 _LARGEST = {
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,
@@ -98,16 +100,6 @@ def marks(query: Any, *keys: Any, heads_first: bool = False) -> Any:
         ops.transpose(rows, (0, heads, length, 3)), ops.transpose(columns, (0, heads, 3, length))
     )
     return ops.where(good, ops.cast(0.0, query.dtype), ops.cast(float("nan"), query.dtype))
-
-
-def in_xla() -> bool:
-    """Whether XLA compiles what is being traced: it allows no slice of a length not known."""
-    import tensorflow as tf
-    from tensorflow.python.ops import control_flow_util  # no public name for this question
-
-    if tf.executing_eagerly():
-        return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def _is_finite(tensor: Any) -> Any:

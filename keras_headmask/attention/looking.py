@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+from keras_headmask import _keras
+
 # Each is called with what it stands for, and then with the arguments.
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
@@ -59,15 +61,15 @@ def scores_wanted(layer: Any) -> Iterator[None]:
 
 
 def uses_flash(layer: Any) -> bool:
-    return bool(layer._flash_attention) and id(layer) not in _wanted_scores.get()
+    return _keras.flash(layer) and id(layer) not in _wanted_scores.get()
 
 
 def as_seen(layer: Any) -> Any:
     """`layer`; where its scores are wanted, another object of the same parts without flash."""
-    if not getattr(layer, "_flash_attention", False) or uses_flash(layer):
+    if not _keras.flash(layer) or uses_flash(layer):
         return layer
     seen = object.__new__(type(layer))
-    vars(seen).update(vars(layer), _flash_attention=False)
+    vars(seen).update(vars(layer) | {_keras.FLASH: False})
     return seen
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.parts import HIDDEN, Part, is_forward_only
 from keras_headmask.rules.bound import Bound
@@ -36,7 +37,7 @@ def _shared(how: Callable, part: Part, names: tuple, forward_only: bool) -> Call
     """
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
-    @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+    @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
     def attend(queries: Any, keys: Any, values: list, *operands: Any) -> Any:
         inputs = {
             leaf: dict(zip(of_leaf, given, strict=True))

@@ -39,7 +39,7 @@ def information(model: keras.Model) -> dict[str, Any]:
 
 
 def _layer(entry: AttentionLayer, spec: MaskSpec | None) -> dict[str, Any]:
-    heads = getattr(entry.layer, "_num_heads", None)
+    heads = getattr(entry.layer, "num_heads", None)
     return {
         "path": entry.path,
         "class": type(entry.layer).__name__,

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array
@@ -131,7 +132,7 @@ def _kind(dtype: Any) -> str:
 
 
 def _heads(face: Interface, path: str) -> int:
-    return next(e.layer._num_heads for e in find_attention(face.model).known if e.path == path)
+    return next(e.layer.num_heads for e in find_attention(face.model).known if e.path == path)
 
 
 def looked_at(face: Interface, given: Arrays) -> list[Any]:
@@ -151,7 +152,7 @@ def _rules_bite(face: Interface, given: Arrays) -> bool:
 
 def tolerance_of(model: keras.Model, precision: str | None) -> float:
     """What rounding may do; the coarsest of the dtypes that layers compute in."""
-    dtypes = {precision or "float32", *(layer.compute_dtype for layer in model._flatten_layers())}
+    dtypes = {precision or "float32", *(layer.compute_dtype for layer in _keras.layers_of(model))}
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 

@@ -6,17 +6,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 
 # What runs Python code, or a compiler that a server does not have unless told.
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _COMPILED = ("XlaCallModule", "XlaLaunch", "XlaLaunchV2")
-_ASK = """
-import sys
-import tensorflow
-from tensorflow.python.framework import op_def_registry
-print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
-"""
 
 
 def scan(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -72,7 +67,8 @@ def _compiled(node, functions):
     if node.op in _COMPILED:
         return node.op
     marks = [node.attr, *(functions[f].attr for f in _called(node) if f in functions)]
-    return "_XlaMustCompile" if any(mark["_XlaMustCompile"].b for mark in marks) else None
+    name = _keras.XLA_MUST_COMPILE
+    return name if any(mark[name].b for mark in marks) else None
 
 
 def _graph(folder: pathlib.Path) -> Any:
@@ -101,7 +97,7 @@ def custom_ops(folder: pathlib.Path) -> list[str]:
     if not rare:
         return []
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _ASK, *rare],
+        [sys.executable, "-P", "-c", _keras.PRINT_UNKNOWN_OPS, *rare],
         capture_output=True,
         text=True,
         check=True,

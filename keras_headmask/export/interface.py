@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras import ops
-from keras.src.models.functional import Functional  # Keras publishes no name for it
+
+from keras_headmask import _keras
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
@@ -48,16 +49,17 @@ class Interface(NamedTuple):
 def interface(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
     if isinstance(model, keras.Sequential):
-        if not model.built or not model._functional:
+        if not model.built or not _keras.functional_of(model):
             raise ValueError(
                 f"The Sequential model '{model.name}' has no inputs yet: start it with a "
                 "keras.Input, or call its `build`, before it is exported."
             )
         names, tensors = _names(model.inputs), list(model.inputs)
-        struct, outputs = model._functional._inputs_struct, model._functional._outputs_struct
-    elif isinstance(model, Functional):
-        names, tensors = _graph_names(model), list(model._inputs)
-        struct, outputs = model._inputs_struct, model._outputs_struct
+        graph = _keras.functional_of(model)
+        struct, outputs = graph.input, graph.output
+    elif isinstance(model, _keras.Functional):
+        names, tensors = _graph_names(model), list(model.inputs)
+        struct, outputs = model.input, model.output
     else:
         return _of_subclassed(model, input_signature)
     inputs = {
@@ -77,13 +79,13 @@ def interface(model: keras.Model, input_signature: Any) -> Interface:
     return Interface(model, _checked_names(inputs), call, shapes, arguments, as_returned)
 
 
-def _graph_names(model: Functional) -> list[str]:
-    """The keys of a dict of inputs, else the tensors' names, in the order of `model._inputs`."""
-    struct = model._inputs_struct
+def _graph_names(model: _keras.Functional) -> list[str]:
+    """The keys of a dict of inputs, else the tensors' names, in the order of `model.inputs`."""
+    struct = model.input
     if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
         keys = {id(tensor): key for key, tensor in struct.items()}
-        return [keys[id(tensor)] for tensor in model._inputs]
-    return _names(model._inputs)
+        return [keys[id(tensor)] for tensor in model.inputs]
+    return _names(model.inputs)
 
 
 def _names(tensors: Any) -> list[str]:

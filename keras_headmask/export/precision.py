@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_headmask import _keras
+
 PRECISIONS = ("float16", "bfloat16")
 
 
@@ -54,7 +56,7 @@ def computing_in_float32(model: keras.Model) -> Iterator[None]:
 
 
 def computes_in_half(model: keras.Model) -> bool:
-    return any(layer.compute_dtype in PRECISIONS for layer in model._flatten_layers())
+    return any(layer.compute_dtype in PRECISIONS for layer in _keras.layers_of(model))
 
 
 class _ComputingInFloat32(keras.DTypePolicy):
@@ -67,7 +69,7 @@ class _OfTheCaller(keras.DTypePolicy):
     """Stands on a layer for its policy: who exports has another, all others what they had."""
 
     def __init__(self, layer: keras.Layer):
-        self.own, self.exports, self._layer = layer._dtype_policy, 0, id(layer)
+        self.own, self.exports, self._layer = layer.dtype_policy, 0, id(layer)
 
     @property
     def now(self) -> keras.DTypePolicy:
@@ -102,21 +104,21 @@ def _policies(model: keras.Model, choose: Callable) -> Iterator[None]:
     """Policies for this caller alone: other threads run the model as it is."""
     policies = {
         layer: policy
-        for layer in model._flatten_layers()
+        for layer in _keras.layers_of(model)
         if layer.quantization_mode is None and (policy := choose(layer)) is not None
     }
     token = _chosen.set({**_chosen.get(), **{id(x): policy for x, policy in policies.items()}})
     with _LOCK:
         for layer in policies:
-            if type(layer._dtype_policy) is not _OfTheCaller:
-                vars(layer)["_dtype_policy"] = _OfTheCaller(layer)
-            layer._dtype_policy.exports += 1
+            if type(layer.dtype_policy) is not _OfTheCaller:
+                _keras.set_policy(layer, _OfTheCaller(layer))
+            layer.dtype_policy.exports += 1
     try:
         yield
     finally:
         _chosen.reset(token)
         with _LOCK:
             for layer in policies:
-                layer._dtype_policy.exports -= 1
-                if not layer._dtype_policy.exports:
-                    vars(layer)["_dtype_policy"] = layer._dtype_policy.own
+                layer.dtype_policy.exports -= 1
+                if not layer.dtype_policy.exports:
+                    _keras.set_policy(layer, layer.dtype_policy.own)

@@ -5,8 +5,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.export.interface import PADDING, Arrays, Input, Interface
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -79,29 +79,28 @@ _SIDES = ("query", "key", "decoder", "encoder")
 
 def _ids_below(model: keras.Model, name: str) -> int | None:
     """The size of the smallest embedding that reads an input of a functional graph."""
-    if isinstance(model, keras.Sequential):
-        model = model._functional
-    if not isinstance(model, Functional):
+    model = _keras.functional_of(model)
+    if not isinstance(model, _keras.Functional):
         return None
     sizes: list[int] = []
-    for tensor in model._inputs:
+    for tensor in model.inputs:
         if tensor.name == name:
             sizes += _sizes_of_embeddings(model, tensor)
     return min(sizes, default=None)
 
 
-def _sizes_of_embeddings(model: Functional, tensor: Any) -> Iterator[int]:
-    for operation in model._operations:
-        for node in operation._inbound_nodes:
+def _sizes_of_embeddings(model: _keras.Functional, tensor: Any) -> Iterator[int]:
+    for operation in model.operations:
+        for node in _keras.calls_of(operation):
             places = [i for i, x in enumerate(node.input_tensors) if x is tensor]
             if not places:
                 continue
-            if isinstance(operation, Functional) and len(node.input_tensors) == len(
-                operation._inputs
+            if isinstance(operation, _keras.Functional) and len(node.input_tensors) == len(
+                operation.inputs
             ):
                 for i in places:
-                    yield from _sizes_of_embeddings(operation, operation._inputs[i])
+                    yield from _sizes_of_embeddings(operation, operation.inputs[i])
             elif isinstance(operation, keras.Layer):
-                for layer in operation._flatten_layers():
+                for layer in _keras.layers_of(operation):
                     if isinstance(layer, keras.layers.Embedding):
                         yield layer.input_dim

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 
+from keras_headmask import _keras
 from keras_headmask.export import checking, graph_scan, tf_serving, versions
 from keras_headmask.export.interface import Interface, answer, interface
 from keras_headmask.export.precision import checked_precision, computing_in
@@ -214,7 +215,7 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[Any], dict[str, 
     entries = found.known if scores is True else [found.known[i] for i in select(found, scores)]
     if not entries:
         raise ValueError("`scores` asks for attention, and the model has no attention layer.")
-    if flash := [entry for entry in entries if getattr(entry.layer, "_flash_attention", False)]:
+    if flash := [entry for entry in entries if _keras.flash(entry.layer)]:
         raise ValueError(
             f"The attention layer {flash[0]} computes by flash attention, which gives no scores. "
             "Leave it out of `scores`, or build it without flash_attention=True."

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_headmask import _keras
 from keras_headmask.attention.parts import forward_only
 from keras_headmask.export import checking, fresh_process, padding, warmup
 from keras_headmask.export.interface import (
@@ -201,7 +202,7 @@ def _read_by(functions: Any, model: keras.Model) -> list[Any]:
     variables = {id(v): v for function in functions for v in function.variables}
     tables = [
         value
-        for layer in model._flatten_layers()
+        for layer in _keras.layers_of(model)
         for value in list(vars(layer).values())  # (another thread may look at the layer)
         if isinstance(value, tf.saved_model.experimental.TrackableResource)
     ]

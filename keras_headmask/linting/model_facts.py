@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_headmask import _keras
 from keras_headmask.linting.subject import tells_padding
 from keras_headmask.masks import lift
 from keras_headmask.retrofit.masked_model import HeadMasked
@@ -52,12 +53,8 @@ def _keep(kept: dict[int, Any], layer: int, arguments: Mapping[str, Any], scores
 
 def has_rules(model: Any) -> bool:
     """Whether a model with a graph holds rules: by `apply_head_masks`, or in layers of its own."""
-    has_graph = isinstance(_graph(model), keras.models.Model) and hasattr(_graph(model), "_inputs")
+    has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
     return has_graph and bool(_rules(model) or _own(model))
-
-
-def _graph(model: Any) -> Any:
-    return getattr(model, "_functional", None) or model  # a Sequential's
 
 
 def _rules(model: Any) -> list[Any]:
@@ -74,7 +71,7 @@ def _own(model: Any) -> list[AttentionLayer]:
 def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
     """The masked layers of `model`, seen in one forward; and why they were not seen, if so."""
     problem = ""
-    graph, own = _graph(model), _own(model)
+    graph, own = _keras.functional_of(model), _own(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
     arriving: dict[int, Any] = {}
     handed: dict[int, dict[str, Any]] = {}
@@ -88,8 +85,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
             for entry in own:
                 remember = functools.partial(_remember, handed, id(entry.layer))
                 stack.enter_context(called(entry.layer, remember))
-            flat = [tensors[tensor.name] for tensor in graph._inputs]
-            graph(keras.tree.pack_sequence_as(graph._inputs_struct, flat), training=False)
+            flat = [tensors[tensor.name] for tensor in graph.inputs]
+            graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
         if inputs is not None:
             raise
@@ -107,7 +104,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
         given = handed.get(id(layer), {})
         # Which inputs it reads is told by its call alone, so each such layer is looked at.
         sources = (entry.path,) if layer.mask_spec.inputs else ()
-        heads = layer._num_heads
+        heads = layer.num_heads
         layers.append(_layer(entry, layer.mask_spec, heads, sources, given, seen, paddings))
     return layers, problem
 
@@ -148,21 +145,21 @@ def _layer(
 
 def unread_inputs(model: Any) -> list[str]:
     """Inputs that neither a layer nor a rule reads."""
-    graph = _graph(model)
+    graph = _keras.functional_of(model)
     read = {
         id(tensor)
         for operation in graph.operations
-        for node in operation._inbound_nodes
+        for node in _keras.calls_of(operation)
         for tensor in node.input_tensors
     }
     for rule in _rules(model):
         for source in rule.sources.values():
             read |= {source} if isinstance(source, str) else set(source)
-    return [t.name for t in graph._inputs if id(t) not in read and t.name not in read]
+    return [t.name for t in graph.inputs if id(t) not in read and t.name not in read]
 
 
 def _checked(model: Any, inputs: Any) -> dict[str, Any]:
-    names = [tensor.name for tensor in model._inputs]
+    names = [tensor.name for tensor in model.inputs]
     if not isinstance(inputs, Mapping):
         raise TypeError(
             "`mask_inputs` must be a dict of the model's inputs by name. "
@@ -180,7 +177,7 @@ def _made_up(model: Any) -> dict[str, np.ndarray]:
     """Inputs with a padded tail: ids 1, masks true; 0 where padded."""
     tensors = {}
     most = min(_LENGTH, longest_sequence(model) or _LENGTH)
-    for tensor in model._inputs:
+    for tensor in model.inputs:
         of_queries = tensor.name.split("_")[0] in _OF_QUERIES
         length = most if of_queries else max(1, most * 2 // 3)
         shape = [2, *(length if size is None else size for size in tensor.shape[1:])]
@@ -194,7 +191,7 @@ def _made_up(model: Any) -> dict[str, np.ndarray]:
 def _paddings(model: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What tells padding: inputs of that name, and ids where an embedding masks zero."""
     flags = {n: x != 0 for n, x in tensors.items() if tells_padding(n) and x.ndim == 2}
-    masks_zero = any(getattr(x, "mask_zero", False) for x in model._flatten_layers())
+    masks_zero = any(getattr(x, "mask_zero", False) for x in _keras.layers_of(model))
     ids = {
         name: x != 0
         for name, x in tensors.items()

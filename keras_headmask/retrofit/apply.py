@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.retrofit import compiled, tracing
 from keras_headmask.retrofit.binding import Plan
 from keras_headmask.retrofit.layer_rules import Rules, check_inputs, rules_of_layers, spec_beneath
@@ -133,12 +133,12 @@ def _check_model(model: Any) -> None:
             "takes a rule by `PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
         )
     if isinstance(model, keras.Sequential):
-        if not model.built or not model._functional:
+        if not model.built or not _keras.functional_of(model):
             raise ValueError(
                 f"The Sequential model '{model.name}' has no graph yet: start it with a "
                 "keras.Input, or call its `build`, before it gets a rule."
             )
-    elif not isinstance(model, Functional):
+    elif not isinstance(model, _keras.Functional):
         raise TypeError(
             f"`{type(model).__name__}` is a subclassed model without a graph: a rule could not be "
             "saved with it. Use PerHeadMaskedMultiHeadAttention in its code, or apply the rule to "
@@ -192,6 +192,6 @@ def _check_heads(rules: Rules, found: Found) -> None:
     for i, (spec, _) in rules.items():
         spec.get_config()  # a spec that could not be saved is told here
         try:
-            check_heads(spec, found.known[i].layer._num_heads)
+            check_heads(spec, found.known[i].layer.num_heads)
         except ValueError as error:
             raise ValueError(f"In the attention layer {found.known[i]}: {error}") from error

@@ -13,9 +13,8 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope  # no public name for it
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, dropout_of
@@ -23,8 +22,6 @@ from keras_headmask.retrofit.compiled import check_not_in_own_function, graph_be
 from keras_headmask.retrofit.layer_rules import HOOK, LayerRule
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.positions import Window
-
-_Stock = keras.layers.MultiHeadAttention
 
 
 class Plan:
@@ -65,7 +62,7 @@ class Plan:
 
     def _check_used(self, used: Set[int]) -> None:
         unused = [r for i, r in self.rules.items() if i not in used | self.replaced]
-        if unused and not in_symbolic_scope():
+        if unused and not _keras.in_symbolic_scope():
             raise RuntimeError(
                 f"The rule of the attention layer {unused[0].entry} was not used in this forward "
                 f"of the model '{self.model_name}': either the layer did not run, or its class "
@@ -170,7 +167,7 @@ class Binding:
                 value,
                 rule.spec if outside is None else rule.spec & outside,
                 whole,
-                scale=rule.layer._inverse_sqrt_key_dim,
+                scale=_keras.scale(rule.layer),
                 query_offset=offset,
                 wants_probabilities=wanted,
                 tiled=None if wanted else getattr(rule.layer, "_tiled", None),
@@ -250,11 +247,12 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
 
 def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
     """Whether a class, or a rule bound before, computes attention in a way of its own."""
-    known = (_Stock._compute_attention, PerHeadMaskedMultiHeadAttention._compute_attention)
+    classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
+    known = [getattr(cls, _keras.COMPUTE_ATTENTION) for cls in classes]
     return bool(
         looking.uses_flash(rule.layer)
         or getattr(compute, "__func__", None) not in known
-        or type(rule.layer)._masked_softmax is not _Stock._masked_softmax
+        or _keras.has_own_softmax(rule.layer)
     )
 
 
@@ -269,8 +267,8 @@ def install(plan: Plan, model: keras.Model) -> None:
 
     The hooks are attributes of the layer objects: classes, weights and configs stay Keras' own.
     """
-    for layer in model._flatten_layers(include_self=False):
-        if layer._remat_mode is not None:
+    for layer in _keras.layers_inside(model):
+        if _keras.remat_mode(layer) is not None:
             vars(layer)[_REMAT] = _rebinding(plan, layer)
     for layer in _around(plan, model):
         vars(layer)[_CONFIG] = _guarded_config(plan, layer)
@@ -287,7 +285,7 @@ def install(plan: Plan, model: keras.Model) -> None:
 
 def uninstall(plan: Plan, model: keras.Model) -> None:
     """Take the hooks of `plan` off again."""
-    for layer in model._flatten_layers(include_self=False):
+    for layer in _keras.layers_inside(model):
         vars(layer).pop(_REMAT, None)
     for layer in _around(plan, model):
         guard = vars(layer).pop(_CONFIG)
@@ -305,8 +303,8 @@ def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
     """The masked attention layers and every layer inside `model` that holds one."""
     return [
         layer
-        for layer in model._flatten_layers(include_self=False)
-        if any(id(inner) in plan.rules for inner in layer._flatten_layers())
+        for layer in _keras.layers_inside(model)
+        if any(id(inner) in plan.rules for inner in _keras.layers_of(layer))
     ]
 
 
@@ -372,7 +370,7 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
             arguments["use_causal_mask"] = True
         if plan.running.binding is not None:
             return plan.running.binding.attend(rule, compute, arguments)
-        if plan.running.only_shapes or in_symbolic_scope():
+        if plan.running.only_shapes or _keras.in_symbolic_scope():
             check_not_in_own_function(rule.entry, None)
             return compute(**arguments)
         raise RuntimeError(

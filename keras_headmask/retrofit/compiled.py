@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 
+from keras_headmask import _keras
+
 FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
 
 
@@ -48,27 +50,30 @@ def _inside(model: keras.Model) -> set[int]:
         layer = waiting.pop()
         if id(layer) not in found:
             found[id(layer)] = layer
-            waiting += vars(layer).get("_layers", ())
+            waiting += _keras.sublayers(layer)
     return set(found)
 
 
 def _traced(layers: list[keras.Layer]) -> list[str]:
     """The names of the functions whose traces read weights of `layers`."""
-    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-
     gc.collect()  # what nobody holds any more lives on in a circle until then
     weights = {id(weight.value) for layer in layers for weight in layer.weights}
-    return sorted({f.name for f in _alive(Function) if not _is_of_keras(f) and _reads(f, weights)})
+    return sorted(
+        {
+            f.name
+            for f in _alive(_keras.function_type())
+            if not _is_of_keras(f) and _reads(f, weights)
+        }
+    )
 
 
 def _is_of_keras(function: Any) -> bool:
     """Whether a model's trainer or KerasHub made it: TensorFlow keeps what `drop` dropped alive."""
-    module = getattr(function.python_function, "__module__", None)
-    return module == "keras.src.backend.tensorflow.trainer" or function.name == "generate_step"
+    return _keras.is_of_trainer(function) or function.name == "generate_step"
 
 
 def _reads(function: Any, weights: set[int]) -> bool:
-    for trace in list(function._function_cache.values()):
+    for trace in _keras.traces(function):
         # (A trace whose variables are gone raises for them, and nobody can run it.)
         with contextlib.suppress(AssertionError):
             if any(id(variable) in weights for variable in trace.variables):
@@ -97,13 +102,12 @@ def check_not_in_own_function(entry: Any, bound_in: Any) -> None:
     """
     graph, inside = graph_being_built(), False
     while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
-        if graph.name.startswith("scratch_graph"):  # Keras'
+        if _keras.infers_shapes(graph):
             bound_in = graph
             break
-        import tensorflow as tf
 
         # Loops and branches have graphs of classes of their own, made anew for each forward.
-        inside = inside or type(graph) is tf.__internal__.FuncGraph
+        inside = inside or _keras.is_function_graph(graph)
         graph = graph.outer_graph
     if inside and (bound_in is None or graph is bound_in):
         raise RuntimeError(in_own_function(entry))

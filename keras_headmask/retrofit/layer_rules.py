@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.retrofit.selectors import AttentionLayer, Found
 from keras_headmask.rules import heads
 from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
 from keras_headmask.rules.protocol import InputType
 
-HOOK = "_compute_attention"  # the method whose place the hook of a rule takes on a layer
+HOOK = _keras.COMPUTE_ATTENTION  # the method whose place the hook of a rule takes on a layer
 Rules = dict[int, tuple[MaskSpec, bool]]  # by layer: the spec, and whether the layer's own is off
 
 
@@ -38,7 +38,7 @@ class LayerRule:
 
     @property
     def heads(self) -> int:
-        return self.layer._num_heads
+        return self.layer.num_heads
 
     @functools.cached_property
     def restricts(self) -> bool:
@@ -73,7 +73,7 @@ def _available(model: keras.Model) -> dict[str, Any]:
 
 def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -> None:
     """Raise for what the inputs of `model` cannot give its rules."""
-    inputs = model._inputs_struct if isinstance(model, Functional) else None
+    inputs = model.input if isinstance(model, _keras.Functional) else None
     if isinstance(inputs, dict):
         read = {name for rule in rules for name in rule.spec.inputs}
         other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}

@@ -11,11 +11,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras.src.backend.common import global_state  # what `save` says of the format
-from keras.src.models.functional import Functional  # Keras publishes no name for it
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES  # nor for this
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.layer import supports_unknown_lengths
 from keras_headmask.retrofit import compiled, stock
 from keras_headmask.retrofit.binding import Plan, install, uninstall
@@ -66,7 +63,7 @@ class HeadMasked:
     @property
     def supports_jit(self) -> bool:
         """Whether Keras may compile it by XLA: on TensorFlow only at known lengths."""
-        unknown = any(None in tensor.shape[1:] for tensor in self._inputs)
+        unknown = any(None in tensor.shape[1:] for tensor in self.inputs)
         if unknown and any(rule.restricts for rule in self._head_masks.rules.values()):
             return supports_unknown_lengths(self)
         return vars(self)["supports_jit"]
@@ -95,7 +92,7 @@ class HeadMasked:
                     str(number) if counted else "-",
                     entry.path,
                     type(entry.layer).__name__,
-                    f"{getattr(entry.layer, '_num_heads', '?')} heads",
+                    f"{getattr(entry.layer, 'num_heads', '?')} heads",
                     entry.kind,
                     repr(spec_beneath(entry.layer) if rule is None else _in_force(rule, self)),
                 )
@@ -119,19 +116,19 @@ class HeadMasked:
                 return super().call(inputs, *args, **kwargs)
         wide: dict[str, Any] = {}
         with self._head_masks.running.having(wide_ids=wide):
-            flat = self._standardize_inputs(inputs)
-        named = {tensor.name: value for tensor, value in zip(self._inputs, flat, strict=True)}
+            flat = _keras.flat_inputs(self, inputs)
+        named = {tensor.name: value for tensor, value in zip(self.inputs, flat, strict=True)}
         named |= wide
-        inputs = keras.tree.pack_sequence_as(self._inputs_struct, flat)
+        inputs = keras.tree.pack_sequence_as(self.input, flat)
         with self._head_masks.bound(named):
             return super().call(inputs, *args, **kwargs)
 
     def _convert_inputs_to_tensors(self, flat_inputs: list[Any]) -> list[Any]:
         """As given, before Keras casts: a float is refused, and ids of 64 bits are kept whole."""
-        given = {t.name: x for t, x in zip(self._inputs, flat_inputs, strict=True)}
+        given = {t.name: x for t, x in zip(self.inputs, flat_inputs, strict=True)}
         _refuse_floats(given, self)
         wide_ids = self._head_masks.running.wide_ids
-        for tensor in self._inputs if wide_ids is not None else ():
+        for tensor in self.inputs if wide_ids is not None else ():
             x = given[tensor.name]
             dtype = getattr(x, "dtype", None)
             is_wide = dtype is not None and keras.backend.standardize_dtype(dtype) == "int64"
@@ -160,7 +157,7 @@ class HeadMasked:
         super().save(filepath, *args, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        if global_state.get_global_attribute("use_legacy_config", False):
+        if _keras.saves_hdf5():
             # `keras.saving.save_model`, or a model around this one: the file is open already.
             raise ValueError(_no_hdf5(self, "an HDF5 file"))
         if _is_part_of_a_preset():
@@ -177,7 +174,7 @@ class HeadMasked:
 
     def __reduce__(self) -> Any:
         _, arguments = super().__reduce__()
-        return Functional._unpickle_model, arguments  # a class that pickle finds by its name
+        return _keras.unpickle_model, arguments  # a class that pickle finds by its name
 
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -319,7 +316,7 @@ def _masked_class(cls: type) -> type:
         body = {"__module__": __name__, "__qualname__": f"HeadMasked[{cls.__name__}]"}
         _classes[cls] = type(cls)(cls.__name__, (mixin, cls), body)
         # By name alone: KerasHub would take a class among the custom objects for one of its own.
-        GLOBAL_CUSTOM_NAMES[_classes[cls]] = _FILED_AS
+        _keras.file_under(_classes[cls], _FILED_AS)
     return _classes[cls]
 
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit.layer_rules import HOOK, rules_at_work, spec_beneath
@@ -54,10 +54,10 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
             )
         kept.append((_numpy(scores), _allowed(entry.layer, scores.shape, arguments)))
 
-    rematerialised = [x for x in model._flatten_layers() if x._remat_mode is not None]
+    rematerialised = [x for x in _keras.layers_of(model) if _keras.remat_mode(x) is not None]
     with scores_seen(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
-            stack.enter_context(looking.overriding(inner, "rematerialized_call", _run_once))
+            stack.enter_context(looking.overriding(inner, _keras.REMATERIALIZED_CALL, _run_once))
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
@@ -263,10 +263,10 @@ def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator
 
 def _rules_allow(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
     """The mask of all rules that hold in `layer`, from what they read in this run."""
-    mask = mask_of_rules(layer, layer._num_heads, queries, keys)
+    mask = mask_of_rules(layer, layer.num_heads, queries, keys)
     if getattr(layer, "_restricts", False):
         offset, inputs = given.get("query_offset") or 0, given.get("mask_inputs")
-        spec, heads = layer.mask_spec, layer._num_heads
+        spec, heads = layer.mask_spec, layer.num_heads
         own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
         mask = masks.and_masks(mask, own)
     return mask

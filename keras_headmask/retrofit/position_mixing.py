@@ -6,8 +6,8 @@ mixing them.
 """
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.retrofit.selectors import Found, find_attention
 
 _layers = keras.layers
@@ -60,7 +60,7 @@ def what_mixes(model: keras.Model) -> str | None:
     found = find_attention(model)
     if found.unknown:
         return f"the attention layer {found.unknown[0]} cannot be reached"
-    if not isinstance(model, (Functional, keras.Sequential)):
+    if not isinstance(model, (_keras.Functional, keras.Sequential)):
         return f"`{type(model).__name__}` is a subclassed model, whose code nothing tells of"
     if cross := [entry for entry in found.known if entry.kind != "self"]:
         return (
@@ -71,10 +71,10 @@ def what_mixes(model: keras.Model) -> str | None:
 
 
 def _of_graph(model: keras.Model, found: Found) -> str | None:
-    graph = model._functional if isinstance(model, keras.Sequential) else model
+    graph = _keras.functional_of(model)
     attention = {id(entry.layer) for entry in found.known}
-    for operation in graph._operations:
-        if isinstance(operation, (Functional, keras.Sequential)):
+    for operation in graph.operations:
+        if isinstance(operation, (_keras.Functional, keras.Sequential)):
             if told := _of_graph(operation, found):
                 return told
         elif id(operation) not in attention and not _keeps_apart(operation):
@@ -86,15 +86,15 @@ def _keeps_apart(operation: keras.Operation) -> bool:
     cls = type(operation)
     if cls in _ALONG_AN_AXIS:
         axis = operation.axis
-        rank = len(operation._inbound_nodes[0].input_tensors[0].shape)
+        rank = len(_keras.calls_of(operation)[0].input_tensors[0].shape)
         last = [axis] if isinstance(axis, int) else list(axis)
         return rank > 2 and all(a in (-1, rank - 1) for a in last)
     if isinstance(operation, keras.Layer):
         return cls in _APART
-    return cls.__module__.startswith("keras.src.ops") and cls.__name__ in _OPS
+    return _keras.is_own_op(operation) and cls.__name__ in _OPS
 
 
 def longest_sequence(model: keras.Model) -> int | None:
     """How long a sequence may be, as far as the layers tell (KerasHub's position embeddings)."""
-    sizes = [getattr(layer, "sequence_length", None) for layer in model._flatten_layers()]
+    sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
     return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -16,23 +16,25 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_headmask import _keras
+
 # What a layer holds of these is their own business; the name of a function of theirs is seen.
 _LIBRARIES = frozenset(
     {"keras", "tensorflow", "jax", "jaxlib", "torch", "numpy", "keras_headmask", "builtins"}
 )
 _CONTAINERS = list, tuple, set, frozenset, collections.deque
 # Where TensorFlow, JAX and PyTorch keep the function that they compiled.
-_COMPILED = "__wrapped__", "_python_function", "_torchdynamo_orig_callable"
+_COMPILED = "__wrapped__", *_keras.COMPILED_FROM
 # Of these, `use_dot_product_attention` in an attribute is a flag.
 _OPERATIONS = "dot_product_attention", "DotProductAttention"
 _PLAIN = str, bytes, int, float, complex, type(None)
 # Of a container with more elements than this, so many are looked at: it is a vocabulary, say.
 _LONG, _LOOKED_AT = 10_000, 1_000
 # Of a model: its graph, which is walked as such, and what `compile` leaves, which no forward runs.
-_OF_MODELS = frozenset(
-    {"_operations", "_operations_by_depth", "_layers", "loss", "optimizer", "train_function"}
-    | {"test_function", "predict_function", "generate_function"}
-)
+_OF_MODELS = _keras.LISTS_OF_MODELS | {
+    *("loss", "optimizer"),
+    *("train_function", "test_function", "predict_function", "generate_function"),
+}
 
 
 class Reached(NamedTuple):
@@ -47,14 +49,14 @@ def untracked_layers(model: keras.Model) -> list[tuple[str, keras.Layer]]:
     Layers that only code names are left out if they hold no attention: a copy runs the same ones,
     if any forward runs them at all. So are models around the one that leads to them.
     """
-    tracked = list(model._flatten_layers())
+    tracked = list(_keras.layers_of(model))
     seen = {id(layer) for layer in tracked}
     found: list[tuple[str, keras.Layer]] = []
     for layer in tracked:
         for path, value, by_code in reached(layer):
             if not isinstance(value, keras.Layer) or id(value) in seen:
                 continue
-            inside = list(value._flatten_layers())
+            inside = list(_keras.layers_of(value))
             if any(x is layer or x is model for x in inside):
                 continue  # a layer that called it would call itself
             if by_code and not any(map(_may_attend, inside)):
@@ -181,11 +183,11 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     held = getattr(value, "__dict__", {})
     skipped = _OF_MODELS if isinstance(value, keras.Model) else frozenset()
     if isinstance(value, keras.Layer):
-        skipped |= {"_modules"}  # PyTorch's list of what Keras tracks
+        skipped |= _keras.LISTS_OF_LAYERS
     if isinstance(value, keras.Sequential):
-        skipped |= {"_functional"}  # a model made of the layers that Keras tracks
+        skipped |= _keras.LISTS_OF_SEQUENTIALS
     for name, part in list(held.items()):
-        if name not in skipped and not name.startswith("_self_"):  # TensorFlow's own notes
+        if name not in skipped and not name.startswith(_keras.NOTES_OF_TENSORFLOW):
             yield f".{name}", part
     for part in _own_classes(value):
         for name, attribute in vars(part).items():

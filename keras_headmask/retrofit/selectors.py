@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.retrofit import reachable, tracing
 from keras_headmask.rules.base import MaskSpec, check_spec
 
@@ -100,9 +100,10 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
         return  # its projections are no attention of their own
     inner = list(layer.layers) if isinstance(layer, keras.Model) else []
     seen = {id(x) for x in inner}
-    inner += [x for x in getattr(layer, "_layers", ()) if id(x) not in seen]
+    inner += [x for x in _keras.sublayers(layer) if id(x) not in seen]
     # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
-    inner += [x for x in getattr(layer, "_operations", ()) if not isinstance(x, keras.Layer)]
+    if isinstance(layer, _keras.Functional):
+        inner += [x for x in layer.operations if not isinstance(x, keras.Layer)]
     for child in inner:
         place = f"{path}/{child.name}" if path else child.name
         yield place, child
@@ -136,16 +137,16 @@ _OPERATION = re.compile("dot_product_attention|DotProductAttention")
 def _holds_attention(layer: keras.Layer) -> bool:
     return any(
         isinstance(x, keras.layers.MultiHeadAttention) or _attends_by_itself(x)
-        for x in layer._flatten_layers()
+        for x in _keras.layers_of(layer)
     )
 
 
 def _softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
     """The softmax of attention that a graph spells out: of (..., queries, keys), then a product."""
-    for graph in model._flatten_layers():
-        if not isinstance(graph, Functional):
+    for graph in _keras.layers_of(model):
+        if not isinstance(graph, _keras.Functional):
             continue
-        nodes = [node for level in graph._nodes_by_depth.values() for node in level]
+        nodes = list(_keras.nodes(graph))
         readers: dict[int, list[Any]] = {}
         for node in nodes:
             for tensor in node.input_tensors:
@@ -198,8 +199,7 @@ def _is_of_single_positions(tensor: Any) -> bool:
     waiting, seen = [tensor], {id(tensor)}
     while waiting:
         tensor = waiting.pop()
-        operation, index, _ = tensor._keras_history
-        inputs = operation._inbound_nodes[index].input_tensors
+        operation, inputs = _keras.made_by(tensor)
         name = type(operation).__name__
         if name in _DENSE and len(inputs[0].shape) <= 3:
             continue
@@ -216,10 +216,8 @@ def _is_of_single_positions(tensor: Any) -> bool:
 
 def _is_shown(operation: Any) -> bool:
     """Whether it is one of Keras' own, which runs no code of others."""
-    module = type(operation).__module__
-    return module.startswith(("keras.src.ops.", "keras.src.layers.")) and not isinstance(
-        operation, (keras.layers.Lambda, keras.layers.Wrapper)
-    )
+    is_own = _keras.is_own_op(operation) or _keras.is_own_layer(operation)
+    return is_own and not isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))
 
 
 def _is_attention_by_name(layer: keras.Layer) -> bool:
@@ -236,7 +234,7 @@ def _calls_the_hook(cls: type) -> bool:
     A class that hides it better is told by the first forward, in which its rule is not used.
     """
     code = getattr(cls.call, "__code__", None)
-    return code is None or bool({"_compute_attention", "super"} & set(code.co_names))
+    return code is None or bool({_keras.COMPUTE_ATTENTION, "super"} & set(code.co_names))
 
 
 def specs_by_layer(

@@ -7,36 +7,25 @@ from typing import Any
 
 import keras
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.retrofit.reachable import untracked_layers
-
-# What a functional graph is made of; swapped as one when an input is added.
-_GRAPH = (
-    "_inputs_struct",
-    "_inputs",
-    "_outputs_struct",
-    "_outputs",
-    "_nodes",
-    "_nodes_by_depth",
-    "_operations",
-    "_operations_by_depth",
-)
 
 
 def add_inputs(model: keras.Model, new: Mapping[str, Any]) -> None:
     """Give the graph of `model` further inputs, which no layer reads."""
-    inputs = model._inputs_struct
+    inputs = model.input
     if isinstance(inputs, dict):
         inputs = {**inputs, **new}
     else:
         first = inputs if isinstance(inputs, (list, tuple)) else [inputs]
         inputs = type(first)([*first, *new.values()])
-    graph = keras.Model(inputs, model._outputs_struct)
+    graph = keras.Model(inputs, model.output)
     vars(model).update(graph_of(graph))
 
 
 def graph_of(model: keras.Model) -> dict[str, Any]:
-    return {name: vars(model)[name] for name in _GRAPH}
+    return {name: vars(model)[name] for name in _keras.GRAPH}
 
 
 class Stock:
@@ -67,7 +56,7 @@ def config_of(model: keras.Model) -> dict[str, Any]:
 def copy_by_config(model: keras.Model, config: Mapping[str, Any]) -> keras.Model:
     """A model of its own, made from `config`, with weights and training state of `model`."""
     unregistered: dict[str, type] = {}
-    for cls in map(type, model._flatten_layers()):
+    for cls in map(type, _keras.layers_of(model)):
         name = cls.__name__
         is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
             ("keras.", "keras_hub.")
@@ -97,7 +86,7 @@ def copy_by_config(model: keras.Model, config: Mapping[str, Any]) -> keras.Model
 
 def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
     """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
-    layers, twins = (list(model._flatten_layers())[1:] for model in (source, target))
+    layers, twins = (_keras.layers_inside(model) for model in (source, target))
     if list(map(type, layers)) != list(map(type, twins)):
         return
     target.trainable = source.trainable
@@ -106,7 +95,7 @@ def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
         if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
             twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
     for layer, twin in [(source, target), *pairs]:  # the RematScope of when it was built
-        vars(twin)["_remat_mode"] = layer._remat_mode
+        _keras.set_remat_mode(twin, _keras.remat_mode(layer))
     for layer, twin in pairs:  # from the outside in, as setting it reaches all inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
@@ -120,7 +109,7 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
         )
     if len(target.weights) < len(source.weights):
         inside = {id(w) for x in source.operations for w in getattr(x, "weights", ())}
-        tracked = source._flatten_layers(include_self=False, recursive=False)
+        tracked = _keras.sublayers(source)
         if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
             raise ValueError(
                 f"it holds layers outside of its graph, which no config tells of: {missing}."
@@ -129,7 +118,7 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
 
 def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
     """What layers derive from their weights, and vocabularies, which are none."""
-    for layer, twin in zip(source._flatten_layers(), target._flatten_layers(), strict=False):
+    for layer, twin in zip(_keras.layers_of(source), _keras.layers_of(target), strict=False):
         if type(layer) is not type(twin):
             continue
         if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
@@ -180,7 +169,9 @@ class _UsedUp:
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):
             return object.__getattribute__(self, name)
-        if name == "_clear_losses":  # an error here would leave a call of the model around open:
+        if (
+            name == _keras.CLEAR_LOSSES
+        ):  # an error here would leave a call of the model around open:
             return lambda: None  # Keras would take all later calls for parts of it
         raise RuntimeError(_USED_UP)
 

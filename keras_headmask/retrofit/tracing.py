@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-from keras.src.models.functional import Functional  # Keras publishes no name for it
 
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 
 # In place of unknown dimensions. 83 is what Keras itself puts there; layers may be built for it.
@@ -41,7 +41,8 @@ def attention_calls(model: keras.Model) -> list[Call]:
     """
     best: list[Call] | None = None
     with _ONE_AT_A_TIME:
-        for size in _SIZES:
+        has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
+        for size in _SIZES if has_graph else ():
             try:
                 calls = _Trace(model).run(size)
             except Exception:  # whatever a layer raises at this size
@@ -109,24 +110,19 @@ class _Trace:
             ]
             return keras.KerasTensor(shape, x.dtype, name=x.name)
 
-        graph = (
-            getattr(self.model, "_functional", None) or self.model
-        )  # a Sequential has one inside
-        inputs = keras.tree.map_structure(symbolic, graph._inputs_struct)
+        inputs = keras.tree.map_structure(symbolic, _keras.functional_of(self.model).input)
         with self._in_place(), keras.StatelessScope():  # no variable is changed
             self.model.call(inputs)
         return self.calls
 
     def read_graphs(self) -> list[Call]:
         """The calls in the graphs of functional models, without looking into layers."""
-        for model in self.model._flatten_layers():
-            if isinstance(model, Functional):
-                for depth in sorted(model._nodes_by_depth, reverse=True):
-                    for node in model._nodes_by_depth[depth]:
-                        if isinstance(node.operation, keras.layers.MultiHeadAttention):
-                            given = _operands(node.arguments.args, node.arguments.kwargs)
-                            query, *_ = self._record(node.operation, *given)
-                            self._of_query(node.outputs, query)
+        for model in _keras.layers_of(self.model):
+            for node in _keras.nodes(model) if isinstance(model, _keras.Functional) else ():
+                if isinstance(node.operation, keras.layers.MultiHeadAttention):
+                    given = _operands(node.arguments.args, node.arguments.kwargs)
+                    query, *_ = self._record(node.operation, *given)
+                    self._of_query(node.outputs, query)
         return self.calls
 
     # --- Bodies in place of layers ---------------------------------------------------------------
@@ -138,11 +134,12 @@ class _Trace:
         Other threads may run the model meanwhile, or build on its layers: they see the graph as it
         is without the trace, and the nodes that they add stay.
         """
-        layers = list(self.model._flatten_layers())
+        layers = list(_keras.layers_of(self.model))
         operations = {id(x): x for x in layers[1:]}  # (the model's own body is run, no node of it)
         for layer in layers:
-            operations |= {id(x): x for x in getattr(layer, "_operations", ())}
-        nodes = [(x, name) for x in operations.values() for name in _NODES]
+            if isinstance(layer, _keras.Functional):
+                operations |= {id(x): x for x in layer.operations}
+        nodes = [(x, name) for x in operations.values() for name in _keras.CALLS_OF_OPERATION]
         before = [vars(x)[name] for x, name in nodes]
         with contextlib.ExitStack() as stack:
             for layer in layers[1:]:
@@ -158,9 +155,9 @@ class _Trace:
 
     def _overrides(self, layer: keras.Layer) -> list[tuple[str, Callable]]:
         if isinstance(layer, keras.layers.MultiHeadAttention):
-            return [("symbolic_call", self._attention(layer)), ("call", self._recorded(layer))]
+            return [(_keras.SYMBOLIC_CALL, self._attention(layer)), ("call", self._recorded(layer))]
         if _attention_inside(layer):
-            return [("symbolic_call", self._body(layer))]
+            return [(_keras.SYMBOLIC_CALL, self._body(layer))]
         return []
 
     def _body(self, layer: keras.Layer) -> Callable:
@@ -179,7 +176,7 @@ class _Trace:
                 return self._of_shapes(layer, args, kwargs)
             except Exception:  # whatever such a body raises
                 del self.calls[before:]
-                inner = layer._flatten_layers(include_self=False)
+                inner = _keras.layers_inside(layer)
                 attention = (x for x in inner if isinstance(x, keras.layers.MultiHeadAttention))
                 self.calls += [Call(x, None) for x in attention]
                 return usual(*args, **kwargs)
@@ -202,7 +199,7 @@ class _Trace:
             self._of_query([outputs], query)
             if not kwargs.get("return_attention_scores"):
                 return outputs
-            scores = (shapes[0][0], layer._num_heads, shapes[0][1], shapes[2][1])
+            scores = (shapes[0][0], layer.num_heads, shapes[0][1], shapes[2][1])
             return outputs, keras.KerasTensor(scores, layer.compute_dtype)
 
         return symbolic_call
@@ -282,11 +279,8 @@ class _Trace:
         keys = along or [s.key for _, s in pairs]
         if len(set(keys)) == 1:
             return _Stream(keys[0], inputs)
-        joint = _what_it_does(tensor._keras_history[0]), tuple(keys)
+        joint = _what_it_does(_keras.made_by(tensor)[0]), tuple(keys)
         return _Stream(self._joints.setdefault(joint, object()), inputs)
-
-
-_NODES = "_inbound_nodes", "_outbound_nodes"
 
 
 class _Apart(collections.UserList):
@@ -307,10 +301,8 @@ def _made_of(tensor: Any) -> list[Any] | None:
     """The symbolic tensors from which `tensor` was computed; `None` for an input."""
     if not keras.backend.is_keras_tensor(tensor):
         return []
-    operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
-    if operation is None or isinstance(operation, keras.layers.InputLayer):
-        return None
-    return operation._inbound_nodes[index].input_tensors
+    operation, read = _keras.made_by(tensor)
+    return None if operation is None or isinstance(operation, keras.layers.InputLayer) else read
 
 
 def _what_it_does(operation: Any) -> Any:
@@ -326,7 +318,7 @@ def _is_as_long(x: Any, tensor: Any) -> bool:
 
 
 def _attention_inside(layer: keras.Layer) -> bool:
-    inner = layer._flatten_layers(include_self=False)
+    inner = _keras.layers_inside(layer)
     return any(isinstance(x, keras.layers.MultiHeadAttention) for x in inner)
 
 

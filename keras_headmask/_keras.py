@@ -1,0 +1,281 @@
+"""Every private name of Keras, and of the backends, that this package touches, and why.
+
+None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
+is relied on, so a new Keras fails there first. No other file may touch such a name.
+"""
+
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+
+# A tensor's Keras mask: read and handed on, as stock attention does.
+from keras.src.backend import get_keras_mask as get_keras_mask
+from keras.src.backend import set_keras_mask as set_keras_mask
+from keras.src.backend.common import global_state
+
+# Whether Keras runs code for shapes alone: then tensors have no values, and no rule is demanded.
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
+
+# The class of a model with a graph: no other can keep a rule in its file.
+from keras.src.models.functional import Functional as Functional
+from keras.src.saving import saving_lib
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+
+# --- Methods that our classes override -----------------------------------------------------------
+
+# A subclass must use Keras' own name for them, so these stand outside this file, too.
+OVERRIDDEN = {
+    "_compute_attention": "attention computes by it, in our layer and under a model's rule",
+    "_compute_attention_mask": "our layer merges masks in four dimensions, one for each head",
+    "_convert_inputs_to_tensors": "a model refuses float ids, and keeps 64 bits, before it casts",
+    "_run_through_graph": "`clone_model` runs the graph without the model, so without its rule",
+}
+
+# --- Attention -----------------------------------------------------------------------------------
+
+COMPUTE_ATTENTION = "_compute_attention"
+# What stock's layer takes: `use_gate` came with Keras 3.14, `sliding_window` with 3.15.
+ATTENTION_ARGUMENTS = frozenset(inspect.signature(keras.layers.MultiHeadAttention).parameters)
+FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
+# What a subclass may override to mask or to attend by itself; before 3.15 there is no window.
+ATTENTION_HOOKS = tuple(
+    name
+    for name in (
+        COMPUTE_ATTENTION,
+        "_compute_attention_mask",
+        "_compute_causal_mask",
+        "_compute_sliding_window_mask",
+        "_masked_softmax",
+    )
+    if hasattr(keras.layers.MultiHeadAttention, name)
+)
+
+
+def attention_arguments(**arguments: Any) -> dict[str, Any]:
+    """`arguments` but for unset ones that this Keras does not know; set, it refuses them."""
+    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS or v}
+
+
+def flash(layer: Any) -> bool:
+    """Whether a flash kernel is asked for: it returns no probabilities, and drops nothing."""
+    return bool(getattr(layer, FLASH, False))
+
+
+def has_own_softmax(layer: Any) -> bool:
+    """Whether a subclass computes the softmax itself, so that we must leave it to that."""
+    return type(layer)._masked_softmax is not keras.layers.MultiHeadAttention._masked_softmax
+
+
+def scale(layer: Any) -> float:
+    """By what logits are multiplied; a subclass may have changed it."""
+    return layer._inverse_sqrt_key_dim
+
+
+def dropout_layer(layer: Any) -> Any:
+    """What drops probabilities: its seed is the layer's, in every implementation."""
+    return layer._dropout_layer
+
+
+def gate(layer: Any) -> Any:
+    """The projection of the query that multiplies the context (`use_gate=True`), or `None`."""
+    return layer._gate_dense if getattr(layer, "_use_gate", False) else None
+
+
+def sliding_window(layer: Any) -> int | None:
+    """How near keys must be, the query itself counted; our layer turns it into a `Window`."""
+    return getattr(layer, "_sliding_window", None)
+
+
+def causal_mask(layer: Any, query: Any, value: Any) -> Any:
+    """Stock's causal mask, or a subclass's."""
+    return layer._compute_causal_mask(query, value)
+
+
+def sliding_window_mask(layer: Any, query: Any, value: Any) -> Any:
+    """Stock's mask of a sliding window, or a subclass's."""
+    return layer._compute_sliding_window_mask(query, value)
+
+
+# --- Layers and graphs ---------------------------------------------------------------------------
+
+# What a layer runs in place of `call` under a RematScope, and on symbolic tensors.
+REMATERIALIZED_CALL, SYMBOLIC_CALL = "rematerialized_call", "symbolic_call"
+# Where an operation keeps the calls of it; symbolic calls that only trace must not add to them.
+CALLS_OF_OPERATION = "_inbound_nodes", "_outbound_nodes"
+# What a graph is made of; swapped as one when a model gets an input.
+GRAPH = (
+    "_inputs_struct",
+    "_inputs",
+    "_outputs_struct",
+    "_outputs",
+    "_nodes",
+    "_nodes_by_depth",
+    "_operations",
+    "_operations_by_depth",
+)
+# Where Keras and the backends keep a second list of layers that are found by the first one.
+LISTS_OF_MODELS = frozenset({"_operations", "_operations_by_depth", "_layers"})
+LISTS_OF_LAYERS = frozenset({"_modules"})  # PyTorch's
+LISTS_OF_SEQUENTIALS = frozenset({"_functional"})
+NOTES_OF_TENSORFLOW = "_self_"  # how the names begin of what it notes on tracked objects
+CLEAR_LOSSES = "_clear_losses"  # called as a call begins; an error there leaves the call open
+
+
+def layers_of(layer: Any) -> list[keras.Layer]:
+    """`layer` and all tracked layers inside: where attention, and what holds it, is found."""
+    return layer._flatten_layers()
+
+
+def layers_inside(layer: Any) -> list[keras.Layer]:
+    """As `layers_of`, without `layer` itself."""
+    return layer._flatten_layers(include_self=False)
+
+
+def sublayers(layer: Any) -> Iterable[keras.Layer]:
+    """The layers that `layer` itself tracks; of an operation none, of a used-up model none."""
+    return vars(layer).get("_layers", ())
+
+
+def functional_of(model: Any) -> Any:
+    """The functional model inside a Sequential, `None` before it is built; else `model`."""
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def nodes(graph: Functional) -> Iterator[Any]:
+    """The calls in a graph in forward order, each with `operation`, `input_tensors`, `outputs`."""
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        yield from graph._nodes_by_depth[depth]
+
+
+def calls_of(operation: Any) -> list[Any]:
+    """The calls of an operation, as `nodes` gives them, in every graph."""
+    return operation._inbound_nodes
+
+
+def made_by(tensor: Any) -> tuple[Any, list[Any]]:
+    """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
+    operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
+    return operation, [] if operation is None else calls_of(operation)[index].input_tensors
+
+
+def flat_inputs(model: Functional, inputs: Any) -> list[Any]:
+    """`inputs` of a model's call as tensors, in the order of `model.inputs`."""
+    return model._standardize_inputs(inputs)
+
+
+def remat_mode(layer: Any) -> Any:
+    """The RematScope of when a layer was built; `None` outside of one. No config holds it."""
+    return layer._remat_mode
+
+
+def set_remat_mode(layer: Any, mode: Any) -> None:
+    vars(layer)["_remat_mode"] = mode
+
+
+def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
+    """Set the dtype policy past the tracker, and past the setter, which fills maps of policies."""
+    vars(layer)["_dtype_policy"] = policy
+
+
+def is_own_op(operation: Any) -> bool:
+    """Whether it is one of `keras.ops` in a graph, whose class has no public name."""
+    return type(operation).__module__.startswith("keras.src.ops.")
+
+
+def is_own_layer(operation: Any) -> bool:
+    """Whether its class is Keras' own, so that no other code runs in it."""
+    return type(operation).__module__.startswith("keras.src.layers.")
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+def file_under(cls: type, name: str) -> None:
+    """Save objects of `cls` under `name`, without registering the class for that name."""
+    GLOBAL_CUSTOM_NAMES[cls] = name
+
+
+def file_weights_under(name: str, other: str) -> None:
+    """File weights of the class called `name` as those of `other`: a layer has no say in that."""
+
+    def to_snake_case(class_name: str) -> str:
+        return usual(other if class_name == name else class_name)
+
+    usual = saving_lib.naming.to_snake_case
+    names = vars(saving_lib.naming) | {"to_snake_case": to_snake_case}
+    saving_lib.naming = types.SimpleNamespace(**names)
+
+
+def saves_hdf5() -> bool:
+    """Whether a config is asked for a model in HDF5, which would lose a rule."""
+    return bool(global_state.get_global_attribute("use_legacy_config", False))
+
+
+def has_in_file(store: Any, part: str) -> bool:
+    """Whether the file that a layer's weights are read from holds that `part` of the layer."""
+    path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
+    if path.startswith("/"):  # not from a file
+        return False
+    return store.has_path(path) if hasattr(store, "has_path") else path in store.h5_file
+
+
+# What pickle calls to make a model of the bytes of its file; our classes have no name to find.
+unpickle_model = Functional._unpickle_model
+
+# --- TensorFlow and PyTorch ----------------------------------------------------------------------
+
+# Where they keep the Python function that they compiled.
+COMPILED_FROM = "_python_function", "_torchdynamo_orig_callable"
+# Attributes of a function in a graph: stays one function; XLA compiles it.
+NOT_INLINED = {"_noinline": True}
+XLA_MUST_COMPILE = "_XlaMustCompile"
+# Python code that prints which of the ops named on its command line TensorFlow alone has not.
+PRINT_UNKNOWN_OPS = """
+import sys
+import tensorflow
+from tensorflow.python.framework import op_def_registry
+print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
+"""
+
+
+def in_xla() -> bool:
+    """Whether XLA compiles what TensorFlow traces now: it cuts no slice of unknown length."""
+    import tensorflow as tf
+    from tensorflow.python.ops import control_flow_util
+
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def function_type() -> type:
+    """The class of what `tf.function` makes: those that traced a model would miss its new rule."""
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+    return Function
+
+
+def traces(function: Any) -> list[Any]:
+    """The traces of a `tf.function`, each with the `variables` that it reads."""
+    return list(function._function_cache.values())
+
+
+def is_of_trainer(function: Any) -> bool:
+    """Whether `fit`, `evaluate` or `predict` made a `tf.function`: Keras makes those anew."""
+    module = getattr(function.python_function, "__module__", None)
+    return module == "keras.src.backend.tensorflow.trainer"
+
+
+def is_function_graph(graph: Any) -> bool:
+    """Whether a graph is a `tf.function`'s; loops and branches have classes of their own."""
+    import tensorflow as tf
+
+    return type(graph) is tf.__internal__.FuncGraph
+
+
+def infers_shapes(graph: Any) -> bool:
+    """Whether a graph is the one in which Keras infers shapes."""
+    return graph.name.startswith("scratch_graph")

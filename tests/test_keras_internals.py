@@ -1,0 +1,665 @@
+"""What the package relies on inside Keras and its backends, so that a new one fails here first.
+
+Each test names what of `_keras.py` it covers, and says what its failure means for users.
+"""
+
+import ast
+import functools
+import math
+import pickle
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_headmask as hm
+from keras_headmask import _keras
+from keras_headmask.retrofit import masked_model
+
+BACKEND = keras.backend.backend()
+MHA = keras.layers.MultiHeadAttention
+X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
+# Before 3.15, Keras has no sliding window.
+WINDOW = {"sliding_window": 2} if "sliding_window" in _keras.ATTENTION_ARGUMENTS else {}
+COVERED = set()
+
+
+def relies_on(names, breaks):
+    """Cover `names` of `_keras.py`; a failure says what it breaks."""
+
+    def mark(test):
+        COVERED.update(names.split())
+
+        @functools.wraps(test)
+        def run(*args, **kwargs):
+            try:
+                test(*args, **kwargs)
+            except Exception as error:
+                what = f"Keras {keras.__version__} on {BACKEND} changed `{names}`"
+                raise AssertionError(f"{what}: {breaks}. ({error})") from error
+
+        return run
+
+    return mark
+
+
+def attention(cls=MHA, **kwargs):
+    layer = cls(2, 4, name="attention", **kwargs)
+    layer.build((2, 5, 8), (2, 5, 8))
+    return layer
+
+
+def graph():
+    """x -> first -> relu -> second."""
+    x = keras.Input((3,), name="x")
+    hidden = keras.layers.Dense(4, name="first")(x)
+    return keras.Model(x, keras.layers.Dense(2, name="second")(ops.relu(hidden)))
+
+
+def hooked(holder, name, seen):
+    """Let `holder.name(...)` note its arguments."""
+    usual = getattr(holder, name)
+
+    def note(*args, **kwargs):
+        seen.append((name, args, kwargs))
+        return usual(*args, **kwargs)
+
+    vars(holder)[name] = note
+    return holder
+
+
+def test_every_private_name_is_covered():
+    names = set(_keras.OVERRIDDEN)
+    for node in ast.parse(Path(_keras.__file__).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname}
+        elif isinstance(node, ast.Assign):
+            targets = ast.walk(ast.Tuple(node.targets))
+            names |= {n.id for n in targets if isinstance(n, ast.Name)}
+    assert names - {"OVERRIDDEN"} == COVERED
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        (hm.PerHeadMaskedMultiHeadAttention, MHA),
+        *(
+            (cls, _keras.Functional)
+            for cls in vars(masked_model).values()
+            if isinstance(cls, type) and issubclass(cls, masked_model.HeadMasked)
+        ),
+    ],
+)
+def test_our_classes_override_nothing_else(ours, stock):
+    """Or a method that Keras calls would be ours by accident."""
+    private = {n for n in vars(ours) if n.startswith("_") and not n.startswith("__")}
+    example = attention() if stock is MHA else graph()
+    # `_restricts` and the like are ours alone.
+    assert {n for n in private if hasattr(example, n)} <= set(_keras.OVERRIDDEN)
+
+
+def test_our_attributes_are_none_of_keras():
+    file = sys.modules[hm.PerHeadMaskedMultiHeadAttention.__module__].__file__
+    stored = {
+        ast.unparse(node).removeprefix("self.")
+        for node in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    private = {name for name in stored if name.startswith("_")}
+    assert "_mask_spec" in private
+    assert not [name for name in private if hasattr(attention(), name)]
+
+
+# --- Attention -----------------------------------------------------------------------------------
+
+
+@relies_on(
+    "_compute_attention COMPUTE_ATTENTION",
+    breaks="models given a rule by `apply_head_masks` would attend without it",
+)
+@pytest.mark.parametrize("how", ["in a subclass", "on the layer"])
+def test_attention_computes_by_one_method(how):
+    seen = []
+
+    class Mine(MHA):
+        def _compute_attention(self, *args, **kwargs):
+            seen.append(("_compute_attention", args, kwargs))
+            return super()._compute_attention(*args, **kwargs)
+
+    layer = attention(Mine) if how == "in a subclass" else attention()
+    if how == "on the layer":
+        hooked(layer, _keras.COMPUTE_ATTENTION, seen)
+    padding = np.array([[True] * 3 + [False] * 2] * 2)
+    _, scores = layer(X, X, value_mask=padding, return_attention_scores=True)
+    ((_, args, kwargs),) = seen
+    names = ("query", "key", "value", "attention_mask", "training", "return_attention_scores")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    assert all(tuple(given[name].shape) == (2, 5, 2, 4) for name in names[:3])
+    assert tuple(given["attention_mask"].shape) == (2, 1, 5)  # padding alone: see `Binding.attend`
+    assert given["return_attention_scores"] is True
+    assert tuple(scores.shape) == (2, 2, 5, 5)
+
+
+@relies_on(
+    "_compute_attention_mask",
+    breaks="our layer on images, or with masks, would attend to what is hidden",
+)
+def test_masks_are_merged_by_one_method():
+    padding = np.array([[True] * 3 + [False] * 2] * 2)
+    layer = attention()
+    seen = []
+    hooked(layer, "_compute_attention_mask", seen)(X, X, value_mask=padding, use_causal_mask=True)
+    ((_, _, named),) = seen
+    names = {"query_mask", "value_mask", "key_mask", "attention_mask", "use_causal_mask"}
+    assert set(named) >= names
+    merged = MHA._compute_attention_mask(layer, X, X, None, padding, None, None, True)
+    wanted = padding[:, None, :] & np.tril(np.ones((5, 5), bool))
+    np.testing.assert_array_equal(ops.convert_to_numpy(merged), wanted)
+
+
+@relies_on(
+    "ATTENTION_HOOKS ATTENTION_ARGUMENTS attention_arguments",
+    breaks="a subclass that masks or attends by itself would be passed over",
+)
+def test_attention_passes_all_hooks():
+    layer, seen = attention(**WINDOW), []
+    for name in _keras.ATTENTION_HOOKS:
+        hooked(layer, name, seen)
+    mask = np.ones((2, 5, 5), bool)
+    layer(X, X, attention_mask=mask, use_causal_mask=True, return_attention_scores=True)
+    assert {name for name, *_ in seen} == set(_keras.ATTENTION_HOOKS)
+    assert len(_keras.ATTENTION_HOOKS) >= 4
+    assert _keras.attention_arguments(num_heads=1, no_argument=None) == {"num_heads": 1}
+
+
+@relies_on("flash FLASH", breaks="probabilities of a layer with a flash kernel cannot be seen")
+def test_flash_is_switched_off_on_a_stand_in():
+    layer = attention(flash_attention=True)
+    assert _keras.flash(layer)
+    assert not _keras.flash(attention(flash_attention=False))
+    stand_in = object.__new__(MHA)
+    vars(stand_in).update(vars(layer) | {_keras.FLASH: False})
+    _, scores = stand_in(X, X, return_attention_scores=True)
+    assert tuple(scores.shape) == (2, 2, 5, 5)
+
+
+@relies_on("has_own_softmax", breaks="a subclass with another softmax would get the usual one")
+def test_a_softmax_of_ones_own():
+    class Mine(MHA):
+        def _masked_softmax(self, attention_scores, attention_mask=None):
+            return ops.zeros_like(attention_scores)
+
+    assert not _keras.has_own_softmax(attention())
+    layer = attention(Mine)
+    assert _keras.has_own_softmax(layer)
+    _, scores = layer(X, X, return_attention_scores=True)
+    assert not np.any(ops.convert_to_numpy(scores))
+
+
+@relies_on("scale", breaks="attention under a rule would differ from stock's")
+def test_the_scale_of_logits():
+    layer = attention()
+    assert _keras.scale(layer) == 1 / math.sqrt(4)
+    vars(layer)["_inverse_sqrt_key_dim"] = 0.0
+    _, scores = layer(X, X, return_attention_scores=True)
+    np.testing.assert_allclose(ops.convert_to_numpy(scores), 0.2, rtol=1e-5)
+
+
+@relies_on("dropout_layer", breaks="dropout under a rule would be off, or ignore the seed")
+def test_what_drops_probabilities():
+    layer = attention(dropout=0.5, seed=3)
+    seeds = _keras.dropout_layer(layer).seed_generator
+    before = ops.convert_to_numpy(seeds.state.value).tolist()
+    layer(X, X, training=True)
+    assert layer.dropout == 0.5
+    assert ops.convert_to_numpy(seeds.state.value).tolist() != before
+
+
+@relies_on("gate", breaks="layers with `use_gate=True` would leave out the gate")
+def test_the_gate():
+    assert _keras.gate(attention()) is None
+    layer = attention(use_gate=True)
+    query, key, value = layer.query_dense(X), layer.key_dense(X), layer.value_dense(X)
+    context, _ = getattr(layer, _keras.COMPUTE_ATTENTION)(query, key, value)
+    output = layer.output_dense(context * _keras.gate(layer)(X))
+    np.testing.assert_allclose(*map(ops.convert_to_numpy, (layer(X, X), output)), rtol=1e-5)
+
+
+@relies_on(
+    "sliding_window sliding_window_mask causal_mask",
+    breaks="our layer would see other keys by the causal mask or the sliding window than stock's",
+)
+def test_the_masks_that_a_layer_makes():
+    layer = attention()
+    causal = ops.convert_to_numpy(_keras.causal_mask(layer, X, X))
+    np.testing.assert_array_equal(causal.reshape(5, 5), np.tril(np.ones((5, 5), bool)))
+    assert _keras.sliding_window(layer) is None
+    if not WINDOW:
+        return
+    layer = attention(**WINDOW)
+    assert _keras.sliding_window(layer) == 2
+    mask = ops.convert_to_numpy(_keras.sliding_window_mask(layer, X, X))
+    steps = np.arange(5)
+    np.testing.assert_array_equal(mask.reshape(5, 5), abs(steps[:, None] - steps) < 2)
+
+
+@relies_on("get_keras_mask set_keras_mask", breaks="attention would see the padding of `mask_zero`")
+def test_masks_travel_on_tensors():
+    x = keras.layers.Embedding(4, 3, mask_zero=True)(np.array([[1, 2, 0]]))
+    assert ops.convert_to_numpy(_keras.get_keras_mask(x)).tolist() == [[True, True, False]]
+    _keras.set_keras_mask(x, None)
+    assert _keras.get_keras_mask(x) is None
+    mask = ops.ones((1, 3), "bool")
+    _keras.set_keras_mask(x, mask)
+    assert _keras.get_keras_mask(x) is mask
+
+
+@relies_on("in_symbolic_scope", breaks="building a model would read values that are not there")
+def test_keras_says_when_it_infers_shapes():
+    seen = []
+
+    class Mine(keras.Layer):
+        def call(self, x):
+            seen.append(_keras.in_symbolic_scope())
+            return x
+
+    Mine()(X)
+    Mine()(keras.Input((5, 8)))
+    assert seen == [False, True]
+
+
+# --- Layers and graphs ---------------------------------------------------------------------------
+
+
+@relies_on("Functional functional_of", breaks="`apply_head_masks` would refuse models with a graph")
+def test_models_with_a_graph_are_told():
+    class Mine(keras.Model):
+        pass
+
+    class WithGraph(keras.Model):
+        pass
+
+    x = keras.Input((3,))
+    assert isinstance(graph(), _keras.Functional)
+    assert isinstance(WithGraph(x, keras.layers.Dense(2)(x)), _keras.Functional)
+    assert not isinstance(Mine(), _keras.Functional)
+    sequential = keras.Sequential([keras.layers.Dense(2)])
+    assert _keras.functional_of(sequential) is None
+    sequential.build((None, 3))
+    inner = _keras.functional_of(sequential)
+    assert isinstance(inner, _keras.Functional)
+    assert not isinstance(sequential, _keras.Functional)
+    assert [tuple(tensor.shape) for tensor in inner.inputs] == [(None, 3)]
+
+
+@relies_on(
+    "GRAPH",
+    breaks="a model with `add_inputs=True` would run, or be saved, without its new input",
+)
+def test_what_a_graph_is_made_of():
+    model = graph()
+    function = keras.Function(model.inputs, model.outputs)
+    operation, _ = _keras.made_by(ops.relu(keras.Input((3,))))
+    made = {name for name in set(vars(function)) - set(vars(operation)) if name[:6] != "_self_"}
+    assert made == set(_keras.GRAPH)
+    wider = keras.Model([model.input, keras.Input((1,), name="new")], model.output)
+    vars(model).update({name: vars(wider)[name] for name in _keras.GRAPH})
+    assert [tensor.name for tensor in model.inputs] == ["x", "new"]
+    assert len(model.input) == 2
+    assert len(model.get_config()["input_layers"]) == 2
+    assert tuple(model([np.ones((1, 3)), np.ones((1, 1))]).shape) == (1, 2)
+
+
+@relies_on(
+    "nodes made_by calls_of",
+    breaks="self- and cross-attention, and their order, would not be told apart",
+)
+def test_a_graph_shows_its_calls():
+    model = graph()
+    nodes = [node for node in _keras.nodes(model) if node.input_tensors]
+    first, relu, second = (node.operation for node in nodes)
+    assert (first.name, second.name) == ("first", "second")
+    assert nodes[0].arguments.args == (model.input,)
+    assert nodes[-1].outputs == [model.output]
+    assert _keras.made_by(model.output) == (second, nodes[1].outputs)
+    assert _keras.calls_of(relu)[0].input_tensors == nodes[0].outputs
+    assert isinstance(_keras.made_by(model.input)[0], keras.layers.InputLayer)
+    assert _keras.made_by(keras.KerasTensor((2,))) == (None, [])
+
+
+@relies_on("CALLS_OF_OPERATION", breaks="looking at a model would change its graph")
+def test_calls_are_kept_in_two_lists():
+    layer = keras.layers.Dense(2, name="layer")
+    tensor = layer(keras.Input((3,)))
+    held = [vars(layer)[name] for name in _keras.CALLS_OF_OPERATION]
+    for name in _keras.CALLS_OF_OPERATION:
+        vars(layer)[name] = list(vars(layer)[name])
+    keras.layers.Dense(2)(layer(keras.Input((3,))))
+    keras.layers.Dense(2)(layer(keras.Input((3,))))
+    assert [len(x) for x in held] == [1, 0]
+    assert _keras.made_by(tensor)[0] is layer
+
+
+@relies_on("SYMBOLIC_CALL", breaks="how a model calls its attention layers would not be seen")
+def test_symbolic_tensors_take_a_method_of_their_own():
+    seen = []
+    layer = hooked(keras.layers.Dense(2), _keras.SYMBOLIC_CALL, seen)
+    layer(keras.Input((3,)))
+    assert len(seen) == 1
+
+
+@relies_on(
+    "REMATERIALIZED_CALL remat_mode set_remat_mode",
+    breaks="layers under a RematScope would lose their rule in the backward pass, or in a copy",
+)
+def test_rematerialised_layers():
+    with keras.RematScope(mode="full"):
+        inside = keras.layers.Dense(2)
+    layer, seen = keras.layers.Dense(2), []
+    assert _keras.remat_mode(layer) is None
+    _keras.set_remat_mode(layer, _keras.remat_mode(inside))
+    assert _keras.remat_mode(layer).mode == "full"
+    hooked(layer, _keras.REMATERIALIZED_CALL, seen)(X)
+    ((_, (call, *_), _),) = seen
+    assert callable(call)
+
+
+@relies_on(
+    "layers_of layers_inside sublayers",
+    breaks="attention inside other layers would not be found, and so have no rule",
+)
+def test_layers_inside_layers():
+    class Block(keras.Layer):
+        def __init__(self):
+            super().__init__()
+            self.parts = [keras.Sequential([keras.layers.Dense(2)])]
+
+    block = Block()
+    inner = block.parts[0]
+    assert list(_keras.layers_of(block))[:2] == [block, inner]
+    assert list(_keras.layers_inside(block)) == list(_keras.layers_of(block))[1:]
+    assert inner.layers[0] in _keras.layers_inside(block)
+    assert list(_keras.sublayers(block)) == [inner]
+    assert list(_keras.sublayers(_keras.made_by(ops.relu(keras.Input((3,))))[0])) == []
+
+
+@relies_on(
+    "LISTS_OF_MODELS LISTS_OF_LAYERS LISTS_OF_SEQUENTIALS NOTES_OF_TENSORFLOW",
+    breaks="a layer would be taken for one that Keras does not track, and its model refused",
+)
+def test_second_lists_of_layers():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert set(vars(_keras.functional_of(model))) >= _keras.LISTS_OF_MODELS
+    assert set(vars(model)) >= _keras.LISTS_OF_SEQUENTIALS
+    if BACKEND == "torch":
+        assert set(vars(model)) >= _keras.LISTS_OF_LAYERS
+    if BACKEND == "tensorflow":
+        assert any(name.startswith(_keras.NOTES_OF_TENSORFLOW) for name in vars(model))
+
+
+@relies_on(
+    "CLEAR_LOSSES",
+    breaks="a model that was used up would leave later calls in training mode",
+)
+def test_a_call_begins_by_clearing_losses():
+    seen = []
+    hooked(keras.layers.Dense(2), _keras.CLEAR_LOSSES, seen)(X)
+    assert len(seen) == 1
+
+
+@relies_on(
+    "flat_inputs _convert_inputs_to_tensors",
+    breaks="ids would be rounded, or cut to 32 bits",
+)
+def test_inputs_of_a_call():
+    class Mine(_keras.Functional):
+        def _convert_inputs_to_tensors(self, flat_inputs):
+            seen.extend(flat_inputs)
+            return super()._convert_inputs_to_tensors(flat_inputs)
+
+    seen = []
+    b, a = (keras.Input((3,), dtype="int32", name=name) for name in "ba")
+    model = Mine({"b": b, "a": a}, a + b)
+    given = {"a": np.zeros((1, 3)), "b": np.ones((1, 3))}
+    flat = _keras.flat_inputs(model, given)
+    order = [tensor.name for tensor in model.inputs]
+    assert all(x is given[name] for x, name in zip(seen, order, strict=True))
+    assert [keras.backend.standardize_dtype(x.dtype) for x in flat] == ["int32", "int32"]
+    assert [int(x[0, 0]) for x in flat] == [int(given[name][0, 0]) for name in order]
+
+
+@relies_on("_run_through_graph", breaks="`clone_model` would drop a model's rule in silence")
+def test_clones_run_through_the_graph():
+    seen = []
+
+    class Mine(_keras.Functional):
+        def _run_through_graph(self, *args, **kwargs):
+            seen.append(self)
+            return super()._run_through_graph(*args, **kwargs)
+
+    x = keras.Input((3,))
+    model = Mine(x, keras.layers.Dense(2)(x))
+    seen.clear()
+    model(np.ones((1, 3)))
+    assert seen == [model]
+    keras.models.clone_model(model, call_function=lambda layer, *args, **kw: layer(*args, **kw))
+    assert model in seen[1:]
+
+
+@relies_on("set_policy", breaks="`export_saved_model(precision=...)` would compute as before")
+def test_a_policy_is_an_attribute():
+    layer = keras.layers.Dense(2, dtype="float32")
+    layer.build((None, 8))
+    _keras.set_policy(layer, keras.DTypePolicy("mixed_float16"))
+    assert (layer.compute_dtype, layer.dtype_policy.name) == ("float16", "mixed_float16")
+    assert keras.backend.standardize_dtype(layer(X).dtype) == "float16"
+
+
+@relies_on("is_own_op is_own_layer", breaks="more models would be refused, as if mixing positions")
+def test_classes_of_keras_are_told_by_their_module():
+    class Mine(keras.layers.Dense):
+        pass
+
+    op, dense = _keras.made_by(ops.relu(keras.Input((3,))))[0], keras.layers.Dense(2)
+    assert [_keras.is_own_op(x) for x in (op, dense, Mine(2))] == [True, False, False]
+    assert [_keras.is_own_layer(x) for x in (op, dense, Mine(2))] == [False, True, False]
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+
+@relies_on("file_under", breaks="a masked model would be saved under a name that nothing loads")
+def test_a_name_for_a_class_in_files():
+    class Mine(keras.layers.Dense):
+        pass
+
+    _keras.file_under(Mine, "package>Name")
+    assert keras.saving.serialize_keras_object(Mine(2))["registered_name"] == "package>Name"
+    assert Mine not in keras.saving.get_custom_objects().values()
+
+
+@relies_on("saves_hdf5", breaks="a masked model in HDF5 would be saved without its rule")
+@pytest.mark.filterwarnings("ignore:.*HDF5.*")
+def test_keras_says_when_it_writes_hdf5(tmp_path):
+    class Mine(keras.layers.Dense):
+        def get_config(self):
+            seen.append(_keras.saves_hdf5())
+            return super().get_config()
+
+    seen = []
+    model = keras.Sequential([keras.Input((3,)), Mine(2)])
+    model.save(tmp_path / "model.keras")
+    assert not any(seen)
+    model.save(tmp_path / "model.h5")
+    assert any(seen)
+
+
+@relies_on("has_in_file", breaks="weights of a layer that Keras could not build would be lost")
+def test_weights_are_read_from_a_place_in_a_file(tmp_path):
+    class Mine(MHA):
+        def load_own_variables(self, store):
+            seen.extend(_keras.has_in_file(store, part) for part in ("query_dense", "no_dense"))
+
+    seen = []
+    x = keras.Input((5, 8))
+    for cls in (MHA, Mine):
+        model = keras.Model(x, cls(2, 4, name="attention")(x, x))
+        if cls is MHA:
+            model.save_weights(tmp_path / "model.weights.h5")
+    Mine.__name__ = MHA.__name__  # files know a layer by it
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert seen == [True, False]
+    assert not _keras.has_in_file({}, "query_dense")
+
+
+@relies_on("unpickle_model", breaks="a masked model could not be pickled, nor copied by `deepcopy`")
+def test_pickles_call_one_function():
+    model = graph()
+    function, arguments = model.__reduce__()
+    assert function.__func__ is _keras.unpickle_model.__func__
+    twin = pickle.loads(pickle.dumps(_keras.unpickle_model))(*arguments)
+    x = np.ones((1, 3), "float32")
+    np.testing.assert_allclose(*(ops.convert_to_numpy(m(x)) for m in (model, twin)))
+
+
+# --- TensorFlow and PyTorch ----------------------------------------------------------------------
+
+
+def traced(body, **kwargs):
+    """What `body` answers inside a `tf.function`."""
+    import tensorflow as tf
+
+    answers = []
+    tf.function(lambda: answers.append(body()), autograph=False, **kwargs)()
+    return answers[0]
+
+
+@relies_on("COMPILED_FROM", breaks="attention in a compiled function would escape the rule unseen")
+def test_compiled_functions_keep_what_they_compile():
+    def function(x):
+        return x
+
+    of_tensorflow, of_torch = _keras.COMPILED_FROM
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        assert vars(tf.function(function))[of_tensorflow] is function
+    if BACKEND == "torch":
+        import torch
+
+        assert getattr(torch.compile(function), of_torch) is function
+
+
+@pytest.mark.tensorflow
+@relies_on("in_xla", breaks="`jit_compile=True` would fail for rules at unknown lengths")
+def test_xla_is_told():
+    assert not _keras.in_xla()
+    assert not traced(_keras.in_xla)
+    assert traced(_keras.in_xla, jit_compile=True)
+
+
+@pytest.mark.tensorflow
+@relies_on(
+    "NOT_INLINED XLA_MUST_COMPILE",
+    breaks="exports would hold each loop many times, or parts that a server cannot run",
+)
+def test_attributes_of_functions_in_a_graph():
+    import tensorflow as tf
+
+    @tf.function(experimental_attributes=_keras.NOT_INLINED)
+    def kept(x):
+        return x + 1
+
+    @tf.function(jit_compile=True)
+    def compiled(x):
+        return x + 2
+
+    outer = tf.function(lambda x: compiled(kept(x))).get_concrete_function(tf.constant(1.0))
+    ((name, value),) = _keras.NOT_INLINED.items()
+    functions = outer.graph.as_graph_def().library.function
+    assert [f.attr[name].b for f in functions if "kept" in f.signature.name] == [value]
+    marks = [n.attr[_keras.XLA_MUST_COMPILE].b for n in outer.graph.as_graph_def().node]
+    marks += [f.attr[_keras.XLA_MUST_COMPILE].b for f in functions]
+    assert any(marks)
+
+
+@pytest.mark.tensorflow
+@relies_on("PRINT_UNKNOWN_OPS", breaks="an export with ops of a library would pass for servable")
+def test_ops_that_tensorflow_has_not(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["-c", "MatMul", "NoSuchOp"])
+    exec(_keras.PRINT_UNKNOWN_OPS, {})
+    assert capsys.readouterr().out.split() == ["NoSuchOp"]
+
+
+@pytest.mark.tensorflow
+@relies_on(
+    "function_type traces",
+    breaks="`copy=False` would leave functions that go on without the rule",
+)
+def test_functions_show_what_they_traced():
+    import tensorflow as tf
+
+    variable = tf.Variable(1.0)
+    function = tf.function(lambda: variable + 1)
+    assert isinstance(function, _keras.function_type())
+    assert _keras.traces(function) == []
+    function()
+    (trace,) = _keras.traces(function)
+    assert trace.variables[0] is variable
+
+
+@pytest.mark.tensorflow
+@relies_on("is_of_trainer", breaks="`copy=False` would refuse models that were fitted")
+def test_functions_of_the_trainer_are_told():
+    import gc
+
+    import tensorflow as tf
+
+    model = graph()
+    model.compile("sgd", "mse")
+    model.predict(np.ones((1, 3)), verbose=0)
+    kind = _keras.function_type()
+    made = [x for x in gc.get_objects() if issubclass(type(x), kind) and _keras.traces(x)]
+    assert any(map(_keras.is_of_trainer, made))
+    assert not _keras.is_of_trainer(tf.function(lambda: 1))
+
+
+@pytest.mark.tensorflow
+@relies_on(
+    "is_function_graph infers_shapes",
+    breaks="attention in a `tf.function` inside a model would keep the rule of another call",
+)
+def test_kinds_of_graphs():
+    import tensorflow as tf
+
+    def graph_now():
+        return tf.compat.v1.get_default_graph()
+
+    class Mine(keras.Layer):
+        def call(self, x):
+            seen.append(graph_now())
+            return x
+
+    seen = []
+    Mine()(keras.Input((5, 8)))
+    assert _keras.infers_shapes(seen[0])
+    plain = traced(graph_now)
+    assert _keras.is_function_graph(plain)
+    assert not _keras.infers_shapes(plain)
+
+    @tf.function(autograph=False)
+    def loop():
+        def body(i):
+            seen.append(graph_now())
+            return i + 1
+
+        return tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
+
+    loop()
+    assert not _keras.is_function_graph(seen[-1])
+    assert _keras.is_function_graph(seen[-1].outer_graph)

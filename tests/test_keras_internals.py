@@ -483,6 +483,20 @@ def test_a_name_for_a_class_in_files():
     assert Mine not in keras.saving.get_custom_objects().values()
 
 
+@relies_on("file_weights_under", breaks="files of before would not load into a list of our layers")
+def test_weights_are_filed_by_the_name_of_a_class(tmp_path):
+    """Called when the package is imported: our class is filed as stock's."""
+    h5py = pytest.importorskip("h5py")
+
+    class PerHeadMaskedMultiHeadAttention(keras.layers.Dense):
+        pass
+
+    model = keras.Sequential([keras.Input((3,)), PerHeadMaskedMultiHeadAttention(2)])
+    model.save_weights(tmp_path / "model.weights.h5")
+    with h5py.File(tmp_path / "model.weights.h5") as file:
+        assert list(file["layers"]) == ["multi_head_attention"]
+
+
 @relies_on("saves_hdf5", breaks="a masked model in HDF5 would be saved without its rule")
 @pytest.mark.filterwarnings("ignore:.*HDF5.*")
 def test_keras_says_when_it_writes_hdf5(tmp_path):

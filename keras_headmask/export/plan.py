@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.attention.parts import forward_only
+from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export import checking, fresh_process, padding_trial, signatures, warmup
 from keras_headmask.export.precision import computing_in_float32
 from keras_headmask.export.samples import Arrays

@@ -13,6 +13,9 @@ from keras import ops
 
 from keras_headmask._keras import in_xla
 
+# In place of a hidden logit: whatever that is, inf or NaN, it is hidden, and no less so where all
+# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
+HIDDEN = float("-inf")
 _LARGEST = {
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,

@@ -1,8 +1,5 @@
 """What the tiled implementations share: the heads of one rule, and how they drop probabilities."""
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -11,13 +8,6 @@ from keras import ops
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.bound import Bound, Cuts
-
-# In place of a hidden logit: whatever that is, inf or NaN, it is hidden, and no less so where all
-# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
-HIDDEN = float("-inf")
-_is_forward_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "forward_only", default=False
-)
 
 
 class Part(NamedTuple):
@@ -54,24 +44,6 @@ def in_order(tensor: Any, order: list[int], axis: int) -> Any:
     if order == sorted(order):
         return tensor
     return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
-
-
-@contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-    """Trace the forward pass without gradients of our own.
-
-    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
-    """
-    token = _is_forward_only.set(True)
-    try:
-        yield
-    finally:
-        _is_forward_only.reset(token)
-
-
-def is_forward_only() -> bool:
-    """Whether no gradient is wanted of what is traced in this context."""
-    return _is_forward_only.get()
 
 
 # --- Dropout that does not depend on the tiles ---------------------------------------------------

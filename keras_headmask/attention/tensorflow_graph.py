@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from keras_headmask import _keras
 from keras_headmask.attention import finite
-from keras_headmask.attention.parts import HIDDEN, Part, is_forward_only
+from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.rules.bound import Bound
 from keras_headmask.rules.protocol import Sides
 
 
-def shared(how: Callable, part: Part, *operands: Any) -> Any:
-    """`how(part, *operands)`, in a graph by one function for all equal parts."""
+def shared(how: Callable, part: Any, *operands: Any) -> Any:
+    """`how(part, *operands)` for a `parts.Part`; in a graph by one function for all equal parts."""
     if tf.executing_eagerly() or part.dropout is not None:
         return how(part, *operands)
     bound = part.bound
@@ -29,7 +29,7 @@ def shared(how: Callable, part: Part, *operands: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=128)
-def _shared(how: Callable, part: Part, names: tuple, forward_only: bool) -> Callable:
+def _shared(how: Callable, part: Any, names: tuple, forward_only: bool) -> Callable:
     """`how` as a function of tensors alone, for a part without its `bound`.
 
     Of the key are `forward_only`, as what was traced with gradients is not for an export, and the
@@ -108,7 +108,7 @@ def masked_logits(logits: Any, allowed: Any, whole_rows: bool = True) -> tuple[A
     With `whole_rows` one that sees nothing has 0 throughout, of which no NaN comes.
     """
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(HIDDEN, logits.dtype)
+    hidden = tf.constant(finite.HIDDEN, logits.dtype)
     if whole_rows:
         hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
     return tf.where(allowed, logits, hidden), alive

@@ -14,7 +14,8 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.attention import finite
-from keras_headmask.attention.parts import HIDDEN, Part, is_forward_only
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.bound import Cuts
@@ -199,7 +200,9 @@ class _Tile(NamedTuple):
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
             alive = ops.any(allowed, axis=-1, keepdims=True)
-            hidden = ops.where(alive, ops.cast(HIDDEN, logits.dtype), ops.cast(0, logits.dtype))
+            hidden = ops.where(
+                alive, ops.cast(finite.HIDDEN, logits.dtype), ops.cast(0, logits.dtype)
+            )
             logits = ops.where(allowed, logits, hidden)
         tile = cls(part, cuts, needed, ops.softmax(logits, axis=-1), alive, allowed)
         if keras.backend.backend() == "jax":

@@ -1,4 +1,4 @@
-"""The sizes of tiles, and the thresholds that choose between implementations."""
+"""How attention is computed in a context: the sizes of tiles, thresholds, gradients or none."""
 
 import contextlib
 import dataclasses
@@ -48,3 +48,24 @@ def tuned(**changes: Any) -> Iterator[Tuning]:
         yield tuning
     finally:
         _current.reset(token)
+
+
+_is_forward_only: ContextVar[bool] = ContextVar("forward_only", default=False)
+
+
+@contextlib.contextmanager
+def forward_only() -> Iterator[None]:
+    """Trace the forward pass without gradients of our own.
+
+    A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
+    """
+    token = _is_forward_only.set(True)
+    try:
+        yield
+    finally:
+        _is_forward_only.reset(token)
+
+
+def is_forward_only() -> bool:
+    """Whether no gradient is wanted of what is traced in this context."""
+    return _is_forward_only.get()

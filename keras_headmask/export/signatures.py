@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.parts import forward_only
+from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export import checking, fresh_process, padding, warmup
 from keras_headmask.export.interface import (
     PADDING,

@@ -4,6 +4,7 @@ Each test holds the function, the layer and a retrofitted layer to one answer, d
 """
 
 import contextlib
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -15,7 +16,7 @@ from tiled_contract import ALWAYS, attend, operands, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import Tuning, current_tuning, tuned
+from keras_headmask.attention.tuning import current_tuning, tuned
 
 RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
 X = normal(2, 7, 8)
@@ -85,9 +86,9 @@ def test_a_mask_that_does_not_fit_is_refused(computed, shape, message):
 def test_tuning_holds_inside_alone():
     before = current_tuning()
     with tuned(local_tile=4) as outer:
-        assert current_tuning() == outer == Tuning(local_tile=4)
+        assert current_tuning() == outer == replace(before, local_tile=4)
         with tuned(wide_tile=6):
-            assert current_tuning() == Tuning(local_tile=4, wide_tile=6)
+            assert current_tuning() == replace(outer, wide_tile=6)
         with contextlib.suppress(KeyError), tuned(wide_tile=9):
             raise KeyError
         assert current_tuning() == outer

@@ -7,6 +7,7 @@ import pytest
 
 import keras_headmask as hm
 
+pytestmark = pytest.mark.tensorflow  # one backend is enough
 PACKAGE = Path(hm.__file__).parent
 
 ARROWS = {

@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-minutes_test := all backends and peers, 3 to 10 minutes and 5 GB
-minutes_pretrained := TensorFlow, KerasHub and a BERT of 90 MB, 2 to 6 minutes and 3 GB
+what_test := all backends and peers
+minutes_test := 3 to 10 minutes and 5 GB
+what_pretrained := TensorFlow, KerasHub and a BERT of 90 MB
+minutes_pretrained := 2 to 6 minutes and 3 GB
 
 .PHONY: demo check test docs older clean
 
@@ -30,7 +32,8 @@ older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
 
 $(VENV)/.%: pyproject.toml
-	@echo "Installing the extra '$*' into $(VENV), once: $(or $(minutes_$*),a minute or two)."
+	@echo "Installing keras-headmask[$*] into $(VENV): $(or $(what_$*),its packages)."
+	@echo "This takes $(or $(minutes_$*),a minute or two), once."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --progress-bar off --editable ".[$*]"

@@ -1,43 +1,67 @@
-"""`make test`: every pass of the tests, whatever comes of the others, and a report at the end."""
+"""`make test` and `make check`: every pass, whatever comes of the others, and then a report."""
 
 import os
 import subprocess
 import sys
 import time
 
+
+def _files(*names):
+    return tuple(f"tests/{name}.py" for name in names)
+
+
 # Run once more with the tiled implementation, in tiny tiles (but those that write files).
 _CONTRACT = (
     "-k",
     "not fresh_process",
-    *(
-        f"tests/{name}.py"
-        for name in (
-            "layer/test_layer",
-            "attention/test_attention",
-            "layer/test_parity",
-            "layer/test_routes",
-        )
+    *_files(
+        "layer/test_layer", "attention/test_attention", "layer/test_parity", "layer/test_routes"
     ),
+)
+# What a mask is and what attention under it gives. The longest come first, for two workers.
+_LAWS = (
+    *_files("test_readme", "attention/test_tiled", "layer/test_layer", "layer/test_parity"),
+    "tests/rules",
+    *_files("attention/test_attention", "test_golden", "test_layout", "test_public_names"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
 _RUFF = (sys.executable, "-m", "ruff")
-# name, backend, command; minutes measured on two idle cores
-PASSES = (
+# Each pass: name, backend, command.
+_SOURCE = (
     ("style: rules", None, (*_RUFF, "check", ".")),
     ("style: layout", None, (*_RUFF, "format", "--check", ".")),
-    ("TensorFlow", "tensorflow", (*_PYTEST, "--doctest-modules", "tests", "keras_headmask")),
-    ("TensorFlow, tiny tiles", "tensorflow", (*_PYTEST, "--tiled", *_CONTRACT)),
-    ("PyTorch, tiny tiles", "torch", (*_PYTEST, "--tiled", *_CONTRACT)),
-    ("JAX", "jax", (*_PYTEST, "tests")),
-    ("PyTorch", "torch", (*_PYTEST, "tests")),
+    # A type check belongs here: both `make check` and `make test` then run it.
 )
+# What each run says first (busy cores take longer), and its passes.
+RUNS = {
+    "check": (
+        "Style, the laws on TensorFlow, the README: under 5 minutes on two idle cores.",
+        (*_SOURCE, ("laws, README", "tensorflow", (*_PYTEST, *_LAWS))),
+    ),
+    "test": (
+        "All tests: under 30 minutes on two idle cores. `make check` is the short run.",
+        (
+            *_SOURCE,
+            (
+                "TensorFlow",
+                "tensorflow",
+                (*_PYTEST, "--doctest-modules", "tests", "keras_headmask"),
+            ),
+            ("TensorFlow, tiny tiles", "tensorflow", (*_PYTEST, "--tiled", *_CONTRACT)),
+            ("PyTorch, tiny tiles", "torch", (*_PYTEST, "--tiled", *_CONTRACT)),
+            ("JAX", "jax", (*_PYTEST, "tests")),
+            ("PyTorch", "torch", (*_PYTEST, "tests")),
+        ),
+    ),
+}
 
 
-def main():
-    print("All tests: about 20 minutes on two idle cores, longer on busy ones.", flush=True)
+def main(run="test"):
+    said, passes = RUNS[run]
+    print(said, flush=True)
     report, failed = [], 0
-    for number, (name, backend, command) in enumerate(PASSES, 1):
-        print(f"\n=== {number} of {len(PASSES)}: {name}: {' '.join(command[2:])}", flush=True)
+    for number, (name, backend, command) in enumerate(passes, 1):
+        print(f"\n=== {number} of {len(passes)}: {name}: {' '.join(command[2:])}", flush=True)
         environment = os.environ | ({"KERAS_BACKEND": backend} if backend else {})
         start = time.perf_counter()
         code = subprocess.run(command, env=environment).returncode
@@ -47,9 +71,9 @@ def main():
             f"{name:24} {'passed' if code == 0 else f'FAILED ({code})':12} {minutes:5.1f} min"
         )
     print("\n" + "\n".join(report))
-    print(f"\n{len(PASSES) - failed} passed, {failed} failed", flush=True)
+    print(f"\n{len(passes) - failed} passed, {failed} failed", flush=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -10,6 +10,7 @@ import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.rules import config
 
+pytestmark = pytest.mark.tensorflow  # one backend is enough
 PACKAGE = Path(hm.__file__).parent
 
 ARROWS = {

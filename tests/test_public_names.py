@@ -11,6 +11,7 @@ import pytest
 
 import keras_headmask as hm
 
+pytestmark = pytest.mark.tensorflow  # one backend is enough
 ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "saved_models" / "golden" / "format-1" / "model.keras"
 

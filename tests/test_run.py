@@ -1,34 +1,48 @@
-"""`make test` runs every pass, and then says which failed."""
+"""`make test` and `make check` run every pass, and then say which failed."""
 
+import pathlib
+import re
 import sys
 
+import pytest
 import run
 
+pytestmark = pytest.mark.tensorflow  # one backend is enough
+ROOT = pathlib.Path(__file__).parents[1]
 PRINT_BACKEND = "import os; print(os.environ['KERAS_BACKEND'])"
 
 
 def test_a_pass_that_fails_stops_no_other_and_is_reported(monkeypatch, capfd):
     passes = (
         ("first", None, (sys.executable, "-c", "raise SystemExit(3)")),
-        (
-            "second",
-            "torch",
-            (sys.executable, "-c", "import os; print(os.environ['KERAS_BACKEND'])"),
-        ),
+        ("second", "torch", (sys.executable, "-c", PRINT_BACKEND)),
     )
-    monkeypatch.setattr(run, "PASSES", passes)
+    monkeypatch.setitem(run.RUNS, "test", ("Some minutes.", passes))
+    monkeypatch.setitem(run.RUNS, "check", ("A minute.", passes[1:]))
     assert run.main() == 1
     printed = capfd.readouterr().out
-    assert "about 20 minutes" in printed.splitlines()[0]
+    assert printed.splitlines()[0] == "Some minutes."
     assert "\ntorch\n" in printed
     assert "FAILED (3)" in next(x for x in printed.splitlines() if x.startswith("first"))
     assert printed.rstrip().endswith("1 passed, 1 failed")
 
-    monkeypatch.setattr(run, "PASSES", passes[1:])
-    assert run.main() == 0
-    assert capfd.readouterr().out.rstrip().endswith("1 passed, 0 failed")
+    assert run.main("check") == 0
+    printed = capfd.readouterr().out
+    assert printed.splitlines()[0] == "A minute."
+    assert printed.rstrip().endswith("1 passed, 0 failed")
 
 
-def test_every_backend_has_its_pass():
-    backends = {backend for _, backend, command in run.PASSES if command[-1] != "."}
-    assert backends == {"tensorflow", "jax", "torch"}
+@pytest.mark.parametrize("name", run.RUNS)
+def test_each_run_says_how_long_it_takes_and_is_a_command(name):
+    said, passes = run.RUNS[name]
+    assert re.search(r"under \d+ minutes", said)
+    assert all("ruff" in command for _, backend, command in passes if backend is None)
+    assert f"\n{name}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_every_backend_has_its_pass_and_files_exist():
+    backends = {name: {b for _, b, _ in passes if b} for name, (_, passes) in run.RUNS.items()}
+    assert backends == {"test": {"tensorflow", "jax", "torch"}, "check": {"tensorflow"}}
+    for _, passes in run.RUNS.values():
+        for _, _, command in passes:
+            assert all((ROOT / path).exists() for path in command if path.startswith("tests"))

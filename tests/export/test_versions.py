@@ -11,7 +11,10 @@ import pytest
 
 from keras_headmask.export import versions
 
-pytestmark = pytest.mark.skipif(versions.fcntl is None, reason="needs a system with flock")
+pytestmark = [
+    pytest.mark.tensorflow,  # one backend is enough
+    pytest.mark.skipif(versions.fcntl is None, reason="needs a system with flock"),
+]
 
 # The module imports nothing of ours, so a writer starts in no time, without any framework.
 WRITER = """

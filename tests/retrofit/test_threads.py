@@ -153,7 +153,7 @@ def listed(masked, _folder):
     masked.summary_masks(lambda line: None)
 
 
-MOST_LOOKS = 3  # of each thread; they are slow, and the calls go on beside them
+MOST_LOOKS = 2  # of each thread; they are slow, and the calls go on beside them
 LOOKS = {"lint": linted, "plot": drawn, "summary": listed}
 if keras.backend.backend() == "tensorflow":
     LOOKS["export"] = lambda masked, folder: exported(masked, folder)

@@ -10,6 +10,8 @@ from hypothesis import given
 import keras_headmask as hm
 from keras_headmask.rules import config as registry
 
+pytestmark = pytest.mark.tensorflow  # one backend is enough
+
 load = hm.MaskSpec.from_config
 
 

@@ -36,7 +36,7 @@ def test_every_function_that_is_named_exists(page):
 
 def test_a_function_is_in_the_file_that_is_named_with_it():
     named = re.findall(r"`(\w+)\(\)`\s+in\s+`([\w/]+\.py)`", PAGE)
-    assert len(named) >= 10
+    assert len(named) >= 8
     assert [
         (name, file)
         for name, file in named

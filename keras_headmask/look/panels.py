@@ -232,7 +232,13 @@ def head_names(heads: Sequence[int], others: int | None = None) -> str:
     """Head numbers with neighbours folded: `heads 0, 2-5`. `others` is as in `Panels`."""
     if others in heads:
         return "all other heads"
-    text = ", ".join("-".join(map(str, run[:1] + run[1:][-1:])) for run in words.runs(heads))
+    runs: list[list[int]] = []
+    for head in heads:
+        if runs and runs[-1][-1] == head - 1:
+            runs[-1][1:] = [head]
+        else:
+            runs.append([head])
+    text = ", ".join("-".join(map(str, run)) for run in runs)
     return f"head{'s' if len(heads) > 1 else ''} {text}"
 
 

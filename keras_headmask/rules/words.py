@@ -4,7 +4,7 @@ Words are found by the permanent name of a kind, so nothing here imports the spe
 describe itself. A kind that has none here speaks by its own `in_words`, or shows its `repr`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from keras_headmask.rules import config
@@ -86,21 +86,16 @@ def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:
 
 def numbers_in_words(numbers: tuple[int, ...] | list[int]) -> str:
     """Whole numbers in rising order, runs of three and more folded."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     parts: list[str] = []
-    for run in runs(numbers):
+    for run in runs:
         parts.extend([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
     return _listed(parts, "and")
-
-
-def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers in rising order, neighbours together."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
 
 
 def words(spec: Any) -> Words:

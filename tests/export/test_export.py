@@ -59,9 +59,9 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     assert max(check.error, check.padded_error, check.compiled_error) < 1e-5
     assert check.twin_distance > 1e-3
     assert check.mass_outside == 0
-    assert checking.mass_seen_in == "serve_scores"
-    assert not any(g["python"] or g["pinned"] for g in checking.graphs.values())
-    assert [n for n, g in checking.graphs.items() if g["compiled"]] == ["serve_xla_2x16"]
+    assert check.mass_seen_in == "serve_scores"
+    assert not any(g["python"] or g["pinned"] for g in check.graphs.values())
+    assert [n for n, g in check.graphs.items() if g["compiled"]] == ["serve_xla_2x16"]
     assert "the rule is alive" in str(report)
 
     for shape in ((1, 1), (4, 33), (2, 300)):

@@ -1,4 +1,4 @@
-"""The layer under a rule beside stock Keras that is fed the same mask: time, and equal outputs."""
+"""The layer under a rule beside Keras' own layer with the same mask: time, and equal outputs."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ class Comparison:
     """Times of one forward, in interleaved runs.
 
     `difference` is the largest between the two outputs, where every head sees a key; `None` where
-    no query does, since stock Keras then averages the values.
+    no query does, since Keras' layer then averages the values.
     """
 
     words: str
@@ -51,7 +51,7 @@ class Comparison:
     allowed_share: float  # of all pairs of a query and a key
     layer: Milliseconds
     stock: Milliseconds
-    ratio: float  # of medians: the layer's time over stock's
+    ratio: float  # of medians: the layer's time over that of Keras' layer
     difference: float | None
     backend: str
     cores: int | None
@@ -89,11 +89,11 @@ def compare(
     seed: int = 0,
     watch: Callable[[range], Iterable[int]] = iter,
 ) -> Comparison:
-    """Time self-attention of `num_heads` x `key_dim` features with `spec`, and stock's beside it.
+    """Time self-attention of `num_heads` x `key_dim` features under `spec`, and Keras' own.
 
-    Both layers have the same weights and run as one compiled graph (PyTorch: eagerly). Stock is fed
-    the mask ready made, `(batch, heads, queries, queries)`: making it is not counted. Mask inputs
-    that are not given are made up. `watch` sees the rounds go by.
+    Both layers have the same weights and run as one compiled graph (PyTorch: eagerly). Keras' own
+    gets the mask ready made, `(batch, heads, queries, queries)`: making it is not counted. Mask
+    inputs that are not given are made up. `watch` sees the rounds go by.
 
     Raises:
         ValueError: for mask inputs and heads that do not fit, and for lengths at which stock's
@@ -136,7 +136,7 @@ def compare(
     alive = mask.any(-1).all(1)  # (batch, queries)
     outputs = {name: keras.ops.convert_to_numpy(run(name))[alive] for name in functions}
     milliseconds = _interleaved(run, list(functions), repetitions, watch)
-    told = {
+    times = {
         name: Milliseconds(statistics.median(taken), min(taken), max(taken))
         for name, taken in milliseconds.items()
     }
@@ -151,8 +151,8 @@ def compare(
         seed=seed,
         made_up=made_up,
         allowed_share=float(mask.mean()),
-        **told,
-        ratio=told["layer"].median / told["stock"].median,
+        **times,
+        ratio=times["layer"].median / times["stock"].median,
         difference=float(apart.max()) if apart.size else None,
         backend=keras.backend.backend(),
         cores=os.cpu_count(),
@@ -170,15 +170,10 @@ def _interleaved(
     for number in watch(range(_WARM_UP + repetitions)):
         for name in names if number % 2 else reversed(names):  # neither is always the second
             start = time.perf_counter()
-            _wait_for(run(name))
+            keras.ops.convert_to_numpy(run(name)[:1, :1, :1])  # accelerators answer too early
             if number >= _WARM_UP:
                 taken[name].append(1000 * (time.perf_counter() - start))
     return taken
-
-
-def _wait_for(result: Any) -> None:
-    """Accelerators answer before they are done."""
-    keras.ops.convert_to_numpy(result[:1, :1, :1])
 
 
 def _compiled(function: Callable) -> Callable:
@@ -206,8 +201,8 @@ def _samples(
         kind = spec.inputs[name]
         shape = (None, None) if kind.rank is not None else (None, num_heads, None, None)
         inputs[name] = Input(shape, kind.dtype)
-    face = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
-    return samples.sample(face, [spec], batch, length, seed)
+    interface = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
+    return samples.sample(interface, [spec], batch, length, seed)
 
 
 def _check_memory(batch: int, num_heads: int, length: int) -> None:

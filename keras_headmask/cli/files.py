@@ -3,14 +3,12 @@
 Each error names the file, or the text, and the way out.
 """
 
-import contextlib
 import json
 import os
 import pathlib
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,7 +62,8 @@ def read_tokens(source: str | None) -> Any:
     """Labels: words, a JSON list, or a .json file of one; a pair of lists for queries and keys."""
     if source is None:
         return None
-    if not source.strip().startswith(("[", "{")) and source != "-" and not _is_json(source):
+    is_json = source.strip().startswith(("[", "{")) or source.lower().endswith(".json")
+    if not is_json and source != "-":
         return source.split()
     tokens = read_json(source)
     if not isinstance(tokens, list):
@@ -133,16 +132,6 @@ def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
         raise PermissionError(f"'{path}' cannot be written: '{folder}' is read-only.")
 
 
-@contextlib.contextmanager
-def written_whole(path: str) -> Iterator[str]:
-    """A path beside `path` to write to; it takes the place of `path` at the end, in one step."""
-    file = pathlib.Path(path).resolve()  # a link stays one
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
-        written = pathlib.Path(folder) / file.name
-        yield str(written)
-        os.replace(written, file)
-
-
 # --- Files and JSON -------------------------------------------------------------------------------
 
 
@@ -198,10 +187,6 @@ def _spec(config: Any) -> MaskSpec:
         return MaskSpec.from_config(config)
     except ValueError as error:
         raise ValueError(f"{error}{_way_out(str(error))}") from error
-
-
-def _is_json(path: str) -> bool:
-    return path.lower().endswith(".json")
 
 
 def _tensor(name: str, value: Any) -> Any:

@@ -42,7 +42,7 @@ class CheckFailed(click.ClickException):
 
 
 def command(function: Callable[..., Answer]) -> click.Command:
-    """A command with `--json`, `--import`, and errors told in a line."""
+    """A command with `--json`, `--import`, and errors of one line."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     @click.option(
@@ -58,48 +58,37 @@ def command(function: Callable[..., Answer]) -> click.Command:
     @click.pass_context
     @functools.wraps(function)
     def run(context: click.Context, as_json: bool, **arguments: Any) -> None:
-        with told(context.obj), contextlib.redirect_stdout(sys.stderr):  # what models print
+        with (
+            errors_in_a_line(context.obj),
+            contextlib.redirect_stdout(sys.stderr),
+        ):  # what models print
             answer = function(**arguments)
             data = answer.data() if as_json and callable(answer.data) else answer.data
-        _print(json.dumps(plain(data)) if as_json else shown(answer.text))
+        try:
+            click.echo(json.dumps(plain(data)) if as_json else shown(answer.text))
+        except BrokenPipeError:
+            sys.exit(CLOSED_PIPE)
         context.exit(answer.exit_code)
 
     return click.command()(run)
 
 
 @contextlib.contextmanager
-def told(debug: bool) -> Iterator[None]:
+def errors_in_a_line(debug: bool) -> Iterator[None]:
     """Errors that say what is wrong with what was handed in, without a traceback."""
     try:
         yield
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, _of_tensorflow()):
-            raise BadInput(
-                in_one_line(f"TensorFlow cannot compute this: {reason(str(error))}")
-            ) from error
-        if not isinstance(error, _USUAL):
+        said = str(error).strip() or type(error).__name__
+        # An operation's error, for ids that an embedding lacks or for want of memory.
+        errors = getattr(sys.modules.get("tensorflow"), "errors", None)
+        if errors is not None and isinstance(error, errors.OpError):
+            said = f"TensorFlow cannot compute this: {reason(said)}"
+        elif not isinstance(error, _USUAL):
             raise
-        raise BadInput(in_one_line(_said(error))) from error
-
-
-def _of_tensorflow() -> tuple[type[Exception], ...]:
-    """What its operations raise: of ids that an embedding has not, or out of memory."""
-    tensorflow = sys.modules.get("tensorflow")
-    errors = getattr(tensorflow, "errors", None)  # none of one that is imported in part
-    return () if errors is None else (errors.OpError,)
-
-
-def _said(error: BaseException) -> str:
-    return str(error).strip() or type(error).__name__
-
-
-def _print(text: str) -> None:
-    try:
-        click.echo(text)
-    except BrokenPipeError:
-        sys.exit(CLOSED_PIPE)
+        raise BadInput(in_one_line(said)) from error
 
 
 def _import(context: click.Context, parameter: click.Parameter, modules: Iterable[str]) -> None:

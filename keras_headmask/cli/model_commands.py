@@ -11,10 +11,11 @@ from keras_headmask.cli.frame import (
     Answer,
     CheckFailed,
     command,
+    errors_in_a_line,
     steps,
-    told,
     unsafe_option,
 )
+from keras_headmask.export.versions import written_whole
 from keras_headmask.export.warmup import check_installed
 from keras_headmask.rules.terminal import in_one_line
 
@@ -38,7 +39,7 @@ class _Pair(click.ParamType):
 def info(model: str, unsafe: bool) -> Answer:
     """Tell of the attention layers in MODEL and their rules.
 
-    Rules are told in words, with the inputs that they read. Layers are numbered as --layers of
+    Rules are given in words, with the inputs that they read. Layers are numbered as --layers of
     `apply` names them.
 
     \b
@@ -111,7 +112,7 @@ def apply(
         except ValueError as error:  # in the words of the command
             raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
         begin("writing")
-        with files.written_whole(output) as file:
+        with written_whole(output) as file:
             masked.save(file)
     found = model_info.information(masked)
     text = f"Wrote {in_one_line(output)}: {model_info.as_text(found)}"
@@ -212,5 +213,5 @@ def serve(debug: bool, base: str, name: str | None, host: str, port: int) -> Non
     """
     from keras_headmask.server.main import serve as run_server
 
-    with told(debug):
+    with errors_in_a_line(debug):
         run_server(base, name=name, host=host, port=port)

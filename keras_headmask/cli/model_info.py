@@ -1,32 +1,26 @@
-"""What a model holds in the way of attention: its layers, their heads, their rules in words."""
+"""The attention layers of a model, their heads, and their rules in words."""
 
-import contextlib
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from keras_headmask.export.report import installed_versions
+from keras_headmask.retrofit.layer_rules import aligned, numbered
 from keras_headmask.retrofit.observing import rules_of
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.terminal import in_one_line
 
-_PACKAGES = ("keras", "tensorflow", "jax", "torch", "keras-hub", "numpy")
-
 
 def information(model: keras.Model) -> dict[str, Any]:
-    """Everything that `as_text` tells, as plain JSON."""
+    """Everything that `as_text` says, as plain JSON."""
     found, rules = find_attention(model), rules_of(model)
-    layers, number = [], 0
-    for entry in (*found.known, *found.unknown):
-        counted = entry.kind == "self" and entry in found.known
-        told = _layer(entry, rules.get(entry.path))
-        layers.append(
-            {"number": number if counted else None, "reachable": entry in found.known} | told
-        )
-        number += counted
+    layers = [
+        {"number": number, "reachable": entry in found.known} | _layer(entry, rules.get(entry.path))
+        for number, entry in numbered(found)
+    ]
     inputs = getattr(model, "inputs", None) or ()
     return {
         "name": model.name,
@@ -34,7 +28,7 @@ def information(model: keras.Model) -> dict[str, Any]:
         "parameters": model.count_params() if model.built else None,
         "inputs": [{"name": x.name, "dtype": x.dtype, "shape": list(x.shape)} for x in inputs],
         "attention": layers,
-        "versions": versions(),
+        "versions": installed_versions(),
     }
 
 
@@ -51,30 +45,19 @@ def _layer(entry: AttentionLayer, spec: MaskSpec | None) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Installed versions, this package's first."""
-    import keras_headmask
-
-    found = {"keras_headmask": keras_headmask.__version__}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def as_text(told: Mapping[str, Any]) -> str:
-    """What `information` tells, for a reader."""
-    size = "" if told["parameters"] is None else f", {told['parameters']:,} parameters"
-    lines = [f"{told['class']} '{told['name']}'{size}"]
-    for x in told["inputs"]:
+def as_text(info: Mapping[str, Any]) -> str:
+    """What `information` holds, for a reader."""
+    size = "" if info["parameters"] is None else f", {info['parameters']:,} parameters"
+    lines = [f"{info['class']} '{info['name']}'{size}"]
+    for x in info["inputs"]:
         shape = ", ".join("?" if size is None else str(size) for size in x["shape"])
         lines.append(f"  input {x['name']}: {x['dtype']} ({shape})")
-    lines += _table(told["attention"]) or ["No attention layers."]
-    for layers in _by_rule(told["attention"]):
+    lines += _table(info["attention"]) or ["No attention layers."]
+    for layers in _by_rule(info["attention"]):
         lines.append(f"{_named(layers)}: {layers[0]['words'] or 'no rule'}")
         if layers[0]["mask_inputs"]:
             lines.append(f"  reads {', '.join(layers[0]['mask_inputs'])}")
-    lines.append(", ".join(f"{name} {version}" for name, version in told["versions"].items()))
+    lines.append(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
     return "\n".join(map(in_one_line, lines))
 
 
@@ -90,9 +73,7 @@ def _table(layers: list[dict[str, Any]]) -> list[str]:
         )
         for layer in layers
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
-    return ["  ".join(cells).rstrip() for cells in padded]
+    return aligned(rows)
 
 
 def _by_rule(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -2,8 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,12 +18,10 @@ from keras_headmask.cli.frame import (
     rounds,
     unsafe_option,
 )
+from keras_headmask.export.versions import written_whole
 from keras_headmask.rules import json_schema
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.terminal import in_one_line
-
-if TYPE_CHECKING:
-    from keras_headmask.linting.findings import Finding
 
 # What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 _PICTURES = (".png", ".svg", ".pdf")
@@ -111,7 +108,7 @@ def draw(
         text = drawing.draw(**arguments)
     else:
         figure = plot(**arguments)
-        with files.written_whole(output) as file:
+        with written_whole(output) as file:
             figure.savefig(file)
         text = f"Wrote {in_one_line(output)}"
 
@@ -128,7 +125,7 @@ def draw(
 
 
 def _check_names(spec: MaskSpec, mask_inputs: Any) -> None:
-    """What is missing, told as options rather than as arguments of a layer."""
+    """Raise for missing inputs, in the words of the command."""
     if missing := sorted(spec.inputs.keys() - (mask_inputs or {}).keys()):
         given = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
         raise ValueError(
@@ -184,11 +181,8 @@ def lint(
 
     findings = linter.lint(subject, queries, keys, heads, mask_inputs, query_offset)
     severities = ("error", "warning") if strict else ("error",)
-    return Answer(str(findings), {"findings": list(findings)}, _code(findings, severities))
-
-
-def _code(findings: Iterable["Finding"], severities: tuple[str, ...]) -> int:
-    return FOUND if any(finding.severity in severities for finding in findings) else 0
+    code = FOUND if any(finding.severity in severities for finding in findings) else 0
+    return Answer(str(findings), {"findings": list(findings)}, code)
 
 
 @command
@@ -253,10 +247,11 @@ def bench(
     """
     spec = files.read_rule(rule)
     mask_inputs = files.read_tensors(inputs)
-    from keras_headmask.cli import bench, model_info
+    from keras_headmask.cli import bench
+    from keras_headmask.export.report import installed_versions
 
     found = bench.compare(
         spec, queries, heads, key_dim, batch, mask_inputs, repetitions, seed, rounds
     )
-    data = {**plain(found), "rule": spec, "versions": model_info.versions()}
+    data = {**plain(found), "rule": spec, "versions": installed_versions()}
     return Answer(str(found), data, 0 if found.agrees else FOUND)

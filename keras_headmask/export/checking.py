@@ -17,10 +17,9 @@ from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array
 from keras_headmask.export.report import CheckResult
-from keras_headmask.retrofit.observing import rules_of, watched
+from keras_headmask.retrofit.observing import is_restricted, rules_of, watched
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.selectors import find_attention
-from keras_headmask.rules.heads import restricts
 
 # As `fresh_process.distance` measures.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
@@ -41,19 +40,19 @@ class Case:
     allowed: Arrays | None = None
 
 
-def requests(face: Interface, wanted: Any) -> list[Arrays]:
+def requests(interface: Interface, wanted: Any) -> list[Arrays]:
     """Those of `wanted`, pairs (batch, length) or inputs by name; for `True` three of our own."""
-    specs = tuple(rules_of(face.model).values())
+    specs = tuple(rules_of(interface.model).values())
     if wanted is not True:
-        return [request(face, item, specs) for item in wanted]
-    longest = longest_sequence(face.model) or _LONGEST_LOOK
+        return [request(interface, item, specs) for item in wanted]
+    longest = longest_sequence(interface.model) or _LONGEST_LOOK
     made = []
     for batch, length in _SHAPES:
         length = min(length, longest)
         while True:
-            given = samples.sample(face, specs, batch, length)
+            given = samples.sample(interface, specs, batch, length)
             try:
-                answer(face, given)
+                answer(interface, given)
                 break
             except Exception as error:  # a table of positions ends, say
                 if length <= 2:
@@ -64,22 +63,24 @@ def requests(face: Interface, wanted: Any) -> list[Arrays]:
                     ) from error
                 longest = length = length // 2
         made.append(given)
-    if any(restricts(spec, _heads(face, path)) for path, spec in rules_of(face.model).items()):
-        while not _rules_bite(face, made[-1]) and 2 * length <= min(longest, _LONGEST_LOOK):
+    if is_restricted(interface.model):
+        most = min(longest, _LONGEST_LOOK)
+        while not any(map(forbids, looked_at(interface, made[-1]))) and 2 * length <= most:
             length *= 2
-            made[-1] = samples.sample(face, specs, 1, length)
+            made[-1] = samples.sample(interface, specs, 1, length)
     return made
 
 
-def request(face: Interface, item: Any, specs: Sequence[Any] = ()) -> Arrays:
+def request(interface: Interface, item: Any, specs: Sequence[Any] = ()) -> Arrays:
     """One request: inputs by name as arrays, or a sample for a pair (batch, length)."""
     if isinstance(item, Mapping):
-        if item.keys() != face.inputs.keys():
+        if item.keys() != interface.inputs.keys():
             raise ValueError(
-                f"An example must hold the inputs {sorted(face.inputs)}. Received: {sorted(item)}."
+                f"An example must have the inputs {sorted(interface.inputs)}. "
+                f"Received: {sorted(item)}."
             )
-        given = {name: _as_given(item[name]) for name in face.inputs}
-        for name, x in face.inputs.items():
+        given = {name: _as_given(item[name]) for name in interface.inputs}
+        for name, x in interface.inputs.items():
             shape, same_kind = given[name].shape, _kind(given[name].dtype) == _kind(x.dtype)
             fits = len(shape) == len(x.shape) and all(
                 size in (None, have) for size, have in zip(x.shape, shape, strict=True)
@@ -95,13 +96,13 @@ def request(face: Interface, item: Any, specs: Sequence[Any] = ()) -> Arrays:
             "An example must be a dict of arrays by input name, or a pair (batch, length), from 1. "
             f"Received: {item!r}."
         )
-    check_length(face, item)
-    return samples.sample(face, specs, *item)
+    check_length(interface, item)
+    return samples.sample(interface, specs, *item)
 
 
-def check_length(face: Interface, pair: Sequence[int]) -> None:
+def check_length(interface: Interface, pair: Sequence[int]) -> None:
     """An error where no input can have the length of (batch, length)."""
-    sizes = {x.shape[1] for x in face.inputs.values() if len(x.shape) > 1}
+    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
     if sizes and not sizes & {None, pair[1]}:
         raise ValueError(
             f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
@@ -131,20 +132,12 @@ def _kind(dtype: Any) -> str:
     return "float" if "float" in name else "int" if "int" in name else name
 
 
-def _heads(face: Interface, path: str) -> int:
-    return next(e.layer.num_heads for e in find_attention(face.model).known if e.path == path)
-
-
-def looked_at(face: Interface, given: Arrays) -> list[Any]:
+def looked_at(interface: Interface, given: Arrays) -> list[Any]:
     """The scores of every attention layer and what its rule allows, in memory."""
-    entries = find_attention(face.model).known
-    with watched(face.model, entries, with_rules=True) as seen:
-        answer(face, given)
+    entries = find_attention(interface.model).known
+    with watched(entries, with_rules=True) as seen:
+        answer(interface, given)
     return list(seen)
-
-
-def _rules_bite(face: Interface, given: Arrays) -> bool:
-    return any(forbids(one) for one in looked_at(face, given))
 
 
 # --- The check -----------------------------------------------------------------------------------
@@ -156,15 +149,13 @@ def tolerance_of(model: keras.Model, precision: str | None) -> float:
     return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
 
 
-def default_cases(face: Interface, given: Sequence[Arrays]) -> list[Case]:
+def default_cases(interface: Interface, given: Sequence[Arrays]) -> list[Case]:
     """`serving_default` on each request, with the answers of the model and of its twin."""
-    rules = rules_of(face.model)
-    alive = any(restricts(spec, _heads(face, path)) for path, spec in rules.items())
-    cases = [Case("serving_default", one, answer(face, one)) for one in given]
-    if alive:
+    cases = [Case("serving_default", one, answer(interface, one)) for one in given]
+    if is_restricted(interface.model):
         with looking.rules_off():
             for case in cases:
-                case.twin = answer(face, case.request)
+                case.twin = answer(interface, case.request)
     return cases
 
 
@@ -201,14 +192,15 @@ def judged(
     graphs: dict[str, dict[str, Any]],
 ) -> CheckResult:
     """What the fresh process found as a result; an error for what may not be published."""
-    told = list(zip(cases, found["cases"], strict=True))
+    tried = list(zip(cases, found["cases"], strict=True))
 
     def worst(signature: str, what: str = "answer") -> float | None:
-        values = [t[what] for c, t in told if c.signature.startswith(signature) and what in t]
+        values = [t[what] for c, t in tried if c.signature.startswith(signature) and what in t]
         return max(values, default=None)
 
     outside = worst("serve_scores", "outside")
-    default = [(case, t) for case, t in told if case.signature == "serving_default"]
+    seen_in = None if in_memory is None else "the model in memory"
+    default = [(case, t) for case, t in tried if case.signature == "serving_default"]
     result = CheckResult(
         shapes=tuple(_batch_and_length(case.request) for case, _ in default),
         error=worst("serving_default"),
@@ -217,7 +209,7 @@ def judged(
         load_milliseconds=found["load_milliseconds"],
         twin_distance=worst("serving_default", "twin"),
         mass_outside=in_memory if outside is None else outside,
-        mass_seen_in=_where(in_memory, outside),
+        mass_seen_in=seen_in if outside is None else "serve_scores",
         padded_error=worst("serve_padded"),
         compiled_error=worst("serve_xla"),
         precision_error=precision_error,
@@ -226,12 +218,6 @@ def judged(
     for problem in _problems(result):
         raise RuntimeError(f"The export was not published: {problem}")
     return result
-
-
-def _where(in_memory: float | None, in_the_export: float | None) -> str | None:
-    if in_the_export is not None:
-        return "serve_scores"
-    return None if in_memory is None else "the model in memory"
 
 
 def _problems(result: CheckResult) -> Iterator[str]:
@@ -269,15 +255,15 @@ def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         listed = []
         for i, case in enumerate(cases):
-            told = {"signature": case.signature}
+            names = {"signature": case.signature}
             for part in ("request", "answer", "twin", "allowed"):
                 arrays = getattr(case, part)
                 if arrays is not None:
-                    told[part] = f"{part}-{i}.npz"
-                    # (An array named "file" would be taken for savez's own argument.)
+                    names[part] = f"{part}-{i}.npz"
+                    # (Under "file" savez would take an array for its own argument.)
                     named = {f"_{name}": value for name, value in arrays.items()}
-                    np.savez(pathlib.Path(place, told[part]), **named)
-            listed.append(told)
+                    np.savez(pathlib.Path(place, names[part]), **named)
+            listed.append(names)
         pathlib.Path(place, "cases.json").write_text(json.dumps(listed))
         script = str(pathlib.Path(fresh_process.__file__))
         done = subprocess.run(

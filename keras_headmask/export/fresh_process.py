@@ -14,40 +14,16 @@ import time
 
 _BLOCKED = "keras_headmask"
 # What Python and TensorFlow need to start, and the switches that change what is computed.
+# fmt: off
 _KEPT = {
-    "APPDATA",
-    "COMSPEC",
-    "CONDA_PREFIX",
-    "DYLD_LIBRARY_PATH",
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "LOCALAPPDATA",
-    "PATH",
-    "PATHEXT",
-    "SYSTEMROOT",
-    "TEMP",
-    "TMP",
-    "TMPDIR",
-    "TZ",
-    "USERPROFILE",
-    "VIRTUAL_ENV",
-    "WINDIR",
+    "APPDATA", "COMSPEC", "CONDA_PREFIX", "DYLD_LIBRARY_PATH", "HOME", "LANG", "LANGUAGE",
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "LOCALAPPDATA", "PATH", "PATHEXT", "SYSTEMROOT", "TEMP",
+    "TMP", "TMPDIR", "TZ", "USERPROFILE", "VIRTUAL_ENV", "WINDIR",
 }
 _KEPT_FAMILIES = (
-    "CUDA_",
-    "DNNL_",
-    "KMP_",
-    "LC_",
-    "MKL_",
-    "OMP_",
-    "ONEDNN_",
-    "PYTHON",
-    "TF_",
-    "XLA_",
+    "CUDA_", "DNNL_", "KMP_", "LC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON", "TF_", "XLA_",
 )
+# fmt: on
 # TF_ is Terraform's prefix as well: its TF_TOKEN_<host> and TF_VAR_<name> hold secrets.
 _SECRET = ("CREDENTIAL", "KEY", "PASSW", "SECRET", "TF_VAR_", "TOKEN")
 _LARGE = 1e4  # from here on an output's element is held against itself alone
@@ -95,17 +71,17 @@ def main(folder: pathlib.Path, cases: pathlib.Path) -> None:
         function(**request)  # the first call of a shape plans it
         start = time.perf_counter()
         got = {k: np.asarray(v.numpy()) for k, v in function(**request).items()}
-        told = {"milliseconds": _since(start)}
+        measured = {"milliseconds": _since(start)}
         for name in ("answer", "twin"):
             if name in case:
-                told[name] = distance(got, read(case[name]))
+                measured[name] = distance(got, read(case[name]))
         if "allowed" in case:
             allowed = read(case["allowed"])
-            told["outside"] = max(
+            measured["outside"] = max(
                 float(np.where(allowed[name], 0, got[name].astype("float64")).max(initial=0))
                 for name in allowed
             )
-        found["cases"].append(told)
+        found["cases"].append(measured)
     if _BLOCKED in sys.modules:
         raise RuntimeError(f"{_BLOCKED} was imported")
     print(json.dumps(found))

@@ -9,7 +9,7 @@ from typing import Any
 from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 
-# What runs Python code, or a compiler that a server does not have unless told.
+# What runs Python code, or a compiler that a server does not have unless asked.
 _PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _COMPILED = ("XlaCallModule", "XlaLaunch", "XlaLaunchV2")
 
@@ -19,7 +19,7 @@ def scan(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     graph = _graph(folder)
     functions = {f.signature.name: f for f in graph.graph_def.library.function}
     nodes = {node.name: node for node in graph.graph_def.node}
-    told = {}
+    found = {}
     for name, signature in graph.signature_def.items():
         if name.startswith("__"):
             continue
@@ -28,13 +28,13 @@ def scan(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         pinned = {node.name for node in seen if "CPU" in node.device.upper()}
         if any(node.op.startswith("LookupTable") for node in seen):
             pinned = set()  # tables of text live there, and Keras says so
-        told[name] = {
+        found[name] = {
             "nodes": len(seen),
             "python": sorted({node.op for node in seen if node.op in _PYTHON}),
             "compiled": sorted({_compiled(node, functions) for node in seen} - {None}),
             "pinned": sorted(pinned),
         }
-    return told
+    return found
 
 
 def _reached(names, nodes, functions):
@@ -109,7 +109,7 @@ def custom_ops(folder: pathlib.Path) -> list[str]:
 def graph_problems(
     graphs: Mapping[str, Mapping[str, Any]], custom: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What no server could run, or only one told to."""
+    """What no server could run, or only one started with special flags."""
     if custom:
         yield (
             f"its graph has the ops {', '.join(custom)}, which TensorFlow alone has not: a library "
@@ -124,8 +124,8 @@ def graph_problems(
         if graph["compiled"] and not name.startswith("serve_xla_"):
             yield (
                 f"the graph of {name} has parts compiled by XLA ({', '.join(graph['compiled'])}), "
-                "which TF Serving runs only where told so. Take jit_compile=True out of the "
-                "model's code, and ask for `xla_buckets`."
+                "which TF Serving runs only with its flags for XLA. Take jit_compile=True out of "
+                "the model's code, and ask for `xla_buckets`."
             )
         if graph["pinned"]:
             yield (

@@ -32,7 +32,7 @@ class Input(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A model as a function of named inputs; `output_shapes` where its graph tells them.
+    """A model as a function of named inputs; `output_shapes` where its graph has them.
 
     `arguments` are the inputs' names in the structures that the model's own call takes, by
     parameter. `as_returned` makes of named outputs what that call returns.
@@ -46,7 +46,7 @@ class Interface(NamedTuple):
     as_returned: Callable[[Tensors], Any]
 
 
-def interface(model: keras.Model, input_signature: Any) -> Interface:
+def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
     if isinstance(model, keras.Sequential):
         if not model.built or not _keras.functional_of(model):
@@ -111,19 +111,18 @@ def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
     ]
     if input_signature is None:
         raise ValueError(
-            f"`{type(model).__name__}` is a subclassed model: no graph tells its inputs, and "
-            f"arguments that a request may need would vanish without a word. Its call takes "
-            f"{parameters}. Pass `input_signature`, a dict from names to keras.InputSpec, with "
-            'None for batch and length: {"x": keras.InputSpec(shape=(None, None, 32), '
-            'dtype="float32"), ...}. Names of the call\'s arguments are passed as such; else the '
-            "call gets one dict."
+            f"`{type(model).__name__}` is a subclassed model, without a graph that names its "
+            f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict from names to "
+            'keras.InputSpec, with None for batch and length: {"x": keras.InputSpec(shape=(None, '
+            'None, 32), dtype="float32"), ...}. Names of the call\'s arguments are passed as such; '
+            "else the call gets one dict."
         )
     inputs = _checked_names(_specs(input_signature))
     as_arguments = set(inputs) <= set(parameters)
     if not as_arguments and set(inputs) & set(parameters):
         raise ValueError(
-            f"`input_signature` names some arguments of the call, {parameters}, and some that it "
-            f"has not. Received: {sorted(inputs)}."
+            f"`input_signature` names some arguments of the call, {parameters}, and some that the "
+            f"call lacks. Received: {sorted(inputs)}."
         )
 
     structure = None  # of what the last call returned: no graph says it before
@@ -169,8 +168,8 @@ def _specs(input_signature: Any) -> dict[str, Input]:
 def _checked_names(inputs: dict[str, Input]) -> dict[str, Input]:
     if bad := [name for name in inputs if keyword.iskeyword(name) or name == "self"]:
         raise ValueError(
-            f"The input {bad[0]!r} has a name that Python keeps for itself, where TensorFlow takes "
-            "it for an argument. Give it another: keras.Input(..., name='token_ids')."
+            f"The input {bad[0]!r} has a name that is reserved in Python. Give it another: "
+            "keras.Input(..., name='token_ids')."
         )
     if bad := [name for name in inputs if not _NAME.fullmatch(name)]:
         raise ValueError(
@@ -214,17 +213,17 @@ def _packed(structure: Any, named: Tensors) -> Any:
 # --- On arrays ------------------------------------------------------------------------------------
 
 
-def answer(face: Interface, given: Arrays) -> Arrays:
+def answer(interface: Interface, given: Arrays) -> Arrays:
     """What the model in memory gives, on the CPU, as the fresh process does."""
     with keras.device("cpu:0"):
-        outputs = face.call(as_tensors(face, given))
+        outputs = interface.call(as_tensors(interface, given))
     return {name: as_array(x) for name, x in outputs.items()}
 
 
-def as_tensors(face: Interface, given: Arrays) -> dict[str, Any]:
+def as_tensors(interface: Interface, given: Arrays) -> dict[str, Any]:
     return {
         name: keras.ops.convert_to_tensor(
-            value, face.inputs[name].dtype if name in face.inputs else None
+            value, interface.inputs[name].dtype if name in interface.inputs else None
         )
         for name, value in given.items()
     }

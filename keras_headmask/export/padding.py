@@ -25,9 +25,9 @@ LENGTHS = "lengths"  # the input that says how long each example really is
 _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 
-def padded(face: Interface) -> Callable[[Tensors], Tensors]:
+def padded(interface: Interface) -> Callable[[Tensors], Tensors]:
     """Takes `lengths` too: what lies past an example's length is not attended, and 0 in outputs."""
-    sequences = [name for name, x in face.inputs.items() if x.is_sequence]
+    sequences = [name for name, x in interface.inputs.items() if x.is_sequence]
 
     def serve_padded(given: Tensors) -> Tensors:
         given = dict(given)
@@ -35,13 +35,13 @@ def padded(face: Interface) -> Callable[[Tensors], Tensors]:
         batch, length = ops.shape(given[sequences[0]])[:2]
         lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
         live = ops.arange(length)[None, :] < lengths
-        if PADDING in face.inputs:
+        if PADDING in interface.inputs:
             given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))
-            outputs = face.call(given)
+            outputs = interface.call(given)
         else:
-            with keys_limited(face.model, live):
-                outputs = face.call(given)
-        shapes = face.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
+            with keys_limited(interface.model, live):
+                outputs = interface.call(given)
+        shapes = interface.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
         return {name: _zero_past(x, shapes[name], live) for name, x in outputs.items()}
 
     return serve_padded
@@ -50,35 +50,30 @@ def padded(face: Interface) -> Callable[[Tensors], Tensors]:
 def _zero_past(output: Any, shape: tuple[int | None, ...], live: Any) -> Any:
     """0 along every axis whose size is the length."""
     for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
-        output = ops.where(_along(live, axis, len(shape)), output, ops.zeros_like(output))
+        others = [i for i in range(1, len(shape)) if i != axis]
+        along = ops.expand_dims(live, others) if others else live
+        output = ops.where(along, output, ops.zeros_like(output))
     return output
-
-
-def _along(live: Any, axis: int, rank: int) -> Any:
-    for i in range(1, rank):
-        if i != axis:
-            live = ops.expand_dims(live, i)
-    return live
 
 
 # --- The trial ------------------------------------------------------------------------------------
 
 
-def what_padding_changes(face: Interface, length: int, tolerance: float) -> str | None:
+def what_padding_changes(interface: Interface, length: int, tolerance: float) -> str | None:
     """What is wrong with `serve_padded`, in words; `None` if nothing was found.
 
     Padded with first elements, as TensorFlow Serving does, and with what comes: a largest element
     does not change where one is repeated, nor often in long examples. So short ones are tried, too.
     """
-    specs = tuple(rules_of(face.model).values())
+    specs = tuple(rules_of(interface.model).values())
     try:
-        if axis := _axis_of_its_own(face, samples.sample(face, specs, 2, _SHORT)):
+        if axis := _axis_of_its_own(interface, samples.sample(interface, specs, 2, _SHORT)):
             return (
-                f"axis {axis[1]} of {axis[0]!r} may have another length than the rest, so that "
-                "`lengths` would not tell what is padding there"
+                f"axis {axis[1]} of {axis[0]!r} may have another length than the rest, so "
+                "`lengths` would not say what is padding there"
             )
         for size in sorted({min(_SHORT, length), length}):
-            apart = _apart_when_padded(face, specs, size)
+            apart = _apart_when_padded(interface, specs, size)
             if apart > tolerance:
                 return (
                     "what is padded in changes the outputs at real positions, by up to "
@@ -89,51 +84,52 @@ def what_padding_changes(face: Interface, length: int, tolerance: float) -> str 
     return None
 
 
-def _apart_when_padded(face: Interface, specs: Sequence[MaskSpec], length: int) -> float:
-    given = samples.sample(face, specs, 3, length)
-    lengths, wanted = _alone(face, given)
+def _apart_when_padded(interface: Interface, specs: Sequence[MaskSpec], length: int) -> float:
+    given = samples.sample(interface, specs, 3, length)
+    lengths, wanted = _alone(interface, given)
     apart = 0.0
-    for filler in (None, samples.sample(face, specs, 3, length, seed=1)):
-        request = _padded(face, given, lengths, filler)
+    for filler in (None, samples.sample(interface, specs, 3, length, seed=1)):
+        request = _padded(interface, given, lengths, filler)
         with keras.device("cpu:0"):
-            outputs = padded(face)(as_tensors(face, request))
+            outputs = padded(interface)(as_tensors(interface, request))
         got = {name: as_array(x) for name, x in outputs.items()}
         apart = max(apart, fresh_process.distance(got, wanted))
     return apart
 
 
-def padded_case(face: Interface, length: int) -> tuple[Arrays, Arrays]:
+def padded_case(interface: Interface, length: int) -> tuple[Arrays, Arrays]:
     """A batch padded as TensorFlow Serving does it, and what its examples give alone."""
-    given = samples.sample(face, tuple(rules_of(face.model).values()), 3, length)
-    lengths, wanted = _alone(face, given)
-    return _padded(face, given, lengths), wanted
+    given = samples.sample(interface, tuple(rules_of(interface.model).values()), 3, length)
+    lengths, wanted = _alone(interface, given)
+    return _padded(interface, given, lengths), wanted
 
 
-def _axis_of_its_own(face: Interface, given: Arrays) -> tuple[str, int] | None:
+def _axis_of_its_own(interface: Interface, given: Arrays) -> tuple[str, int] | None:
     """An input and its open axis that the model lets be shorter than the length."""
-    first = next(name for name, x in face.inputs.items() if x.is_sequence)
-    for name, x in face.inputs.items():
+    first = next(name for name, x in interface.inputs.items() if x.is_sequence)
+    for name, x in interface.inputs.items():
         for axis in range(1, len(x.shape)):
             if x.shape[axis] is not None or (name, axis) == (first, 1):
                 continue
             try:
-                answer(face, given | {name: np.delete(given[name], -1, axis)})
+                answer(interface, given | {name: np.delete(given[name], -1, axis)})
             except Exception:  # they must be of one length, as wished
                 continue
             return name, axis
     return None
 
 
-def _alone(face: Interface, given: Arrays) -> tuple[np.ndarray, Arrays]:
+def _alone(interface: Interface, given: Arrays) -> tuple[np.ndarray, Arrays]:
     """Lengths, and what the examples give alone, each as long as that, and 0 past it."""
-    batch, length = next(given[name].shape for name, x in face.inputs.items() if x.is_sequence)[:2]
+    inputs = interface.inputs.items()
+    batch, length = next(given[name].shape for name, x in inputs if x.is_sequence)[:2]
     lengths = np.array([max(1, length - i * (length // 3)) for i in range(batch)], "int32")
     lengths[-1] = max(1, length // 2)
     parts = [
-        answer(face, {name: given[name][_real(x, i, n)] for name, x in face.inputs.items()})
+        answer(interface, {name: given[name][_real(x, i, n)] for name, x in inputs})
         for i, n in enumerate(lengths)
     ]
-    whole = {name: x.shape for name, x in answer(face, given).items()}
+    whole = {name: x.shape for name, x in answer(interface, given).items()}
     joined = {name: np.zeros(shape, parts[0][name].dtype) for name, shape in whole.items()}
     for i, part in enumerate(parts):
         for name, value in part.items():
@@ -142,11 +138,11 @@ def _alone(face: Interface, given: Arrays) -> tuple[np.ndarray, Arrays]:
 
 
 def _padded(
-    face: Interface, given: Arrays, lengths: np.ndarray, filler: Arrays | None = None
+    interface: Interface, given: Arrays, lengths: np.ndarray, filler: Arrays | None = None
 ) -> Arrays:
     """`given`, past each example's length its first element, or what `filler` has there."""
     padded = {}
-    for name, x in face.inputs.items():
+    for name, x in interface.inputs.items():
         first = given[name][(slice(None), *(slice(0, 1) for _ in x.shape[1:]))]
         padded[name] = np.broadcast_to(first, given[name].shape).copy()
         if filler is not None:

@@ -1,6 +1,8 @@
 """What an export reports."""
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -49,18 +51,27 @@ class ExportReport:
         return "\n".join(map(in_one_line, _lines(self)))
 
 
+def installed_versions() -> dict[str, str]:
+    """Installed versions, this package's first."""
+    import keras_headmask
+
+    found = {"keras_headmask": keras_headmask.__version__}
+    for name in ("keras", "tensorflow", "jax", "torch", "keras-hub", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def _lines(report: ExportReport) -> Iterator[str]:
     size, took = report.bytes, report.milliseconds
     yield (
         f"{report.path}: {size['total'] / 2**20:.2f} MiB (graph {size['graph'] / 2**20:.2f}), "
         f"written in {took['total'] / 1000:.1f} s"
     )
-    for name, told in report.signatures.items():
-        inputs = ", ".join(
-            f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in told["inputs"].items()
-        )
-        outputs = ", ".join(
-            f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in told["outputs"].items()
+    for name, sides in report.signatures.items():
+        inputs, outputs = (
+            ", ".join(f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in sides[side].items())
+            for side in ("inputs", "outputs")
         )
         yield f"  {name}({inputs}) -> {outputs}"
     for name, reason in report.left_out.items():

@@ -12,7 +12,7 @@ from keras_headmask.rules.base import MaskSpec, leaves
 
 
 def sample(
-    face: Interface, specs: Iterable[MaskSpec], batch: int, length: int, seed: int = 0
+    interface: Interface, specs: Iterable[MaskSpec], batch: int, length: int, seed: int = 0
 ) -> Arrays:
     """One request of `batch` examples of `length` positions, by input name; fixed sizes stay.
 
@@ -21,14 +21,14 @@ def sample(
     whole masks, numbers.
     """
     rng = np.random.default_rng([seed, batch, length])
-    specs = tuple(specs)
-    return {name: _one(name, x, face, specs, batch, length, rng) for name, x in face.inputs.items()}
+    specs, inputs = tuple(specs), interface.inputs.items()
+    return {name: _one(name, x, interface, specs, batch, length, rng) for name, x in inputs}
 
 
 def _one(
     name: str,
     x: Input,
-    face: Interface,
+    interface: Interface,
     specs: tuple[MaskSpec, ...],
     batch: int,
     length: int,
@@ -50,7 +50,7 @@ def _one(
         return (np.arange(shape[1])[None, :] < keep[:, None]).astype(x.dtype)
     if x.dtype == "bool":
         return rng.random(shape) < 0.5
-    below = _ids_below(face.model, name)
+    below = _ids_below(interface.model, name)
     readers = _readers(specs, name)
     if below is None:
         if any(leaf.reads_segments for leaf in readers):

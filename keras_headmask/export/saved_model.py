@@ -1,7 +1,6 @@
 """A model as a version that TensorFlow Serving can load: whole, checked, without Python."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -14,16 +13,15 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.export import checking, graph_scan, tf_serving, versions
-from keras_headmask.export.interface import Interface, answer, interface
+from keras_headmask.export.interface import Interface, answer, interface_of
 from keras_headmask.export.precision import checked_precision, computing_in
-from keras_headmask.export.report import ExportReport
+from keras_headmask.export.report import ExportReport, installed_versions
 from keras_headmask.export.signatures import Plan, keeping_dtypes, milliseconds_since
 from keras_headmask.export.warmup import EXTRA, check_installed
 from keras_headmask.retrofit.observing import rules_of
 from keras_headmask.retrofit.selectors import find_attention, select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
-_PACKAGES = ("keras", "tensorflow", "keras-hub", "numpy")
 
 
 def export_saved_model(
@@ -109,25 +107,28 @@ def export_saved_model(
     _check_arguments(model, precision, warmup, check, padded)
     base = versions.checked_base(base_path)
     versions.checked_version(version, base)
-    face = interface(model, input_signature)
-    buckets = _checked_buckets(xla_buckets, face)
+    interface = interface_of(model, input_signature)
+    buckets = _checked_buckets(xla_buckets, interface)
     entries, unreachable = _with_scores(model, scores)
-    with _failures_told(base), versions.being_written(base) as folder:
+    with _disk_errors_explained(base), versions.being_written(base) as folder:
         specs = tuple(rules_of(model).values())
-        given = [] if check is False else checking.requests(face, check)
-        warm = [checking.request(face, item, specs) for item in warmup]
+        given = [] if check is False else checking.requests(interface, check)
+        warm = [checking.request(interface, item, specs) for item in warmup]
         _warn_of_large_batches(warm, tf_serving.batch_limit(base))
-        reference = [answer(face, one) for one in given if precision is not None]
-        face = keeping_dtypes(face, precision)
+        reference = [answer(interface, one) for one in given if precision is not None]
+        interface = keeping_dtypes(interface, precision)
         with computing_in(model, precision):
-            plan = Plan(face, entries, buckets, precision)
+            plan = Plan(interface, entries, buckets, precision)
             plan.left_out |= unreachable
             if padded:
                 plan.offer_padded(given)
             took = plan.write(folder)
             records = plan.write_warmup(folder, warm)
             moment, result = time.perf_counter(), None
-            graphs = _scanned(folder)
+            # Before anything runs them: an error from there would not say the reason.
+            graphs = graph_scan.scan(folder)
+            for problem in graph_scan.graph_problems(graphs, graph_scan.custom_ops(folder)):
+                raise RuntimeError(f"The export was not published: {problem}")
             if check is not False:
                 result = plan.checked(folder, given, reference, graphs)
                 took["check"] = milliseconds_since(moment)
@@ -139,7 +140,7 @@ def export_saved_model(
     return ExportReport(
         path=base / str(number),
         version=number,
-        signatures=plan.told(),
+        signatures=plan.described(),
         left_out=plan.left_out,
         rules=rules_of(model),
         precision=precision,
@@ -163,9 +164,9 @@ def _listed(name: str, given: Any) -> list[Any]:
 def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: Any) -> None:
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
-            "Only the TensorFlow backend exports a SavedModel that servers run without more. This "
-            f"process runs on {keras.backend.backend()}: save the model as .keras, and load and "
-            "export it in one with KERAS_BACKEND=tensorflow."
+            f"Exports need the TensorFlow backend, and this process runs on "
+            f"{keras.backend.backend()}. Save the model as .keras; load and export it in a process "
+            "with KERAS_BACKEND=tensorflow."
         )
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
@@ -193,7 +194,7 @@ def _warn_of_large_batches(requests: Sequence[Mapping[str, Any]], limit: int) ->
         )
 
 
-def _checked_buckets(buckets: Any, face: Interface) -> list[tuple[int, int]]:
+def _checked_buckets(buckets: Any, interface: Interface) -> list[tuple[int, int]]:
     found = []
     for bucket in _listed("xla_buckets", buckets):
         if not checking.is_pair(bucket):
@@ -201,8 +202,8 @@ def _checked_buckets(buckets: Any, face: Interface) -> list[tuple[int, int]]:
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
         found.append(tuple(bucket))
-        checking.check_length(face, found[-1])
-    if found and any(x.dtype == "string" for x in face.inputs.values()):
+        checking.check_length(interface, found[-1])
+    if found and any(x.dtype == "string" for x in interface.inputs.values()):
         raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
     return found
 
@@ -221,24 +222,13 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[Any], dict[str, 
             "Leave it out of `scores`, or build it without flash_attention=True."
         )
     unknown = found.unknown if scores is True else ()
-    reason = "its attention cannot be reached: no layer of a kind that is known"
+    reason = "its class is not known, so its attention is out of reach"
     return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
 
 
-def _scanned(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What the graphs of the signatures hold; an error for what no server runs.
-
-    Read before anything runs them: what fails there tells neither the reason nor the way out.
-    """
-    graphs = graph_scan.scan(folder)
-    for problem in graph_scan.graph_problems(graphs, graph_scan.custom_ops(folder)):
-        raise RuntimeError(f"The export was not published: {problem}")
-    return graphs
-
-
 @contextlib.contextmanager
-def _failures_told(base: pathlib.Path) -> Iterator[None]:
-    """What the disk refuses, with what became of the export."""
+def _disk_errors_explained(base: pathlib.Path) -> Iterator[None]:
+    """Add what became of the export."""
     try:
         yield
     except FileExistsError:
@@ -251,26 +241,18 @@ def _failures_told(base: pathlib.Path) -> Iterator[None]:
 
 def _described(plan: Plan) -> dict[str, Any]:
     """What `assets.extra/keras_headmask.json` says."""
-    import keras_headmask
-
-    installed = {"keras_headmask": keras_headmask.__version__}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
     return {
         "format_version": FORMAT_VERSION,
-        "versions": installed,
-        "rules": {path: spec.get_config() for path, spec in rules_of(plan.face.model).items()},
+        "versions": installed_versions(),
+        "rules": {path: spec.get_config() for path, spec in rules_of(plan.interface.model).items()},
         "precision": plan.precision,
-        "signatures": plan.told(),
+        "signatures": plan.described(),
         "left_out": plan.left_out,
     }
 
 
 def _sizes(folder: pathlib.Path) -> dict[str, int]:
     sizes = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    return {
-        "graph": sizes[folder / "saved_model.pb"],
-        "variables": sum(n for p, n in sizes.items() if p.parent.name == "variables"),
-        "total": sum(sizes.values()),
-    }
+    variables = sum(n for p, n in sizes.items() if p.parent.name == "variables")
+    graph = sizes[folder / "saved_model.pb"]
+    return {"graph": graph, "variables": variables, "total": sum(sizes.values())}

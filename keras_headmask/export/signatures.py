@@ -37,30 +37,30 @@ class Plan:
 
     def __init__(
         self,
-        face: Interface,
+        interface: Interface,
         entries: list[Any],
         buckets: list[tuple[int, int]],
         precision: str | None,
     ):
-        self.face, self.precision = face, precision
+        self.interface, self.precision = interface, precision
         self.left_out: dict[str, str] = {}
         self.paths = {entry.path for entry in entries}
-        self.functions: dict[str, Callable] = {_DEFAULT: face.call}
-        self.inputs: dict[str, dict[str, Input]] = {_DEFAULT: dict(face.inputs)}
+        self.functions: dict[str, Callable] = {_DEFAULT: interface.call}
+        self.inputs: dict[str, dict[str, Input]] = {_DEFAULT: dict(interface.inputs)}
         self.traced: dict[str, Any] = {}
         self.padded_case: checking.Case | None = None
-        self.tolerance = checking.tolerance_of(face.model, precision)
+        self.tolerance = checking.tolerance_of(interface.model, precision)
         if entries:
-            self.functions["serve_scores"] = with_scores(face, entries)
-            self.inputs["serve_scores"] = dict(face.inputs)
+            self.functions["serve_scores"] = with_scores(interface, entries)
+            self.inputs["serve_scores"] = dict(interface.inputs)
         for bucket in buckets:
             name = f"{_XLA}{bucket[0]}x{bucket[1]}"
-            self.functions[name] = face.call
+            self.functions[name] = interface.call
             self.inputs[name] = {
                 key: Input(
                     (bucket[0], *(bucket[1] if n is None else n for n in x.shape[1:])), x.dtype
                 )
-                for key, x in face.inputs.items()
+                for key, x in interface.inputs.items()
             }
 
     def offer_padded(self, given: Sequence[Arrays]) -> None:
@@ -68,26 +68,28 @@ class Plan:
 
         since half precision would pass what padding changes for rounding.
         """
-        face = self.face
-        sequences = [x for x in face.inputs.values() if x.is_sequence]
-        mixes = None if PADDING in face.inputs else what_mixes(face.model)
+        interface = self.interface
+        sequences = [x for x in interface.inputs.values() if x.is_sequence]
+        mixes = None if PADDING in interface.inputs else what_mixes(interface.model)
         if not sequences:
             reason = "no input has a length that varies"
-        elif LENGTHS in face.inputs:
+        elif LENGTHS in interface.inputs:
             reason = f"the model has an input named {LENGTHS!r} of its own"
         elif mixes is not None:
             reason = f"{mixes}, so that padding would be seen"
         else:
-            length = max((_length(face, one) for one in given), default=8)
-            with computing_in_float32(face.model):
-                reason = padding.what_padding_changes(face, length, checking.TOLERANCES["float32"])
+            length = max((_length(interface, one) for one in given), default=8)
+            rounding = checking.TOLERANCES["float32"]
+            with computing_in_float32(interface.model):
+                reason = padding.what_padding_changes(interface, length, rounding)
             if reason is None and given:
-                self.padded_case = checking.Case("serve_padded", *padding.padded_case(face, length))
+                case = padding.padded_case(interface, length)
+                self.padded_case = checking.Case("serve_padded", *case)
         if reason is not None:
             self.left_out["serve_padded"] = reason
             return
-        self.functions["serve_padded"] = padding.padded(face)
-        self.inputs["serve_padded"] = face.inputs | {LENGTHS: Input((None,), "int32")}
+        self.functions["serve_padded"] = padding.padded(interface)
+        self.inputs["serve_padded"] = interface.inputs | {LENGTHS: Input((None,), "int32")}
 
     def write(self, folder: pathlib.Path) -> dict[str, float]:
         """Trace each signature and write them all; milliseconds of the two.
@@ -109,8 +111,8 @@ class Plan:
         took = {"trace": milliseconds_since(start)}
         start = time.perf_counter()
         root = tf.Module()
-        root.read = _read_by(self.traced.values(), self.face.model)
-        root.serve = as_called(self.face, self.traced[_DEFAULT])
+        root.read = _read_by(self.traced.values(), self.interface.model)
+        root.serve = as_called(self.interface, self.traced[_DEFAULT])
         try:
             self._save(root, folder)
         except tf.errors.OpError as error:  # a full disk has many names there
@@ -135,11 +137,11 @@ class Plan:
         """Records for the signatures that run anywhere: a failing one fails the whole version."""
         records = []
         for given in requests:
-            tensors = as_tensors(self.face, given)
-            answer(self.face, given)  # what the model refuses is told here
+            tensors = as_tensors(self.interface, given)
+            answer(self.interface, given)  # raises what the model refuses
             records.append((_DEFAULT, tensors))
             if "serve_padded" in self.functions:
-                batch, length = len(next(iter(given.values()))), _length(self.face, given)
+                batch, length = len(next(iter(given.values()))), _length(self.interface, given)
                 lengths = keras.ops.full((batch,), length, "int32")
                 records.append(("serve_padded", tensors | {LENGTHS: lengths}))
         return warmup.write(folder / warmup.EXTRA, records) if records else 0
@@ -151,26 +153,26 @@ class Plan:
         reference: Sequence[Arrays],
         graphs: dict[str, dict[str, Any]],
     ) -> checking.CheckResult:
-        face = self.face
-        cases = checking.default_cases(face, given)
+        interface = self.interface
+        cases = checking.default_cases(interface, given)
         apart = [
             fresh_process.distance(case.answer, of_float32)
             for case, of_float32 in zip(cases, reference, strict=False)
         ]
         outside = []
         for one in given:  # a rule may forbid nothing in the short ones
-            seen = checking.looked_at(face, one) if rules_of(face.model) else []
+            seen = checking.looked_at(interface, one) if rules_of(interface.model) else []
             outside.append(checking.mass_outside(seen))
             if "serve_scores" in self.functions:
                 cases.append(checking.scores_case(one, seen, self.paths))
         if self.padded_case is not None:
             cases.append(self.padded_case)
-        specs = tuple(rules_of(face.model).values())
+        specs = tuple(rules_of(interface.model).values())
         for name in self.functions:
             if name.startswith(_XLA):
                 batch, length = map(int, name.removeprefix(_XLA).split("x"))
-                one = checking.request(face, (batch, length), specs)
-                cases.append(checking.Case(name, one, answer(face, one)))
+                one = checking.request(interface, (batch, length), specs)
+                cases.append(checking.Case(name, one, answer(interface, one)))
         found = checking.run_fresh(folder, cases)
         return checking.judged(
             found,
@@ -181,7 +183,7 @@ class Plan:
             graphs,
         )
 
-    def told(self) -> dict[str, dict[str, Any]]:
+    def described(self) -> dict[str, dict[str, Any]]:
         """The inputs and outputs of each signature: (dtype, shape) by name."""
         return {
             name: {
@@ -209,8 +211,8 @@ def _read_by(functions: Any, model: keras.Model) -> list[Any]:
     return [*variables.values(), *tables]
 
 
-def _length(face: Interface, given: Arrays) -> int:
-    return next((given[k].shape[1] for k, x in face.inputs.items() if x.is_sequence), 1)
+def _length(interface: Interface, given: Arrays) -> int:
+    return next((given[k].shape[1] for k, x in interface.inputs.items() if x.is_sequence), 1)
 
 
 def milliseconds_since(start: float) -> float:
@@ -220,59 +222,60 @@ def milliseconds_since(start: float) -> float:
 # --- The functions --------------------------------------------------------------------------------
 
 
-def keeping_dtypes(face: Interface, precision: str | None) -> Interface:
-    """`face` with outputs of half precision cast to the dtypes that they have now."""
+def keeping_dtypes(interface: Interface, precision: str | None) -> Interface:
+    """`interface` with outputs of half precision cast to the dtypes that they have now."""
     if precision is None:
-        return face
+        return interface
     import tensorflow as tf
 
-    specs = {name: tf.TensorSpec(x.shape, x.dtype) for name, x in face.inputs.items()}
-    traced = tf.function(face.call, autograph=False).get_concrete_function(specs)
+    specs = {name: tf.TensorSpec(x.shape, x.dtype) for name, x in interface.inputs.items()}
+    traced = tf.function(interface.call, autograph=False).get_concrete_function(specs)
     dtypes = {name: x.dtype.name for name, x in traced.structured_outputs.items()}
 
     def call(given: Tensors) -> Tensors:
         return {
             name: ops.cast(x, dtypes[name]) if x.dtype == precision else x
-            for name, x in face.call(given).items()
+            for name, x in interface.call(given).items()
         }
 
-    return face._replace(call=call)
+    return interface._replace(call=call)
 
 
-def as_called(face: Interface, default: Callable[[Tensors], Tensors]) -> Any:
+def as_called(interface: Interface, default: Callable[[Tensors], Tensors]) -> Any:
     """`default` under the structures of the model's own call: what Keras' exports have as `serve`.
 
-    A `tf.function`, traced for the inputs of `face`.
+    A `tf.function`, traced for the inputs of `interface`.
     """
     import tensorflow as tf
 
-    names = keras.tree.flatten(list(face.arguments.values()))
+    structures = list(interface.arguments.values())
+    names = keras.tree.flatten(structures)
 
     def serve(*given: Any) -> Any:
         tensors = keras.tree.flatten(list(given))
-        return face.as_returned(default(dict(zip(names, tensors, strict=True))))
+        return interface.as_returned(default(dict(zip(names, tensors, strict=True))))
 
     serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for name in face.arguments
+            for name in interface.arguments
         ]
     )
 
     def spec(name: str) -> Any:
-        return tf.TensorSpec(face.inputs[name].shape, face.inputs[name].dtype, name=name)
+        return tf.TensorSpec(interface.inputs[name].shape, interface.inputs[name].dtype, name=name)
 
     function = tf.function(serve, autograph=False)
-    function.get_concrete_function(*keras.tree.map_structure(spec, list(face.arguments.values())))
+    function.get_concrete_function(*keras.tree.map_structure(spec, structures))
     return function
 
 
-def with_scores(face: Interface, entries: list[AttentionLayer]) -> Callable[[Tensors], Tensors]:
-    """Gives the attention of some layers by their paths: float32 (batch, heads, queries, keys)."""
+def with_scores(interface: Interface, entries: list[AttentionLayer]) -> Callable:
+    """A function to the attention of some layers, float32 `(batch, heads, queries, keys)`."""
 
     def serve_scores(given: Tensors) -> Tensors:
-        with watched(face.model, entries) as seen:
-            face.call(given)
+        with watched(entries) as seen:
+            interface.call(given)
         return {one.path: ops.cast(one.scores, "float32") for one in seen}
 
     return serve_scores

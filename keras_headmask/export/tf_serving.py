@@ -5,16 +5,15 @@ import dataclasses
 import os
 import pathlib
 import re
-import tempfile
 
 from keras_headmask.export import warmup
-from keras_headmask.export.versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, version_folders, written_whole
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds
 _LEAST_THREADS = 1024  # more than the server's own 4 x CPUs on any machine
 _BATCHING = "batching.txt"
-PADDED = "serve_padded"  # the signature that is told how long each row really is
+PADDED = "serve_padded"  # the signature with an input for the real length of each row
 
 _ALIKE = """\
 # Requests of different lengths are put into one batch all the same. Then they cannot be merged, and
@@ -59,9 +58,9 @@ def write_serving_config(
 
     `pad_variable_length_inputs=True` makes the server batch requests of different lengths. It pads
     every input with that input's FIRST element, so a mask that begins with `True` lets padding in,
-    and answers are wrong with status OK. Only a signature that is told the real lengths stands
-    that: so the newest version must have `serve_padded` with `lengths: int32 (batch,)`, and clients
-    must call it. Without padding, all requests of a batch with two lengths in it get an error.
+    and answers are wrong with status OK. Only a signature with an input for the real lengths
+    is safe: so the newest version must have `serve_padded` with `lengths: int32 (batch,)`, and
+    clients must call it. Without padding, all requests of a batch of two lengths get an error.
     Signatures of one shape, `serve_xla_...`, are for servers without batching.
 
     The flags have `--grpc_max_threads`: each gRPC request holds a thread until it is answered, and
@@ -156,6 +155,9 @@ def write_serving_config(
     folder = base if folder is None else pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     compiled = any(signature.startswith("serve_xla") for signature in signatures)
+    # One for each request that batches may hold, if each request is a row.
+    rows = max_batch_size * (numbers["num_batch_threads"] + max_enqueued_batches)
+    threads = min(max(_LEAST_THREADS, rows), _MOST)
     seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
     models = _write(folder / "models.config", _model_config(name, served_path))
     batching = _write(
@@ -165,7 +167,7 @@ def write_serving_config(
         f"--model_config_file={seen / models.name}",
         "--enable_batching=true",
         f"--batching_parameters_file={seen / batching.name}",
-        f"--grpc_max_threads={_threads(numbers)}",
+        f"--grpc_max_threads={threads}",
     )
     if compiled:
         # Else a call of such a signature fails: "XLA compilation disabled".
@@ -180,12 +182,6 @@ def batch_limit(base_path):
         if found := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
             return int(found[1])
     return write_serving_config.__kwdefaults__["max_batch_size"]
-
-
-def _threads(numbers):
-    """One for each request that batches may hold, if each request is a row."""
-    batches = numbers["num_batch_threads"] + numbers["max_enqueued_batches"]
-    return min(max(_LEAST_THREADS, numbers["max_batch_size"] * batches), _MOST)
 
 
 def _check_warmup(newest, version, max_batch_size):
@@ -232,9 +228,8 @@ def _check_padded(signatures, version):
         raise ValueError(
             f"`pad_variable_length_inputs` needs a signature `{PADDED}` with an input `lengths`, "
             f"int32 of shape (batch,): the server pads each input with its first element, and "
-            f"where that is a true mask, padding would be attended to. Version {version} has "
-            f"{sorted(signatures)}. Export that signature, or leave padding off and let clients "
-            f"pad to one agreed length."
+            f"padding after a true mask would be attended to. Version {version} has "
+            f"{sorted(signatures)}. Export that signature, or leave padding to the clients."
         )
 
 
@@ -262,15 +257,6 @@ def _batching(numbers, sizes, pad, compiled):
 
 
 def _write(path, text):
-    """Into a temporary file beside `path`, then renamed: no reader ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would keep a server of another user out
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with written_whole(path) as file:
+        file.write_text(text, encoding="utf-8")
     return path

@@ -40,21 +40,21 @@ def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
             "saved_model.pb last."
         )
     base = pathlib.Path(text).expanduser()
-    told = f"`base_path` must be a folder of versions, <base>/1, <base>/2, ... Received: {text!r}"
+    rule = f"`base_path` must be a folder of versions, <base>/1, <base>/2, ... Received: {text!r}"
     if base.is_symlink() and not base.exists():
-        raise ValueError(f"{told}, a link to {os.readlink(base)!r}, which is not there.")
+        raise ValueError(f"{rule}, a link to {os.readlink(base)!r}, which is not there.")
     if base.exists() and not base.is_dir():
-        raise ValueError(f"{told}, which is a file.")
+        raise ValueError(f"{rule}, which is a file.")
     if (base / "saved_model.pb").exists():
         raise ValueError(
-            f"{told}, which is a SavedModel itself. Pass the folder above it, or a new one."
+            f"{rule}, which is a SavedModel itself. Pass the folder above it, or a new one."
         )
     folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
     named = [name for name in folders if name[0] != "." and name not in _NOBODYS]
     others = sorted(name for name in named if _number(name) is None)
     if others:
         raise ValueError(
-            f"{told}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
+            f"{rule}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
         )
     return base
 
@@ -71,7 +71,7 @@ def checked_version(version: int | None, base: pathlib.Path) -> None:
         raise ValueError(f"`version` must be a whole number from 0. Received: {version!r}.")
     if version in versions(base):
         raise FileExistsError(
-            f"Version {version} exists in '{base}', and servers hold a version for final. Pass "
+            f"Version {version} exists in '{base}', and servers treat a version as final. Pass "
             "another number, or version=None for the next free one."
         )
 
@@ -160,6 +160,16 @@ def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
         with contextlib.suppress(OSError):  # something was published there
             for path in made:
                 path.rmdir()
+
+
+@contextlib.contextmanager
+def written_whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """A path beside `path` to write to; it replaces `path` at the end, in one step."""
+    file = pathlib.Path(path).resolve()  # a link stays one
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
+        written = pathlib.Path(folder) / file.name
+        yield written
+        os.replace(written, file)
 
 
 def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> int:

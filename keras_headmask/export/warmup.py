@@ -1,6 +1,5 @@
 """Requests that TF Serving runs when it loads a version, so that no client waits long."""
 
-import functools
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -65,8 +64,9 @@ def _recorded(version: pathlib.Path) -> Iterator[list[int]]:
 
     try:
         for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-            request = _message().FromString(record).predict_log.request
-            tensors = map(tensor_pb2.TensorProto.FromString, request.inputs.values())
+            # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2.
+            inputs = _fields([record], 6, 1, 2, 2)
+            tensors = map(tensor_pb2.TensorProto.FromString, inputs)
             yield [x.tensor_shape.dim[0].size for x in tensors if x.tensor_shape.dim]
     except (DecodeError, tf.errors.OpError) as error:
         raise ValueError(
@@ -75,30 +75,12 @@ def _recorded(version: pathlib.Path) -> Iterator[list[int]]:
         ) from error
 
 
-@functools.cache
-def _message() -> Any:
-    """`PredictionLog` as far as predict requests go, so that reading needs no package of stubs."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+def _fields(messages: list[bytes], *numbers: int) -> list[bytes]:
+    """What stands in messages under a path of field numbers: reading needs no package of stubs."""
+    from google.protobuf import empty_pb2, unknown_fields
 
-    kind = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="warmup.proto", package="keras_headmask", syntax="proto3"
-    )
-
-    def add(message: Any, number: int, name: str, of: str) -> None:
-        field = message.field.add(name=name, number=number, label=kind.LABEL_OPTIONAL)
-        field.type, field.type_name = kind.TYPE_MESSAGE, f".keras_headmask.{of}"
-
-    request = file.message_type.add(name="PredictRequest")
-    entry = request.nested_type.add(name="InputsEntry")
-    entry.options.map_entry = True
-    for number, (name, of) in enumerate((("key", kind.TYPE_STRING), ("value", kind.TYPE_BYTES)), 1):
-        entry.field.add(name=name, number=number, label=kind.LABEL_OPTIONAL, type=of)
-    add(request, 2, "inputs", "PredictRequest.InputsEntry")
-    request.field[0].label = kind.LABEL_REPEATED
-    add(file.message_type.add(name="PredictLog"), 1, "request", "PredictRequest")
-    add(file.message_type.add(name="PredictionLog"), 6, "predict_log", "PredictLog")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    found = pool.FindMessageTypeByName("keras_headmask.PredictionLog")
-    return message_factory.GetMessageClass(found)
+    for number in numbers:
+        parsed = map(empty_pb2.Empty.FromString, messages)
+        fields = [field for message in parsed for field in unknown_fields.UnknownFieldSet(message)]
+        messages = [field.data for field in fields if field.field_number == number]
+    return messages

@@ -29,7 +29,8 @@ class Finding:
         heads = f", {words.heads_in_words(self.heads).lower()}" if self.heads else ""
         lines = [f"{self.severity}: {self.code}{heads}: {self.message}", f"    {self.way_out}"]
         if self.layers:
-            lines.append(f"    In {_few(self.layers)}.")
+            more = f" and {len(self.layers) - 3} more layers" if len(self.layers) > 3 else ""
+            lines.append(f"    In {', '.join(self.layers[:3])}{more}.")
         return "\n".join(map(in_one_line, lines))
 
 
@@ -38,7 +39,3 @@ class Findings(list):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "No findings."
-
-
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")

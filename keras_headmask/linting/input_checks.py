@@ -78,7 +78,7 @@ def of_masks_beside(subject: Subject, outside: Any) -> Iterator[Finding]:
 
 
 def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
-    """The ids that tell a padding mask turned around: they vary where it is false alone."""
+    """The ids that show a padding mask to be inverted: they vary only where it is false."""
     for name, value in subject.given.items():
         ids = key_side(value, dtype=None)
         if ids is None or ids.shape != padding.shape or ids.dtype == bool:

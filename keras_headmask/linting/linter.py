@@ -1,4 +1,4 @@
-"""What is likely wrong with a rule, told before a model is trained under it.
+"""What is likely wrong with a rule, found before a model is trained under it.
 
 A rule is evaluated for whole masks, in NumPy. A mask input that is not at hand may hold anything:
 each leaf that reads it is tried as true and as false, so what is found holds whatever it holds.
@@ -11,7 +11,7 @@ from typing import Any
 
 from keras_headmask.linting import input_checks, model_facts, rule_checks
 from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
-from keras_headmask.linting.subject import Subject, key_side, tells_padding
+from keras_headmask.linting.subject import Subject, key_side, marks_padding
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.rules.base import MaskSpec, check_spec
 
@@ -36,8 +36,8 @@ def lint(
         num_heads: Number of heads; by default one more than the rule names. Not for a model.
         mask_inputs: Examples of what the rule reads, as for `make_mask`; for a model, of its inputs
             by name. What is not given may hold anything. `attention_mask`, and a name that holds
-            "padding_mask", tell real tokens (true) from padding; `key_padding_mask` does not, since
-            it is true at padding in PyTorch.
+            "padding_mask", mark real tokens by true; `key_padding_mask` does not count, since it is
+            true at padding in PyTorch.
         query_offset: Query i stands at position i + `query_offset`.
 
     Returns:
@@ -62,7 +62,7 @@ def lint(
     if model_facts.has_rules(rule):
         if (queries, keys, num_heads, query_offset) != (None, None, None, 0):
             raise ValueError(
-                "`queries`, `keys`, `num_heads` and `query_offset` are told by the model: pass "
+                "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
         return _sorted(_of_a_model(rule, mask_inputs))
@@ -73,28 +73,31 @@ def lint(
             "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
         )
     check_spec(rule, "rule", "hm.lint(SPEC)")
-    given = dict(_checked_mapping(mask_inputs))
-    told = [
+    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
+        kind = type(mask_inputs).__name__
+        raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
+    given = dict(mask_inputs or {})
+    marks = [
         name
         for name in given
-        if tells_padding(name)
+        if marks_padding(name)
         and (name not in rule.inputs or rule.inputs[name].rank)
         and key_side(given[name]) is not None
     ]
-    padding = key_side(given[told[0]]) if len(told) == 1 else None
-    unread = given.keys() - rule.inputs.keys() - set(told)  # the lint reads those
+    padding = key_side(given[marks[0]]) if len(marks) == 1 else None
+    unread = given.keys() - rule.inputs.keys() - set(marks)  # the lint reads those
     findings = [input_checks.never_read(name, False) for name in sorted(unread)]
     given = {name: value for name, value in given.items() if name in rule.inputs}
     given, odd = input_checks.whole_numbers(rule, given)
     subject = Subject(rule, num_heads, queries, keys, given, query_offset, padding)
     if padding is not None and padding.shape[1] != subject.keys:
         raise ValueError(
-            f"`mask_inputs[{told[0]!r}]` has length {padding.shape[1]} where the attention has "
+            f"`mask_inputs[{marks[0]!r}]` has length {padding.shape[1]} where the attention has "
             f"{subject.keys} keys."
         )
     findings = [*findings, *odd, *_of_a_subject(subject)]
     if padding is not None:
-        findings.extend(input_checks.of_padding(subject, padding, told[0], None))
+        findings.extend(input_checks.of_padding(subject, padding, marks[0], None))
     return _sorted(findings)
 
 
@@ -108,19 +111,13 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
     looked_at: dict[Any, list[Finding]] = {}
     unread = model_facts.unread_inputs(model)
     for name in unread:
-        found[input_checks.never_read(name, tells_padding(name))] = []
+        found[input_checks.never_read(name, marks_padding(name))] = []
     layers, problem = model_facts.layers_of(model, inputs)
     most = longest_sequence(model)
     if problem:
-        found[
-            Finding(
-                "info",
-                "not-checked",
-                f"Padding was not looked at, since the model did not run on made-up inputs: "
-                f"{problem}",
-                "Pass examples of its inputs as `mask_inputs`.",
-            )
-        ] = []
+        reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
+        way_out = "Pass examples of its inputs as `mask_inputs`."
+        found[Finding("info", "not-checked", reason, way_out)] = []
     for layer in layers:
         key = (layer.spec, layer.heads, layer.sources, layer.outside_key)
         if key not in looked_at:
@@ -139,7 +136,7 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
                 seen = of_layer(*layer.lengths, layer.given)
                 findings.extend(_padding_of_a_layer(seen, layer))
                 # (Made-up ids are all alike: what a rule makes of them says nothing.)
-                if inputs is not None or all(map(tells_padding, layer.spec.inputs)):
+                if inputs is not None or all(map(marks_padding, layer.spec.inputs)):
                     findings.extend(input_checks.of_masks_beside(seen, layer.outside))
             looked_at[key] = findings
         for finding in looked_at[key]:
@@ -149,22 +146,13 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
 
 
 def _padding_of_a_layer(seen: Subject, layer: Any) -> Iterator[Finding]:
-    """Padding that the layer's keys may have: where several inputs could tell, all must say so."""
-    told = [
+    """Padding that the layer's keys may have: where several inputs could mark it, all must."""
+    found = [
         list(input_checks.of_padding(seen, padding, name, layer.outside))
         for name, padding in layer.paddings.items()
     ]
-    if all(told):
-        yield from told[0]
-
-
-def _checked_mapping(mask_inputs: Any) -> Mapping[str, Any]:
-    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
-        raise TypeError(
-            "`mask_inputs` must be a dict that maps names to arrays. "
-            f"Received: {type(mask_inputs).__name__}."
-        )
-    return {} if mask_inputs is None else mask_inputs
+    if all(found):
+        yield from found[0]
 
 
 def _sorted(findings: Any) -> Findings:

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.linting.subject import tells_padding
+from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import lift
 from keras_headmask.retrofit.masked_model import HeadMasked
 from keras_headmask.retrofit.observing import called, scores_seen
@@ -47,10 +47,6 @@ class MaskedLayer:
         return self.lengths, outside, self.is_cross
 
 
-def _keep(kept: dict[int, Any], layer: int, arguments: Mapping[str, Any], scores: Any) -> None:
-    kept[layer] = arguments
-
-
 def has_rules(model: Any) -> bool:
     """Whether a model with a graph holds rules: by `apply_head_masks`, or in layers of its own."""
     has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
@@ -70,53 +66,47 @@ def _own(model: Any) -> list[AttentionLayer]:
 
 def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
     """The masked layers of `model`, seen in one forward; and why they were not seen, if so."""
-    problem = ""
-    graph, own = _keras.functional_of(model), _own(model)
+    problem, graph, rules, own = "", _keras.functional_of(model), _rules(model), _own(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
     arriving: dict[int, Any] = {}
     handed: dict[int, dict[str, Any]] = {}
+
+    def keep(layer: int, arguments: Mapping[str, Any], _scores: Any) -> None:
+        arriving[layer] = arguments
+
+    def remember(layer: int, arguments: Mapping[str, Any]) -> None:
+        handed[layer] = dict(arguments.get("mask_inputs") or {})
+
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
-            for layer in [rule.layer for rule in _rules(model)] + [entry.layer for entry in own]:
-                stack.enter_context(
-                    scores_seen(layer, functools.partial(_keep, arriving, id(layer)))
-                )
-            for entry in own:
-                remember = functools.partial(_remember, handed, id(entry.layer))
-                stack.enter_context(called(entry.layer, remember))
+            for entry in [rule.entry for rule in rules] + own:
+                layer, key = entry.layer, id(entry.layer)
+                stack.enter_context(scores_seen(layer, functools.partial(keep, key)))
+                stack.enter_context(called(layer, functools.partial(remember, key)))
             flat = [tensors[tensor.name] for tensor in graph.inputs]
             graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
         if inputs is not None:
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
-    paddings = _paddings(graph, tensors)
-    layers = []
-    for rule in _rules(model):
+    found: list[tuple] = []
+    for rule in rules:
         spec = model.mask_specs[rule.entry.path]
         given = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
-        sources = tuple(sorted(rule.sources.items()))
-        seen = arriving.get(id(rule.layer))
-        layers.append(_layer(rule.entry, spec, rule.heads, sources, given, seen, paddings))
+        found.append((rule.entry, spec, tuple(sorted(rule.sources.items())), given))
     for entry in own:
-        layer, seen = entry.layer, arriving.get(id(entry.layer))
-        given = handed.get(id(layer), {})
-        # Which inputs it reads is told by its call alone, so each such layer is looked at.
-        sources = (entry.path,) if layer.mask_spec.inputs else ()
-        heads = layer.num_heads
-        layers.append(_layer(entry, layer.mask_spec, heads, sources, given, seen, paddings))
-    return layers, problem
-
-
-def _remember(handed: dict[int, dict[str, Any]], layer: int, arguments: Mapping[str, Any]) -> None:
-    handed[layer] = dict(arguments.get("mask_inputs") or {})
+        spec = entry.layer.mask_spec
+        # Which inputs it reads is known by its call alone, so each such layer is looked at.
+        sources = (entry.path,) if spec.inputs else ()
+        found.append((entry, spec, sources, handed.get(id(entry.layer), {})))
+    paddings = _paddings(graph, tensors)
+    return [_layer(*one, arriving.get(id(one[0].layer)), paddings) for one in found], problem
 
 
 def _layer(
     entry: AttentionLayer,
     spec: MaskSpec,
-    heads: int,
     sources: tuple,
     given: Mapping[str, Any] | None,
     seen: Mapping[str, Any] | None,
@@ -130,17 +120,10 @@ def _layer(
         if seen.get("use_causal_mask"):
             outside = outside & np.tril(np.ones((1, 1, *lengths), bool))
         fitting = {n: p for n, p in paddings.items() if p.shape[1] == lengths[1]}
-    return MaskedLayer(
-        entry.path,
-        spec,
-        heads,
-        sources,
-        entry.kind == "cross",
-        given or {},
-        lengths,
-        outside,
-        fitting if given is not None else {},
-    )
+    heads, is_cross = entry.layer.num_heads, entry.kind == "cross"
+    fitting = {} if given is None else fitting
+    given = given or {}
+    return MaskedLayer(entry.path, spec, heads, sources, is_cross, given, lengths, outside, fitting)
 
 
 def unread_inputs(model: Any) -> list[str]:
@@ -189,8 +172,8 @@ def _made_up(model: Any) -> dict[str, np.ndarray]:
 
 
 def _paddings(model: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What tells padding: inputs of that name, and ids where an embedding masks zero."""
-    flags = {n: x != 0 for n, x in tensors.items() if tells_padding(n) and x.ndim == 2}
+    """What marks padding: inputs of that name, and ids where an embedding masks zero."""
+    flags = {n: x != 0 for n, x in tensors.items() if marks_padding(n) and x.ndim == 2}
     masks_zero = any(getattr(x, "mask_zero", False) for x in _keras.layers_of(model))
     ids = {
         name: x != 0

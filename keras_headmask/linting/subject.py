@@ -16,7 +16,7 @@ from keras_headmask.rules.heads import head_groups
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
 MOST_UNKNOWN = 6  # leaves without inputs; all combinations of their answers are tried
 _MOST_WORK = 2**24  # pairs x combinations, where the length may be chosen
-_MOST_PAIRS = 2**26  # where it is told
+_MOST_PAIRS = 2**26  # where it is given
 
 
 class Subject:
@@ -40,8 +40,8 @@ class Subject:
             self.heads = config.number_of_heads(num_heads)
         self.groups = head_groups(spec, self.heads)
         self.given = dict(given or {})
-        told = None if padding is None else padding.shape[1]
-        side = {s: _length(spec, self.given, s) or told for s in ("query", "key")}
+        padded = None if padding is None else padding.shape[1]
+        side = {s: _length(spec, self.given, s) or padded for s in ("query", "key")}
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
                 config.whole_number(length, name, at_least=1)
@@ -68,7 +68,7 @@ class Subject:
 
     @property
     def self_attention(self) -> bool:
-        """Whether query i and key i are one token, as far as can be told."""
+        """Whether query i and key i are one token, as far as is known."""
         return (
             not self.is_cross
             and self.queries == self.keys
@@ -143,11 +143,11 @@ class Subject:
         return result
 
 
-def tells_padding(name: str) -> bool:
+def marks_padding(name: str) -> bool:
     """Whether a mask input is called as what is true at real tokens.
 
     KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
-    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name tells nothing.
+    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
     """
     is_padding = "padding_mask" in name and "key_padding_mask" not in name
     return is_padding or name == "attention_mask"

@@ -44,9 +44,9 @@ def draw(
         tile_size: Positions to a side of a tile; 1 draws every position. By default a power of 2.
 
     Raises:
-        TypeError: for a `spec` or `tokens` that are none, or a mask input of floats.
-        ValueError: for lengths, tokens or mask inputs that do not fit, a head that `spec` names
-            and there is not, an example that the batch has not, or a drawing of more than 2^24
+        TypeError: if `spec` is not a spec, `tokens` are not labels, or a mask input holds floats.
+        ValueError: if lengths, tokens or mask inputs do not fit, `spec` names a head >=
+            `num_heads`, `example` is >= the batch size, or the drawing has more than 2^24
             positions to a side, 2^25 signs, or 2^30 pairs to look into.
 
     >>> from keras_headmask import PerHead, SameSentence, Window

@@ -27,7 +27,7 @@ from keras_headmask.look.panels import Panels, head_names, shortened
 from keras_headmask.rules.coverage import Coverage
 
 # From light to dark, so that they differ in grey; blue and orange, so that they differ for an eye
-# that does not tell red from green.
+# that confuses red and green.
 COLOURS = {Coverage.NONE: "#f4f1e8", Coverage.SOME: "#e69f00", Coverage.ALL: "#0b3d6b"}
 _ALARM = "#d00000"
 _SHADES = "cividis_r"  # even steps of lightness for every eye; the largest probability is darkest

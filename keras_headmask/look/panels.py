@@ -82,13 +82,20 @@ def panels_of(
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
     check_example(example, _batch_size(bound))
     tile = tile_of(queries, keys, tile_size, longest)
-    _check_cells(queries, keys, tile, num_heads)
-    pairs = 0
+    count = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
+    if count > _MOST_CELLS:
+        raise ValueError(
+            f"A drawing has at most {_MOST_CELLS} signs; {num_heads} heads of {queries} x {keys} "
+            f"positions in tiles of {tile[0]} x {tile[1]} have {count}. Draw fewer positions or "
+            "heads, or larger tiles."
+        )
+    pairs, of_a_tile = 0, tile[0] * tile[1]
     folded: dict[Any, list[int]] = {}
     cells: dict[Any, np.ndarray] = {}
     for rule, heads in groups:
         known, unclear = _known(rule, (queries, keys), tile, query_offset)
-        pairs += sum(_size(rows) * _size(columns) for rows, columns in unclear) * tile[0] * tile[1]
+        sizes = [(r.stop - r.start) * (c.stop - c.start) for r, c in unclear]
+        pairs += sum(sizes) * of_a_tile
         if pairs > _MOST_PAIRS_IN_ALL:
             raise ValueError(
                 f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
@@ -106,16 +113,6 @@ def panels_of(
     return Panels(panels, num_heads, tile, labels, query_offset)
 
 
-def _check_cells(queries: int, keys: int, tile: tuple[int, int], num_heads: int) -> None:
-    cells = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
-    if cells > _MOST_CELLS:
-        raise ValueError(
-            f"A drawing has at most {_MOST_CELLS} signs; {num_heads} heads of {queries} x {keys} "
-            f"positions in tiles of {tile[0]} x {tile[1]} have {cells}. Draw fewer positions or "
-            "heads, or larger tiles."
-        )
-
-
 def _known(
     rule: MaskSpec, lengths: tuple[int, int], tile: tuple[int, int], query_offset: int
 ) -> tuple[np.ndarray, list[tuple[slice, slice]]]:
@@ -125,10 +122,6 @@ def _known(
     else:
         known = coverage(rule, *lengths, *tile, query_offset).astype(np.int8)
     return known, list(_unclear(known == Coverage.SOME, tile))
-
-
-def _size(places: slice) -> int:
-    return places.stop - places.start
 
 
 def _cells(
@@ -143,7 +136,7 @@ def _cells(
 ) -> tuple[np.ndarray, list[bytes]]:
     """`Coverage` of each tile for each of `heads`, and a digest of what was evaluated for it.
 
-    Tiles of which the rule can tell all or nothing are not looked into; all others are, exactly.
+    Tiles of which the rule allows all or nothing are not looked into; all others are, exactly.
     """
     cells = np.repeat(known[None], len(heads), axis=0)
     digests = [hashlib.sha256() for _ in heads]

@@ -93,8 +93,8 @@ def plot_attention(
     Needs matplotlib: `pip install matplotlib`. The model is run once, with
     `training=False`, and stays as it is. What is hidden is evaluated anew from the rules and from
     the masks that reach the layer, so a probability above 0 on a hidden pair would show: it gets
-    a red cross, and the caption counts them. (Where no rule holds, stock Keras may take a fused
-    kernel that returns no probabilities; they are then those of its other way.)
+    a red cross, and the caption counts them. (Where no rule holds, Keras may take a fused
+    kernel that returns no probabilities; they are then those of its own dense computation.)
 
     Args:
         model: A model under `apply_head_masks`, or any other that holds `MultiHeadAttention` or
@@ -114,9 +114,9 @@ def plot_attention(
 
     Raises:
         ImportError: without matplotlib.
-        TypeError: for a model that is none.
-        ValueError: for a `layer` that does not name one layer, or heads, an example, tokens or a
-            call that do not fit.
+        TypeError: if `model` is not a Keras model.
+        ValueError: if `layer` does not name one layer, or `heads`, `example`, `tokens` or `call`
+            do not fit.
 
     >>> from keras_headmask import PerHeadMaskedMultiHeadAttention, Window
     >>> x = keras.Input((6, 8))

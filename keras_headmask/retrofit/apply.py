@@ -59,13 +59,13 @@ def apply_head_masks(
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
-            such as `"decoder.*cross"`, the one way to name cross-attention; a tuple or list of
-            those. Self and cross, and the order, are told by how the model calls its layers.
+            such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
+            those. Self and cross, and the order, follow from how the model calls its layers.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
             weights stay in place and `model` is used up: what it was is now the result. Keras makes
             its compiled functions anew, those of models around it too. What you compiled by
-            `jax.jit` or `torch.compile` cannot be found: make it anew from the result.
+            `jax.jit` or `torch.compile` you must make anew from the result.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
@@ -74,12 +74,12 @@ def apply_head_masks(
         `unmasked()`, which gives a stock model with the same weights.
 
     Raises:
-        TypeError: for a model without a graph, or a spec or selector that is none.
-        ValueError: for a selector that names no layer, a number as the key of a mapping, a name
-            that no input of the model has (unless `add_inputs=True`), attention that no rule
-            reaches, a layer with two rules, a head that `mask_spec` names and a layer lacks, a
-            layer of which it cannot be told whether it is self-attention, unless a regex names it,
-            or, with `copy=False`, a model that a `tf.function` has traced.
+        TypeError: if `model` has no graph, or a spec or selector is of another type.
+        ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
+            model has a name that the rule reads (unless `add_inputs=True`), there is attention that
+            no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
+            unclear whether a layer is self-attention and no regex names it, or, with `copy=False`,
+            a `tf.function` has traced the model.
         RuntimeError: from the result, when a masked layer runs outside it, or does not use its
             rule.
 
@@ -108,15 +108,14 @@ def apply_head_masks(
                 meant = meant or "hm.recipes.causal()"
                 hint = f" {start}: hm.apply_head_masks(model, {meant})."
             raise ValueError(
-                f"`mask_spec` is a text, so it must be a rule's JSON, but it is none: {error}. "
+                f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
                 f"Received: {mask_spec[:80]!r}.{hint}"
             ) from error
     found = find_attention(model)
     specs = specs_by_layer(mask_spec, layers, found)
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
-    _check_heads(rules, found)
-    _check_functions(model, rules, found)
+    _check_layers(model, rules, found)
     check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
     if not copy:
         compiled.drop_all_that_run([found.known[i].layer for i in rules])
@@ -181,17 +180,14 @@ def _with_existing(
     return dict(sorted(rules.items()))
 
 
-def _check_functions(model: keras.Model, rules: Rules, found: Found) -> None:
+def _check_layers(model: keras.Model, rules: Rules, found: Found) -> None:
     inside = tracing.called_in_functions(model)
-    for i in rules:
-        if id(found.known[i].layer) in inside:
-            raise ValueError(compiled.in_own_function(found.known[i]))
-
-
-def _check_heads(rules: Rules, found: Found) -> None:
     for i, (spec, _) in rules.items():
-        spec.get_config()  # a spec that could not be saved is told here
+        entry = found.known[i]
+        spec.get_config()  # raises for a spec that could not be saved
         try:
-            check_heads(spec, found.known[i].layer.num_heads)
+            check_heads(spec, entry.layer.num_heads)
         except ValueError as error:
-            raise ValueError(f"In the attention layer {found.known[i]}: {error}") from error
+            raise ValueError(f"In the attention layer {entry}: {error}") from error
+        if id(entry.layer) in inside:
+            raise ValueError(compiled.in_own_function(entry))

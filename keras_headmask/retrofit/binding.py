@@ -19,7 +19,7 @@ from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, dropout_of
 from keras_headmask.retrofit.compiled import check_not_in_own_function, graph_being_built
-from keras_headmask.retrofit.layer_rules import HOOK, LayerRule
+from keras_headmask.retrofit.layer_rules import HOOK, LayerRule, attention_arguments
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.positions import Window
 
@@ -246,7 +246,7 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
 
 
 def _is_left_to(rule: LayerRule, compute: Callable) -> bool:
-    """Whether a class, or a rule bound before, computes attention in a way of its own."""
+    """Whether a class, or a rule bound before, computes attention with code of its own."""
     classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
     known = [getattr(cls, _keras.COMPUTE_ATTENTION) for cls in classes]
     return bool(
@@ -315,10 +315,10 @@ def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
     def get_config() -> dict[str, Any]:
         if not plan.running.in_config:
             raise RuntimeError(
-                f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}'; saved, "
-                "cloned or copied without that model it would lose the rule. To build on the "
-                "model, call it: `outputs = masked_model(inputs)`. For layers without the rule use "
-                "those of `model.unmasked()`."
+                f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}', which it "
+                "would lose if it was saved, cloned or copied alone. To build on the model, call "
+                "it: `outputs = masked_model(inputs)`. For layers without the rule use those of "
+                "`model.unmasked()`."
             )
         return getattr(type(layer), _CONFIG)(layer) if inner is None else inner()
 
@@ -346,28 +346,11 @@ def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
 def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
     layer = rule.layer
 
-    def obey(
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> Any:
+    def obey(*args: Any, **kwargs: Any) -> Any:
         compute = inner
         if inner is None:
             compute = getattr(type(layer), HOOK).__get__(looking.as_seen(layer))
-        arguments = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "attention_mask": attention_mask,
-            "training": training,
-            "return_attention_scores": return_attention_scores,
-        }
-        if use_causal_mask:  # else left out: subclasses of old do not know it
-            arguments["use_causal_mask"] = True
+        arguments = attention_arguments(*args, **kwargs)
         if plan.running.binding is not None:
             return plan.running.binding.attend(rule, compute, arguments)
         if plan.running.only_shapes or _keras.in_symbolic_scope():
@@ -375,14 +358,13 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
             return compute(**arguments)
         raise RuntimeError(
             f"The attention layer {rule.entry} obeys a rule of the model '{plan.model_name}' and "
-            "ran outside it, where the rule is not known. Call that model, and build on what it "
-            "gives: `outputs = masked_model(inputs)`. For its layers without the rule, or parts of "
-            "its graph, use those of `model.unmasked()`. For `generate()`, give the rule to the "
-            "task, not to its backbone."
+            "ran outside it. Call that model, and build on its outputs: `outputs = "
+            "masked_model(inputs)`. For layers without the rule use those of `model.unmasked()`. "
+            "For `generate()`, give the rule to the task, not to its backbone."
         )
 
     @looking.asks
-    @functools.wraps(obey)
+    @functools.wraps(attention_arguments, assigned=())  # whose signature it has
     def compute_attention(*args: Any, **kwargs: Any) -> Any:
         return looking.run(layer, HOOK, obey, *args, **kwargs)
 

@@ -80,24 +80,24 @@ def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -
         if wrong := sorted(k for k, name in other.items() if k in read or name in read):
             raise ValueError(
                 f"The model takes its input {wrong[0]!r} under that key, but the tensor is named "
-                f"{other[wrong[0]]!r}: which of them the rule means cannot be told. Give "
-                "keras.Input the name of its key."
+                f"{other[wrong[0]]!r}, so the rule is ambiguous. Give keras.Input the name of its "
+                "key."
             )
     for rule in rules:
         read = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
         if read and rule.entry.runs_on_two:
             raise ValueError(
                 f"The attention layer {rule.entry} is called on two sequences, or on one that a "
-                f"further input changes between the calls, and the rule reads {read}, which belong "
-                "to one sequence. Give the rule to the model that both share "
-                "(`apply_head_masks(encoder, ...)`), and call the result on each with its own ids."
+                f"further input changes between the calls, and {read} belong to one sequence. Give "
+                "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
+                "call the result on each with its own ids."
             )
     new = new_inputs(model, rules)
     taken = {layer.name for layer in getattr(model, "layers", ())}
     if clash := sorted(taken & set(new)):
         raise ValueError(
-            f"The rule reads {clash[0]!r}, which the model has no input of, and one cannot be "
-            "added: a layer of the model has that name. Give the mask input another name."
+            f"The rule reads {clash[0]!r}. The model has no such input, and none can be added, "
+            "since a layer has that name. Give the mask input another name."
         )
     if new and not add_inputs:
         has = sorted(_available(model))
@@ -150,7 +150,7 @@ def new_inputs(model: keras.Model, rules: list[LayerRule]) -> dict[str, Any]:
     available = _available(model)
     kinds: dict[str, InputType] = {}
     heads: dict[str, int] = {}
-    merged_inputs(tuple(rule.spec for rule in rules))  # one name read in two ways is told here
+    merged_inputs(tuple(rule.spec for rule in rules))  # raises for one name of two kinds
     for rule in rules:
         for name, source in rule.sources.items():
             kind = rule.spec.inputs[name]
@@ -180,6 +180,38 @@ def new_inputs(model: keras.Model, rules: list[LayerRule]) -> dict[str, Any]:
                 "another name."
             )
     return new
+
+
+def attention_arguments(
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    training: bool | None = None,
+    return_attention_scores: bool = False,
+    use_causal_mask: bool = False,
+) -> dict[str, Any]:
+    """The arguments of a call of `_compute_attention`, by name."""
+    given = dict(locals())
+    if not use_causal_mask:
+        del given["use_causal_mask"]  # subclasses written for an older Keras lack it
+    return given
+
+
+def numbered(found: Found) -> Iterator[tuple[int | None, AttentionLayer]]:
+    """All attention layers, with the numbers by which `layers` names self-attention."""
+    number = 0
+    for entry in (*found.known, *found.unknown):
+        counted = entry.kind == "self" and entry in found.known
+        yield number if counted else None, entry
+        number += counted
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """A line for each row, its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 # --- What a layer obeys ---------------------------------------------------------------------------

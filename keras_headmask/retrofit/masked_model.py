@@ -16,7 +16,13 @@ from keras_headmask import _keras, masks
 from keras_headmask.layer import supports_unknown_lengths
 from keras_headmask.retrofit import compiled, stock
 from keras_headmask.retrofit.binding import Plan, install, uninstall
-from keras_headmask.retrofit.layer_rules import LayerRule, new_inputs, spec_beneath
+from keras_headmask.retrofit.layer_rules import (
+    LayerRule,
+    aligned,
+    new_inputs,
+    numbered,
+    spec_beneath,
+)
 from keras_headmask.retrofit.selectors import find_attention
 from keras_headmask.rules.base import MaskSpec
 
@@ -82,26 +88,15 @@ class HeadMasked:
 
         The numbers are those by which `layers` names self-attention.
         """
-        found = find_attention(self)
-        number, rows = 0, []
-        for entry in (*found.known, *found.unknown):
-            rule = self._head_masks.rules.get(id(entry.layer))
-            counted = entry.kind == "self" and entry in found.known
-            rows.append(
-                (
-                    str(number) if counted else "-",
-                    entry.path,
-                    type(entry.layer).__name__,
-                    f"{getattr(entry.layer, 'num_heads', '?')} heads",
-                    entry.kind,
-                    repr(spec_beneath(entry.layer) if rule is None else _in_force(rule, self)),
-                )
-            )
-            number += counted
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print_fn("  ".join(cells).rstrip())
+        rows = []
+        for number, entry in numbered(find_attention(self)):
+            rule, layer = self._head_masks.rules.get(id(entry.layer)), entry.layer
+            spec = spec_beneath(layer) if rule is None else _in_force(rule, self)
+            heads = f"{getattr(layer, 'num_heads', '?')} heads"
+            place = "-" if number is None else str(number)
+            rows.append((place, entry.path, type(layer).__name__, heads, entry.kind, repr(spec)))
+        for line in aligned(rows):
+            print_fn(line)
 
     def unmasked(self) -> keras.Model:
         """A stock model with the same weights, without the rules of `apply_head_masks`.
@@ -193,7 +188,7 @@ def _no_hdf5(model: keras.Model, place: Any) -> str:
 
 
 def _is_part_of_a_preset() -> bool:
-    """Whether a KerasHub task, unmasked itself, is being saved: it tells no model what for."""
+    """Whether a KerasHub task, unmasked itself, is being saved: its models are not told."""
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -228,7 +223,7 @@ def _refuse_floats(given: Mapping[str, Any], model: Any) -> None:
 
 
 def _refuse_wrapping(name: str, ids: Any) -> None:
-    """JAX cuts 64 bits to 32 unless it is told not to, and two ids may become one."""
+    """JAX cuts 64 bits to 32 by default, and two ids may become one."""
     if keras.backend.backend() == "jax" and isinstance(ids, np.ndarray) and ids.size:
         limits = np.iinfo("int32")
         if ids.min() < limits.min or ids.max() > limits.max:
@@ -277,13 +272,13 @@ class _HeadMaskedTranslator(HeadMasked):
 
 
 class _HeadMaskedByHand(HeadMasked):
-    """A masked model whose task generates in a way in which rules cannot be bound."""
+    """A masked model whose task generates with code of its own, in which no rule is bound."""
 
     def generate_step(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"`{type(self).__name__}` generates by running its layers in a way of its own, where "
-            "the rule is not bound. Rules hold in its forward and in training, and in `generate()` "
-            "of tasks with `call_with_cache`, such as GPT2CausalLM, or with `call_encoder` and "
+            f"`{type(self).__name__}` generates with code of its own, where the rule is not bound. "
+            "Rules hold in its forward and in training, and in `generate()` of tasks with "
+            "`call_with_cache`, such as GPT2CausalLM, or with `call_encoder` and "
             "`call_decoder_with_cache`, such as BartSeq2SeqLM."
         )
 
@@ -312,7 +307,7 @@ def _masked_class(cls: type) -> type:
             mixin = _HeadMaskedTranslator
         elif hasattr(cls, "generate_step"):
             mixin = _HeadMaskedByHand
-        # The name stays stock's: Keras files weights under it.
+        # The name stays the one of `cls`: Keras files weights under it.
         body = {"__module__": __name__, "__qualname__": f"HeadMasked[{cls.__name__}]"}
         _classes[cls] = type(cls)(cls.__name__, (mixin, cls), body)
         # By name alone: KerasHub would take a class among the custom objects for one of its own.

@@ -5,6 +5,7 @@ Each is a context for the calling thread alone, by `looking`: others may run the
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,10 +17,16 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit.layer_rules import HOOK, rules_at_work, spec_beneath
+from keras_headmask.retrofit.layer_rules import (
+    HOOK,
+    attention_arguments,
+    rules_at_work,
+    spec_beneath,
+)
 from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import restricts
 from keras_headmask.rules.positions import Window
 
 
@@ -52,12 +59,15 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
                 f"The attention layer {entry} attends over several axes: a picture has one of "
                 "queries and one of keys."
             )
-        kept.append((_numpy(scores), _allowed(entry.layer, scores.shape, arguments)))
+        values = ops.convert_to_numpy(ops.cast(scores, "float32"))
+        kept.append((values, _allowed(entry.layer, scores.shape, arguments)))
 
     rematerialised = [x for x in _keras.layers_of(model) if _keras.remat_mode(x) is not None]
     with scores_seen(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
-            stack.enter_context(looking.overriding(inner, _keras.REMATERIALIZED_CALL, _run_once))
+            name = _keras.REMATERIALIZED_CALL
+            once = looking.overriding(inner, name, lambda _, call, *a, **k: call)
+            stack.enter_context(once)
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
@@ -67,10 +77,6 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     scores, allowed = kept[call]
     spec = spec_beneath(entry.layer)
     return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
-
-
-def _run_once(usual: Callable, layer_call: Callable, *args: Any, **kwargs: Any) -> Callable:
-    return layer_call
 
 
 def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
@@ -92,23 +98,11 @@ def scores_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> It
     The scores are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
     """
 
-    def compute_attention(
-        usual: Callable,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> Any:
-        arguments = {"query": query, "key": key, "value": value, "attention_mask": attention_mask}
-        arguments["training"] = training
-        if use_causal_mask:  # else left out: subclasses of old do not know it
-            arguments["use_causal_mask"] = True
-        context, scores = usual(**arguments, return_attention_scores=True)
+    def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        arguments = attention_arguments(*args, **kwargs)
+        context, scores = usual(**arguments | {"return_attention_scores": True})
         see(arguments, scores)
-        return context, scores if return_attention_scores else None
+        return context, scores if arguments["return_attention_scores"] else None
 
     attention = looking.overriding(layer, HOOK, compute_attention)
     with attention, looking.scores_wanted(layer):
@@ -152,10 +146,6 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     return mask
 
 
-def _numpy(tensor: Any) -> np.ndarray:
-    return ops.convert_to_numpy(ops.cast(tensor, "float32"))
-
-
 # --- For exports ----------------------------------------------------------------------------------
 
 
@@ -165,6 +155,14 @@ def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
     return {path: spec for path, spec in specs.items() if spec is not None}
 
 
+def is_restricted(model: keras.Model) -> bool:
+    """Whether any rule in `model` keeps any head from any key."""
+    return any(
+        (spec := spec_beneath(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
+        for entry in find_attention(model).known
+    )
+
+
 @contextlib.contextmanager
 def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
     """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
@@ -172,9 +170,10 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
         for entry in find_attention(model).known:
             layer = entry.layer
             if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
-                name, override = "call", _limited_call(layer.call, live)
+                name, argument = "call", "key_mask"
             else:
-                name, override = HOOK, _limited_attention(getattr(layer, HOOK), live)
+                name, argument = HOOK, "attention_mask"
+            override = _limited(getattr(layer, name), argument, live)
             stack.enter_context(looking.overriding(layer, name, override))
         yield
 
@@ -185,34 +184,22 @@ def _is_our_own(layer: keras.Layer) -> bool:
     return ours and "key_mask" in inspect.signature(layer.call).parameters
 
 
-def _limited_call(method: Callable, live: Any) -> Callable:
+def _limited(method: Callable, argument: str, live: Any) -> Callable:
+    """`method` with `live` ANDed to the mask of its `argument`."""
     signature = inspect.signature(method)
 
-    def call(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+    def limited(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        key_mask = bound.arguments.get("key_mask")
-        limited = live if key_mask is None else ops.logical_and(masks.as_bool(key_mask), live)
-        bound.arguments["key_mask"] = limited
+        mask = bound.arguments.get(argument)
+        if argument == "attention_mask" and mask is not None and len(mask.shape) != 3:
+            both = masks.and_masks(mask, live[:, None, None, :])
+        else:  # in `_compute_attention` a mask of rank 3 is taken for padding, which skips tiles
+            limit = live[:, None, :] if argument == "attention_mask" else live
+            both = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
+        bound.arguments[argument] = both
         return usual(*bound.args, **bound.kwargs)
 
-    return call
-
-
-def _limited_attention(method: Callable, live: Any) -> Callable:
-    signature = inspect.signature(method)
-
-    def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        mask = bound.arguments.get("attention_mask")
-        if mask is None or len(mask.shape) == 3:
-            limit = live[:, None, :]  # of rank 3 a rule tells it for padding, and skips tiles
-            limited = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
-        else:
-            limited = masks.and_masks(mask, live[:, None, None, :])
-        bound.arguments["attention_mask"] = limited
-        return usual(*bound.args, **bound.kwargs)
-
-    return compute_attention
+    return limited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,40 +212,28 @@ class Seen:
 
 
 @contextlib.contextmanager
-def watched(
-    model: keras.Model, entries: list[AttentionLayer], with_rules: bool = False
-) -> Iterator[list[Seen]]:
+def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator[list[Seen]]:
     """Fill a list with what the attention layers of `entries` compute, in the order they run."""
     seen: list[Seen] = []
     runs: dict[str, int] = {}
 
-    def see(entry: AttentionLayer, scores: Any, allowed: Any) -> None:
+    def remember(given: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+        given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
+
+    def see(entry: AttentionLayer, given: Any, arguments: Mapping[str, Any], scores: Any) -> None:
+        allowed = None
+        if with_rules:
+            sizes = (ops.shape(arguments[name])[1] for name in ("query", "key"))
+            allowed = _rules_allow(entry.layer, given, *sizes)
         count = runs[entry.path] = runs.get(entry.path, -1) + 1
         seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, scores, allowed))
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
-            stack.enter_context(_watched(entry, see, with_rules))
+            given: dict[str, Any] = {}
+            stack.enter_context(called(entry.layer, functools.partial(remember, given)))
+            stack.enter_context(scores_seen(entry.layer, functools.partial(see, entry, given)))
         yield seen
-
-
-@contextlib.contextmanager
-def _watched(entry: AttentionLayer, see: Callable, with_rules: bool) -> Iterator[None]:
-    layer = entry.layer
-    given: dict[str, Any] = {}
-
-    def remember(arguments: Mapping[str, Any]) -> None:
-        given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
-
-    def attended(arguments: Mapping[str, Any], scores: Any) -> None:
-        allowed = None
-        if with_rules:
-            sizes = (ops.shape(arguments[name])[1] for name in ("query", "key"))
-            allowed = _rules_allow(layer, given, *sizes)
-        see(entry, scores, allowed)
-
-    with scores_seen(layer, attended), called(layer, remember):
-        yield
 
 
 def _rules_allow(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What layers tell of positions: how many there may be, and whether only attention mixes them.
+"""What layers say of positions: how many there may be, and whether only attention mixes them.
 
 If only attention carries something from one to another, padding that a server puts behind an
 example does no harm where it is not attended. What is not known to keep positions apart counts as
@@ -6,45 +6,26 @@ mixing them.
 """
 
 import keras
+from keras import layers
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.selectors import Found, find_attention
 
-_layers = keras.layers
+# fmt: off
 # Each position by itself, exactly these classes: a subclass may do what it likes.
 _APART = {
-    _layers.InputLayer,
-    _layers.Embedding,
-    _layers.Dense,
-    _layers.Dropout,
-    _layers.GaussianDropout,
-    _layers.GaussianNoise,
-    _layers.Activation,
-    _layers.ReLU,
-    _layers.LeakyReLU,
-    _layers.PReLU,
-    _layers.ELU,
-    _layers.Identity,
-    _layers.Masking,
-    _layers.Rescaling,
-    _layers.Add,
-    _layers.Subtract,
-    _layers.Multiply,
-    _layers.Average,
-    _layers.Maximum,
-    _layers.Minimum,
+    layers.InputLayer, layers.Embedding, layers.Dense, layers.Dropout, layers.GaussianDropout,
+    layers.GaussianNoise, layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU,
+    layers.ELU, layers.Identity, layers.Masking, layers.Rescaling, layers.Add, layers.Subtract,
+    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum,
 }
 # Along the last axis alone, if that is the one they were given.
 _ALONG_AN_AXIS = {
-    _layers.LayerNormalization,
-    _layers.RMSNormalization,
-    _layers.BatchNormalization,
-    _layers.Softmax,
-    _layers.Concatenate,
+    layers.LayerNormalization, layers.RMSNormalization, layers.BatchNormalization,
+    layers.Softmax, layers.Concatenate,
 }
 # Functions of `keras.ops` as they stand in a graph, by class name. A running sum looks back only,
 # and padding comes last.
-# fmt: off
 _OPS = {
     "Absolute", "Add", "Cast", "Clip", "Cumsum", "Divide", "Elu", "Equal", "Exp", "Gelu",
     "Greater", "GreaterEqual", "Less", "LessEqual", "Log", "LogicalAnd", "LogicalNot",
@@ -56,17 +37,14 @@ _OPS = {
 
 
 def what_mixes(model: keras.Model) -> str | None:
-    """The first thing in `model` that may mix positions, told in words; `None` if all is known."""
+    """The first thing in `model` that may mix positions, in words; `None` if all is known."""
     found = find_attention(model)
     if found.unknown:
-        return f"the attention layer {found.unknown[0]} cannot be reached"
+        return f"the attention layer {found.unknown[0]} is out of reach"
     if not isinstance(model, (_keras.Functional, keras.Sequential)):
-        return f"`{type(model).__name__}` is a subclassed model, whose code nothing tells of"
+        return f"`{type(model).__name__}` is a subclassed model, without a graph"
     if cross := [entry for entry in found.known if entry.kind != "self"]:
-        return (
-            f"{cross[0]} attends to another sequence (or that it does not cannot be told), whose "
-            "lengths are not those of the queries"
-        )
+        return f"{cross[0]} attends, or may attend, to another sequence, which has its own lengths"
     return _of_graph(model, found)
 
 
@@ -75,8 +53,8 @@ def _of_graph(model: keras.Model, found: Found) -> str | None:
     attention = {id(entry.layer) for entry in found.known}
     for operation in graph.operations:
         if isinstance(operation, (_keras.Functional, keras.Sequential)):
-            if told := _of_graph(operation, found):
-                return told
+            if reason := _of_graph(operation, found):
+                return reason
         elif id(operation) not in attention and not _keeps_apart(operation):
             return f"'{operation.name}' ({type(operation).__name__}) may mix positions"
     return None
@@ -95,6 +73,6 @@ def _keeps_apart(operation: keras.Operation) -> bool:
 
 
 def longest_sequence(model: keras.Model) -> int | None:
-    """How long a sequence may be, as far as the layers tell (KerasHub's position embeddings)."""
+    """How long a sequence may be, as far as the layers say (KerasHub's position embeddings)."""
     sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
     return min((size for size in sizes if isinstance(size, int)), default=None)

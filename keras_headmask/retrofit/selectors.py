@@ -95,7 +95,7 @@ def _kind(name: str, shown: list[str | None]) -> str:
 
 
 def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
-    """Paths and layers inside `layer`, in forward order as far as the graph tells it."""
+    """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
         return  # its projections are no attention of their own
     inner = list(layer.layers) if isinstance(layer, keras.Model) else []
@@ -111,7 +111,7 @@ def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
 
 
 def _attends_by_itself(layer: keras.Layer) -> bool:
-    """Whether a layer computes attention that no hook reaches, as far as names and code tell.
+    """Whether a layer computes attention that no hook reaches, as far as names and code show.
 
     One named for attention does, unless it leaves that to layers inside, and so does one whose code
     names an operation for attention, or a softmax if it is named for attention itself. (The code:
@@ -223,15 +223,13 @@ def _is_shown(operation: Any) -> bool:
 def _is_attention_by_name(layer: keras.Layer) -> bool:
     name = type(layer).__name__.lower()
     _, found, rest = name.partition("attention")
-    return (
-        bool(found) and "mask" not in rest
-    )  # a layer that makes attention masks attends to nothing
+    return bool(found) and "mask" not in rest  # one that makes attention masks does not attend
 
 
 def _calls_the_hook(cls: type) -> bool:
-    """Whether `call` runs `_compute_attention`, as far as its code tells.
+    """Whether `call` runs `_compute_attention`, as far as its code shows.
 
-    A class that hides it better is told by the first forward, in which its rule is not used.
+    A class that hides it better fails in its first forward, where its rule is not used.
     """
     code = getattr(cls.call, "__code__", None)
     return code is None or bool({_keras.COMPUTE_ATTENTION, "super"} & set(code.co_names))
@@ -290,20 +288,15 @@ def select(found: Found, selector: Any) -> list[int]:
     of_self = [i for i, entry in enumerate(found.known) if entry.kind == "self"]
     if selector is None:
         if found.unknown:
-            raise ValueError(
-                _out_of_reach(found.unknown[0])
-                + (
+            message = _out_of_reach(found.unknown[0])
+            if not found.unknown[0].untracked:
+                message += (
                     " Known are keras.layers.MultiHeadAttention and its subclasses that compute by "
                     "`_compute_attention`."
-                    if not found.unknown[0].untracked
-                    else ""
                 )
-                + (
-                    f" To leave that layer as it is, name the others in `layers`: {_names(found)}."
-                    if found.known
-                    else ""
-                )
-            )
+            if found.known:
+                message += f" To leave it as it is, name the others in `layers`: {_names(found)}."
+            raise ValueError(message)
         _check_all_clear(found)
         if not of_self:
             raise ValueError(
@@ -329,9 +322,9 @@ def select(found: Found, selector: Any) -> list[int]:
 def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
     if entry.untracked:
         return (
-            f"The attention layer {entry}{named} is held where Keras does not track it, so the "
-            "rule would not hold there, and neither a copy nor a file would have its weights. "
-            "Assign it to an attribute of the layer that calls it."
+            f"The attention layer {entry}{named} is held where Keras does not track it: no rule "
+            "would hold there, and a copy or a file would lack its weights. Assign it to an "
+            "attribute of the layer that calls it."
         )
     return (
         f"The attention layer {entry}{named} is of a class whose masks cannot be reached: the rule "
@@ -343,10 +336,8 @@ def _check_all_clear(found: Found) -> None:
     """Raise if what is self-attention, and so its numbers, is not known of all layers."""
     if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
         raise ValueError(
-            f"Whether the attention layer {unclear[0]} attends to its own sequence or to another "
-            "cannot be told: from what the two tensors that it gets are made does not show it, or "
-            "the layers around it let nobody see. Name the layers by regexes on their paths in "
-            f"`layers`: {_names(found)}."
+            f"Cannot tell whether the attention layer {unclear[0]} attends to its own sequence or "
+            f"to another. Name the layers by regexes on their paths in `layers`: {_names(found)}."
         )
 
 

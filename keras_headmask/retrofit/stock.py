@@ -63,10 +63,9 @@ def copy_by_config(model: keras.Model, config: Mapping[str, Any]) -> keras.Model
         )
         if not is_known and unregistered.setdefault(name, cls) is not cls:
             raise ValueError(
-                f"The model '{model.name}' cannot be copied: it holds two classes named "
-                f"'{name}', which its config does not tell apart. Register them by "
-                "keras.saving.register_keras_serializable under two names, or pass copy=False, "
-                "which uses the model up."
+                f"The model '{model.name}' cannot be copied: its config would confuse two classes "
+                f"named '{name}'. Register them by keras.saving.register_keras_serializable under "
+                "two names, or pass copy=False, which uses the model up."
             )
     try:
         twin = keras.saving.deserialize_keras_object(
@@ -112,7 +111,7 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
         tracked = _keras.sublayers(source)
         if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
             raise ValueError(
-                f"it holds layers outside of its graph, which no config tells of: {missing}."
+                f"it holds layers outside of its graph, which no config holds: {missing}."
             )
 
 

@@ -23,7 +23,7 @@ _BATCH, _SIZES = 2, (83, 8, 256, 420, 240)
 SAME = "same tensor"
 ALIKE = "made of the same inputs"
 OTHER = "made of other inputs"
-UNKNOWN = "two tensors whose origins do not tell"
+UNKNOWN = "two tensors of unclear origin"
 
 _ONE_AT_A_TIME = threading.RLock()  # a trace keeps the nodes that it adds to a graph apart
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 def attention_calls(model: keras.Model) -> list[Call]:
     """The calls of attention layers in one forward of `model`, in their order.
 
-    A model that cannot be run on symbolic tensors gives those that its graph shows.
+    A model that does not run on symbolic tensors gives those that its graph shows.
     """
     best: list[Call] | None = None
     with _ONE_AT_A_TIME:
@@ -129,7 +129,7 @@ class _Trace:
 
     @contextlib.contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Let layers with attention inside run their bodies, and attention layers tell.
+        """Let layers with attention inside run their bodies, and attention layers be recorded.
 
         Other threads may run the model meanwhile, or build on its layers: they see the graph as it
         is without the trace, and the nodes that they add stay.

@@ -1,6 +1,6 @@
 """The development server's HTTP application: KServe's protocol around `ServedVersions`.
 
-KServe's `ModelServer` listens on all interfaces and cannot be told otherwise, and forgets its
+KServe's `ModelServer` always listens on all interfaces, and forgets its
 models at SIGTERM, before requests under way are answered. So its routes, data plane and metrics
 stand here in an application of their own, which `keras_headmask.server` runs.
 """
@@ -167,15 +167,18 @@ class _DataPlane(DataPlane):
 def _add_status(app, name, versions):
     """Status and metadata in TensorFlow Serving's words."""
 
-    @app.get("/v1/models/{model_name}")
-    async def status(model_name: str):
+    def current(model_name):
         if model_name != name:
             raise ModelNotFound(model_name)
-        served = versions.current
+        return versions.current
+
+    @app.get("/v1/models/{model_name}")
+    async def status(model_name: str):
+        served = current(model_name)
         states = [(served.version, "AVAILABLE", "OK", "")]
         states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
         return {
-            "name": name,  # this and the next as KServe tells it
+            "name": name,  # this and the next as KServe has it
             "ready": True,
             "model_version_status": [
                 {
@@ -189,9 +192,7 @@ def _add_status(app, name, versions):
 
     @app.get("/v1/models/{model_name}/metadata")
     async def metadata(model_name: str):
-        if model_name != name:
-            raise ModelNotFound(model_name)
-        served = versions.current
+        served = current(model_name)
         definitions = {
             key: json_format.MessageToDict(
                 definition,
@@ -227,10 +228,10 @@ async def _http_error(_, error):
 
 async def _invalid_v2(_, error):
     """What FastAPI finds wrong with the form of a V2 request; its own status would be 422."""
-    told = "; ".join(
+    problems = "; ".join(
         f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
     )
-    return JSONResponse({"error": f"The request is not of V2's form. {told}"}, status_code=400)
+    return JSONResponse({"error": f"The request is not of V2's form. {problems}"}, status_code=400)
 
 
 class _Gate:
@@ -262,8 +263,8 @@ class _Gate:
         if match := _VERSIONED.fullmatch(scope["path"]):
             model, version, rest = match.groups(default="")
             if version != str(self._versions.current.version):
-                told = {"error": f"Version {version} is not served."}
-                return await JSONResponse(told, status_code=404)(scope, receive, send)
+                answer = {"error": f"Version {version} is not served."}
+                return await JSONResponse(answer, status_code=404)(scope, receive, send)
             header = (_ASKED_VERSION.encode(), version.encode())
             scope = {**scope, "path": model + rest, "headers": [*scope["headers"], header]}
         body = bytearray()
@@ -302,20 +303,20 @@ class _Gate:
                         self._hold(-len(body))
                         body.clear()
         except TimeoutError:
-            told = f"The request did not arrive whole in {self._limits.read_seconds} seconds."
-            return JSONResponse({"error": told}, 408, {"connection": "close"})
+            late = f"The request did not arrive whole in {self._limits.read_seconds} seconds."
+            return JSONResponse({"error": late}, 408, {"connection": "close"})
         return refusal
 
     def _refusal(self, size, news):
         if size > self._limits.request_bytes:
-            told = f"The request is larger than {self._limits.request_bytes} bytes."
-            return JSONResponse({"error": told}, 413)
+            reason = f"The request is larger than {self._limits.request_bytes} bytes."
+            return JSONResponse({"error": reason}, 413)
         if self._held + news > self._limits.bytes_in_all:
-            told = (
+            reason = (
                 f"The requests under way hold {self._limits.bytes_in_all} bytes, the most they "
                 "may together. Try again later."
             )
-            return JSONResponse({"error": told}, 503, {"retry-after": "1"})
+            return JSONResponse({"error": reason}, 503, {"retry-after": "1"})
         return None
 
     def _hold(self, size):

@@ -59,12 +59,9 @@ def serve(
     name = check_model_name(pathlib.Path(base_path).resolve().name if name is None else name)
     if not 0 <= port < 2**16:
         raise ValueError(f"`port` must lie in [0, 65535]; 0 takes a free one. Received: {port!r}")
-    for key, value in (
-        ("poll_seconds", poll_seconds),
-        ("max_request_bytes", max_request_bytes),
-        ("read_seconds", read_seconds),
-        ("grace_seconds", grace_seconds),
-    ):
+    seconds = {"poll": poll_seconds, "read": read_seconds, "grace": grace_seconds}
+    positive = {f"{key}_seconds": value for key, value in seconds.items()}
+    for key, value in (positive | {"max_request_bytes": max_request_bytes}).items():
         if not value > 0:
             raise ValueError(f"`{key}` must be positive. Received: {value!r}")
     create_app, http_limits = _import_extra()
@@ -134,6 +131,16 @@ def _silence_what_means_nothing_here():
     logging.getLogger("absl").addFilter(lambda r: "unsaved custom gradients" not in r.getMessage())
 
 
+_OPTIONS = (
+    ("--host", "127.0.0.1", str, "the address to listen on"),
+    ("--port", 8501, int, "the port to listen on; 0 takes a free one"),
+    ("--poll-seconds", 1.0, float, "between looks for a new version"),
+    ("--max-request-bytes", 64 * _MIB, int, "a larger request is answered with 413"),
+    ("--read-seconds", 60, float, "for a request to arrive whole"),
+    ("--grace-seconds", 30, int, "to finish after SIGTERM"),
+)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="python -m keras_headmask.server",
@@ -145,23 +152,8 @@ def main(argv=None):
     parser.add_argument(
         "--name", default=argparse.SUPPRESS, help="the model's name in URLs (default: the folder's)"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument(
-        "--port", default=8501, type=int, help="the port to listen on; 0 takes a free one"
-    )
-    parser.add_argument(
-        "--poll-seconds", default=1.0, type=float, help="between looks for a new version"
-    )
-    parser.add_argument(
-        "--max-request-bytes",
-        default=64 * _MIB,
-        type=int,
-        help="a larger request is answered with 413",
-    )
-    parser.add_argument(
-        "--read-seconds", default=60, type=float, help="for a request to arrive whole"
-    )
-    parser.add_argument("--grace-seconds", default=30, type=int, help="to finish after SIGTERM")
+    for option, default, kind, meaning in _OPTIONS:
+        parser.add_argument(option, default=default, type=kind, help=meaning)
     args = vars(parser.parse_args(argv))
     try:
         serve(args.pop("base_path"), **args)

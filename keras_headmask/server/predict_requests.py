@@ -237,10 +237,10 @@ def _signature(signatures, name):
 def _check_names(given, signature, where="The request"):
     wanted = signature.inputs.keys()
     lacks = {"missing": wanted - given.keys(), "unknown": given.keys() - wanted}
-    if told := [f"{sorted(names)} {what}" for what, names in lacks.items() if names]:
+    if wrong := [f"{sorted(names)} {what}" for what, names in lacks.items() if names]:
         raise BadRequest(
             f"{where} must hold the inputs of `{signature.name}`, {sorted(wanted)}: "
-            f"{', '.join(told)}."
+            f"{', '.join(wrong)}."
         )
 
 

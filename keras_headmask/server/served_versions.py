@@ -133,8 +133,8 @@ def _signature(name, function, definition):
             return {key: value.numpy() for key, value in function(**tensors).items()}
         except (tf.errors.InvalidArgumentError, tf.errors.ResourceExhaustedError) as error:
             # Lengths that do not fit together, a sequence longer than the model's positions, ...
-            told = reason(str(error.message))
-            raise BadRequest(f"The model cannot compute this request: {told}") from error
+            why = reason(str(error.message))
+            raise BadRequest(f"The model cannot compute this request: {why}") from error
 
     inputs, outputs = (
         {key: _tensor(info) for key, info in sorted(infos.items())}

@@ -60,7 +60,7 @@ BAD = [
     ("draw causal.json -q 3 -o folder/nothing.png/rule.png", "there is no folder"),
     ("draw causal.json -q -3", "`queries` must be at least 0"),
     ("lint --model model.keras", "a model that has rules"),
-    ("lint --model masked.keras -q 3", "told by the model"),
+    ("lint --model masked.keras -q 3", "follow from the model"),
     (
         """lint --model masked.keras --inputs '{"token_ids": [[1, 99999]]}'""",
         r"cannot compute this: indices\[0,1\] = 99999 is not in \[0, 12\)",
@@ -255,7 +255,7 @@ def test_what_is_no_regular_file_is_not_replaced(here):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_headmask.look.figures", None)
-    monkeypatch.delattr(hm, "figures", raising=False)
+    monkeypatch.delattr("keras_headmask.look.figures", raising=False)
     told = failure("draw", CAUSAL, "-q", "3", "-o", "rule.png")
     assert "pip install matplotlib" in told
 

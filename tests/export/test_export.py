@@ -25,7 +25,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.export import checking
-from keras_headmask.export.interface import interface
+from keras_headmask.export.interface import interface_of
 from keras_headmask.export.precision import computing_in, computing_in_float32
 from keras_headmask.export.signatures import Plan
 
@@ -59,9 +59,9 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     assert max(check.error, check.padded_error, check.compiled_error) < 1e-5
     assert check.twin_distance > 1e-3
     assert check.mass_outside == 0
-    assert checking.mass_seen_in == "serve_scores"
-    assert not any(g["python"] or g["pinned"] for g in checking.graphs.values())
-    assert [n for n, g in checking.graphs.items() if g["compiled"]] == ["serve_xla_2x16"]
+    assert check.mass_seen_in == "serve_scores"
+    assert not any(g["python"] or g["pinned"] for g in check.graphs.values())
+    assert [n for n, g in check.graphs.items() if g["compiled"]] == ["serve_xla_2x16"]
     assert "the rule is alive" in str(report)
 
     for shape in ((1, 1), (4, 33), (2, 300)):
@@ -280,7 +280,7 @@ def test_attention_that_gives_no_scores_is_told(tmp_path):
     assert list(report.signatures["serve_scores"]["outputs"]) == ["known"]
     (told,) = [name for name in report.left_out if name.startswith("serve_scores of")]
     assert "'odd' (GroupedQueryAttention)" in told
-    assert "cannot be reached" in report.left_out[told]
+    assert "out of reach" in report.left_out[told]
 
 
 def text_model():
@@ -308,15 +308,15 @@ def test_text_is_checked_and_warmed_up_with_what_is_given(tmp_path):
 @tensorflow_only
 @pytest.mark.parametrize("dtype", [str, object, "S"])
 def test_text_may_be_given_in_any_form(dtype):
-    face = interface(text_model(), None)
+    interface = interface_of(text_model(), None)
     text = np.array([["a", "ä"]])
     given = np.char.encode(text, "utf-8") if dtype == "S" else text.astype(dtype)
     for item in (given, given.tolist(), given.astype(object)):
-        request = checking.request(face, {"Words": item})
-        answer = checking.answer(face, request)
+        request = checking.request(interface, {"Words": item})
+        answer = checking.answer(interface, request)
         assert [word.decode() for word in answer["words"][0]] == ["a", "ä"]
     with pytest.raises(ValueError, match="'Words' must be string of shape"):
-        checking.request(face, {"Words": [[1]]})
+        checking.request(interface, {"Words": [[1]]})
 
 
 @tensorflow_only
@@ -375,7 +375,7 @@ LEFT_OUT = {
     "cross-attention": (crossing, "'crossing'.* attends to another sequence"),
     "unknown attention": (
         lambda: over(lambda x: layers.GroupQueryAttention(4, 2, 1)(x, x)),
-        r"\(GroupedQueryAttention\) cannot be reached",
+        r"\(GroupedQueryAttention\) is out of reach",
     ),
     "a name taken": (
         lambda: keras.Model(x := keras.Input((None, 4), name="lengths"), layers.Dense(2)(x)),
@@ -396,7 +396,7 @@ def over2():
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_serve_padded_is_left_out_with_its_reason(case):
     make, reason = LEFT_OUT[case]
-    plan = Plan(interface(make(), None), [], [], None)
+    plan = Plan(interface_of(make(), None), [], [], None)
     plan.offer_padded([])
     assert re.search(reason, plan.left_out["serve_padded"]), plan.left_out
     assert "serve_padded" not in plan.functions
@@ -405,9 +405,9 @@ def test_serve_padded_is_left_out_with_its_reason(case):
 @tensorflow_only
 def test_a_maximum_is_seen_however_long_the_requests_are():
     """A maximum over many positions seldom changes, whatever comes behind them."""
-    face = interface(max_behind_a_padding_mask(), None)
-    plan = Plan(face, [], [], None)
-    plan.offer_padded([checking.request(face, (1, 250))])
+    interface = interface_of(max_behind_a_padding_mask(), None)
+    plan = Plan(interface, [], [], None)
+    plan.offer_padded([checking.request(interface, (1, 250))])
     assert "changes the outputs at real" in plan.left_out["serve_padded"]
 
 
@@ -430,7 +430,7 @@ def test_half_precision_does_not_let_pooling_pass_for_padded(dtypes):
     for model, pooled in zip(models, (True, False), strict=True):
         precision = "bfloat16" if dtypes == "float32" else None
         with computing_in(model, precision):
-            plan = Plan(interface(model, None), [], [], precision)
+            plan = Plan(interface_of(model, None), [], [], precision)
             plan.offer_padded([])
         told = plan.left_out.get("serve_padded", "")
         assert ("changes the outputs at real positions" in told) == pooled, told

@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import keras_headmask as hm
 from keras_headmask.export import checking, fresh_process
-from keras_headmask.export.interface import interface
+from keras_headmask.export.interface import interface_of
 from keras_headmask.export.signatures import Plan
 from keras_headmask.retrofit.selectors import find_attention
 
@@ -52,9 +52,9 @@ def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, 
     """A wide window forbids nothing in a short one, where the scores are right without a rule."""
     model = ours(hm.Window(20, 20))
     (entry,) = find_attention(model).known
-    face = interface(model, None)
-    plan = Plan(face, [entry], [], None)
-    given = checking.requests(face, [(1, 9), (1, 40)])
+    interface = interface_of(model, None)
+    plan = Plan(interface, [entry], [], None)
+    given = checking.requests(interface, [(1, 9), (1, 40)])
     cases = []
 
     def run_fresh(folder, tried):
@@ -71,7 +71,7 @@ def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, 
     short, long = [c for c in cases if c.signature == "serve_scores"]
     assert short.allowed is None
     assert not long.allowed[entry.path].all()
-    assert checking.mass_outside(checking.looked_at(face, given[0])) is None
+    assert checking.mass_outside(checking.looked_at(interface, given[0])) is None
 
 
 def a_result(**changes):
@@ -147,7 +147,7 @@ def test_masked_logits_do_not_let_pooling_pass_for_padded():
     logits = ops.where(ops.less(ids, 15), -1e9, layers.Dense(1)(x)[..., 0])
     pooled = layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(x))
     plan = Plan(
-        interface(keras.Model(model.input, {"logits": logits, "label": pooled}), None),
+        interface_of(keras.Model(model.input, {"logits": logits, "label": pooled}), None),
         *([], [], None),
     )
     plan.offer_padded([])
@@ -162,17 +162,17 @@ def test_the_twin_and_the_scores_in_memory():
         masked(),
         hm.apply_head_masks(ours(hm.Window(3, 3)), RULE, existing="and"),
     ):
-        face = interface(model, None)
+        interface = interface_of(model, None)
         specs = tuple(checking.rules_of(model).values())
-        given = checking.request(face, (2, 12), specs)
-        (case,) = checking.default_cases(face, [given])
+        given = checking.request(interface, (2, 12), specs)
+        (case,) = checking.default_cases(interface, [given])
         free = ours(None) if "padding_mask" not in given else stock()
         free.set_weights(model.get_weights())
-        twin = checking.answer(interface(free, None), given)
+        twin = checking.answer(interface_of(free, None), given)
         assert fresh_process.distance(case.twin, twin) < 1e-5
         assert fresh_process.distance(case.answer, twin) > 1e-4
-        assert fresh_process.distance(checking.answer(face, given), case.answer) == 0
-        (seen,) = checking.looked_at(face, given)
+        assert fresh_process.distance(checking.answer(interface, given), case.answer) == 0
+        (seen,) = checking.looked_at(interface, given)
         assert not numpy(seen.allowed).all()
         assert checking.mass_outside([seen]) == 0
         wrong = dataclasses.replace(seen, allowed=~numpy(seen.allowed))

@@ -112,7 +112,7 @@ def two_names():
 
 REFUSED = {
     "no model": (lambda: 3, {}, TypeError, "must be a Keras model"),
-    "subclassed": (Subclassed, {}, ValueError, r"would vanish .*'token_ids', 'segments'"),
+    "subclassed": (Subclassed, {}, ValueError, r"without a graph .*'token_ids', 'segments'"),
     "a list of specs": (
         Subclassed,
         {"input_signature": list(SIGNATURE.values())},
@@ -129,7 +129,7 @@ REFUSED = {
         Subclassed,
         {"input_signature": {"token_ids": SIGNATURE["token_ids"], "other": SIGNATURE["segments"]}},
         ValueError,
-        "some that it has not",
+        "some that the call lacks",
     ),
     "other inputs": (
         ours,
@@ -170,7 +170,7 @@ REFUSED = {
         ours,
         {"check": [{"ids": tokens(1, 2)}]},
         ValueError,
-        r"must hold the inputs \['token_ids'\]",
+        r"must have the inputs \['token_ids'\]",
     ),
     "a check on floats": (
         ours,
@@ -208,7 +208,7 @@ REFUSED = {
         lambda: keras.Model(x := keras.Input((3,), name="class"), layers.Dense(2)(x)),
         {},
         ValueError,
-        "'class' has a name that Python keeps",
+        "'class' has a name that is reserved in Python",
     ),
     "outputs by number": (
         lambda: keras.Model(x := keras.Input((3,), name="x"), {0: layers.Dense(2)(x)}),

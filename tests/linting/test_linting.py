@@ -497,7 +497,7 @@ def test_models_that_are_refused():
     model = hm.apply_head_masks(padded(True), BY_SENTENCE)
     with pytest.raises(TypeError, match="a model without"):
         hm.lint(one_layer())
-    with pytest.raises(ValueError, match="told by the model"):
+    with pytest.raises(ValueError, match="follow from the model"):
         hm.lint(model, queries=8)
     with pytest.raises(ValueError, match="'padding_mask' is missing or unknown"):
         hm.lint(model, mask_inputs={"token_ids": TOKENS})

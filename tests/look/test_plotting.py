@@ -194,7 +194,7 @@ def test_nothing_is_kept():
 @once
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras_headmask.look.figures", None)
-    monkeypatch.delattr(hm, "figures", raising=False)
+    monkeypatch.delattr("keras_headmask.look.figures", raising=False)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         hm.plot(CAUSAL, 2)
     with pytest.raises(ImportError, match="plot"):

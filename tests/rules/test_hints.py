@@ -82,7 +82,7 @@ def test_a_name_that_is_no_recipe(name):
 
 
 def test_broken_json_is_no_name_of_a_recipe():
-    with pytest.raises(ValueError, match=r"but it is none: .*Received: '{\"kind\": '\.$"):
+    with pytest.raises(ValueError, match=r"but fails to parse: .*Received: '{\"kind\": '\.$"):
         hm.apply_head_masks(one_layer(), '{"kind": ')
 
 

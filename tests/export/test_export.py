@@ -372,7 +372,7 @@ LEFT_OUT = {
     "last position": (lambda: over(lambda x: x[:, -1]), r"\(GetItem\)"),
     "along positions": (lambda: over(layers.Softmax(axis=1)), r"\(Softmax\)"),
     "inside a model": (lambda: over(over2()), r"\(GlobalMaxPooling1D\)"),
-    "cross-attention": (crossing, "'crossing'.* attends to another sequence"),
+    "cross-attention": (crossing, "'crossing'.* attends, or may attend, to another sequence"),
     "unknown attention": (
         lambda: over(lambda x: layers.GroupQueryAttention(4, 2, 1)(x, x)),
         r"\(GroupedQueryAttention\) is out of reach",

@@ -88,12 +88,12 @@ def test_flags_are_true_where_they_are_not_0():
 
 
 def test_a_field_that_does_not_compare_is_refused():
-    with pytest.raises(TypeError, match=r"compare=False on \['reach'\].*S.*Leave `compare` out"):
+    with pytest.raises(TypeError, match=r"compare=False on \['length'\].*S.*Leave `compare` out"):
 
         @hm.register_spec("test_no_compare")
         @dataclasses.dataclass(frozen=True)
         class S(hm.MaskSpec):
-            reach: int = dataclasses.field(default=1, compare=False)
+            length: int = dataclasses.field(default=1, compare=False)
 
 
 def test_a_spec_that_equals_itself_alone_is_refused():
@@ -102,7 +102,7 @@ def test_a_spec_that_equals_itself_alone_is_refused():
         @hm.register_spec("test_no_eq")
         @dataclasses.dataclass(frozen=True, eq=False)
         class S(hm.MaskSpec):
-            reach: int = 1
+            length: int = 1
 
 
 # --- A cached step without its offset ---

@@ -271,7 +271,7 @@ def test_an_address_that_cannot_be_had_is_told_before_the_model_is_loaded(tmp_pa
 
 
 def test_help_tells_defaults_and_what_writes_versions(capsys):
-    from keras_headmask.server import main
+    from keras_headmask.server.main import main
 
     with pytest.raises(SystemExit):
         main(["--help"])

@@ -190,10 +190,11 @@ def _layers(
 
 def _runs(case: cases.Case, allowed: np.ndarray, tile: int = 128, block: int = 32) -> list:
     """For each group of heads with one mask: the heads, and for each tile of queries its runs."""
-    from keras_headmask.rules import coverage, per_head
+    from keras_headmask.rules import coverage
+    from keras_headmask.rules.heads import head_groups
 
     groups = []
-    for _, heads in per_head.head_groups(case.spec(), case.heads):
+    for _, heads in head_groups(case.spec(), case.heads):
         mask = allowed[:, min(heads[0], allowed.shape[1] - 1)].any(0)
         starts = np.arange(0, case.length, tile)
         possible = np.logical_or.reduceat(mask, starts, 0)

@@ -374,5 +374,5 @@ def test_generation_in_another_way_is_refused():
             return self(inputs)
 
     masked = hm.apply_head_masks(ByHand(bart.input, bart.output), hm.Chunk(4), copy=False)
-    with pytest.raises(NotImplementedError, match="`ByHand` generates by running its layers"):
+    with pytest.raises(NotImplementedError, match="`ByHand` generates with code of its own"):
         masked.generate_step(both_sides())

@@ -379,7 +379,7 @@ def test_a_query_changed_by_another_input_is_not_taken_for_cross_attention():
     x, other = keras.Input((None, 8), name="x"), keras.Input((8,), name="other")
     query = layers.Multiply()([x, layers.Reshape((1, 8))(other)])
     model = keras.Model([x, other], attention_of(query, x))
-    with pytest.raises(ValueError, match="Cannot tell whether .* attends to its own"):
+    with pytest.raises(ValueError, match="Cannot tell whether the attention layer"):
         hm.apply_head_masks(model, CHUNK)
     hm.apply_head_masks(model, CHUNK, layers="multi_head")
 
@@ -425,5 +425,5 @@ def test_a_float_mask_in_a_nested_structure_is_refused():
 
 def test_a_trace_that_shows_nothing_tells_nothing(monkeypatch):
     monkeypatch.setattr("keras_headmask.retrofit.tracing._SIZES", ())
-    with pytest.raises(ValueError, match="Cannot tell whether .* attends to its own"):
+    with pytest.raises(ValueError, match="Cannot tell whether the attention layer"):
         hm.apply_head_masks(stack(), CHUNK)

@@ -201,7 +201,7 @@ def test_two_sequences_of_which_each_is_changed_by_the_other():
         a, b = attention("a")(h + 1.0, m), attention("b")(h + 1.0, h)
         model = keras.Model([x, y], a + b)
         assert kinds(model) == [("a", "unclear"), ("b", "self")]
-        with pytest.raises(ValueError, match="Cannot tell whether .* attends to its own"):
+        with pytest.raises(ValueError, match="Cannot tell whether the attention layer"):
             hm.apply_head_masks(model, CHUNK)
         assert list(hm.apply_head_masks(model, CHUNK, layers="^a$").mask_specs) == ["a"]
 

@@ -270,7 +270,8 @@ def test_keras_says_when_it_infers_shapes():
 
     Mine()(X)
     Mine()(keras.Input((5, 8)))
-    assert seen == [False, True]
+    assert seen[0] is False
+    assert set(seen[1:]) == {True}  # PyTorch runs it twice
 
 
 # --- Layers and graphs ---------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_layers_inside_layers():
 def test_second_lists_of_layers():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     assert set(vars(_keras.functional_of(model))) >= _keras.LISTS_OF_MODELS
-    assert set(vars(model)) >= _keras.LISTS_OF_SEQUENTIALS
+    assert all(hasattr(model, name) for name in _keras.LISTS_OF_SEQUENTIALS)  # PyTorch's: a module
     if BACKEND == "torch":
         assert set(vars(model)) >= _keras.LISTS_OF_LAYERS
     if BACKEND == "tensorflow":

@@ -39,7 +39,7 @@ RUNS = {
         (*_SOURCE, ("laws, README", "tensorflow", (*_PYTEST, *_LAWS))),
     ),
     "test": (
-        "All tests: under 30 minutes on two idle cores. `make check` is the short run.",
+        "All tests: 30 to 40 minutes on two idle cores. `make check` is the short run.",
         (
             *_SOURCE,
             (

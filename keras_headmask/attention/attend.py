@@ -106,21 +106,21 @@ def all_that_restricts(
     The names of what comes from outside the rule are in brackets, as no rule of JSON would have.
     What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
     """
-    parts = [] if spec is None else [spec]
+    specs = [] if spec is None else [spec]
     inputs = dict(mask_inputs or {})
     if attention_mask is not None:
-        parts.append(MaskInput("(attention_mask)"))
+        specs.append(MaskInput("(attention_mask)"))
         inputs["(attention_mask)"] = attention_mask
     if query_mask is not None:
-        parts.append(QueryFlag("(query_mask)"))
+        specs.append(QueryFlag("(query_mask)"))
         inputs["(query_mask)"] = (query_mask, None)
     for name, mask in (("(value_mask)", value_mask), ("(key_mask)", key_mask)):
         if mask is not None:
-            parts.append(KeyFlag(name))
+            specs.append(KeyFlag(name))
             inputs[name] = (None, mask)
     if window is not None:
-        parts.append(window)
-    return (functools.reduce(operator.and_, parts) if parts else None), inputs
+        specs.append(window)
+    return (functools.reduce(operator.and_, specs) if specs else None), inputs
 
 
 _in_dense_scope: contextvars.ContextVar[bool] = contextvars.ContextVar("dense", default=False)

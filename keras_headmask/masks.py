@@ -6,13 +6,18 @@ broadcasts. The functions take NumPy arrays, eager tensors and symbolic Keras te
 inside `tf.function`.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
+
+# For readers and type checkers; none of the backends has types that mypy could use.
+Tensor: TypeAlias = Any  # of any backend, a NumPy array, or a symbolic Keras tensor
+Mask: TypeAlias = Tensor  # boolean, (B or 1, H or 1, T, S); True: may attend
+Length: TypeAlias = int | Tensor  # a number of positions: an int, or a scalar where a graph runs
 
 _HIDDEN = -1e9
 _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN

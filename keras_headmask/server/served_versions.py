@@ -127,7 +127,6 @@ def _load(version: int, folder: pathlib.Path, report: Callable[[str], Any]) -> S
             shape = [1 if size is None else size for size in tensor.shape or ()]
             smallest[name] = np.full(shape, b"" if dtype == tf.string else 0, dtype.as_numpy_dtype)
         try:
-            assert signature.call is not None
             signature.call(smallest)
         except BadRequest as error:  # it may want more than one position
             report(f"Version {version}, `{signature.name}`: not warmed up. {error}")

@@ -233,8 +233,8 @@ def test_at_its_end_the_server_answers_who_has_connected():
         endpoint.server.should_exit = True
         versions.called.clear()
         versions.go.clear()
-        late = Client(endpoint.url)  # not refused while others are waited for
         wait_until(lambda: endpoint.server.server_state.default_headers[-1][0] == b"connection")
+        late = Client(endpoint.url)  # not refused while others are waited for
         for client in (new, idle, late):
             client.post(BODY)
         sent.send(BODY[1:])

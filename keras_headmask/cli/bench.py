@@ -156,9 +156,11 @@ def _compiled(function: Callable) -> Callable:
         import jax
 
         return jax.jit(function)
-    import torch
+    if backend == "torch":
+        import torch
 
-    return torch.no_grad()(function)
+        return torch.no_grad()(function)
+    return function
 
 
 def _samples(

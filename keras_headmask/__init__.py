@@ -1,10 +1,25 @@
 """A mask for every attention head, written as a value, in Keras 3."""
 
 import importlib
+import pathlib
+import sys
 from typing import TYPE_CHECKING
 
-from keras_headmask.cli import starting
-from keras_headmask.rules import config
+from keras_headmask.rules import config, recipes
+from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.blocks import Chunk, RandomBlocks
+from keras_headmask.rules.inputs import (
+    KeyFlag,
+    KeyIn,
+    MaskInput,
+    QueryFlag,
+    QueryIn,
+    SameSegment,
+    SameSentence,
+)
+from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
+from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Sides, Span, Tiles
 
 __version__ = "0.1.0"
 
@@ -73,30 +88,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit.apply import apply_head_masks
-    from keras_headmask.rules import recipes
-    from keras_headmask.rules.base import MaskSpec, register_spec
-    from keras_headmask.rules.blocks import Chunk, RandomBlocks
     from keras_headmask.rules.evaluation import make_mask
-    from keras_headmask.rules.inputs import (
-        KeyFlag,
-        KeyIn,
-        MaskInput,
-        QueryFlag,
-        QueryIn,
-        SameSegment,
-        SameSentence,
-    )
     from keras_headmask.rules.json_schema import schema
-    from keras_headmask.rules.per_head import PerHead
-    from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
-    from keras_headmask.rules.protocol import (
-        Bounds,
-        InputType,
-        OpenSide,
-        Sides,
-        Span,
-        Tiles,
-    )
 
 _HOMES = {
     "attention.attend": "dense_scope",
@@ -109,15 +102,8 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
-    "rules": "recipes",
-    "rules.base": "MaskSpec register_spec",
-    "rules.blocks": "Chunk RandomBlocks",
     "rules.evaluation": "make_mask",
-    "rules.inputs": "KeyFlag KeyIn MaskInput QueryFlag QueryIn SameSegment SameSentence",
     "rules.json_schema": "schema",
-    "rules.per_head": "PerHead",
-    "rules.positions": "Full Keys Nothing Queries Window",
-    "rules.protocol": "Bounds InputType OpenSide Sides Span Tiles",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -125,8 +111,6 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 def __getattr__(name: str) -> object:
     if name in _HOME_OF:
         home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
-        if name == "recipes":  # itself a module
-            importlib.import_module(f"{home.__name__}.recipes")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
     if (call := config.known_recipes().get(name)) is not None:
@@ -138,5 +122,24 @@ def __dir__() -> list[str]:
     return sorted(globals().keys() | set(__all__))
 
 
-if not starting.is_command():
-    starting.register_all()
+def register_all() -> None:
+    """Register every spec, layer and model that a file may name, and how notebooks show specs."""
+    for module in ("layer", "retrofit.masked_model"):
+        importlib.import_module(f"{__name__}.{module}")
+    importlib.import_module(f"{__name__}.look.notebook").install()
+
+
+def _is_command() -> bool:
+    """Whether the process is one of the commands, which import Keras when they need it.
+
+    So `--help`, a wrong option or a missing package is answered before that, which takes seconds.
+    """
+    if sys.argv[:1] == ["-m"]:  # Python replaces it once it has found the module
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        return module in ("keras_headmask", "keras_headmask.server")
+    names = ("keras-headmask", "keras-headmask.exe", "keras-headmask-script.py")
+    return bool(sys.argv) and pathlib.Path(sys.argv[0]).name in names
+
+
+if not _is_command():
+    register_all()

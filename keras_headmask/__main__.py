@@ -6,18 +6,11 @@ import sys
 
 def main() -> None:
     if importlib.util.find_spec("click") is None:
-        sys.exit(_without_click())
+        print("The command line needs Click. Install it with `pip install click`.", file=sys.stderr)
+        sys.exit(2)
     from keras_headmask.cli.main import cli
 
     cli()
-
-
-def _without_click() -> int:
-    print(
-        "The command line needs Click. Install it with `pip install click`.",
-        file=sys.stderr,
-    )
-    return 2
 
 
 if __name__ == "__main__":

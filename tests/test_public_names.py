@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 MODEL = ROOT / "saved_models" / "golden" / "format-1" / "model.keras"
 
 
-def test_type_checkers_see_what_python_finds():
+def test_type_checkers_see_the_lazy_names_that_python_finds():
     tree = ast.parse(pathlib.Path(hm.__file__).read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     (block,) = (node for node in blocks if getattr(node.test, "id", "") == "TYPE_CHECKING")
@@ -26,11 +26,11 @@ def test_type_checkers_see_what_python_finds():
         for alias in statement.names
     }
     assert imported == hm._HOME_OF
-    assert sorted(imported) == hm.__all__
+    assert imported.keys() < set(hm.__all__)
 
 
-@pytest.mark.parametrize("name", hm.__all__)
-def test_each_name_is_the_one_of_its_home(name):
+@pytest.mark.parametrize("name", hm._HOME_OF)
+def test_each_lazy_name_is_the_one_of_its_home(name):
     home = importlib.import_module(f"keras_headmask.{hm._HOME_OF[name]}")
     vars(hm).pop(name, None)  # as if it had not been used
     assert name in dir(hm)

@@ -1,17 +1,21 @@
 """The layer under a rule beside Keras' own layer with the same mask: time, and equal outputs."""
 
-import dataclasses
+import functools
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import click
 import keras
 import numpy as np
 
+from keras_headmask.cli import frame
 from keras_headmask.export import samples
 from keras_headmask.export.interface import Input, Interface
+from keras_headmask.export.report import installed_versions
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
@@ -19,91 +23,35 @@ from keras_headmask.rules.terminal import in_one_line
 from keras_headmask.rules.words import enough_heads
 
 _WARM_UP = 2
-_TOLERANCE = 1e-4  # of outputs of size 1, in float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Milliseconds:
-    median: float
-    least: float
-    greatest: float
-
-    def __str__(self) -> str:
-        return f"{self.median:9.2f} ms  ({self.least:.2f} to {self.greatest:.2f})"
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Times of one forward, in interleaved runs.
-
-    `difference` is the largest between the two outputs, where every head sees a key; `None` where
-    no query does, since Keras' layer then averages the values.
-    """
-
-    words: str
-    batch: int
-    queries: int
-    heads: int
-    key_dim: int
-    repetitions: int
-    seed: int
-    made_up: tuple[str, ...]  # mask inputs
-    allowed_share: float  # of all pairs of a query and a key
-    layer: Milliseconds
-    stock: Milliseconds
-    ratio: float  # of medians: the layer's time over that of Keras' layer
-    difference: float | None
-    backend: str
-    cores: int | None
-
-    @property
-    def agrees(self) -> bool:
-        return self.difference is None or self.difference <= _TOLERANCE
-
-    def __str__(self) -> str:
-        lines = [
-            self.words,
-            f"{self.batch} x {self.queries} positions, {self.heads} heads of {self.key_dim}",
-            f"{self.allowed_share:.1%} of all pairs are allowed",
-            f"float32 on {self.backend}, {self.cores or '?'} cores",
-            f"stock Keras, fed the mask  {self.stock}",
-            f"the layer with the rule    {self.layer}",
-            f"ratio {self.ratio:.3f} of medians of {self.repetitions} interleaved runs, forward",
-            f"outputs differ by {self.difference:.1e}"
-            if self.difference is not None
-            else "outputs not compared: every query has a head that sees nothing",
-        ]
-        if self.made_up:
-            lines[2] += f", with {', '.join(self.made_up)} made up (seed {self.seed})"
-        return "\n".join(map(in_one_line, lines))
+TOLERANCE = 1e-4  # of outputs of size 1, in float32
 
 
 def compare(
     spec: MaskSpec,
     queries: int,
-    num_heads: int | None = None,
-    key_dim: int = 64,
-    batch: int = 1,
-    mask_inputs: Mapping[str, Any] | None = None,
-    repetitions: int = 20,
-    seed: int = 0,
-    watch: Callable[[range], Iterable[int]] = iter,
-) -> Comparison:
+    num_heads: int | None,
+    key_dim: int,
+    batch: int,
+    mask_inputs: Mapping[str, Any] | None,
+    repetitions: int,
+    seed: int,
+) -> dict[str, Any]:
     """Time self-attention of `num_heads` x `key_dim` features under `spec`, and Keras' own.
 
     Both layers have the same weights and run as one compiled graph (PyTorch: eagerly). Keras' own
-    gets the mask ready made, `(batch, heads, queries, queries)`: making it is not counted. Mask
-    inputs that are not given are made up. `watch` sees the rounds go by.
+    gets the finished mask, `(batch, heads, queries, queries)`: making it is not counted. Mask
+    inputs that are not given are made up. "difference" is the largest between the two outputs where
+    every head sees a key (Keras averages the values where none does); `None` without such a query.
 
     Raises:
-        ValueError: for mask inputs and heads that do not fit, and for lengths at which stock's
-            scores do not fit in memory.
+        ValueError: for mask inputs and heads that do not fit, and for lengths at which the
+            logits of Keras' own layer do not fit in memory.
     """
-    num_heads = max(8, enough_heads(spec)) if num_heads is None else num_heads
+    num_heads = num_heads or max(8, enough_heads(spec))
     words = spec.describe(num_heads)
     _check_memory(batch, num_heads, queries)
     given = dict(mask_inputs or {})
-    made_up = tuple(sorted(spec.inputs.keys() - given.keys()))
+    made_up = sorted(spec.inputs.keys() - given.keys())
     given |= _samples(spec, made_up, batch, num_heads, queries, seed)
     mask = keras.ops.convert_to_numpy(make_mask(spec, queries, queries, num_heads, given or None))
     if mask.shape[0] not in (1, batch):
@@ -113,66 +61,88 @@ def compare(
     mask = np.broadcast_to(mask, (batch, num_heads, queries, queries))
 
     keras.utils.set_random_seed(seed)
-    x = np.random.default_rng(seed).normal(size=(batch, queries, num_heads * key_dim))
-    x = keras.ops.convert_to_tensor(x, "float32")
-    ours = PerHeadMaskedMultiHeadAttention(num_heads, key_dim, mask_spec=spec, dtype="float32")
+    features = np.random.default_rng(seed).normal(size=(batch, queries, num_heads * key_dim))
+    x = keras.ops.convert_to_tensor(features, "float32")
+    masked = PerHeadMaskedMultiHeadAttention(num_heads, key_dim, mask_spec=spec, dtype="float32")
     stock = keras.layers.MultiHeadAttention(num_heads, key_dim, dtype="float32")
-    for layer in (ours, stock):
+    for layer in (masked, stock):
         layer.build(x.shape, x.shape)
-    stock.set_weights(ours.get_weights())
+    stock.set_weights(masked.get_weights())
+    with_rule = _compiled(lambda x, inputs: masked(x, mask_inputs=inputs))
+    with_mask = _compiled(lambda x, mask: stock(x, x, attention_mask=mask))
     tensors = {name: keras.ops.convert_to_tensor(value) for name, value in given.items()}
-    arguments = {
-        "layer": (x, tensors or None),
-        "stock": (x, keras.ops.convert_to_tensor(mask)),
-    }
-    functions = {
-        "layer": _compiled(lambda x, inputs: ours(x, mask_inputs=inputs)),
-        "stock": _compiled(lambda x, mask: stock(x, x, attention_mask=mask)),
+    calls = {
+        "layer": functools.partial(with_rule, x, tensors or None),
+        "stock": functools.partial(with_mask, x, keras.ops.convert_to_tensor(mask)),
     }
 
-    def run(name: str) -> Any:
-        return functions[name](*arguments[name])
-
-    alive = mask.any(-1).all(1)  # (batch, queries)
-    outputs = {name: keras.ops.convert_to_numpy(run(name))[alive] for name in functions}
-    milliseconds = _interleaved(run, list(functions), repetitions, watch)
+    alive = np.all(np.any(mask, axis=-1), axis=1)  # (batch, queries)
+    outputs = [keras.ops.convert_to_numpy(call())[alive] for call in calls.values()]
+    apart = np.abs(outputs[0] - outputs[1])
     times = {
-        name: Milliseconds(statistics.median(taken), min(taken), max(taken))
-        for name, taken in milliseconds.items()
+        name: {"median": statistics.median(taken), "least": min(taken), "greatest": max(taken)}
+        for name, taken in _interleaved(calls, repetitions).items()
     }
-    apart = np.abs(outputs["layer"] - outputs["stock"])
-    return Comparison(
-        words=words,
-        batch=batch,
-        queries=queries,
-        heads=num_heads,
-        key_dim=key_dim,
-        repetitions=repetitions,
-        seed=seed,
-        made_up=made_up,
-        allowed_share=float(mask.mean()),
-        **times,
-        ratio=times["layer"].median / times["stock"].median,
-        difference=float(apart.max()) if apart.size else None,
-        backend=keras.backend.backend(),
-        cores=os.cpu_count(),
+    return {
+        "words": words,
+        "batch": batch,
+        "queries": queries,
+        "heads": num_heads,
+        "key_dim": key_dim,
+        "repetitions": repetitions,
+        "seed": seed,
+        "made_up": made_up,
+        "allowed_share": float(mask.mean()),  # of all pairs of a query and a key
+        **times,  # milliseconds of one forward
+        "ratio": times["layer"]["median"] / times["stock"]["median"],
+        "difference": float(apart.max()) if apart.size else None,
+        "backend": keras.backend.backend(),
+        "cores": os.cpu_count(),
+        "rule": spec,
+        "versions": installed_versions(),
+    }
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """What `compare` found, for a reader."""
+    pairs = f"{found['allowed_share']:.1%} of all pairs are allowed"
+    if found["made_up"]:
+        pairs += f", with {', '.join(found['made_up'])} made up (seed {found['seed']})"
+    layer, stock = (
+        f"{x['median']:9.2f} ms  ({x['least']:.2f} to {x['greatest']:.2f})"
+        for x in (found["layer"], found["stock"])
     )
+    differ = "outputs not compared: every query has a head that sees nothing"
+    if found["difference"] is not None:
+        differ = f"outputs differ by {found['difference']:.1e}"
+    lines = [
+        found["words"],
+        "{batch} x {queries} positions, {heads} heads of {key_dim}".format_map(found),
+        pairs,
+        f"float32 on {found['backend']}, {found['cores'] or '?'} cores",
+        f"stock Keras, fed the mask  {stock}",
+        f"the layer with the rule    {layer}",
+        "ratio {ratio:.3f} of medians of {repetitions} interleaved runs, forward".format_map(found),
+        differ,
+    ]
+    return "\n".join(map(in_one_line, lines))
 
 
 def _interleaved(
-    run: Callable[[str], Any],
-    names: list[str],
-    repetitions: int,
-    watch: Callable[[range], Iterable[int]],
+    calls: Mapping[str, Callable[[], Any]], repetitions: int
 ) -> dict[str, list[float]]:
     """Milliseconds of each, called in turns so that a busy moment meets both alike."""
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for number in watch(range(_WARM_UP + repetitions)):
-        for name in names if number % 2 else reversed(names):  # neither is always the second
-            start = time.perf_counter()
-            keras.ops.convert_to_numpy(run(name)[:1, :1, :1])  # accelerators answer too early
-            if number >= _WARM_UP:
-                taken[name].append(1000 * (time.perf_counter() - start))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    names, rounds = list(calls), range(_WARM_UP + repetitions)
+    with click.progressbar(
+        rounds, label="measuring", file=sys.stderr, hidden=not frame.on_a_terminal()
+    ) as shown:
+        for number in shown:
+            for name in names if number % 2 else reversed(names):  # neither is always the second
+                start = time.perf_counter()
+                keras.ops.convert_to_numpy(calls[name]()[:1, :1, :1])  # waits for accelerators
+                if number >= _WARM_UP:
+                    taken[name].append(1000 * (time.perf_counter() - start))
     return taken
 
 
@@ -194,7 +164,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _samples(
-    spec: MaskSpec, names: tuple[str, ...], batch: int, num_heads: int, length: int, seed: int
+    spec: MaskSpec, names: list[str], batch: int, num_heads: int, length: int, seed: int
 ) -> dict[str, Any]:
     inputs = {}
     for name in names:
@@ -206,15 +176,14 @@ def _samples(
 
 
 def _check_memory(batch: int, num_heads: int, length: int) -> None:
-    """Refuse what would take the machine down: stock makes all scores, and the softmax of them."""
-    try:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # Windows
+    """Refuse what would stop the machine: Keras' own layer holds all logits and probabilities."""
+    if not hasattr(os, "sysconf"):  # Windows
         return
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = 9 * batch * num_heads * length**2
     if needed > available:
         raise ValueError(
-            f"Stock Keras needs about {needed / 2**30:.0f} GiB for the scores of {batch} x "
+            f"Stock Keras needs about {needed / 2**30:.0f} GiB for the logits of {batch} x "
             f"{num_heads} x {length} x {length} pairs, and this machine has "
             f"{available / 2**30:.0f}. Take fewer queries, heads or examples."
         )

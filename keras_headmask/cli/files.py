@@ -1,8 +1,9 @@
-"""What a command is handed: rules, tensors and models, as files or as text; and files to write.
+"""What commands read: rules, tensors and models, as files or as text; and files to write.
 
-Each error names the file, or the text, and the way out.
+Each error names the file, or the text, and what to do.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -13,23 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_headmask.cli import starting
+import keras_headmask
 from keras_headmask.rules.base import MaskSpec
 
 if TYPE_CHECKING:
     import keras
 
-_STDIN = "standard input"
-_PARTS_OF_A_MODEL = {"config.json", "metadata.json"}
-_SIDES = ("query", "key")
-
 
 def read_json(source: str) -> Any:
     """The JSON in a file, on standard input for "-", or in `source` itself if it starts so."""
-    text = source.strip()
-    if text.startswith(("{", "[")):
-        return _parsed(text, "the text")
-    return _parsed(_content(source), _STDIN if source == "-" else f"'{source}'")
+    if source.strip().startswith(("{", "[")):
+        return _parsed(source, "the text")
+    if source == "-":
+        return _parsed(sys.stdin.buffer.read(), "standard input")
+    with _readable(source) as file:
+        return _parsed(file.read(), f"'{source}'")
 
 
 def read_rule(source: str) -> MaskSpec:
@@ -74,8 +73,8 @@ def read_tokens(source: str | None) -> Any:
 
 def load_model(path: str, unsafe: bool = False) -> "keras.Model":
     """The model in a .keras file, not compiled."""
-    metadata_of(path)  # which also sees whether it is such a file
-    starting.import_all()
+    saved_by(path)  # which also checks that it is such a file
+    import_keras()
     import keras
 
     try:
@@ -84,91 +83,75 @@ def load_model(path: str, unsafe: bool = False) -> "keras.Model":
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
         raise ValueError(f"'{path}' does not load: {reason}{_way_out(reason)}") from error
     if not isinstance(model, keras.Model):
-        raise ValueError(f"'{path}' holds no model, but a {type(model).__name__}.")
+        raise ValueError(f"'{path}' holds a {type(model).__name__}, not a model.")
     return model
 
 
-def metadata_of(path: str) -> dict[str, Any]:
-    """What a .keras file says of itself: `keras_version`, `date_saved`."""
+def saved_by(path: str) -> str:
+    """The version of Keras that wrote a .keras file."""
     with _readable(path) as file:
         try:
             with zipfile.ZipFile(file) as parts:
-                is_model = set(parts.namelist()) >= _PARTS_OF_A_MODEL
-                content = parts.read("metadata.json") if is_model else b""
-        except Exception as error:  # whatever a damaged file makes the reader raise
-            reason = "" if isinstance(error, zipfile.BadZipFile) else f" ({error})"
-            raise ValueError(f"{_no_model(path)}{reason}") from error
-    if pathlib.Path(path).suffix != ".keras" or not is_model:
-        raise ValueError(_no_model(path))
-    metadata = _parsed(content, f"metadata.json of '{path}'")
-    version = metadata.get("keras_version") if isinstance(metadata, dict) else None
-    if not isinstance(version, str):
-        raise ValueError(
-            f"metadata.json of '{path}' must be an object with a text `keras_version`. Received: "
-            f'{_shortened(metadata)}. Save the model again by `model.save("model.keras")`.'
-        )
-    return metadata
+                parts.getinfo("config.json")
+                metadata = _parsed(parts.read("metadata.json"), "metadata.json")
+            if not isinstance(metadata, dict) or not isinstance(metadata.get("keras_version"), str):
+                raise ValueError(
+                    "metadata.json must be an object with a text `keras_version`. Received: "
+                    f"{_shortened(metadata)}."
+                )
+            return metadata["keras_version"]
+        except Exception as error:  # whatever a damaged file makes the readers raise
+            raise ValueError(
+                f"'{path}' is not a .keras file, as `model.save(\"model.keras\")` of Keras 3 "
+                f"writes it: {error}"
+            ) from error
 
 
-def _no_model(path: str) -> str:
-    return f"'{path}' is no .keras file, as `model.save(\"model.keras\")` of Keras 3 writes it."
+def import_keras() -> None:
+    """Import all that files may name, or say what to install."""
+    try:
+        keras_headmask.register_all()
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or importlib.util.find_spec(missing) is not None:
+            raise  # it is installed, and broken
+        raise ImportError(
+            f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
+            "another backend of Keras by the environment variable KERAS_BACKEND."
+        ) from error
 
 
 def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
     """Raise for a file that cannot be written, before work is done for it."""
     file = pathlib.Path(path)
     folder = file.absolute().parent
-    if file.suffix.lower() not in suffixes:
-        raise ValueError(f"'{path}' must end in {' or '.join(suffixes)}.")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"'{path}' cannot be written: there is no folder '{folder}'.")
-    if file.is_dir():
-        raise IsADirectoryError(f"'{path}' is a folder. Name a file.")
-    if file.exists() and not file.is_file():
-        raise ValueError(f"'{path}' is no regular file, and a file is put in place as a whole.")
-    if file.exists() and not overwrite:
-        raise FileExistsError(f"'{path}' exists. Name another file, or pass --force.")
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"'{path}' cannot be written: '{folder}' is read-only.")
+    for wrong, why in (
+        (file.suffix.lower() not in suffixes, f" must end in {' or '.join(suffixes)}"),
+        (not folder.is_dir(), f": there is no folder '{folder}'"),
+        (file.is_dir(), " is a folder. Name a file"),
+        (file.exists() and not file.is_file(), " is not a regular file, so it is not replaced"),
+        (file.exists() and not overwrite, " exists. Name another file, or pass --force"),
+        (not os.access(folder, os.W_OK), f": '{folder}' is read-only"),
+    ):
+        if wrong:
+            raise ValueError(f"'{path}'{why}.")
 
 
 # --- Files and JSON -------------------------------------------------------------------------------
 
 
-def _content(source: str) -> bytes:
-    if source == "-":
-        content = sys.stdin.buffer.read()
-    else:
-        with _readable(source) as file:
-            content = file.read()
-    if not content.strip():
-        name = f"{_STDIN} (which is read once)" if source == "-" else f"'{source}'"
-        raise ValueError(f"There is nothing in {name}.")
-    return content
-
-
 def _readable(path: str) -> Any:
     try:
         return open(path, "rb")
-    except IsADirectoryError as error:
-        raise IsADirectoryError(f"'{path}' is a folder. Name a file.") from error
     except OSError as error:
-        raise OSError(f"'{path}' cannot be read: {error.strerror}.") from error
+        raise OSError(f"Cannot read '{path}': {error.strerror}.") from error
 
 
 def _parsed(text: str | bytes, name: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"There is no JSON in {name}: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"There is no JSON in {name}, nor any text in UTF-8.") from error
-    except RecursionError as error:
-        raise ValueError(f"The JSON in {name} is nested too deeply to be read.") from error
-    except ValueError as error:
-        raise ValueError(f"The JSON in {name} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"Cannot read {name} as JSON: {error}") from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,7 +165,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spec(config: Any) -> MaskSpec:
-    starting.import_all()  # which registers the kinds
+    import_keras()  # which registers the kinds
     try:
         return MaskSpec.from_config(config)
     except ValueError as error:
@@ -191,26 +174,22 @@ def _spec(config: Any) -> MaskSpec:
 
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        if not value or not value.keys() <= set(_SIDES):
+        if not value or not value.keys() <= {"query", "key"}:
             raise ValueError(
                 f'`{name}` has a list for queries and one for keys, {{"query": [...], "key": '
                 f"[...]}}. Received: {_shortened(sorted(value))}."
             )
-        return tuple(_array(name, value[side]) if side in value else None for side in _SIDES)
-    return _array(name, value)
-
-
-def _array(name: str, value: Any) -> np.ndarray:
+        return tuple(_tensor(name, value[x]) if x in value else None for x in ("query", "key"))
     try:
-        array = np.asarray(value)
+        array = np.array(value, ndmin=2)
     except ValueError:  # rows of different lengths
-        array = np.asarray(None)
-    if array.dtype.kind not in "iubf" or array.ndim == 0:
+        array = np.array(None)
+    if array.dtype.kind not in "iubf" or not isinstance(value, list):
         raise ValueError(
             f"`{name}` must be a list of whole numbers or booleans, or of lists of one length. "
             f"Received: {_shortened(value)}."
         )
-    return array[None] if array.ndim == 1 else array
+    return array
 
 
 def _shortened(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The commands on models: info, apply, export, serve."""
+"""The commands on models: info, apply, export."""
 
 import contextlib
 import re
@@ -6,15 +6,8 @@ from typing import Any
 
 import click
 
-from keras_headmask.cli import files, starting
-from keras_headmask.cli.frame import (
-    Answer,
-    CheckFailed,
-    command,
-    errors_in_a_line,
-    steps,
-    unsafe_option,
-)
+from keras_headmask.cli import files
+from keras_headmask.cli.frame import Answer, CheckFailed, command, progress, unsafe_option
 from keras_headmask.export.versions import written_whole
 from keras_headmask.export.warmup import check_installed
 from keras_headmask.rules.terminal import in_one_line
@@ -29,7 +22,7 @@ class _Pair(click.ParamType):
         try:
             batch, length = (int(size) for size in str(value).lower().split("x"))
         except ValueError:
-            self.fail(f"{value!r} is no pair such as 8x128.", parameter, context)
+            self.fail(f"{value!r} is not a pair such as 8x128.", parameter, context)
         return batch, length
 
 
@@ -37,7 +30,7 @@ class _Pair(click.ParamType):
 @click.argument("model")
 @unsafe_option
 def info(model: str, unsafe: bool) -> Answer:
-    """Tell of the attention layers in MODEL and their rules.
+    """List the attention layers in MODEL and their rules.
 
     Rules are given in words, with the inputs that they read. Layers are numbered as --layers of
     `apply` names them.
@@ -45,7 +38,7 @@ def info(model: str, unsafe: bool) -> Answer:
     \b
     keras-headmask info masked.keras
     """
-    saved_by = files.metadata_of(model)["keras_version"]
+    saved_by = files.saved_by(model)
     loaded = files.load_model(model, unsafe)
     from keras_headmask.cli import model_info
 
@@ -82,10 +75,9 @@ def apply(
     rule: str,
     output: str,
     layers: tuple[str, ...],
-    existing: str,
-    add_inputs: bool,
     force: bool,
     unsafe: bool,
+    **options: Any,
 ) -> Answer:
     """Write MODEL under RULE to a new .keras file.
 
@@ -96,24 +88,21 @@ def apply(
     keras-headmask apply model.keras rule.json --layers 0-3 -o masked.keras
     """
     files.check_output(output, (".keras",), overwrite=force)
-    files.metadata_of(model)
+    files.saved_by(model)
     rules = files.read_rules(rule)
     from keras_headmask.cli import model_info
     from keras_headmask.retrofit.apply import apply_head_masks
 
-    with steps(3) as begin:
-        begin("loading")
-        loaded = files.load_model(model, unsafe)
-        begin("applying")
-        try:
-            masked = apply_head_masks(
-                loaded, rules, layers or None, existing, copy=False, add_inputs=add_inputs
-            )
-        except ValueError as error:  # in the words of the command
-            raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
-        begin("writing")
-        with written_whole(output) as file:
-            masked.save(file)
+    progress("loading")
+    loaded = files.load_model(model, unsafe)
+    progress("applying")
+    try:
+        masked = apply_head_masks(loaded, rules, layers or None, copy=False, **options)
+    except ValueError as error:  # in the words of the command
+        raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
+    progress("writing")
+    with written_whole(output) as file:
+        masked.save(file)
     found = model_info.information(masked)
     text = f"Wrote {in_one_line(output)}: {model_info.as_text(found)}"
     return Answer(text, {"file": output, **found})
@@ -123,27 +112,21 @@ def apply(
 @click.argument("model")
 @click.argument("base")
 @click.option("--version", type=click.IntRange(min=0), help="By default the next free number.")
-@click.option("--no-padded", is_flag=True, help="Leave serve_padded out.")
+@click.option(
+    "--no-padded", "padded", flag_value=False, default=True, help="Leave serve_padded out."
+)
 @click.option("--scores", is_flag=True, help="Add serve_scores, the attention of each layer.")
-@click.option("--xla", type=_Pair(), multiple=True, help="Add an XLA signature for one shape.")
+@click.option(
+    "--xla", "xla_buckets", type=_Pair(), multiple=True, help="Add an XLA signature for one shape."
+)
 @click.option("--warmup", type=_Pair(), multiple=True, help="Add a request to run on loading.")
 @click.option("--precision", type=click.Choice(["float16", "bfloat16"]), help="Compute so.")
 @click.option("--dense", is_flag=True, help="A graph without loops, as OpenVINO needs it.")
-@click.option("--no-check", is_flag=True, help="Do not try the export in a fresh process.")
+@click.option(
+    "--no-check", "check", flag_value=False, default=True, help="Do not try it in a fresh process."
+)
 @unsafe_option
-def export(
-    model: str,
-    base: str,
-    version: int | None,
-    no_padded: bool,
-    scores: bool,
-    xla: tuple[tuple[int, int], ...],
-    warmup: tuple[tuple[int, int], ...],
-    precision: str | None,
-    dense: bool,
-    no_check: bool,
-    unsafe: bool,
-) -> Answer:
+def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> Answer:
     """Write MODEL as a SavedModel, and check it.
 
     BASE/<version>/ is for TensorFlow Serving and other servers. Exit code 1 if the check fails;
@@ -153,10 +136,10 @@ def export(
     keras-headmask export masked.keras saved_models/bert
     keras-headmask export masked.keras saved_models/bert --xla 8x128 --scores
     """
-    if warmup:
+    if options["warmup"]:
         check_installed()
-    files.metadata_of(model)
-    starting.import_all()
+    files.saved_by(model)
+    files.import_keras()
     import keras
 
     from keras_headmask.attention.attend import dense_scope
@@ -168,50 +151,12 @@ def export(
             f"Only the TensorFlow backend exports, and this process runs on {backend}: set "
             "KERAS_BACKEND=tensorflow."
         )
-    with steps(2) as begin:
-        begin("loading")
-        loaded = files.load_model(model, unsafe)
-        begin("exporting")
-        try:
-            with dense_scope() if dense else contextlib.nullcontext():
-                report = export_saved_model(
-                    loaded,
-                    base,
-                    version=version,
-                    padded=not no_padded,
-                    xla_buckets=xla,
-                    scores=scores,
-                    warmup=warmup,
-                    precision=precision,
-                    check=not no_check,
-                )
-        except RuntimeError as error:  # what the check found
-            raise CheckFailed(str(error)) from error
+    progress("loading")
+    loaded = files.load_model(model, unsafe)
+    progress("exporting")
+    try:
+        with dense_scope() if dense else contextlib.nullcontext():
+            report = export_saved_model(loaded, base, **options)
+    except RuntimeError as error:  # what the check found
+        raise CheckFailed(str(error)) from error
     return Answer(str(report), report)
-
-
-@click.command()
-@click.argument("base")
-@click.option("--name", help="The model's name in URLs; by default the folder's.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8501,
-    show_default=True,
-    help="The port; 0 takes a free one.",
-)
-@click.pass_obj
-def serve(debug: bool, base: str, name: str | None, host: str, port: int) -> None:
-    """Serve the newest version under BASE, for development.
-
-    It answers over HTTP until it is interrupted. `python -m keras_headmask.server --help` has
-    further options.
-
-    \b
-    keras-headmask serve saved_models/bert --port 8501
-    """
-    from keras_headmask.server.main import serve as run_server
-
-    with errors_in_a_line(debug):
-        run_server(base, name=name, host=host, port=port)

@@ -17,17 +17,17 @@ from keras_headmask.rules.terminal import in_one_line
 def information(model: keras.Model) -> dict[str, Any]:
     """Everything that `as_text` says, as plain JSON."""
     found, rules = find_attention(model), rules_of(model)
-    layers = [
-        {"number": number, "reachable": entry in found.known} | _layer(entry, rules.get(entry.path))
-        for number, entry in numbered(found)
-    ]
     inputs = getattr(model, "inputs", None) or ()
     return {
         "name": model.name,
         "class": type(model).__name__,
         "parameters": model.count_params() if model.built else None,
         "inputs": [{"name": x.name, "dtype": x.dtype, "shape": list(x.shape)} for x in inputs],
-        "attention": layers,
+        "attention": [
+            {"number": number, "reachable": entry in found.known}
+            | _layer(entry, rules.get(entry.path))
+            for number, entry in numbered(found)
+        ],
         "versions": installed_versions(),
     }
 
@@ -52,41 +52,26 @@ def as_text(info: Mapping[str, Any]) -> str:
     for x in info["inputs"]:
         shape = ", ".join("?" if size is None else str(size) for size in x["shape"])
         lines.append(f"  input {x['name']}: {x['dtype']} ({shape})")
-    lines += _table(info["attention"]) or ["No attention layers."]
-    for layers in _by_rule(info["attention"]):
-        lines.append(f"{_named(layers)}: {layers[0]['words'] or 'no rule'}")
+    rows: list[tuple[str, ...]] = []
+    by_rule: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for layer in info["attention"]:
+        number, heads = (
+            other if layer[key] is None else str(layer[key])
+            for key, other in (("number", "-"), ("heads", "?"))
+        )
+        reach = "" if layer["reachable"] else "no rule reaches this class"
+        path = in_one_line(layer["path"])
+        rows.append((number, path, layer["class"], f"{heads} heads", layer["kind"], reach))
+        if layer["reachable"]:
+            by_rule.setdefault((layer["words"], str(layer["rule"])), []).append(layer)
+    lines += aligned(rows) or ["No attention layers."]
+    for layers in by_rule.values():
+        numbers = [layer["number"] for layer in layers if layer["number"] is not None]
+        names = [words.numbers_in_words(numbers)] if numbers else []
+        names += [layer["path"] for layer in layers if layer["number"] is None]
+        plural = "s" if len(layers) > 1 else ""
+        lines.append(f"Layer{plural} {', '.join(names)}: {layers[0]['words'] or 'no rule'}")
         if layers[0]["mask_inputs"]:
             lines.append(f"  reads {', '.join(layers[0]['mask_inputs'])}")
     lines.append(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
     return "\n".join(map(in_one_line, lines))
-
-
-def _table(layers: list[dict[str, Any]]) -> list[str]:
-    rows = [
-        (
-            "-" if layer["number"] is None else str(layer["number"]),
-            in_one_line(layer["path"]),
-            layer["class"],
-            f"{'?' if layer['heads'] is None else layer['heads']} heads",
-            layer["kind"],
-            "" if layer["reachable"] else "no rule reaches this class",
-        )
-        for layer in layers
-    ]
-    return aligned(rows)
-
-
-def _by_rule(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for layer in layers:
-        if layer["reachable"]:
-            groups.setdefault((layer["words"], str(layer["rule"])), []).append(layer)
-    return list(groups.values())
-
-
-def _named(layers: list[dict[str, Any]]) -> str:
-    numbers = [layer["number"] for layer in layers if layer["number"] is not None]
-    names = [layer["path"] for layer in layers if layer["number"] is None]
-    if numbers:
-        names.insert(0, words.numbers_in_words(numbers))
-    return f"Layer{'s' if len(layers) > 1 else ''} {', '.join(names)}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from keras_headmask.cli import files, starting
+from keras_headmask.cli import files
 from keras_headmask.cli.frame import (
     AT_LEAST_ONE,
     FOUND,
@@ -14,13 +14,10 @@ from keras_headmask.cli.frame import (
     command,
     heads_option,
     inputs_option,
-    plain,
-    rounds,
     unsafe_option,
 )
 from keras_headmask.export.versions import written_whole
 from keras_headmask.rules import json_schema
-from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.terminal import in_one_line
 
 # What imports Keras is imported inside the commands, so that `--help` and errors come at once.
@@ -29,14 +26,10 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def _lengths(function: Any) -> Any:
     for option in (
-        click.option(
-            "--query-offset", type=int, default=0, help="The position of the first query."
-        ),
+        click.option("--query-offset", type=int, default=0, help="Position of the first query."),
         inputs_option,
         heads_option,
-        click.option(
-            "-k", "--keys", type=int, help="Number of keys; as many as queries by default."
-        ),
+        click.option("-k", "--keys", type=int, help="Number of keys; by default that of queries."),
         click.option("-q", "--queries", type=int, help="Number of queries (positions)."),
     ):
         function = option(function)
@@ -53,23 +46,18 @@ def _lengths(function: Any) -> Any:
     "labels queries and keys.",
 )
 @click.option("--example", type=int, default=0, help="Which example of a batch to draw.")
-@click.option("--tile", type=AT_LEAST_ONE, help="Positions to a side of a tile.")
+@click.option("--tile", "tile_size", type=AT_LEAST_ONE, help="Positions to a side of a tile.")
 @click.option(
     "-o", "--output", metavar="FILE", help=f"Draw a picture: a {', '.join(_PICTURES)} file."
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 def draw(
     rule: str,
-    queries: int | None,
-    keys: int | None,
-    heads: int | None,
     inputs: str | None,
-    query_offset: int,
     tokens: str | None,
-    example: int,
-    tile: int | None,
     output: str | None,
     force: bool,
+    **arguments: Any,
 ) -> Answer:
     """Draw the mask that RULE makes: 1 may attend, 0 hidden.
 
@@ -88,19 +76,14 @@ def draw(
                 "out --output for a drawing in text."
             )
     spec = files.read_rule(rule)
-    mask_inputs = files.read_tensors(inputs)
-    _check_names(spec, mask_inputs)
-    arguments = {
-        "spec": spec,
-        "queries": queries,
-        "keys": keys,
-        "num_heads": heads,
-        "mask_inputs": mask_inputs,
-        "query_offset": query_offset,
-        "example": example,
-        "tokens": files.read_tokens(tokens),
-        "tile_size": tile,
-    }
+    mask_inputs = files.read_tensors(inputs) or {}
+    if missing := sorted(spec.inputs.keys() - mask_inputs.keys()):
+        given = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
+        raise ValueError(
+            f"RULE reads {', '.join(missing)}: pass it by --inputs "
+            f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{given}"
+        )
+    arguments |= {"spec": spec, "mask_inputs": mask_inputs, "tokens": files.read_tokens(tokens)}
     from keras_headmask.look import drawing, panels
     from keras_headmask.look.plotting import plot
 
@@ -124,16 +107,6 @@ def draw(
     return Answer(text, data)
 
 
-def _check_names(spec: MaskSpec, mask_inputs: Any) -> None:
-    """Raise for missing inputs, in the words of the command."""
-    if missing := sorted(spec.inputs.keys() - (mask_inputs or {}).keys()):
-        given = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
-        raise ValueError(
-            f"RULE reads {', '.join(missing)}: hand it in by --inputs "
-            f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{given}"
-        )
-
-
 @command
 @click.argument("rule", required=False)
 @click.option("--model", metavar="MODEL", help="Check the rules of a model, or RULE in it.")
@@ -143,15 +116,12 @@ def _check_names(spec: MaskSpec, mask_inputs: Any) -> None:
 def lint(
     rule: str | None,
     model: str | None,
-    queries: int | None,
-    keys: int | None,
-    heads: int | None,
     inputs: str | None,
-    query_offset: int,
     strict: bool,
     unsafe: bool,
+    **sizes: Any,
 ) -> Answer:
-    """Tell what is likely wrong with RULE or with a model's rules.
+    """Say what is likely wrong with RULE or with a model's rules.
 
     --model MODEL alone checks the rules in that model; with RULE it checks RULE in that model.
 
@@ -163,23 +133,21 @@ def lint(
     keras-headmask lint --model masked.keras
     keras-headmask lint rule.json --model model.keras
     """
-    if rule is None and model is None:
-        raise click.UsageError("Give a RULE, or --model MODEL.")
-    mask_inputs = files.read_tensors(inputs)
-    if model is None:
-        subject: Any = files.read_rule(rule)
-    else:
+    subject: Any
+    if model is not None:
         rules = None if rule is None else files.read_rules(rule)
         subject = files.load_model(model, unsafe)
         if rules is not None:
             from keras_headmask.retrofit.apply import apply_head_masks
 
-            subject = apply_head_masks(
-                subject, rules, existing="replace", copy=False, add_inputs=True
-            )
+            subject = apply_head_masks(subject, rules, None, "replace", copy=False, add_inputs=True)
+    elif rule is not None:
+        subject = files.read_rule(rule)
+    else:
+        raise click.UsageError("Give a RULE, or --model MODEL.")
     from keras_headmask.linting import linter
 
-    findings = linter.lint(subject, queries, keys, heads, mask_inputs, query_offset)
+    findings = linter.lint(subject, mask_inputs=files.read_tensors(inputs), **sizes)
     severities = ("error", "warning") if strict else ("error",)
     code = FOUND if any(finding.severity in severities for finding in findings) else 0
     return Answer(str(findings), {"findings": list(findings)}, code)
@@ -188,7 +156,7 @@ def lint(
 @command
 @click.argument("rule")
 @heads_option
-def describe(rule: str, heads: int | None) -> Answer:
+def describe(rule: str, num_heads: int | None) -> Answer:
     """Say RULE in plain English.
 
     \b
@@ -196,7 +164,7 @@ def describe(rule: str, heads: int | None) -> Answer:
     echo '{"kind": "window", "after": 0}' | keras-headmask describe -
     """
     spec = files.read_rule(rule)
-    words = spec.describe(heads)
+    words = spec.describe(num_heads)
     data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
     return Answer(in_one_line(words), data)
 
@@ -211,7 +179,7 @@ def schema() -> Answer:
     keras-headmask schema > rule.schema.json
     keras-headmask schema --import my_specs.py > rule.schema.json
     """
-    starting.import_all()  # which registers the kinds
+    files.import_keras()  # which registers the kinds
     data = json_schema.schema()
     return Answer(json.dumps(data, indent=2), data)
 
@@ -219,22 +187,15 @@ def schema() -> Answer:
 @command
 @click.argument("rule")
 @click.option("-q", "--queries", type=AT_LEAST_ONE, default=1024, show_default=True)
-@click.option("-n", "--heads", type=AT_LEAST_ONE, help="By default 8, or as many as RULE names.")
+@click.option(
+    "-n", "--heads", "num_heads", type=AT_LEAST_ONE, help="By default 8, or as many as RULE names."
+)
 @click.option("--key-dim", type=AT_LEAST_ONE, default=64, show_default=True, help="Per head.")
 @click.option("--batch", type=AT_LEAST_ONE, default=1, show_default=True)
 @inputs_option
 @click.option("--repetitions", type=AT_LEAST_ONE, default=20, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def bench(
-    rule: str,
-    queries: int,
-    heads: int | None,
-    key_dim: int,
-    batch: int,
-    inputs: str | None,
-    repetitions: int,
-    seed: int,
-) -> Answer:
+def bench(rule: str, inputs: str | None, **arguments: Any) -> Answer:
     """Time a layer under RULE beside stock Keras.
 
     Stock Keras is fed the same mask ready made. One forward of self-attention with projections, in
@@ -246,12 +207,8 @@ def bench(
     keras-headmask bench rule.json --queries 2048 --heads 16
     """
     spec = files.read_rule(rule)
-    mask_inputs = files.read_tensors(inputs)
     from keras_headmask.cli import bench
-    from keras_headmask.export.report import installed_versions
 
-    found = bench.compare(
-        spec, queries, heads, key_dim, batch, mask_inputs, repetitions, seed, rounds
-    )
-    data = {**plain(found), "rule": spec, "versions": installed_versions()}
-    return Answer(str(found), data, 0 if found.agrees else FOUND)
+    found = bench.compare(spec, mask_inputs=files.read_tensors(inputs), **arguments)
+    fails = found["difference"] is not None and found["difference"] > bench.TOLERANCE
+    return Answer(bench.as_text(found), found, FOUND if fails else 0)

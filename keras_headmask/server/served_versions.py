@@ -1,13 +1,16 @@
 """The newest version of a SavedModel that loads, watched for a newer one."""
 
 import dataclasses
+import pathlib
+import re
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from keras_headmask.export.versions import read_signatures, version_folders
-from keras_headmask.server.predict_requests import BadRequest, Signature, Tensor
-from keras_headmask.server.tensorflow_errors import reason
+from keras_headmask.server.predict_requests import Arrays, BadRequest, Signature, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,51 +18,53 @@ class Served:
     """A loaded version. It lives as long as a request holds it, whatever replaced it since."""
 
     version: int
-    signatures: dict
-    definitions: dict  # name: SignatureDef, for metadata
-    model: object = dataclasses.field(repr=False)
+    signatures: dict[str, Signature]
+    definitions: dict[str, Any]  # name: SignatureDef, for metadata
+    model: Any = dataclasses.field(repr=False)
 
 
 class ServedVersions:
     """Serves `current`, the newest version under `base_path` that loads; `check` looks for a newer.
 
     A newer version takes over when it is loaded and has answered once for each signature; until
-    then, and for requests under way, the old one stays. A version that does not load is kept in
+    then, and for requests in progress, the old one stays. A version that does not load is kept in
     `failures` and tried again when its files change. If the newest is taken away, the one before it
     returns.
 
     Args:
-        base_path: the folder of versions.
-        report: called with a line of text for what happens.
+        base_path: The folder of versions.
+        report: Called with a line of text for what happens.
 
     Raises:
-        FileNotFoundError: `base_path` is no folder, or holds no version.
-        ValueError: no version loads.
+        FileNotFoundError: `base_path` is not a folder, or holds no version.
+        ValueError: No version loads.
     """
 
-    def __init__(self, base_path, report=print):
+    current: Served
+
+    def __init__(self, base_path: str | pathlib.Path, report: Callable[[str], Any] = print):
         self.base_path = base_path
-        self.current = None
-        self.failures = {}  # version: why it did not load
-        self._tried = {}  # version: state of the files that did not load
+        self.failures: dict[int, str] = {}  # version: why it did not load
+        self._tried: dict[int, Any] = {}  # version: state of the files that did not load
         self._report = report
         self._stop = threading.Event()
         if not version_folders(base_path):
             raise FileNotFoundError(
                 f"{str(base_path)!r} holds no version. Export one first: "
-                f"`model.export(base_path + '/1')`."
+                "`model.export(base_path + '/1')`."
             )
         self.check()
-        if self.current is None:
+        if not hasattr(self, "current"):
             reasons = "; ".join(f"{version}: {why}" for version, why in self.failures.items())
             raise ValueError(f"No version under {str(base_path)!r} loads. {reasons}")
 
-    def check(self):
+    def check(self) -> None:
         """Take up the newest version that loads, if it is not the current one."""
         folders = version_folders(self.base_path)
+        # A new dictionary each time, since another thread may be reading the old one.
         self.failures = {v: why for v, why in self.failures.items() if v in folders}
         for version, folder in folders.items():
-            if self.current is not None and version == self.current.version:
+            if hasattr(self, "current") and version == self.current.version:
                 return
             state = _state(folder)
             if version in self.failures and state == self._tried[version]:
@@ -68,20 +73,18 @@ class ServedVersions:
                 served = _load(version, folder, self._report)
             except Exception as error:  # whatever a damaged folder makes TensorFlow raise
                 self._tried[version] = state
-                why = f"{type(error).__name__}: {error}"
-                # A new dictionary, since another thread may be reading the old one.
-                self.failures = {**self.failures, version: why}
-                self._report(f"Version {version} does not load. {why}")
+                self.failures = {**self.failures, version: f"{type(error).__name__}: {error}"}
+                self._report(f"Version {version} does not load. {self.failures[version]}")
                 continue
             self.failures = {v: why for v, why in self.failures.items() if v != version}
             self.current = served  # one assignment: a request has either the old or the new
             self._report(f"Serving version {version}")
             return
 
-    def watch(self, seconds):
+    def watch(self, seconds: float) -> None:
         """Call `check` every so many seconds, in a thread of its own, until `close`."""
 
-        def poll():
+        def poll() -> None:
             while not self._stop.wait(seconds):
                 try:
                     self.check()
@@ -90,23 +93,24 @@ class ServedVersions:
 
         threading.Thread(target=poll, name="versions", daemon=True).start()
 
-    def close(self):
+    def close(self) -> None:
         self._stop.set()
 
 
-def _state(folder):
-    """What changes when a file of the version is written: so a copy under way is tried again."""
+def _state(folder: pathlib.Path) -> list[Any]:
+    """What changes when a file of the version is written: so a copy in progress is tried again."""
     files = []
     for path in sorted(folder.rglob("*")):
         try:
             stat = path.stat()
         except FileNotFoundError:  # between listing it and looking at it
             continue
-        files.append((str(path), stat.st_size, stat.st_mtime_ns))
+        files.append((path, stat.st_size, stat.st_mtime_ns))
     return files
 
 
-def _load(version, folder, report):
+def _load(version: int, folder: pathlib.Path, report: Callable[[str], Any]) -> Served:
+    """The version, each of its signatures called once: with one row of one position, of zeros."""
     import tensorflow as tf
 
     definitions = read_signatures(folder)
@@ -117,17 +121,32 @@ def _load(version, folder, report):
         if name in definitions
     }
     for signature in signatures.values():
+        smallest = {}
+        for name, tensor in signature.inputs.items():
+            dtype = tf.dtypes.as_dtype(tensor.dtype)
+            shape = [1 if size is None else size for size in tensor.shape or ()]
+            smallest[name] = np.full(shape, b"" if dtype == tf.string else 0, dtype.as_numpy_dtype)
         try:
-            signature.call(_smallest(signature))
+            signature.call(smallest)
         except BadRequest as error:  # it may want more than one position
             report(f"Version {version}, `{signature.name}`: not warmed up. {error}")
     return Served(version, signatures, definitions, model)
 
 
-def _signature(name, function, definition):
+def _signature(name: str, function: Any, definition: Any) -> Signature:
     import tensorflow as tf
 
-    def call(arrays):
+    def tensor(info: Any) -> Tensor:
+        shape = tf.TensorShape(info.tensor_shape)
+        sizes = None if shape.rank is None else tuple(shape.as_list())
+        return Tensor(tf.dtypes.as_dtype(info.dtype).name, sizes)
+
+    inputs, outputs = (
+        {key: tensor(info) for key, info in sorted(infos.items())}
+        for infos in (definition.inputs, definition.outputs)
+    )
+
+    def call(arrays: Arrays) -> Arrays:
         tensors = {key: tf.constant(array, inputs[key].dtype) for key, array in arrays.items()}
         try:
             return {key: value.numpy() for key, value in function(**tensors).items()}
@@ -136,29 +155,20 @@ def _signature(name, function, definition):
             why = reason(str(error.message))
             raise BadRequest(f"The model cannot compute this request: {why}") from error
 
-    inputs, outputs = (
-        {key: _tensor(info) for key, info in sorted(infos.items())}
-        for infos in (definition.inputs, definition.outputs)
-    )
     return Signature(name, inputs, outputs, call)
 
 
-def _tensor(info):
-    import tensorflow as tf
+# Of TensorFlow's messages: lines about where in the graph, and names of nodes within other lines.
+_INTERNAL = re.compile(
+    r"^(Graph execution error:|Detected at node|<stack traces|\s*File \"|\d+ root error).*"
+    r"|^(Exception encountered when calling|Arguments received by|\s*•).*"
+    r"|^\s*\(\d+\) [A-Z_]+:|\[\[?\{\{.*|\{\{[^}]*\}\}|\[Op:\w+\].*"
+)
+_BOLD = re.compile(r"\x1b\[[0-9;]*m")  # as Keras writes it around what TensorFlow says
 
-    sizes = None
-    if not info.tensor_shape.unknown_rank:
-        sizes = tuple(dim.size if dim.size >= 0 else None for dim in info.tensor_shape.dim)
-    return Tensor(tf.dtypes.as_dtype(info.dtype).name, sizes)
 
-
-def _smallest(signature):
-    """One row of one position, of zeros."""
-    import tensorflow as tf
-
-    arrays = {}
-    for name, tensor in signature.inputs.items():
-        shape = [1 if size is None else size for size in tensor.shape or ()]
-        dtype = tf.dtypes.as_dtype(tensor.dtype).as_numpy_dtype
-        arrays[name] = np.full(shape, b"" if tensor.dtype == "string" else 0, dtype)
-    return arrays
+def reason(message: str) -> str:
+    """The line of TensorFlow's message that says what is wrong, without places in the graph."""
+    plain = _BOLD.sub("", message)
+    lines = (_INTERNAL.sub("", line).strip() for line in plain.splitlines())
+    return next((line for line in lines if line), "it gives no reason")

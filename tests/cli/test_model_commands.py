@@ -23,8 +23,8 @@ pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 
 
 def test_info():
-    told = as_json("info", "masked.keras")
-    (layer,) = told["attention"]
+    found = as_json("info", "masked.keras")
+    (layer,) = found["attention"]
     assert layer == {
         "number": 0,
         "reachable": True,
@@ -36,10 +36,10 @@ def test_info():
         "words": RULE.describe(4),
         "mask_inputs": ["token_ids"],
     }
-    assert told["inputs"] == [{"name": "token_ids", "dtype": "int32", "shape": [None, None]}]
-    assert (told["saved_by_keras"], told["versions"]["keras"]) == (keras.__version__,) * 2
-    assert told["versions"]["keras_headmask"] == hm.__version__
-    assert told["parameters"] == one_layer().count_params()
+    assert found["inputs"] == [{"name": "token_ids", "dtype": "int32", "shape": [None, None]}]
+    assert (found["saved_by_keras"], found["versions"]["keras"]) == (keras.__version__,) * 2
+    assert found["versions"]["keras_headmask"] == hm.__version__
+    assert found["parameters"] == one_layer().count_params()
     text = answer("info", "masked.keras")
     for part in (
         f"masked.keras, saved by Keras {keras.__version__}: Functional 'small', ",
@@ -69,14 +69,14 @@ def test_info_numbers_self_attention_alone():
     y = attend(2, 4, name="first")(x, x)
     y = attend(2, 4, name="across")(y, other)
     y = OddAttention(name="odd")(attend(2, 4, name="second")(y, y))
-    told = model_info.information(keras.Model([x, other], y))
-    assert [(x["path"], x["number"], x["reachable"]) for x in told["attention"]] == [
+    found = model_info.information(keras.Model([x, other], y))
+    assert [(x["path"], x["number"], x["reachable"]) for x in found["attention"]] == [
         ("first", 0, True),
         ("across", None, True),
         ("second", 1, True),
         ("odd", None, False),
     ]
-    text = model_info.as_text(told)
+    text = model_info.as_text(found)
     assert re.search(r"^-  odd +OddAttention +\? heads .* no rule reaches this class$", text, re.M)
     assert "Layers 0 and 1, across: no rule" in text
 
@@ -84,8 +84,8 @@ def test_info_numbers_self_attention_alone():
 def test_apply(here):
     untouched = (here / "model.keras").read_bytes()
     before = {path.name for path in here.iterdir()}
-    told = as_json("apply", "model.keras", "rule.json", "-o", "out.keras")
-    assert (told["file"], told["attention"][0]["rule"]) == ("out.keras", RULE.get_config())
+    found = as_json("apply", "model.keras", "rule.json", "-o", "out.keras")
+    assert (found["file"], found["attention"][0]["rule"]) == ("out.keras", RULE.get_config())
     assert {path.name for path in here.iterdir()} == before | {"out.keras"}
     assert (here / "model.keras").read_bytes() == untouched
     written = keras.saving.load_model("out.keras")
@@ -101,21 +101,21 @@ def test_apply_to_chosen_layers_and_over_rules():
     stack(4).save("deep.keras")
 
     def rules(*arguments):
-        told = as_json("apply", *arguments, "-o", "out.keras", "--force")
-        return [None if x["rule"] is None else x["rule"]["kind"] for x in told["attention"]]
+        found = as_json("apply", *arguments, "-o", "out.keras", "--force")
+        return [None if x["rule"] is None else x["rule"]["kind"] for x in found["attention"]]
 
     chosen = ("--layers", "0-1", "--layers", "block_3")
     assert rules("deep.keras", CAUSAL, *chosen) == ["window", "window", None, "window"]
     by_layer = '{"0,2": {"kind": "nothing"}, "block_3": {"kind": "full"}}'
     assert rules("deep.keras", by_layer) == ["nothing", None, "nothing", "full"]
     full = '{"kind": "full"}'
-    told = failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
-    assert "Pass --existing and to keep both, or --existing replace." in told
+    found = failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
+    assert "Pass --existing and to keep both, or --existing replace." in found
     assert rules("masked.keras", full, "--existing", "replace") == ["full"]
     assert rules("masked.keras", full, "--existing", "and") == ["and"]
 
 
-def test_apply_adds_inputs_only_when_told(here):
+def test_apply_adds_inputs_only_when_asked(here):
     rule = '{"0": {"kind": "same_segment", "input": "parts"}}'  # a key of JSON is a text: a layer
     given = ("apply", "model.keras", rule, "-o", "out.keras")
     assert "reads ['parts'], and the model has no inputs of those names" in failure(*given)
@@ -124,7 +124,7 @@ def test_apply_adds_inputs_only_when_told(here):
     assert [x.name for x in keras.saving.load_model("out.keras").inputs] == ["token_ids", "parts"]
 
 
-def test_apply_overwrites_only_when_told(here):
+def test_apply_overwrites_only_when_asked(here):
     (here / "out.keras").write_text("precious")
     assert "exists" in failure("apply", "model.keras", "rule.json", "-o", "out.keras")
     assert (here / "out.keras").read_text() == "precious"
@@ -152,14 +152,14 @@ def test_export_and_serve(here):
     text = answer("export", "masked.keras", "served", "--no-check")
     assert text.startswith("served/1: ")
     assert "serve_padded(token_ids int32[?, ?], lengths int32[?])" in text
-    told = as_json("export", "masked.keras", "served", "--no-check", "--no-padded", "--dense")
-    assert (told["version"], told["path"], list(told["signatures"])) == (
+    found = as_json("export", "masked.keras", "served", "--no-check", "--no-padded", "--dense")
+    assert (found["version"], found["path"], list(found["signatures"])) == (
         2,
         "served/2",
         ["serving_default"],
     )
-    assert told["rules"] == {"attention": RULE.get_config()}
-    assert told["check"] is None
+    assert found["rules"] == {"attention": RULE.get_config()}
+    assert found["check"] is None
     assert (here / "served/2/saved_model.pb").stat().st_size * 2 < (
         here / "served/1/saved_model.pb"
     ).stat().st_size
@@ -175,14 +175,14 @@ def test_export_and_serve(here):
     process = start("serve", "served", "--name", "small", "--port", "0")
     try:
         url = next(found for line in process.stdout if (found := re.search(r"http://\S+", line)))
-        told = requests.post(
+        found = requests.post(
             f"{url.group()}:predict", json={"instances": TOKENS.tolist()}, timeout=60
         ).json()
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     expected = keras.saving.load_model("masked.keras")(TOKENS)
-    assert_close(told["predictions"], expected, depth=3)
+    assert_close(found["predictions"], expected, depth=3)
     assert process.returncode == 0
 
 

@@ -26,9 +26,9 @@ def models():
     return {scale: serving_model.build(scale) for scale in (1, 2)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def endpoint(request):
-    """The server at `TF_SERVING_URL`, of the kind `TF_SERVING_BATCHING`, else ours."""
+    """The server at `TF_SERVING_URL`, of the kind `TF_SERVING_BATCHING`, else the own one."""
     if url := os.environ.get("TF_SERVING_URL"):
         kind = os.environ.get("TF_SERVING_BATCHING")
         if kind not in KINDS:
@@ -37,13 +37,17 @@ def endpoint(request):
                 f"merges requests. Received: {kind!r}. Set it beside TF_SERVING_URL."
             )
         model = os.environ.get("TF_SERVING_MODEL", "tiny")
-        yield Endpoint(f"{url.rstrip('/')}/v1/models/{model}", kind)
-        return
+        return Endpoint(f"{url.rstrip('/')}/v1/models/{model}", kind)
+    return request.getfixturevalue("ours")
+
+
+@pytest.fixture(scope="session")
+def ours(exports, tmp_path_factory):
+    """The own server, one for all tests that leave it as it is."""
     pytest.importorskip("kserve", reason='needs `pip install -e ".[server]"`')
     from keras_headmask.server.served_versions import ServedVersions
 
-    exports = request.getfixturevalue("exports")
-    base = request.getfixturevalue("tmp_path_factory").mktemp("base")
+    base = tmp_path_factory.mktemp("base")
     serving_model.publish(exports[1], base, 1)
     with running(ServedVersions(base, report=lambda _: None)) as found:
         yield found

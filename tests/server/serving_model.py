@@ -39,7 +39,7 @@ def build(scale=1.0):
 
 
 def export(model, folder):
-    """A SavedModel: all inputs by name; with `lengths`; one input, one output; as slow as told."""
+    """A SavedModel: all inputs by name; with `lengths`; one input, one output; as slow as asked."""
     import tensorflow as tf
 
     ids = tf.TensorSpec((None, None), "int32", name="token_ids")

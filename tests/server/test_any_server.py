@@ -235,16 +235,16 @@ def raw(number):
 
 # (name, body, what the message says); `strict` ones TensorFlow Serving lets pass.
 BAD = [
-    ("no JSON", b"{", "cannot be read"),
-    ("no body", b"", "cannot be read"),
-    ("not text", b"\xff\xfe\x00", "cannot be read"),
-    ("nested without end", b"[" * 100_000, "cannot be read"),
+    ("no JSON", b"{", "Cannot read"),
+    ("no body", b"", "Cannot read"),
+    ("not text", b"\xff\xfe\x00", "Cannot read"),
+    ("nested without end", b"[" * 100_000, "Cannot read"),
     ("a list", [], "must be a JSON object. Received: a list"),
     ("null", None, "must be a JSON object. Received: null"),
     ("nothing asked", {}, "not neither"),
     ("both formats", {"instances": ROWS, "inputs": COLUMNS}, "not both"),
     ("null for instances", {"instances": None}, "at least one row. Received: null"),
-    ("instances no list", {"instances": 3}, "at least one row. Received: a number"),
+    ("instances no list", {"instances": 3}, "at least one row. Received: 3"),
     ("no instances", {"instances": []}, "at least one row"),
     ("unknown signature", {"signature_name": "predict", "inputs": COLUMNS}, "must be one of"),
     ("signature no string", {"signature_name": 1, "inputs": COLUMNS}, "must be one of"),
@@ -260,15 +260,15 @@ BAD = [
         "`token_ids` is ragged: rows of [2, 3]",
     ),
     ("ragged within a row", row(x=[[0.0] * 8, [0.0] * 7]), "`x` is ragged: rows of [7, 8]"),
-    ("lists beside elements", row(token_ids=[1, [2]]), "stand side by side"),
+    ("lists beside elements", row(token_ids=[1, [2]]), "`token_ids` is ragged"),
     ("rank too low", column(token_ids=[1, 2]), "must have rank 2, shape (any, any)"),
     ("rank too high", column(token_ids=[[[1]], [[2]]]), "must have rank 2"),
     ("a scalar", column(x=1.0), "must have rank 3"),
     ("a wrong size", row(x=[[0.0] * 7] * 2), "shape (any, any, 8). Received: (1, 2, 7)"),
     ("0 and 1 for booleans", row(padding_mask=[1, 0]), "must be true or false. Received: 1"),
-    ("strings for booleans", row(padding_mask=["true", "x"]), "Received: 'true'"),
+    ("strings for booleans", row(padding_mask=["true", "x"]), 'Received: "true"'),
     ("a fraction for an integer", row(token_ids=[1.5, 2]), "must be integers. Received: 1.5"),
-    ("a string for a number", row(x=[["1"] * 8] * 2), "must be numbers. Received: '1'"),
+    ("a string for a number", row(x=[["1"] * 8] * 2), 'must be numbers. Received: "1"'),
     ("null in place of a number", row(token_ids=[None, 1]), "must be integers. Received: null"),
     ("an object for a number", row(token_ids=[{}, 1]), "Received: an object"),
     ("past int32", row(token_ids=[2**31, 1]), "must lie in [-2147483648, 2147483647]"),
@@ -280,10 +280,10 @@ STRICT = [
     ("a mask of batch 1", column(padding_mask=[[True, True]]), "the same batch size"),
     ("an unknown input", column(mask=[[True]]), "['mask'] unknown"),
     ("booleans for integers", row(token_ids=[True, 1]), "must be integers. Received: true"),
-    ("NaN", raw("NaN"), "cannot be read"),
-    ("infinity", raw("1e999"), "finite|cannot be read"),
+    ("NaN", raw("NaN"), "Cannot read"),
+    ("infinity", raw("1e999"), "finite|Cannot read"),
     ("past float32", row(x=[[1e39] * 8] * 2), "must be finite in float32"),
-    ("an integer of 400 digits", raw("1" + "0" * 400), "must be finite|cannot be read"),
+    ("an integer of 400 digits", raw("1" + "0" * 400), "must be finite|Cannot read"),
     ("no rows in the columns", {"signature_name": "double", "inputs": []}, "rank 2"),
     ("a batch of none", column(token_ids=[], padding_mask=[], x=[]), "rank"),
     ("an empty batch", {"signature_name": "slow", "inputs": []}, "at least one row"),
@@ -298,10 +298,10 @@ def malformed(endpoint, table):
     for name, body, message in table:
         data = body if isinstance(body, bytes) else json.dumps(body)
         answer = requests.post(endpoint.url + ":predict", data=data, timeout=60)
-        told = answer.json().get("error", "") if answer.text else ""
-        ways = message.split("|")
-        fits = any(re.search(re.escape(way), told) for way in ways) or not endpoint.ours
-        if answer.status_code != 400 or not told or not fits:
+        error = answer.json().get("error", "") if answer.text else ""
+        parts = message.split("|")
+        fits = any(re.search(re.escape(part), error) for part in parts) or not endpoint.ours
+        if answer.status_code != 400 or not error or not fits:
             wrong[name] = (answer.status_code, answer.text)
     return wrong
 

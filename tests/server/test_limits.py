@@ -126,6 +126,17 @@ def test_headers_are_bounded():
         assert requests.get(endpoint.url, timeout=WAIT).status_code == 200
 
 
+def test_requests_past_the_limit():
+    text = json.dumps({"instances": [[0] * 100_000]}).encode()
+    chunks = (text[i : i + 4096] for i in range(0, len(text), 4096))  # sent without a length
+    with running(Doubling(), max_request_bytes=20_000) as endpoint:
+        for data in (text, chunks):
+            answer = requests.post(endpoint.url + ":predict", data=data, timeout=WAIT)
+            assert answer.status_code == 413
+            assert answer.json() == {"error": "The request is larger than 20000 bytes."}
+        assert requests.get(endpoint.url, timeout=WAIT).status_code == 200
+
+
 def test_bodies_are_bounded_in_sum():
     body = json.dumps({"instances": [[1] * 5000]}).encode()
     limit = int(1.5 * len(body))
@@ -135,9 +146,9 @@ def test_bodies_are_bounded_in_sum():
         for _ in range(3):
             with Client(endpoint.url) as other:
                 other.post(body)
-                status, headers, told = other.answer()
+                status, headers, found = other.answer()
                 assert (status, "retry-after: 1" in headers) == (503, True)
-                assert f"hold {limit} bytes" in told["error"]
+                assert f"hold {limit} bytes" in found["error"]
         first.send(body[-1:])
         assert first.answer()[0] == 200
         with Client(endpoint.url) as other:
@@ -193,9 +204,9 @@ def test_headers_byte_by_byte_are_not_waited_for(hasty):
 def test_a_body_that_does_not_arrive_is_answered(hasty):
     with Client(hasty.url) as client:
         client.post(BODY[:1], len(BODY))
-        status, headers, told = client.answer()
+        status, headers, found = client.answer()
         assert (status, "connection: close" in headers) == (408, True)
-        assert told == {"error": "The request did not arrive whole in 1 seconds."}
+        assert found == {"error": "The request did not arrive whole in 1 seconds."}
         assert client.rest() == b""
 
 
@@ -222,15 +233,15 @@ def test_at_its_end_the_server_answers_who_has_connected():
         endpoint.server.should_exit = True
         versions.called.clear()
         versions.go.clear()
-        late = Client(endpoint.url)  # not refused while others are waited for
         wait_until(lambda: endpoint.server.server_state.default_headers[-1][0] == b"connection")
+        late = Client(endpoint.url)  # not refused while others are waited for
         for client in (new, idle, late):
             client.post(BODY)
         sent.send(BODY[1:])
         assert versions.called.wait(WAIT)
         versions.go.set()
         for client in (new, idle, late, sent):
-            status, headers, told = client.answer()
-            assert (status, told) == (200, ANSWER)
+            status, headers, found = client.answer()
+            assert (status, found) == (200, ANSWER)
             assert "connection: close" in headers
         late.socket.close()

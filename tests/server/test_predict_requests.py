@@ -70,12 +70,12 @@ def test_a_fixed_batch_need_not_agree_with_the_open_one():
     assert {name: len(array) for name, array in arrays.items()} == {"x": 2, "table": 3}
 
 
-def test_no_default_signature_is_told():
+def test_no_default_signature_is_an_error():
     with pytest.raises(BadRequest, match=r"must be one of \['a'\].*where none is named"):
         read_v1({"inputs": []}, {"a": Signature("a", {}, {})})
 
 
-def test_an_output_without_rows_is_told():
+def test_an_output_without_rows_is_an_error():
     predict = Predict(Signature("s", {}, {}), {"x": np.zeros((2, 3))}, rows=2)
     with pytest.raises(BadRequest, match=r"Output `loss` has shape \(\).*Ask with `inputs`"):
         write_v1(predict, {"loss": np.float32(1)})

@@ -8,9 +8,8 @@ from serving_model import example, publish
 from tolerance import assert_close
 
 from keras_headmask.export.versions import read_signatures, version_folders
-from keras_headmask.server import tensorflow_errors
 from keras_headmask.server.predict_requests import BadRequest
-from keras_headmask.server.served_versions import ServedVersions
+from keras_headmask.server.served_versions import ServedVersions, reason
 
 pytestmark = pytest.mark.tensorflow
 
@@ -32,8 +31,8 @@ def base(exports, tmp_path):
 
 
 def test_the_newest_takes_over_and_the_old_lives_while_it_is_held(base, exports):
-    told = []
-    versions = ServedVersions(base, told.append)
+    reported = []
+    versions = ServedVersions(base, reported.append)
     old = versions.current
     versions.check()
     assert versions.current is old  # nothing new: not loaded again
@@ -41,7 +40,7 @@ def test_the_newest_takes_over_and_the_old_lives_while_it_is_held(base, exports)
     publish(exports[1], base, 9)
     versions.check()
     assert versions.current.version == 10
-    assert told == ["Serving version 1", "Serving version 10"]
+    assert reported == ["Serving version 1", "Serving version 10"]
     assert_close(answer(versions.current), 2 * answer(old))
     shutil.rmtree(base / "10")
     versions.check()
@@ -51,18 +50,18 @@ def test_the_newest_takes_over_and_the_old_lives_while_it_is_held(base, exports)
     assert versions.current.version == 9  # as TensorFlow Serving reads it
 
 
-def test_a_broken_version_is_told_and_the_old_one_stays(base, exports):
-    told = []
-    versions = ServedVersions(base, told.append)
+def test_a_broken_version_is_reported_and_the_old_one_stays(base, exports):
+    reported = []
+    versions = ServedVersions(base, reported.append)
     publish(exports[2], base, 2)
     truncate(base / "2")
     versions.check()
     assert versions.current.version == 1
     assert versions.failures.keys() == {2}
-    assert told[-1].startswith("Version 2 does not load. ")
-    lines = len(told)
+    assert reported[-1].startswith("Version 2 does not load. ")
+    lines = len(reported)
     versions.check()
-    assert len(told) == lines  # not tried again while it stays as it is
+    assert len(reported) == lines  # not tried again while it stays as it is
 
     shutil.copytree(exports[2], base / "2", dirs_exist_ok=True)  # a copy that is finished now
     versions.check()
@@ -92,11 +91,11 @@ def test_reasons_are_found_among_lines_about_the_graph():
         "  (0) INVALID_ARGUMENT: {{function_node f}} Shapes [2,3] vs. [2,4]",
         "\t [[{{node a/b}}]] [Op:__inference_signature_wrapper_7]",
     ]
-    assert tensorflow_errors.reason("\n".join(lines)) == "Shapes [2,3] vs. [2,4]"
-    assert tensorflow_errors.reason("\n".join(lines[:4])) == "it gives no reason"
+    assert reason("\n".join(lines)) == "Shapes [2,3] vs. [2,4]"
+    assert reason("\n".join(lines[:4])) == "it gives no reason"
 
 
-def test_what_the_model_cannot_compute_is_told_without_its_graph(tmp_path):
+def test_what_the_model_cannot_compute_is_an_error_without_its_graph(tmp_path):
     import tensorflow as tf
 
     class Table(tf.Module):
@@ -107,9 +106,9 @@ def test_what_the_model_cannot_compute_is_told_without_its_graph(tmp_path):
     table = Table()
     tf.saved_model.save(table, str(tmp_path / "1"), signatures=table.look_up)
     signature = ServedVersions(tmp_path, lambda _: None).current.signatures["serving_default"]
-    with pytest.raises(BadRequest) as told:
+    with pytest.raises(BadRequest) as raised:
         signature.call({"ids": np.array([[1, 99999]], "int32")})
-    assert str(told.value).endswith("this request: indices[0,1] = 99999 is not in [0, 50)")
+    assert str(raised.value).endswith("this request: indices[0,1] = 99999 is not in [0, 50)")
 
 
 def test_a_base_path_without_versions(tmp_path):
@@ -124,7 +123,7 @@ def test_a_base_path_without_versions(tmp_path):
 
 
 def test_each_signature_answers_once_before_it_is_served(tmp_path):
-    """What refuses one row of one position is served, but told."""
+    """What refuses one row of one position is served, and reported."""
     import keras
     import tensorflow as tf
 
@@ -138,10 +137,12 @@ def test_each_signature_answers_once_before_it_is_served(tmp_path):
     archive.add_endpoint("strict", strict, input_signature=specs)
     archive.add_endpoint("easy", tf.strings.upper, input_signature=specs)
     archive.write_out(str(tmp_path / "1"), verbose=False)
-    told = []
-    served = ServedVersions(tmp_path, told.append).current
-    assert any(line.startswith("Version 1, `strict`: not warmed up. The model") for line in told)
-    assert not any("`easy`" in line for line in told)
+    reported = []
+    served = ServedVersions(tmp_path, reported.append).current
+    assert any(
+        line.startswith("Version 1, `strict`: not warmed up. The model") for line in reported
+    )
+    assert not any("`easy`" in line for line in reported)
     answer = served.signatures["strict"].call({"words": np.array([[b"a", b"b"]], object)})
     assert answer["shout"].tolist() == [[b"A", b"B"]]
 
@@ -161,10 +162,10 @@ def test_signatures_are_read_without_loading(base, tmp_path):
 def test_watching_goes_on_after_the_base_path_was_away(base, exports, tmp_path):
     import threading
 
-    told, away, back = [], threading.Event(), threading.Event()
+    reported, away, back = [], threading.Event(), threading.Event()
 
     def report(line):
-        told.append(line)
+        reported.append(line)
         if "Cannot look" in line:
             away.set()
         if line == "Serving version 2":
@@ -174,10 +175,10 @@ def test_watching_goes_on_after_the_base_path_was_away(base, exports, tmp_path):
     versions.watch(0.02)
     try:
         hidden = base.rename(base.with_name(base.name + "-away"))
-        assert away.wait(60), told
+        assert away.wait(60), reported
         assert versions.current.version == 1
         publish(exports[2], hidden, 2)
         hidden.rename(base)
-        assert back.wait(60), told
+        assert back.wait(60), reported
     finally:
         versions.close()

@@ -217,7 +217,6 @@ def _cost(subject: Subject) -> Iterator[Finding]:
 
 
 def _numbers(flags: Mask) -> tuple[int, ...]:
-    """Where `flags` are set."""
     return tuple(np.flatnonzero(flags).tolist())
 
 

@@ -138,10 +138,9 @@ def _grid(
     caption: Sequence[str],
     beside: float = 0.0,
 ) -> tuple[Picture, list[Axes]]:
-    """A figure with `count` axes, as large as their cells and labels ask for.
+    """A figure with `count` axes, as large as their cells and labels need; `beside` stays free.
 
-    Everything has its place in inches, so that nothing overlaps and nothing has to be drawn twice
-    to find out. `beside` is kept free on the right.
+    Everything has its place in inches, so that nothing overlaps and nothing is drawn twice.
     """
     rows, columns = shape
     left, below = (

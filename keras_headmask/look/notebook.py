@@ -19,7 +19,6 @@ from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
 _SHORTEST, _LONGEST = 12, 4096  # positions of the example that is drawn
-_ONE_BY_ONE = 128  # more are drawn as tiles
 _MOST_RULES = 4  # of a model that are drawn
 _MOST_GROUPS = 16  # of heads with one rule, of a spec
 
@@ -34,8 +33,7 @@ def _or_none(show: Callable[..., str], *values: Any) -> str | None:
 def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
     """A rule, and a picture of what it says of positions alone.
 
-    With `num_heads` it is the rule of a layer, whose restricted heads must be seen: inputs that
-    they read are made up, apart from whole masks, which would show nothing of the model.
+    With `num_heads` it is the rule of a layer, and what it reads is made up, but no whole mask.
     """
     lines = words.sentences(spec, num_heads)
     groups, others = words.ordered_groups(spec, num_heads)
@@ -91,7 +89,8 @@ def _picture(
         return _pre(texts)
     shown = []
     for (rule, heads), inputs in zip(groups, given, strict=True):
-        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=_ONE_BY_ONE)
+        longest = panels.LONGEST_IN_PICTURES
+        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=longest)
         shown.append(panels.Panel(heads, drawn.panels[0].cells))
     whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
     data = base64.b64encode(masks_figure(whole, [caption]).png(dpi=80)).decode()

@@ -11,6 +11,7 @@ from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
 
+LONGEST_IN_PICTURES = 128  # positions that are drawn one by one
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
 _MOST_PAIRS_IN_ALL = 2**30
@@ -57,10 +58,7 @@ def panels_of(
     longest: int,
     called: str = "hm.draw",
 ) -> Panels:
-    """See `draw`. Sequences above `longest` positions become tiles, unless `tile_size` says how.
-
-    `called` is the function that draws, for hints.
-    """
+    """See `draw`. More than `longest` positions become tiles; `called` is named in hints."""
     check_spec(spec, "spec", f"{called}(SPEC, ...)")
     query_offset = evaluation.checked_offset(query_offset)
     if not isinstance(query_offset, int):

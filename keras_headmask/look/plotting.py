@@ -18,7 +18,7 @@ from keras_headmask.rules.per_head import head_numbers
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LONGEST = 128  # positions that are drawn one by one
+_LONGEST = panels.LONGEST_IN_PICTURES
 _panels_of = functools.partial(panels.panels_of, longest=_LONGEST, called="hm.plot")
 
 

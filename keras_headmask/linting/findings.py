@@ -34,7 +34,7 @@ class Finding:
         return "\n".join(map(in_one_line, lines))
 
 
-class Findings(list):
+class Findings(list[Finding]):
     """A list of `Finding`, errors first; printed, a paragraph for each."""
 
     def __str__(self) -> str:

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.linting.findings import Finding
-from keras_headmask.linting.subject import Subject, as_numpy, key_side, sides_of
+from keras_headmask.linting.subject import Subject, key_side, sides_of
+from keras_headmask.masks import Mask
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.protocol import InputType
 
 
-def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -> Iterator[Finding]:
+def of_padding(
+    subject: Subject, padding: np.ndarray, name: str, outside: Mask | None
+) -> Iterator[Finding]:
     """Padding that real queries see, and rules that see little else.
 
     `padding` is true at real keys, `(B, S)`. `outside` is the mask that reaches the layer beside
@@ -19,62 +21,48 @@ def of_padding(subject: Subject, padding: np.ndarray, name: str, outside: Any) -
     """
     if subject.unknown:
         return
-    seen = subject.possible if outside is None else subject.possible & outside
-    real_query = padding[:, None, :, None] if subject.self_attention else True
-    pad, real = (
-        (seen & real_query & side[:, None, None, :]).sum((0, 2, 3)) for side in (~padding, padding)
-    )
-    inverted = _inverted_by_ids(subject, padding)
-    if inverted:
-        yield Finding(
-            "error",
-            "looks-inverted",
-            f"Where `{name}` is true, `{inverted}` holds one id throughout; where it is false, "
-            "several: it seems to be true at padding.",
-            "Here true means a real token: pass the complement of the mask.",
-        )
+    if ids := _inverted_by_ids(subject, padding):
+        message = f"Where `{name}` is true, `{ids}` holds one id throughout; where it is false, "
+        message += "several: it seems to be true at padding."
+        way_out = "Here true means a real token: pass the complement of the mask."
+        yield Finding("error", "looks-inverted", message, way_out)
         return
+    seen = subject.possible & (True if outside is None else outside)
+    if subject.self_attention:
+        seen = seen & padding[:, None, :, None]  # by real queries
+    pad, real = ((seen & x[:, None, None, :]).sum((0, 2, 3)) for x in (~padding, padding))
     pad_rate, real_rate = pad / max((~padding).sum(), 1), real / max(padding.sum(), 1)
-    turned = (pad > real) & (pad_rate > 2 * real_rate)
+    inverted = (pad > real) & (pad_rate > 2 * real_rate)
     for _, heads in subject.groups:
-        if some := tuple(head for head in heads if turned[head]):
+        if some := tuple(head for head in heads if inverted[head]):
             share = pad[some[0]] / (pad[some[0]] + real[some[0]])
-            yield Finding(
-                "error",
-                "looks-inverted",
-                f"Of the keys that real queries see, {share:.0%} are padding by `{name}`.",
-                "True means that a query may attend: turn the part that reads it around by ~.",
-                some,
-            )
-    if missing := tuple(np.flatnonzero((pad > 0) & ~turned).tolist()):
-        meant = outside is None and name not in subject.spec.inputs
-        yield Finding(
-            "info" if meant else "warning",
-            "padding-missing",
-            f"Real queries see keys that `{name}` marks as padding.",
-            "It is as it should be where the layer is given the padding mask beside its rule. Else "
-            f"add `& recipes.padding({name!r})`."
-            if outside is None
-            else "No padding mask reaches the layer: add "
-            f"`& recipes.padding({name!r})` to the rule, or see where the model loses it.",
-            missing,
+            way_out = "True means that a query may attend: invert the part that reads it, by ~."
+            message = f"Of the keys that real queries see, {share:.0%} are padding by `{name}`."
+            yield Finding("error", "looks-inverted", message, way_out, some)
+    if missing := tuple(np.flatnonzero((pad > 0) & ~inverted).tolist()):
+        severity, message = "warning", f"Real queries see keys that `{name}` marks as padding."
+        way_out = (
+            f"No padding mask reaches the layer: add `& recipes.padding({name!r})` to the rule, or "
+            "see where the model loses it."
         )
+        if outside is None:
+            severity = "warning" if name in subject.spec.inputs else "info"
+            way_out = (
+                "Nothing is wrong if the layer is given the padding mask beside its rule. "
+                f"Otherwise add `& recipes.padding({name!r})`."
+            )
+        yield Finding(severity, "padding-missing", message, way_out, missing)
 
 
-def of_masks_beside(subject: Subject, outside: Any) -> Iterator[Finding]:
+def of_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
     """Heads of which the masks that reach the layer beside the rule hide all that it shows."""
     if subject.unknown:
         return
-    possible = subject.possible
-    hidden = possible.any((0, 2, 3)) & ~(possible & outside).any((0, 2, 3))
-    if heads := tuple(np.flatnonzero(hidden).tolist()):
-        yield Finding(
-            "error",
-            "head-off",
-            "What the rule shows, the masks that reach the layer beside it hide: the output is 0.",
-            "True means that a query may attend: look for a part that should be turned by ~.",
-            heads,
-        )
+    shown, left = (x.any((0, 2, 3)) for x in (subject.possible, subject.possible & outside))
+    if heads := tuple(np.flatnonzero(shown & ~left).tolist()):
+        message = "The masks beside the rule hide all that it shows: the output is 0."
+        way_out = "True means that a query may attend: look for a part that ~ should invert."
+        yield Finding("error", "head-off", message, way_out, heads)
 
 
 def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
@@ -90,78 +78,58 @@ def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
 
 
 def never_read(name: str, is_padding: bool) -> Finding:
-    return Finding(
-        "warning",
-        "input-never-read",
-        f"`{name}` is handed in, but nothing reads it.",
-        f"Add `& recipes.padding({name!r})` to the rule, or leave it out."
-        if is_padding
-        else "Leave it out, or correct the name in the rule.",
-    )
+    way_out = "Leave it out, or correct the name in the rule."
+    if is_padding:
+        way_out = f"Add `& recipes.padding({name!r})` to the rule, or leave it out."
+    message = f"`{name}` is passed, but nothing reads it."
+    return Finding("warning", "input-never-read", message, way_out)
 
 
 def absent_ids(subject: Subject) -> Iterator[Finding]:
-    """Ids that a rule waits for, and that occur nowhere in the examples."""
+    """Ids that a rule looks for, and that the examples lack."""
     for leaf in leaves(subject.spec):
         wanted = leaf.ids_of_interest
         if not wanted or not subject.has(leaf) or len(leaf.inputs) != 1:
             continue
-        value = subject.given[next(iter(leaf.inputs))]
-        sides = [np.asarray(x) for x in sides_of(value) if x is not None]
+        (name,) = leaf.inputs
+        sides = [side for side in sides_of(subject.given[name]) if side is not None]
         if not any(np.isin(side, wanted).any() for side in sides):
-            yield Finding(
-                "info",
-                "ids-absent",
-                f"None of the ids that {leaf!r} waits for occurs in the examples.",
-                "Check the ids against the vocabulary of the tokenizer.",
-            )
+            message = f"None of the ids that {leaf!r} looks for occurs in the examples."
+            way_out = "Check the ids against the vocabulary of the tokenizer."
+            yield Finding("info", "ids-absent", message, way_out)
 
 
 def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     """Inputs that can be evaluated, and findings on those whose ids would collide."""
     usable, findings = {}, []
     for name, value in given.items():
-        kind = spec.inputs[name]
-        sides = [None if x is None else as_numpy(x) for x in sides_of(value)]
-        floats = any(x is not None and x.dtype.kind not in "iub" for x in sides)
-        present = [x.ravel() for x in sides if x is not None]
-        if not present:
-            usable[name] = value  # `make_mask` will say what is missing
-            continue
-        distinct = np.unique(np.concatenate([x.astype("float64") for x in present]))
-        if floats:
-            findings.append(_float_ids(name, kind, distinct))
+        kind, sides = spec.inputs[name], sides_of(value)
+        present = [side.ravel() for side in sides if side is not None]
+        if any(side.dtype.kind not in "iub" for side in present):
+            distinct = np.unique(np.concatenate([x.astype("float64") for x in present]))
+            findings.append(_float_ids(name, kind.dtype, distinct))
             if (distinct != np.round(distinct)).any() or kind.rank is None:
                 continue
             sides = [None if x is None else x.astype("int64") for x in sides]
-        elif kind.dtype != "bool":
+        elif present and kind.dtype != "bool":
             whole = np.unique(np.concatenate([x.astype("int64") for x in present]))
             if len(np.unique(whole.astype("int32"))) < len(whole):
-                findings.append(
-                    Finding(
-                        "warning",
-                        "ids-collide",
-                        f"`{name}` holds different ids that are equal in their last 32 bits, which "
-                        "is all that JAX keeps.",
-                        "Number the ids anew, from 0: np.unique(ids, return_inverse=True).",
-                    )
-                )
+                equal = f"`{name}` holds different ids that are equal in their last 32 bits"
+                message = f"{equal}, which is all that JAX keeps."
+                way_out = "Number the ids anew, from 0: np.unique(ids, return_inverse=True)."
+                findings.append(Finding("warning", "ids-collide", message, way_out))
         usable[name] = sides[0] if len(sides) == 1 else tuple(sides)
     return usable, findings
 
 
-def _float_ids(name: str, kind: InputType, distinct: np.ndarray) -> Finding:
+def _float_ids(name: str, dtype: str, distinct: np.ndarray) -> Finding:
     import ml_dtypes
 
-    rounded = distinct.astype("float32").astype(ml_dtypes.bfloat16).astype("float64")
-    lost = len(distinct) - len(np.unique(rounded))
+    rounded = distinct.astype("float32").astype(ml_dtypes.bfloat16)
     merged = ""
-    if lost:
-        first = next(i for i in range(1, len(distinct)) if rounded[i] == rounded[i - 1])
-        merged = f": {distinct[first - 1]:g} and {distinct[first]:g} are equal in bfloat16"
-    return Finding(
-        "error",
-        "ids-collide",
-        f"`{name}` holds floats, which mixed precision rounds{merged}; a layer refuses them.",
-        f'Declare it as keras.Input(..., dtype="{kind.dtype}"), or cast it before the call.',
-    )
+    if (equal := np.flatnonzero(rounded[1:] == rounded[:-1])).size:
+        first, second = distinct[equal[0] : equal[0] + 2]
+        merged = f": {first:g} and {second:g} are equal in bfloat16"
+    message = f"`{name}` holds floats, which mixed precision rounds{merged}; a layer refuses them."
+    way_out = f'Declare it as keras.Input(..., dtype="{dtype}"), or cast it before the call.'
+    return Finding("error", "ids-collide", message, way_out)

@@ -1,13 +1,15 @@
 """What is likely wrong with a rule, found before a model is trained under it.
 
-A rule is evaluated for whole masks, in NumPy. A mask input that is not at hand may hold anything:
+A rule is evaluated for whole masks, in NumPy. A mask input that is not given may hold anything:
 each leaf that reads it is tried as true and as false, so what is found holds whatever it holds.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
+
+import numpy as np
 
 from keras_headmask.linting import input_checks, model_facts, rule_checks
 from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
@@ -28,10 +30,10 @@ def lint(
 
     Args:
         rule: A `MaskSpec`; or a model with a graph that holds rules, by `apply_head_masks` or in
-            layers of ours, each of which is looked at with the masks that reach it, its padding for
-            one.
+            layers of this package, each of which is looked at with the masks that reach it, such
+            as its padding.
         queries: Number of queries; by default that of `mask_inputs`, or a length at which every
-            part of the rule has room. Not for a model.
+            number of the rule matters. Not for a model.
         keys: Number of keys; as many as queries by default. Not for a model.
         num_heads: Number of heads; by default one more than the rule names. Not for a model.
         mask_inputs: Examples of what the rule reads, as for `make_mask`; for a model, of its inputs
@@ -47,8 +49,8 @@ def lint(
         `open-side`, `not-checked`.
 
     Raises:
-        TypeError: for what is neither a spec nor a model under a rule.
-        ValueError: for lengths, heads or inputs that do not fit one another.
+        TypeError: if `rule` is neither a spec nor a model under a rule.
+        ValueError: if lengths, heads or inputs do not fit one another.
 
     >>> from keras_headmask import PerHead, Window
     >>> print(lint(PerHead({0: Window(before=2, after=-1)}), queries=8, num_heads=12))
@@ -77,28 +79,30 @@ def lint(
         kind = type(mask_inputs).__name__
         raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
     given = dict(mask_inputs or {})
-    marks = [
-        name
-        for name in given
-        if marks_padding(name)
-        and (name not in rule.inputs or rule.inputs[name].rank)
-        and key_side(given[name]) is not None
-    ]
-    padding = key_side(given[marks[0]]) if len(marks) == 1 else None
-    unread = given.keys() - rule.inputs.keys() - set(marks)  # the lint reads those
-    findings = [input_checks.never_read(name, False) for name in sorted(unread)]
-    given = {name: value for name, value in given.items() if name in rule.inputs}
-    given, odd = input_checks.whole_numbers(rule, given)
-    subject = Subject(rule, num_heads, queries, keys, given, query_offset, padding)
+    marks: dict[str, np.ndarray] = {}
+    for name in filter(marks_padding, given):
+        kind, side = rule.inputs.get(name), key_side(given[name])
+        if side is not None and (kind is None or kind.rank):
+            marks[name] = side
+    unread = sorted(given.keys() - rule.inputs.keys() - marks.keys())  # the lint reads those
+    findings = [input_checks.never_read(name, False) for name in unread]
+    read = {name: value for name, value in given.items() if name in rule.inputs}
+    usable, odd = input_checks.whole_numbers(rule, read)
+    name, padding = marks.popitem() if len(marks) == 1 else ("", None)
+    subject = Subject(rule, num_heads, queries, keys, usable, query_offset, padding)
     if padding is not None and padding.shape[1] != subject.keys:
         raise ValueError(
-            f"`mask_inputs[{marks[0]!r}]` has length {padding.shape[1]} where the attention has "
+            f"`mask_inputs[{name!r}]` has length {padding.shape[1]} where the attention has "
             f"{subject.keys} keys."
         )
-    findings = [*findings, *odd, *_of_a_subject(subject)]
+    findings += [*odd, *_of_a_subject(subject)]
     if padding is not None:
-        findings.extend(input_checks.of_padding(subject, padding, marks[0], None))
+        findings += input_checks.of_padding(subject, padding, name, None)
     return _sorted(findings)
+
+
+def _sorted(findings: Iterable[Finding]) -> Findings:
+    return Findings(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _of_a_subject(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
@@ -107,53 +111,46 @@ def _of_a_subject(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[
 
 
 def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
-    found: dict[Finding, list[str]] = {}
-    looked_at: dict[Any, list[Finding]] = {}
-    unread = model_facts.unread_inputs(model)
-    for name in unread:
-        found[input_checks.never_read(name, marks_padding(name))] = []
+    found: dict[Finding, list[str]] = {
+        input_checks.never_read(name, marks_padding(name)): []
+        for name in model_facts.unread_inputs(model)
+    }
     layers, problem = model_facts.layers_of(model, inputs)
-    most = longest_sequence(model)
     if problem:
         reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
         way_out = "Pass examples of its inputs as `mask_inputs`."
         found[Finding("info", "not-checked", reason, way_out)] = []
+    most = longest_sequence(model)
+    looked_at: dict[Any, list[Finding]] = {}
     for layer in layers:
-        key = (layer.spec, layer.heads, layer.sources, layer.outside_key)
-        if key not in looked_at:
-            examples = layer.given if inputs is not None else {}
-            given, odd = input_checks.whole_numbers(layer.spec, examples)
-            length = {}
-            if inputs is not None and layer.lengths is not None:
-                length = dict(zip(("queries", "keys"), layer.lengths, strict=True))
-            of_layer = functools.partial(Subject, layer.spec, layer.heads, is_cross=layer.is_cross)
-            subject = of_layer(given=given, **length)
-            if subject.chosen and most is not None and most < subject.room:
-                subject = of_layer(most, most, given)  # there are no more positions
-            hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
-            findings = [*odd, *_of_a_subject(subject, hidden)]
-            if layer.paddings:
-                seen = of_layer(*layer.lengths, layer.given)
-                findings.extend(_padding_of_a_layer(seen, layer))
-                # (Made-up ids are all alike: what a rule makes of them says nothing.)
-                if inputs is not None or all(map(marks_padding, layer.spec.inputs)):
-                    findings.extend(input_checks.of_masks_beside(seen, layer.outside))
-            looked_at[key] = findings
-        for finding in looked_at[key]:
+        if layer.key not in looked_at:
+            looked_at[layer.key] = list(_of_a_layer(layer, inputs is not None, most))
+        for finding in looked_at[layer.key]:
             found.setdefault(finding, []).append(layer.path)
     for finding, paths in found.items():
         yield dataclasses.replace(finding, layers=tuple(paths))
 
 
-def _padding_of_a_layer(seen: Subject, layer: Any) -> Iterator[Finding]:
-    """Padding that the layer's keys may have: where several inputs could mark it, all must."""
-    found = [
+def _of_a_layer(
+    layer: model_facts.MaskedLayer, has_examples: bool, most: int | None
+) -> Iterator[Finding]:
+    subject_of = functools.partial(Subject, layer.spec, layer.heads, is_cross=layer.is_cross)
+    given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
+    yield from odd
+    queries, keys = layer.lengths or (None, None)
+    subject = subject_of(queries, keys, given) if has_examples else subject_of()
+    if subject.is_chosen and most is not None and most < subject.enough:
+        subject = subject_of(most, most, given)  # there are no more positions
+    yield from _of_a_subject(subject, rule_checks.hidden_sides(layer.outside, layer.lengths))
+    if not layer.paddings:
+        return
+    seen = subject_of(queries, keys, layer.given)
+    of_each = [
         list(input_checks.of_padding(seen, padding, name, layer.outside))
         for name, padding in layer.paddings.items()
     ]
-    if all(found):
-        yield from found[0]
-
-
-def _sorted(findings: Any) -> Findings:
-    return Findings(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+    if all(of_each):  # where several inputs could mark padding, all must
+        yield from of_each[0]
+    # (Made-up ids are all alike: what a rule makes of them says nothing.)
+    if has_examples or all(map(marks_padding, layer.spec.inputs)):
+        yield from input_checks.of_masks_beside(seen, layer.outside)

@@ -1,7 +1,6 @@
 """What a lint must know of a model under rules: its layers, and the masks that reach them."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
-from keras_headmask.masks import lift
+from keras_headmask.masks import Mask, lift
 from keras_headmask.retrofit.masked_model import HeadMasked
 from keras_headmask.retrofit.observing import called, scores_seen
 from keras_headmask.retrofit.position_mixing import longest_sequence
@@ -23,28 +22,42 @@ from keras_headmask.rules.base import MaskSpec
 _OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
 
 
-@dataclasses.dataclass(frozen=True)
 class MaskedLayer:
     """An attention layer, its rule, and one forward: lengths, mask inputs, other masks, padding.
 
-    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
-    layer that was built with the rule has ANDed it to that already.)
+    `arriving` are the arguments of its attention. `outside` is the mask that reaches the layer
+    beside its rule, `(B, 1 or H, T, S)` or True. (A layer that was built with the rule has ANDed it
+    to that already.)
     """
 
-    path: str
-    spec: MaskSpec
-    heads: int
-    sources: tuple
-    is_cross: bool
-    given: Mapping[str, Any]
-    lengths: tuple[int, int] | None
-    outside: Any
-    paddings: Mapping[str, np.ndarray]
+    def __init__(
+        self,
+        entry: AttentionLayer,
+        spec: MaskSpec,
+        given: Mapping[str, Any] | None,
+        arriving: Mapping[str, Any] | None,
+        paddings: Mapping[str, np.ndarray],
+    ):
+        self.path, self.spec, self.heads = entry.path, spec, entry.layer.num_heads
+        self.is_cross, self.given = entry.kind == "cross", given or {}
+        self.lengths: tuple[int, int] | None = None
+        self.outside: Mask = True
+        self.paddings: dict[str, np.ndarray] = {}
+        if arriving is not None:
+            queries, keys = self.lengths = tuple(arriving[x].shape[1] for x in ("query", "key"))
+            if arriving["attention_mask"] is not None:
+                self.outside = ops.convert_to_numpy(lift(arriving["attention_mask"])).astype(bool)
+            if arriving.get("use_causal_mask"):
+                self.outside = self.outside & np.tri(queries, keys, dtype=bool)[None, None]
+            if given is not None:
+                self.paddings = {n: p for n, p in paddings.items() if p.shape[1] == keys}
 
     @property
-    def outside_key(self) -> Any:
+    def key(self) -> Any:
+        """Equal for layers of which the same is found."""
         outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
-        return self.lengths, outside, self.is_cross
+        given = tuple(map(id, keras.tree.flatten(self.given)))
+        return self.spec, self.heads, self.is_cross, given, self.lengths, outside
 
 
 def has_rules(model: Any) -> bool:
@@ -68,81 +81,49 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
     """The masked layers of `model`, seen in one forward; and why they were not seen, if so."""
     problem, graph, rules, own = "", _keras.functional_of(model), _rules(model), _own(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
-    arriving: dict[int, Any] = {}
-    handed: dict[int, dict[str, Any]] = {}
-
-    def keep(layer: int, arguments: Mapping[str, Any], _scores: Any) -> None:
-        arriving[layer] = arguments
-
-    def remember(layer: int, arguments: Mapping[str, Any]) -> None:
-        handed[layer] = dict(arguments.get("mask_inputs") or {})
-
+    given: dict[int, Mapping[str, Any]] = {}  # the arguments of each layer's call, by its id
+    arriving: dict[int, Mapping[str, Any]] = {}  # those of its attention
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
-            for entry in [rule.entry for rule in rules] + own:
-                layer, key = entry.layer, id(entry.layer)
-                stack.enter_context(scores_seen(layer, functools.partial(keep, key)))
-                stack.enter_context(called(layer, functools.partial(remember, key)))
+            for layer in [rule.layer for rule in rules] + [entry.layer for entry in own]:
+                keep = functools.partial(_keep, arriving, id(layer))
+                stack.enter_context(scores_seen(layer, keep))
+                stack.enter_context(called(layer, functools.partial(_keep, given, id(layer))))
             flat = [tensors[tensor.name] for tensor in graph.inputs]
             graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
         if inputs is not None:
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
-    found: list[tuple] = []
+    paddings, found = _paddings(graph, tensors), []
     for rule in rules:
-        spec = model.mask_specs[rule.entry.path]
-        given = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
-        found.append((rule.entry, spec, tuple(sorted(rule.sources.items())), given))
+        entry, spec = rule.entry, model.mask_specs[rule.entry.path]
+        values = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
+        found.append(MaskedLayer(entry, spec, values, arriving.get(id(rule.layer)), paddings))
     for entry in own:
-        spec = entry.layer.mask_spec
-        # Which inputs it reads is known by its call alone, so each such layer is looked at.
-        sources = (entry.path,) if spec.inputs else ()
-        found.append((entry, spec, sources, handed.get(id(entry.layer), {})))
-    paddings = _paddings(graph, tensors)
-    return [_layer(*one, arriving.get(id(one[0].layer)), paddings) for one in found], problem
+        key, spec = id(entry.layer), entry.layer.mask_spec
+        values = given.get(key, {}).get("mask_inputs") or {}
+        found.append(MaskedLayer(entry, spec, values, arriving.get(key), paddings))
+    return found, problem
 
 
-def _layer(
-    entry: AttentionLayer,
-    spec: MaskSpec,
-    sources: tuple,
-    given: Mapping[str, Any] | None,
-    seen: Mapping[str, Any] | None,
-    paddings: Mapping[str, np.ndarray],
-) -> MaskedLayer:
-    lengths, outside, fitting = None, True, {}
-    if seen is not None:
-        lengths = seen["query"].shape[1], seen["key"].shape[1]
-        if seen["attention_mask"] is not None:
-            outside = ops.convert_to_numpy(lift(seen["attention_mask"])).astype(bool)
-        if seen.get("use_causal_mask"):
-            outside = outside & np.tril(np.ones((1, 1, *lengths), bool))
-        fitting = {n: p for n, p in paddings.items() if p.shape[1] == lengths[1]}
-    heads, is_cross = entry.layer.num_heads, entry.kind == "cross"
-    fitting = {} if given is None else fitting
-    given = given or {}
-    return MaskedLayer(entry.path, spec, heads, sources, is_cross, given, lengths, outside, fitting)
+def _keep(seen: dict[int, Any], layer: int, arguments: Any, _probabilities: Any = None) -> None:
+    seen[layer] = arguments
 
 
 def unread_inputs(model: Any) -> list[str]:
     """Inputs that neither a layer nor a rule reads."""
     graph = _keras.functional_of(model)
-    read = {
-        id(tensor)
-        for operation in graph.operations
-        for node in _keras.calls_of(operation)
-        for tensor in node.input_tensors
-    }
-    for rule in _rules(model):
-        for source in rule.sources.values():
-            read |= {source} if isinstance(source, str) else set(source)
-    return [t.name for t in graph.inputs if id(t) not in read and t.name not in read]
+    calls = (call for operation in graph.operations for call in _keras.calls_of(operation))
+    by_layers = {id(tensor) for call in calls for tensor in call.input_tensors}
+    sources = [source for rule in _rules(model) for source in rule.sources.values()]
+    by_rules = set(keras.tree.flatten(sources))
+    return [t.name for t in graph.inputs if id(t) not in by_layers and t.name not in by_rules]
 
 
-def _checked(model: Any, inputs: Any) -> dict[str, Any]:
-    names = [tensor.name for tensor in model.inputs]
+def _checked(graph: Any, inputs: Any) -> dict[str, np.ndarray]:
+    names = [tensor.name for tensor in graph.inputs]
     if not isinstance(inputs, Mapping):
         raise TypeError(
             "`mask_inputs` must be a dict of the model's inputs by name. "
@@ -156,11 +137,11 @@ def _checked(model: Any, inputs: Any) -> dict[str, Any]:
     return {name: np.asarray(inputs[name]) for name in names}
 
 
-def _made_up(model: Any) -> dict[str, np.ndarray]:
+def _made_up(graph: Any) -> dict[str, np.ndarray]:
     """Inputs with a padded tail: ids 1, masks true; 0 where padded."""
     tensors = {}
-    most = min(_LENGTH, longest_sequence(model) or _LENGTH)
-    for tensor in model.inputs:
+    most = min(_LENGTH, longest_sequence(graph) or _LENGTH)
+    for tensor in graph.inputs:
         of_queries = tensor.name.split("_")[0] in _OF_QUERIES
         length = most if of_queries else max(1, most * 2 // 3)
         shape = [2, *(length if size is None else size for size in tensor.shape[1:])]
@@ -171,13 +152,11 @@ def _made_up(model: Any) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _paddings(model: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _paddings(graph: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What marks padding: inputs of that name, and ids where an embedding masks zero."""
-    flags = {n: x != 0 for n, x in tensors.items() if marks_padding(n) and x.ndim == 2}
-    masks_zero = any(getattr(x, "mask_zero", False) for x in _keras.layers_of(model))
-    ids = {
-        name: x != 0
-        for name, x in tensors.items()
-        if x.ndim == 2 and x.dtype.kind in "iu" and ("token_ids" in name or len(tensors) == 1)
-    }
-    return flags or (ids if masks_zero else {})
+    of_positions = {name: x for name, x in tensors.items() if x.ndim == 2}
+    flags = {name: x != 0 for name, x in of_positions.items() if marks_padding(name)}
+    if flags or not any(getattr(x, "mask_zero", False) for x in _keras.layers_of(graph)):
+        return flags
+    ids = {name: x for name, x in of_positions.items() if x.dtype.kind in "iu"}
+    return {n: x != 0 for n, x in ids.items() if "token_ids" in n or len(tensors) == 1}

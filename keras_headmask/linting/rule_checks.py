@@ -1,8 +1,7 @@
 """Checks of a rule: what its positions say, whatever its inputs hold, or for the examples given."""
 
-import functools
 from collections.abc import Iterator, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -10,23 +9,22 @@ from keras_headmask.attention import tiles_python
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject
+from keras_headmask.masks import Mask
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, joins, leaves
+from keras_headmask.rules.protocol import OpenSide
 
 _MANY = 1024  # positions, to see what tiles skip
-_FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of the score matrix
+_FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of all pairs
 
 
 def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
     """`hidden`: sides of the query, "before" and "after", that masks beside the rule hide."""
     if len(subject.unknown) > MOST_UNKNOWN:
-        yield Finding(
-            "info",
-            "not-checked",
-            f"The rule has {len(subject.unknown)} parts that read inputs, too many to try all that "
-            "they may say.",
-            "Pass examples of the inputs as `mask_inputs`.",
-        )
+        parts = f"The rule has {len(subject.unknown)} parts that read inputs"
+        message = f"{parts}, too many to try every answer of each."
+        way_out = "Pass examples of the inputs as `mask_inputs`."
+        yield Finding("info", "not-checked", message, way_out)
         return
     yield from _dead(subject)
     yield from _unseen(subject)
@@ -39,115 +37,89 @@ def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[F
 
 def _dead(subject: Subject) -> Iterator[Finding]:
     """Heads that are off, and queries that see nothing."""
-    alive = subject.possible.any(-1)  # (B, H, T)
-    off = ~alive.any((0, 2))
-    dead = ~alive
+    dead = ~subject.possible.any(-1)  # (B, H, T)
+    off = dead.all((0, 2))
     if subject.padding is not None and subject.self_attention:
-        dead = dead & subject.padding[:, None, :]  # what padding sees is nobody's concern
+        dead = dead & subject.padding[:, None, :]  # what padding sees does not matter
     for rule, heads in subject.groups:
         if silent := tuple(head for head in heads if off[head]):
             meant = rule.constant is False and not rule.children and not off.all()
-            yield Finding(
-                "info" if meant else "error",
-                "head-off",
-                "No query sees any key: the output is 0."
-                + ("" if not off.all() else " So it is in every head."),
-                "It is what Nothing() says."
-                if meant
-                else "Look for parts that exclude each other.",
-                silent,
-            )
+            message = "No query sees any key: the output is 0."
+            message += " So it is in every head." if off.all() else ""
+            if meant:
+                yield Finding("info", "head-off", message, "It is what Nothing() says.", silent)
+            else:
+                way_out = "Look for parts that exclude each other."
+                yield Finding("error", "head-off", message, way_out, silent)
         by_rows: dict[tuple[int, ...], list[int]] = {}
         for head in heads:
-            rows = tuple(np.flatnonzero(dead[:, head].any(0)).tolist())
+            rows = _numbers(dead[:, head].any(0))
             if rows and not off[head]:
                 by_rows.setdefault(rows, []).append(head)
         for rows, some in by_rows.items():
             examples = dead[:, some].any((1, 2))
-            where = ""
-            if subject.possible.shape[0] > 1:
-                where = f" in {int(examples.sum())} of {len(examples)} examples"
-            one = len(rows) == 1
-            yield Finding(
-                "warning",
-                "dead-rows",
-                f"{'Query' if one else 'Queries'} {_positions(rows)} {'sees' if one else 'see'} no "
-                f"key{where}, so {'its' if one else 'their'} output is 0.",
-                "Open at least one key to each query"
-                + ("." if subject.is_cross else ", such as itself: rule | Window(0, 0)."),
-                tuple(some),
-                rows,
-            )
+            where = f" in {examples.sum()} of {len(examples)} examples" if len(examples) > 1 else ""
+            message = f"Queries {_positions(rows)} see no key{where}, so their output is 0."
+            if len(rows) == 1:
+                message = f"Query {rows[0]} sees no key{where}, so its output is 0."
+            way_out = "Open at least one key to each query"
+            way_out += "." if subject.is_cross else ", such as itself: rule | Window(0, 0)."
+            yield Finding("warning", "dead-rows", message, way_out, tuple(some), rows)
 
 
 def _unseen(subject: Subject) -> Iterator[Finding]:
     """Keys that no query sees by the rule's positions, whatever the data."""
     if subject.offset != 0:
-        return  # the queries at hand are not all
-    blind = subject if not subject.given else subject.without_data()
-    unseen = ~blind.possible.any((0, 2))  # (H, S)
-    active = blind.possible.any((0, 2, 3))
-    everywhere = unseen[active].all(0) if active.any() else unseen.all(0) & False
-    if everywhere.any():
-        keys = tuple(np.flatnonzero(everywhere).tolist())
-        yield Finding(
-            "warning",
-            "unseen-keys",
-            f"{_keys(keys)} seen by no query, in no head.",
-            "Widen the rule, or give those positions to the model no more.",
-            positions=keys,
-        )
-    for _, heads in blind.groups:
-        rest = unseen[heads[0]] & ~everywhere
-        if active[heads[0]] and rest.any():
-            keys = tuple(np.flatnonzero(rest).tolist())
-            yield Finding(
-                "info",
-                "unseen-keys",
-                f"{_keys(keys)} seen by no query of these heads.",
-                "If that is not meant, widen the rule.",
-                heads,
-                keys,
-            )
+        return  # there are other queries than these
+    possible = subject.possible
+    if subject.given:  # the same lengths, where the inputs may hold anything
+        sizes = (subject.heads, subject.queries, subject.keys)
+        possible = Subject(subject.spec, *sizes, is_cross=subject.is_cross).possible
+    unseen, active = ~possible.any((0, 2)), possible.any((0, 2, 3))  # (H, S), (H,)
+    everywhere = unseen[active].all(0) & active.any()
+    if keys := _numbers(everywhere):
+        message = f"{_keys(keys)} seen by no query, in no head."
+        way_out = "Widen the rule, or stop passing those positions to the model."
+        yield Finding("warning", "unseen-keys", message, way_out, positions=keys)
+    for _, heads in subject.groups:
+        keys = _numbers(unseen[heads[0]] & ~everywhere)
+        if active[heads[0]] and keys:
+            message = f"{_keys(keys)} seen by no query of these heads."
+            way_out = "If that is not meant, widen the rule."
+            yield Finding("info", "unseen-keys", message, way_out, heads, keys)
 
 
 def _never_self(subject: Subject) -> Iterator[Finding]:
     if not subject.self_attention:
         return
-    possible = subject.possible
-    active = possible.any((0, 2, 3))
-    never = ~possible.diagonal(axis1=2, axis2=3).any((0, 2)) & active
+    active = subject.possible.any((0, 2, 3))
+    never = ~subject.possible.diagonal(axis1=2, axis2=3).any((0, 2)) & active
     everywhere = bool((never == active).all())
     for _, heads in subject.groups:
         if some := tuple(head for head in heads if never[head]):
-            yield Finding(
-                "warning" if everywhere else "info",
-                "never-self",
-                "No query may attend to itself" + (", in no head." if everywhere else "."),
-                "If that is not meant, add `| Window(0, 0)`.",
-                some,
-            )
+            message = "No query may attend to itself" + (", in no head." if everywhere else ".")
+            way_out = "If that is not meant, add `| Window(0, 0)`."
+            severity = "warning" if everywhere else "info"
+            yield Finding(severity, "never-self", message, way_out, some)
 
 
 def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     """Windows bounded on one side alone, where nothing else in the rule bounds the other."""
-    found: dict[MaskSpec, list[int]] = {}
+    found: dict[MaskSpec, tuple[OpenSide, list[int]]] = {}
     for rule, heads in subject.groups:
+        readers = sum(bool(leaf.inputs) for leaf in leaves(rule))
+        with_data = not subject.is_enough or readers > MOST_UNKNOWN
         for leaf in leaves(rule):
-            if leaf.open_side and _stays_open(rule, leaf) and _matters(subject, rule, heads, leaf):
-                found.setdefault(leaf, []).extend(heads)
-    for leaf, heads in found.items():
-        side, _, meant = leaf.open_side
-        if side in hidden:
-            continue
-        ways = " or ".join(map(repr, meant)) + (", which is causal" if len(meant) == 1 else "")
-        yield Finding(
-            "info",
-            "open-side",
-            f"{leaf!r} leaves `{side}` open: every token {side} the query is seen, too.",
-            f"If that is not meant, write {ways}.",
-            tuple(sorted(heads)),
-        )
+            side = leaf.open_side
+            if side is None or side.side in hidden or not _stays_open(rule, leaf, side.side):
+                continue
+            if not subject.same(rule, _replaced(rule, leaf, side.closed), heads, with_data):
+                found.setdefault(leaf, (side, []))[1].extend(heads)
+    for leaf, ((name, _, meant), some) in found.items():
+        instead = " or ".join(map(repr, meant)) + (", which is causal" if len(meant) == 1 else "")
+        message = f"{leaf!r} leaves `{name}` open: every token {name} the query is seen, too."
+        way_out = f"If that is not meant, write {instead}."
+        yield Finding("info", "open-side", message, way_out, tuple(sorted(some)))
 
 
 def hidden_sides(outside: Any, lengths: tuple[int, int] | None) -> Set[str]:
@@ -159,91 +131,60 @@ def hidden_sides(outside: Any, lengths: tuple[int, int] | None) -> Set[str]:
     return {side for side, part in open_sides.items() if not part.any()}
 
 
-class _Sides(NamedTuple):
-    """Whether a part of a rule holds a leaf, leaves it open on its side, and closes that side."""
+def _stays_open(rule: MaskSpec, leaf: MaskSpec, side: str) -> bool:
+    """Whether `leaf` stands somewhere in `rule` where no other part of an `&` closes its side.
 
-    holds: bool
-    stays_open: bool
-    closes: bool
-
-
-def _stays_open(rule: MaskSpec, leaf: MaskSpec) -> bool:
-    """Whether `leaf` stands somewhere in `rule` where no other part of an `&` closes its side."""
-
-    def of_leaf(spec: MaskSpec) -> _Sides:
-        return _Sides(spec == leaf, spec == leaf, spec.closes(leaf.open_side.side))
-
-    def both(a: _Sides, b: _Sides) -> _Sides:
-        stays_open = (a.stays_open and not b.closes) or (b.stays_open and not a.closes)
-        return _Sides(a.holds or b.holds, stays_open, a.closes or b.closes)
-
-    def either(a: _Sides, b: _Sides) -> _Sides:
-        return _Sides(a.holds or b.holds, a.stays_open or b.stays_open, a.closes and b.closes)
-
-    def neither(a: _Sides) -> _Sides:
-        return _Sides(a.holds, a.holds, False)  # under `~` nothing is known to be closed
-
-    return rule.fold(of_leaf, both, either, neither).stays_open
-
-
-def _matters(subject: Subject, rule: MaskSpec, heads: tuple[int, ...], leaf: MaskSpec) -> bool:
-    """Whether `rule` would allow something else, were the open side of `leaf` closed."""
-    other = _replaced(rule, leaf, leaf.open_side.closed)
-    with_data = not subject.has_room or sum(bool(x.inputs) for x in leaves(rule)) > MOST_UNKNOWN
-    masks_of = subject.answers(rule, heads, with_data, among=other)
-    pairs = zip(masks_of(rule), masks_of(other), strict=True)
-    return any(bool((a != b).any()) for a, b in pairs)
+    Of each part: whether it holds the leaf, leaves it open, and closes the side. Under `~` nothing
+    is known to be closed.
+    """
+    _, stays_open, _ = rule.fold(
+        lambda spec: (spec == leaf, spec == leaf, spec.closes(side)),
+        lambda a, b: (a[0] or b[0], (a[1] and not b[2]) or (b[1] and not a[2]), a[2] or b[2]),
+        lambda a, b: (a[0] or b[0], a[1] or b[1], a[2] and b[2]),
+        lambda a: (a[0], a[0], False),
+    )
+    return stays_open
 
 
 def _replaced(spec: MaskSpec, old: MaskSpec, new: MaskSpec) -> MaskSpec:
-    """`spec`, free of `PerHead`, with the leaf `new` for `old`."""
-    if spec == old:
+    """`spec` with `new` for `old`, which is one of its nodes or equal to one of its leaves."""
+    if spec is old or (spec == old and not spec.children):
         return new
     return spec.with_children([_replaced(child, old, new) for child in spec.children])
 
 
-def _without(spec: MaskSpec, join: MaskSpec, number: int) -> MaskSpec:
-    """`spec` without part `number` of `join`, which is one of its nodes."""
-    if spec is join:
-        return join.with_children([part for i, part in enumerate(join.specs) if i != number])
-    return spec.with_children([_without(child, join, number) for child in spec.children])
-
-
 def _clauses(subject: Subject) -> Iterator[Finding]:
     """Parts of `&` and `|`, as written, without which every head allows the same."""
-    inside = [(set(map(id, joins(subject.spec, heads[0]))), heads) for _, heads in subject.groups]
-    for join in {id(join): join for join in joins(subject.spec)}.values():
+    spec = subject.spec
+    inside = [(set(map(id, joins(spec, heads[0]))), heads) for _, heads in subject.groups]
+    for join in {id(join): join for join in joins(spec)}.values():
         groups = [heads for of_heads, heads in inside if id(join) in of_heads]
-        for i, part in enumerate(join.specs if groups else ()):
-            without = _without(subject.spec, join, i)
-            always = subject.has_room and all(
-                _same(subject, heads, without, with_data=False) for heads in groups
-            )
-            if not always and (
-                subject.chosen or not all(_same(subject, heads, without) for heads in groups)
-            ):
+        for i, part in enumerate(join.children if groups else ()):
+            rest = join.with_children(join.children[:i] + join.children[i + 1 :])
+            without = _replaced(spec, join, rest)
+            always = subject.is_enough and _all_same(subject, groups, without, with_data=False)
+            if not always and (subject.is_chosen or not _all_same(subject, groups, without)):
                 continue
-            of = f" of {subject.spec!r}" if join is not subject.spec else ""
-            where = "" if always else f" at {subject.queries} x {subject.keys} positions"
-            if not always and subject.given:
-                where += ", for these inputs"
-            yield Finding(
-                "warning" if always else "info",
-                "clause-changes-nothing",
-                f"Without {part!r} in {join!r}{of} the same is allowed{where}.",
-                "Leave it out, or mend what it was meant to say."
-                if always
-                else "Look again with longer sequences, or with other examples.",
-                tuple(sorted(head for heads in groups for head in heads)),
-            )
+            of = f" of {spec!r}" if join is not spec else ""
+            severity, where = "warning", ""
+            way_out = "Leave it out, or correct it."
+            if not always:
+                severity, where = "info", f" at {subject.queries} x {subject.keys} positions"
+                where += ", for these inputs" if subject.given else ""
+                way_out = "Look again with longer sequences, or with other examples."
+            message = f"Without {part!r} in {join!r}{of} the same is allowed{where}."
+            some = tuple(sorted(head for heads in groups for head in heads))
+            yield Finding(severity, "clause-changes-nothing", message, way_out, some)
 
 
-def _same(
-    subject: Subject, heads: tuple[int, ...], without: MaskSpec, with_data: bool = True
+def _all_same(
+    subject: Subject, groups: list[tuple[int, ...]], other: MaskSpec, with_data: bool = True
 ) -> bool:
-    masks_of = subject.answers(subject.spec.for_head(heads[0]), heads, with_data)
-    pairs = zip(masks_of(subject.spec), masks_of(without), strict=True)
-    return all(bool((a == b).all()) for a, b in pairs)
+    """Whether `other` allows each head of `groups` what the rule of `subject` does."""
+    return all(
+        subject.same(subject.spec.for_head(heads[0]), other.for_head(heads[0]), heads, with_data)
+        for heads in groups
+    )
 
 
 def _equal_to_default(subject: Subject) -> Iterator[Finding]:
@@ -251,50 +192,38 @@ def _equal_to_default(subject: Subject) -> Iterator[Finding]:
     default = subject.spec.for_head(max(named, default=0) + 1)
     for rule, heads in subject.groups:
         some = tuple(head for head in heads if head in named)
-        if not some:
-            continue
-        equal = rule == default
-        if not equal and subject.has_room:
-            unknown = sum(bool(leaf.inputs) for leaf in leaves(rule & default))
-            if unknown <= MOST_UNKNOWN:
-                answers = subject.answers(rule, heads, with_data=False, among=default)
-                pairs = zip(answers(rule), answers(default), strict=True)
-                equal = all(bool((a == b).all()) for a, b in pairs)
-        if equal:
-            yield Finding(
-                "warning",
-                "equals-default",
-                f"The rule {rule!r} allows what the heads that are not named may see.",
-                "Leave it out, or say what sets it apart.",
-                some,
-            )
+        readers = sum(bool(leaf.inputs) for leaf in leaves(rule & default))
+        can_try = subject.is_enough and readers <= MOST_UNKNOWN
+        if some and (rule == default or (can_try and subject.same(rule, default, heads, False))):
+            message = f"The rule {rule!r} allows what the heads that are not named may see."
+            way_out = "Leave it out, or say what sets it apart."
+            yield Finding("warning", "equals-default", message, way_out, some)
 
 
 def _cost(subject: Subject) -> Iterator[Finding]:
     """Rules that allow few pairs, but some in every tile."""
-    size = max(_MANY, subject.room)
+    size = max(_MANY, subject.enough)
     tile, block = Tuning().local_tile, Tuning().python_block
     many = Subject(subject.spec, subject.heads, size, size)
     for rule, heads in subject.groups:
         if tiles_python.plan(rule, size, size, 0, tile, block).share(size) < _FULL_COST:
             continue
-        allowed = functools.reduce(np.logical_or, many.answers(rule, heads)(rule)).mean()
+        allowed = many.possible_for(rule, heads).mean()
         if 0 < allowed <= _FEW_ALLOWED:
-            yield Finding(
-                "info",
-                "full-cost",
-                f"At {size} positions at most {allowed:.0%} of the pairs are allowed, but they lie "
-                "in every tile, so no work is skipped.",
-                "Rules of windows and blocks leave whole tiles out; a stride or small blocks do "
-                "not.",
-                heads,
-            )
+            share = f"At {size} positions at most {allowed:.0%} of the pairs are allowed"
+            message = f"{share}, but they lie in every tile, so no work is skipped."
+            way_out = "Windows and blocks leave whole tiles out; a stride or small blocks do not."
+            yield Finding("info", "full-cost", message, way_out, heads)
+
+
+def _numbers(flags: Mask) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(flags).tolist())
+
+
+def _keys(numbers: tuple[int, ...]) -> str:
+    return f"Key {numbers[0]} is" if len(numbers) == 1 else f"Keys {_positions(numbers)} are"
 
 
 def _positions(numbers: tuple[int, ...]) -> str:
     text = words.numbers_in_words(numbers)
     return text if len(text) < 60 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)} of them)"
-
-
-def _keys(numbers: tuple[int, ...]) -> str:
-    return f"Key {numbers[0]} is" if len(numbers) == 1 else f"Keys {_positions(numbers)} are"

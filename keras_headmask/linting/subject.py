@@ -2,13 +2,13 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask.masks import Mask
 from keras_headmask.rules import config, evaluation, words
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import head_groups
@@ -20,7 +20,11 @@ _MOST_PAIRS = 2**26  # where it is given
 
 
 class Subject:
-    """A rule, the lengths to look at it, and its groups of heads."""
+    """A rule, the lengths to look at it, and its groups of heads.
+
+    `enough` is a length at which every number of the rule matters, if there is a bearable one: then
+    `is_enough`, and what does nothing at that length does nothing at any.
+    """
 
     def __init__(
         self,
@@ -35,22 +39,24 @@ class Subject:
     ):
         self.spec, self.padding, self.is_cross = spec, padding, is_cross
         self.offset = evaluation.checked_offset(query_offset)
-        self.heads = words.enough_heads(spec)
-        if num_heads is not None:
-            self.heads = config.number_of_heads(num_heads)
+        self.heads = words.enough_heads(spec) if num_heads is None else num_heads
         self.groups = head_groups(spec, self.heads)
         self.given = dict(given or {})
         padded = None if padding is None else padding.shape[1]
-        side = {s: _length(spec, self.given, s) or padded for s in ("query", "key")}
+        of_queries, of_keys = (_length(spec, self.given, side) or padded for side in (0, -1))
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
                 config.whole_number(length, name, at_least=1)
-        self.reach = spec.reach
-        self.unknown = [leaf for leaf in leaves(spec) if leaf.inputs and not self.has(leaf)]
-        self.chosen = queries is None and keys is None and not any(side.values())
-        self.room = self._room()
-        self.queries = queries or side["query"] or keys or side["key"] or self.room
-        self.keys = keys or side["key"] or (self.room if self.chosen else self.queries)
+        readers = [leaf for leaf in leaves(spec) if leaf.inputs]
+        self.unknown = [leaf for leaf in readers if not self.has(leaf)]
+        most = int((_MOST_WORK / 2 ** min(len(readers), MOST_UNKNOWN)) ** 0.5)
+        reach = spec.reach
+        wanted = _LONGEST if reach is None else 3 * reach + 2
+        self.enough = max(_SHORTEST, min(wanted, _LONGEST, most))
+        self.is_enough = reach is not None and reach < self.enough
+        self.is_chosen = not any((queries, keys, of_queries, of_keys))
+        self.queries = queries or of_queries or keys or of_keys or self.enough
+        self.keys = keys or of_keys or self.queries
         if self.queries * self.keys > _MOST_PAIRS:
             raise ValueError(
                 f"A lint looks at whole masks, and {self.queries} x {self.keys} pairs are more "
@@ -59,92 +65,69 @@ class Subject:
             )
         self._values: dict[Any, np.ndarray] = {}
 
-    def _room(self) -> int:
-        """A length at which every number of the rule matters, if there is a bearable one."""
-        unknown = sum(bool(leaf.inputs) for leaf in leaves(self.spec))
-        most = int((_MOST_WORK / 2 ** min(unknown, MOST_UNKNOWN)) ** 0.5)
-        wanted = _LONGEST if self.reach is None else 3 * self.reach + 2
-        return max(_SHORTEST, min(wanted, _LONGEST, most))
-
     @property
     def self_attention(self) -> bool:
         """Whether query i and key i are one token, as far as is known."""
-        return (
-            not self.is_cross
-            and self.queries == self.keys
-            and self.offset == 0
-            and self.queries > 1
-        )
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a rule's parts that do nothing at `room` do nothing at any length."""
-        return self.reach is not None and self.reach < self.room
-
-    def without_data(self) -> "Subject":
-        """The same lengths, where the inputs may hold anything."""
-        return Subject(self.spec, self.heads, self.queries, self.keys, is_cross=self.is_cross)
+        same_length = self.queries == self.keys > 1
+        return same_length and not self.is_cross and self.offset == 0
 
     def has(self, leaf: MaskSpec) -> bool:
         return leaf.inputs.keys() <= self.given.keys()
 
-    def value(self, leaf: MaskSpec, queries: int, keys: int) -> np.ndarray:
-        """What `leaf` allows, `(B or 1, H or 1, queries, keys)`."""
+    def answers(
+        self, rules: tuple[MaskSpec, ...], heads: tuple[int, ...], with_data: bool = True
+    ) -> Iterator[list[np.ndarray]]:
+        """The masks of `rules`, free of `PerHead`, for each state of what is unknown.
+
+        Without data at `enough` x `enough`, and every input is unknown.
+        """
+        size = (self.queries, self.keys) if with_data else (self.enough, self.enough)
+        every = dict.fromkeys(leaf for rule in rules for leaf in leaves(rule))
+        unknown = [x for x in every if x.inputs and not (with_data and self.has(x))]
+        known = {leaf: self._value(leaf, heads, *size) for leaf in every if leaf not in unknown}
+        for states in itertools.product((True, False), repeat=len(unknown)):
+            tried = {x: np.full((1, 1, *size), s) for x, s in zip(unknown, states, strict=True)}
+            of_leaf = (known | tried).__getitem__
+            yield [
+                rule.fold(of_leaf, np.logical_and, np.logical_or, np.logical_not) for rule in rules
+            ]
+
+    def _value(self, leaf: MaskSpec, heads: tuple[int, ...], queries: int, keys: int) -> np.ndarray:
+        """What `leaf` allows, `(B or 1, len(heads) or 1, queries, keys)`."""
         key = (leaf, queries, keys)
         if key not in self._values:
             given = {name: self.given[name] for name in leaf.inputs}
             mask = evaluation.make_mask(leaf, queries, keys, self.heads, given, self.offset)
             self._values[key] = ops.convert_to_numpy(mask)
-        return self._values[key]
-
-    def answers(
-        self,
-        rule: MaskSpec,
-        heads: tuple[int, ...],
-        with_data: bool = True,
-        among: MaskSpec | None = None,
-    ) -> Callable[..., Iterator[np.ndarray]]:
-        """A function that gives the masks of parts of `rule`, one for each state of the unknown.
-
-        Without data at `room` x `room`. States are in one order for parts of the same `among`.
-        """
-        size = (self.queries, self.keys) if with_data else (self.room, self.room)
-        every = list(leaves(rule)) + ([] if among is None else list(leaves(among)))
-        every = list(dict.fromkeys(every))
-        unknown = [x for x in every if x.inputs and not (with_data and self.has(x))]
-        known = {leaf: self._cut(leaf, heads, size) for leaf in every if leaf not in unknown}
-
-        def masks_of(part: MaskSpec) -> Iterator[np.ndarray]:
-            shape, part = (1, 1, *size), part.for_head(heads[0])
-            for states in itertools.product((True, False), repeat=len(unknown)):
-                tried = {leaf: np.full(shape, s) for leaf, s in zip(unknown, states, strict=True)}
-                values = known | tried
-                yield part.fold(values.__getitem__, np.logical_and, np.logical_or, np.logical_not)
-
-        return masks_of
-
-    def _cut(self, leaf: MaskSpec, heads: tuple[int, ...], size: tuple[int, int]) -> np.ndarray:
-        value = self.value(leaf, *size)
+        value = self._values[key]
         return value if value.shape[1] == 1 else value[:, list(heads)]
 
+    def same(
+        self, one: MaskSpec, other: MaskSpec, heads: tuple[int, ...], with_data: bool = True
+    ) -> bool:
+        """Whether two rules allow `heads` the same, as for `answers`."""
+        answers = self.answers((one, other), heads, with_data)
+        return all(bool((a == b).all()) for a, b in answers)
+
+    def possible_for(self, rule: MaskSpec, heads: tuple[int, ...]) -> Mask:
+        """What may be allowed, for whatever the unknown inputs hold."""
+        return functools.reduce(np.logical_or, (mask for (mask,) in self.answers((rule,), heads)))
+
     @functools.cached_property
-    def possible(self) -> np.ndarray:
-        """What may be allowed, for whatever the unknown inputs hold: `(B, H, T, S)`."""
-        parts = []
-        for rule, heads in self.groups:
-            part = functools.reduce(np.logical_or, self.answers(rule, heads)(rule))
-            parts.append((heads, part))
-        batch = max(part.shape[0] for _, part in parts)
+    def possible(self) -> Mask:
+        """What may be allowed to each head: `(B, H, T, S)`."""
+        parts = [(list(heads), self.possible_for(rule, heads)) for rule, heads in self.groups]
+        batch = max(len(part) for _, part in parts)
         if self.padding is not None:
-            batch = max(batch, self.padding.shape[0])
+            batch = max(batch, len(self.padding))
         result = np.zeros((batch, self.heads, self.queries, self.keys), bool)
         for heads, part in parts:
-            result[:, list(heads)] = part
+            result[:, heads] = part
         return result
 
 
 def marks_padding(name: str) -> bool:
-    """Whether a mask input is called as what is true at real tokens.
+    """Whether a mask input has a name that says it is true at real tokens.
 
     KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
     `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
@@ -153,35 +136,30 @@ def marks_padding(name: str) -> bool:
     return is_padding or name == "attention_mask"
 
 
-def sides_of(value: Any) -> tuple:
+def sides_of(value: Any) -> list[np.ndarray | None]:
+    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
     pair = evaluation.as_pair(value)
-    return (value,) if pair is None else pair
-
-
-def as_numpy(value: Any) -> np.ndarray:
-    return np.asarray(ops.convert_to_numpy(value) if hasattr(value, "shape") else value)
+    sides = (value,) if pair is None else pair
+    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
+    return [None if side is None else np.asarray(side) for side in tensors]
 
 
 def key_side(value: Any, dtype: str | None = "bool") -> np.ndarray | None:
     """The key side of a mask input, if it is `(batch, length)`."""
     side = sides_of(value)[-1]
-    if side is None:
+    if side is None or side.ndim != 2:
         return None
-    side = as_numpy(side)
-    return (side if dtype is None else side.astype(dtype)) if side.ndim == 2 else None
+    return side if dtype is None else side.astype(dtype)
 
 
-def _length(spec: MaskSpec, given: Mapping[str, Any], side: str) -> int | None:
-    """How many queries or keys the inputs speak of."""
+def _length(spec: MaskSpec, given: Mapping[str, Any], side: int) -> int | None:
+    """How many queries (side 0) or keys (side -1) the inputs speak of."""
     for name, value in given.items():
-        sides = sides_of(value)
-        of = sides[0 if side == "query" else -1]
-        if of is not None:
-            shape = masks.as_tensor(of).shape
-            if spec.inputs[name].rank is None:
-                size = shape[-2 if side == "query" else -1]
-                if size != 1:
-                    return size
-            elif len(shape) == 2:
-                return shape[1]
+        tensor = sides_of(value)[side]
+        if tensor is not None and spec.inputs[name].rank is None:
+            size = tensor.shape[-1 if side else -2]
+            if size != 1:
+                return size
+        elif tensor is not None and tensor.ndim == 2:
+            return tensor.shape[1]
     return None

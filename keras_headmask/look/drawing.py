@@ -1,17 +1,18 @@
 """Rules as text, to look at."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from keras_headmask.look.panels import Panels, head_names, panels_of, shortened
+from keras_headmask.look import panels
 from keras_headmask.rules.base import MaskSpec
 
 LONGEST = 64  # positions that are drawn one by one
 _WIDEST = 100  # characters; wider headings stand on end
-_LABEL = 16  # characters of a token that are shown
 _SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
+_panels_of = functools.partial(panels.panels_of, longest=LONGEST)
 
 
 def draw(
@@ -43,6 +44,9 @@ def draw(
         tokens: A label for each position, or a pair of lists `(query_tokens, key_tokens)`.
         tile_size: Positions to a side of a tile; 1 draws every position. By default a power of 2.
 
+    Returns:
+        The drawing, in lines.
+
     Raises:
         TypeError: if `spec` is not a spec, `tokens` are not labels, or a mask input holds floats.
         ValueError: if lengths, tokens or mask inputs do not fit, `spec` names a head >=
@@ -66,17 +70,8 @@ def draw(
     no    0 0  1 1
     .     0 0  1 1
     """
-    drawn = panels_of(
-        spec,
-        queries,
-        keys,
-        num_heads,
-        mask_inputs,
-        query_offset,
-        example,
-        tokens,
-        tile_size,
-        LONGEST,
+    drawn = _panels_of(
+        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
     )
     lines = []
     if drawn.tile != (1, 1):
@@ -84,8 +79,8 @@ def draw(
         lines.append(f"tiles of {size} positions: 1 all, + some, 0 none")
     for panel in drawn.panels:
         if len(drawn.panels) > 1:
-            lines.append(f"{head_names(panel.heads)}:")
-        lines += _rows(panel.cells, drawn)
+            lines.append(f"{panels.head_names(panel.heads)}:")
+        lines += _rows(panel.cells, *panels.shown(drawn.labels, drawn.tile))
     return "\n".join(lines)
 
 
@@ -94,25 +89,19 @@ def signs_of(cells: np.ndarray) -> list[str]:
     return ["".join(row) for row in _SIGNS[cells].tolist()]
 
 
-def _rows(cells: np.ndarray, drawn: Panels) -> list[str]:
-    signs = _SIGNS[cells].tolist()
-    row_names, column_names = (
-        None if labels is None or size > 1 else [shortened(label, _LABEL) for label in labels]
-        for labels, size in zip(drawn.labels, drawn.tile, strict=True)
-    )
-    heading: list[list[str]] = []
-    if column_names is not None:
-        widths = [max(1, len(name)) for name in column_names]
+def _rows(cells: np.ndarray, rows: list[str] | None, columns: list[str] | None) -> list[str]:
+    table, heading = _SIGNS[cells].tolist(), 0  # lines of the heading
+    if columns is not None:
+        widths = [max(1, len(name)) for name in columns]
         if sum(widths) + len(widths) <= _WIDEST:
-            heading = [[n.rjust(w) for n, w in zip(column_names, widths, strict=True)]]
-            signs = [[s.rjust(w) for s, w in zip(row, widths, strict=True)] for row in signs]
+            table, heading = [columns, *table], 1
+            table = [[x.rjust(n) for x, n in zip(row, widths, strict=True)] for row in table]
         else:  # letters beneath each other
-            tallest = max(widths)
-            columns = [name.rjust(tallest) for name in column_names]
-            heading = [list(line) for line in zip(*columns, strict=True)]
-    lines = [" ".join(line) for line in heading + signs]
-    if row_names is not None:
-        width = max(map(len, row_names), default=0)
-        names = [""] * len(heading) + row_names
+            heading = max(widths)
+            table[:0] = zip(*(name.rjust(heading) for name in columns), strict=True)
+    lines = [" ".join(row) for row in table]
+    if rows is not None:
+        width = max(map(len, rows), default=0)
+        names = [""] * heading + rows
         lines = [f"{name.ljust(width)} {line}" for name, line in zip(names, lines, strict=True)]
     return [line.rstrip() for line in lines]

@@ -23,7 +23,7 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
-from keras_headmask.look.panels import Panels, head_names, shortened
+from keras_headmask.look.panels import Labels, Panels, head_names, shown
 from keras_headmask.rules.coverage import Coverage
 
 # From light to dark, so that they differ in grey; blue and orange, so that they differ for an eye
@@ -32,20 +32,16 @@ COLOURS = {Coverage.NONE: "#f4f1e8", Coverage.SOME: "#e69f00", Coverage.ALL: "#0
 _ALARM = "#d00000"
 _SHADES = "cividis_r"  # even steps of lightness for every eye; the largest probability is darkest
 
-_LABEL = 16  # characters of a token that are shown
 _MOST_LINES = 24  # of a caption
 _SIZE, _TEXT, _TITLE = 8, 9, 10  # points of labels, of other texts, of titles
 # Inches.
 _WIDEST = 11  # of a figure, without what stands beside its panels
 _PANEL = 9  # of the side of a panel
-_CELL = 0.28  # of a position, if there is room
+_CELL = 0.28  # of a position, if there is space
 _LINE = 0.12  # between labels, at least
 _GAP = 0.2  # between panels
 _ROW = 0.17  # of a line of text
 _CHARACTER = 0.087  # of a title, on average
-
-
-Names = tuple[list[str] | None, list[str] | None]
 
 
 class Picture(Figure):
@@ -56,119 +52,111 @@ class Picture(Figure):
         self.savefig(file, format="png", dpi=dpi)
         return file.getvalue()
 
-    def _repr_png_(self) -> bytes:
-        return self.png()
+    _repr_png_ = png
 
 
 def masks_figure(drawn: Panels, caption: Sequence[str]) -> Picture:
     """A panel for each mask of `drawn`."""
-    names = _shown(drawn.labels, drawn.tile)
+    names = shown(drawn.labels, drawn.tile)
     shape = drawn.panels[0].cells.shape
     figure, axes = _grid(len(drawn.panels), shape, names, drawn.query_offset, caption)
     colours = ListedColormap([COLOURS[coverage] for coverage in Coverage])
     norm = BoundaryNorm([-0.5, 0.5, 1.5, 2.5], colours.N)
-    for ax, panel in zip(axes, drawn.panels, strict=True):
-        _image(ax, panel.cells, drawn.tile, drawn.query_offset, cmap=colours, norm=norm)
-        room = ax.get_position().width * figure.get_figwidth() + _GAP
-        if drawn.others in panel.heads:
-            title = head_names(panel.heads, drawn.others)
-        else:
-            title = _title(panel.heads, room) if drawn.num_heads > 1 else "every head"
+    for ax, (heads, cells) in zip(axes, drawn.panels, strict=True):
+        _image(ax, cells, drawn.tile, drawn.query_offset, cmap=colours, norm=norm)
+        title = head_names(heads, drawn.others)
+        space = ax.get_position().width * figure.get_figwidth() + _GAP
+        if drawn.num_heads == 1:
+            title = "every head"
+        elif drawn.others not in heads and len(title) * _CHARACTER > space:
+            # The caption has all of them.
+            title = f"head {heads[0]} and {len(heads) - 1} more"
+            if len(title) * _CHARACTER > space:
+                title = f"head {heads[0]} + {len(heads) - 1}"
         ax.set_title(title, fontsize=_TITLE)
-    if drawn.tile == (1, 1):
-        texts = {Coverage.ALL: "may attend", Coverage.NONE: "hidden"}
-    else:
-        size = "{} x {}".format(*drawn.tile)
-        texts = {
-            Coverage.ALL: "may attend",
-            Coverage.SOME: "some pairs may",
-            Coverage.NONE: f"hidden (tiles of {size} positions)",
-        }
-    _legend(
-        figure, [Patch(facecolor=COLOURS[c], edgecolor="0.4", label=t) for c, t in texts.items()]
-    )
+    texts = {Coverage.ALL: "may attend", Coverage.NONE: "hidden"}
+    if drawn.tile != (1, 1):
+        hidden = "hidden (tiles of {} x {} positions)".format(*drawn.tile)
+        texts = {**texts, Coverage.SOME: "some pairs may", Coverage.NONE: hidden}
+    patches = [
+        Patch(facecolor=COLOURS[part], edgecolor="0.4", label=texts[part])
+        for part in sorted(texts, reverse=True)
+    ]
+    _legend(figure, patches)
     return figure
 
 
-def _title(heads: Sequence[int], room: float) -> str:
-    """The heads of a panel, as many as have room above it; the caption has all of them."""
-    more = len(heads) - 1
-    names = [head_names(heads), f"head {heads[0]} and {more} more", f"head {heads[0]} + {more}"]
-    fitting = (name for name in names if len(name) * _CHARACTER <= room)
-    return next(fitting, names[-1])
-
-
 def attention_figure(
-    scores: np.ndarray,
+    probabilities: np.ndarray,
     allowed: np.ndarray,
     outside: np.ndarray,
     heads: Sequence[int],
     tile: tuple[int, int],
-    labels: Names,
+    labels: Labels,
     caption: Sequence[str],
 ) -> Picture:
     """Probabilities `(heads, rows, columns)` over what is allowed; what is hidden is hatched.
 
     A cell that is `outside`, with a probability above 0 on a hidden pair, gets a red cross.
     """
-    names = _shown(labels, tile)
-    figure, axes = _grid(len(heads), scores.shape[1:], names, 0, caption, beside=0.9)
+    names = shown(labels, tile)
+    figure, axes = _grid(len(heads), probabilities.shape[1:], names, 0, caption, beside=0.9)
     # The root spreads the many small probabilities.
-    norm = PowerNorm(0.5, vmin=0, vmax=max(float(scores.max(initial=0)), 1e-9))
+    norm = PowerNorm(0.5, vmin=0, vmax=max(float(probabilities.max(initial=0)), 1e-9))
     shades = colormaps[_SHADES].with_extremes(bad=(0, 0, 0, 0))
-    for ax, head, shown, hidden, leak in zip(axes, heads, scores, ~allowed, outside, strict=True):
+    for ax, head, cells, hidden, leak in zip(
+        axes, heads, probabilities, ~allowed, outside, strict=True
+    ):
         ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
-        cells = np.ma.array(shown, mask=hidden & ~leak)
+        cells = np.ma.array(cells, mask=hidden & ~leak)
         image = _image(ax, cells, tile, 0, cmap=shades, norm=norm)
-        rows, columns = np.nonzero(leak)
-        if len(rows):
-            x, y = (
-                place * size + (size - 1) / 2
-                for place, size in ((columns, tile[1]), (rows, tile[0]))
+        if leak.any():
+            y, x = (
+                at * size + (size - 1) / 2 for at, size in zip(leak.nonzero(), tile, strict=True)
             )
             ax.plot(x, y, "x", color=_ALARM, markersize=4, markeredgewidth=1)
         ax.set_title(head_names([head]), fontsize=_TITLE)
-    _scale(
-        figure, axes, image, "probability" if tile == (1, 1) else "largest probability of a tile"
-    )
-    handles: list[Any] = [
-        Patch(facecolor="white", edgecolor="0.6", hatch="////", label="hidden by the mask")
-    ]
-    if outside.any():
-        handles.append(
-            Line2D([], [], color=_ALARM, marker="x", linestyle="", label="attention outside it")
-        )
-    _legend(figure, handles)
+    width, place = figure.get_figwidth(), axes[0].get_position()
+    right = max(ax.get_position().x1 for ax in axes) + 0.15 / width
+    scale = figure.add_axes((right, place.y0, 0.13 / width, place.height))
+    bar = figure.colorbar(image, cax=scale)
+    bar.ax.tick_params(labelsize=_SIZE)
+    shown_is = "probability" if tile == (1, 1) else "largest probability of a tile"
+    bar.set_label(shown_is, fontsize=_TEXT)
+    hatched = Patch(facecolor="white", edgecolor="0.6", hatch="////", label="hidden by the mask")
+    label = "attention outside it"
+    cross = Line2D([], [], color=_ALARM, marker="x", linestyle="", label=label)
+    _legend(figure, [hatched, cross] if outside.any() else [hatched])
     return figure
 
 
 def _grid(
     count: int,
-    shape: tuple[int, int],
-    names: Names,
+    shape: Sequence[int],
+    names: Labels,
     query_offset: int,
     caption: Sequence[str],
     beside: float = 0.0,
 ) -> tuple[Picture, list[Axes]]:
-    """A figure with `count` axes, as large as their cells and labels ask for.
+    """A figure with `count` axes, as large as their cells and labels need; `beside` stays free.
 
-    Everything has its place in inches, so that nothing overlaps and nothing has to be drawn twice
-    to find out. `beside` is kept free on the right.
+    Everything has its place in inches, so that nothing overlaps and nothing is drawn twice.
     """
     rows, columns = shape
-    left, below = 0.5 + _widest(names[0]), 0.5 + _widest(names[1])
+    left, below = (
+        0.5 + (max(_inches(name, _SIZE) for name in side) if side else 0.3) for side in names
+    )
     across = count if count <= 3 else min(4, math.ceil(math.sqrt(count)))
-    room = (_WIDEST - (across - 1) * _GAP) / across
-    named = [side for side, side_names in zip(shape, names, strict=True) if side_names is not None]
-    if count <= 4 and max(named, default=0) * _LINE > room:  # few and large: beneath each other
-        across, room = 1, _WIDEST
-    cell = min(_CELL, min(room, _PANEL) / max(rows, columns))
+    space = (_WIDEST - (across - 1) * _GAP) / across
+    most = max((len(side) for side in names if side is not None), default=0)
+    if count <= 4 and most * _LINE > space:  # few and large: beneath each other
+        across, space = 1, _WIDEST
+    cell = min(_CELL, min(space, _PANEL) / max(rows, columns))
     wide, high = max(1.0, cell * columns), max(0.7, cell * rows)
-    down = math.ceil(count / across)
     width = max(5.0, left + across * wide + (across - 1) * _GAP + 0.25 + beside)
     text = _wrapped(caption, width - 0.2)
     head = 0.15 + _ROW * len(text)
-    height = head + down * (high + 0.35) + below + 0.2
+    height = head + math.ceil(count / across) * (high + 0.35) + below + 0.2
     figure = Picture(figsize=(width, height))
     FigureCanvasAgg(figure)
     title = figure.suptitle(
@@ -191,49 +179,30 @@ def _grid(
     return figure, axes
 
 
-def _name(axis: Axis, names: list[str] | None, room: float, first: int, rotation: int) -> None:
+def _name(axis: Axis, names: list[str] | None, space: float, first: int, rotation: int) -> None:
     """Tokens, or numbers of positions; as many as can be read."""
     if names is None:
-        axis.set_major_locator(
-            MaxNLocator(max(1, min(9, int(room / 0.4))), integer=True, min_n_ticks=1)
-        )
+        most = max(1, min(9, int(space / 0.4)))
+        axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
         return
-    step = math.ceil(len(names) * _LINE / room - 0.01)
+    step = math.ceil(len(names) * _LINE / space - 0.01)
     axis.set_ticks(np.arange(0, len(names), step) + first, names[::step])
     for text in axis.get_ticklabels():
         text.set(parse_math=False, rotation=rotation)
 
 
-def _shown(labels: Names, tile: tuple[int, int]) -> Names:
-    """The labels of single positions, shortened."""
-    query, key = (
-        None if names is None or size > 1 else [shortened(name, _LABEL) for name in names]
-        for names, size in zip(labels, tile, strict=True)
-    )
-    return query, key
-
-
-def _widest(names: list[str] | None) -> float:
-    """Inches of the longest label."""
-    return max((_inches(name, _SIZE) for name in names), default=0) if names else 0.3
-
-
 def _inches(text: str, points: float) -> float:
-    width, _, _ = text_to_path.get_text_width_height_descent(
-        text, FontProperties(size=points), ismath=False
-    )
+    font = FontProperties(size=points)
+    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
     return width / 72
 
 
-def _wrapped(caption: Sequence[str], room: float) -> list[str]:
+def _wrapped(caption: Sequence[str], space: float) -> list[str]:
     longest = max(caption, key=len)
     # (A letter of a rule's text is about as wide as one of the caption's longest line.)
-    letters = int(room / max(_inches(longest, _TEXT), 0.01) * len(longest) * 0.95)
-    lines = [
-        line
-        for text in caption
-        for line in textwrap.wrap(text, max(20, letters), subsequent_indent="    ")
-    ]
+    letters = max(20, int(space / max(_inches(longest, _TEXT), 0.01) * len(longest) * 0.95))
+    folded = [textwrap.wrap(text, letters, subsequent_indent="    ") for text in caption]
+    lines = [line for text in folded for line in text]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES - 1 :] = [f"... ({len(lines) - _MOST_LINES + 1} more lines)"]
     return lines
@@ -254,18 +223,6 @@ def _image(
         ax.grid(which="minor", color="white", linewidth=0.6)
         ax.tick_params(which="minor", length=0)
     return image
-
-
-def _scale(figure: Figure, axes: Sequence[Axes], image: AxesImage, text: str) -> None:
-    """The scale of probabilities, to the right of the first row."""
-    width, _ = figure.get_size_inches()
-    place = axes[0].get_position()
-    right = max(ax.get_position().x1 for ax in axes)
-    bar = figure.colorbar(
-        image, cax=figure.add_axes((right + 0.15 / width, place.y0, 0.13 / width, place.height))
-    )
-    bar.ax.tick_params(labelsize=_SIZE)
-    bar.set_label(text, fontsize=_TEXT)
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:

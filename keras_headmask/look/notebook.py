@@ -5,60 +5,48 @@
 """
 
 import base64
+import contextlib
 import dataclasses
-import functools
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from keras_headmask.look import panels
-from keras_headmask.look.drawing import draw
+from keras_headmask.look import drawing, panels
 from keras_headmask.retrofit.masked_model import HeadMasked
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
 _SHORTEST, _LONGEST = 12, 4096  # positions of the example that is drawn
-_ONE_BY_ONE = 128  # more are drawn as tiles
 _MOST_RULES = 4  # of a model that are drawn
 _MOST_GROUPS = 16  # of heads with one rule, of a spec
 
 
-def _never_raises(show: Callable[..., str]) -> Callable[..., str | None]:
-    """A look at a value must not stop a notebook."""
-
-    @functools.wraps(show)
-    def guarded(*values: Any) -> str | None:
-        try:
-            return show(*values)
-        except Exception:  # whatever a spec of someone's own or a half-made model raises
-            return None
-
-    return guarded
-
-
-@_never_raises
-def _spec_html(spec: MaskSpec) -> str:
-    """The rule, and a picture of what it says of positions alone."""
-    return _rule_html(spec)
+def _or_none(show: Callable[..., str], *values: Any) -> str | None:
+    """A look at a value must not stop a notebook, whatever an unusual spec or model raises."""
+    with contextlib.suppress(Exception):
+        return show(*values)
+    return None
 
 
 def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
-    """A rule, and a picture of it.
+    """A rule, and a picture of what it says of positions alone.
 
-    With `num_heads` it is the rule of a layer, whose restricted heads must be seen: inputs that
-    they read are made up.
+    With `num_heads` it is the rule of a layer, and what it reads is made up, but no whole mask.
     """
     lines = words.sentences(spec, num_heads)
     groups, others = words.ordered_groups(spec, num_heads)
+    drawn = []
     for rule, heads in groups:
         if rule.inputs:
             whose = panels.head_names(heads, others) if len(groups) > 1 else "the rule"
             inputs = ", ".join(f"{name!r}: ..." for name in sorted(rule.inputs))
             lines.append(f"A picture of {whose}: plot(rule, ..., mask_inputs={{{inputs}}})")
-    text = f"<pre>{html.escape(chr(10).join(lines))}</pre>"
-    drawn = [group for group in groups if _can_be_drawn(group[0], num_heads is not None)]
+        makeable = num_heads is not None and all(x.rank is not None for x in rule.inputs.values())
+        if makeable or not rule.inputs:
+            drawn.append((rule, heads))
+    text = _pre(lines)
     if len(drawn) < len(groups) and all(words.sees_everything(rule) for rule, _ in drawn):
         return text  # a full square shows nothing of the heads that are restricted
     if more := drawn[_MOST_GROUPS:]:
@@ -69,10 +57,8 @@ def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
     return text + _picture(spec, drawn[:_MOST_GROUPS], num_heads or len(groups), others)
 
 
-def _can_be_drawn(rule: MaskSpec, made_up: bool) -> bool:
-    """Whether its inputs, if any, may be made up; a whole mask would show nothing of the model."""
-    kinds = rule.inputs.values()
-    return not kinds or (made_up and all(kind.rank is not None for kind in kinds))
+def _pre(lines: Iterable[str]) -> str:
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
 def _picture(
@@ -81,38 +67,34 @@ def _picture(
     num_heads: int,
     others: int | None,
 ) -> str:
-    """The rules of `groups` over an example's length."""
-    if not groups:
-        return ""
-    length = _telling_length(rule for rule, _ in groups)
+    """The rules of `groups`, at a length at which their largest number is seen."""
+    parts: set[Any] = {leaf for rule, _ in groups for leaf in leaves(rule)}
+    fields = [(f.name, getattr(leaf, f.name)) for leaf in parts for f in dataclasses.fields(leaf)]
+    numbers = [abs(value) for name, value in fields if isinstance(value, int) and name != "seed"]
+    length = min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
     caption = f"over {length} positions"
-    read = sorted({name for rule, _ in groups for name in rule.inputs})
-    if read:
-        names = ", ".join(f"`{name}`" for name in read)
-        caption += f"; {names} {'is' if len(read) == 1 else 'are'} made up"
+    read = sorted({name for leaf in parts for name in leaf.inputs})
     made_up = {name: _made_up(spec, name, length) for name in read}
-    given = [{name: made_up[name] for name in rule.inputs} or None for rule, _ in groups]
+    if made_up:
+        names = ", ".join(f"`{name}`" for name in made_up)
+        caption += f"; {names} {'is' if len(made_up) == 1 else 'are'} made up"
+    given = [{name: made_up[name] for name in rule.inputs} for rule, _ in groups]
     try:
         from keras_headmask.look.figures import masks_figure
     except ImportError:
-        texts = [caption] if read else []
+        texts = [caption] if made_up else []
         for (rule, heads), inputs in zip(groups, given, strict=True):
-            cells = draw(rule, length, mask_inputs=inputs)
+            cells = drawing.draw(rule, length, mask_inputs=inputs)
             texts.append(f"{panels.head_names(heads, others)}:\n{cells}")
-        return f"<pre>{html.escape(chr(10).join(texts))}</pre>"
-    drawn = None
-    shown: list[panels.Panel] = []
+        return _pre(texts)
+    shown = []
     for (rule, heads), inputs in zip(groups, given, strict=True):
-        drawn = panels.panels_of(
-            rule, length, None, 1, inputs, 0, 0, None, None, longest=_ONE_BY_ONE
-        )
-        shown.append(panels.Panel(tuple(heads), drawn.panels[0].cells))
-    picture = masks_figure(
-        drawn._replace(panels=shown, num_heads=num_heads, others=others), [caption]
-    )
-    data = base64.b64encode(picture.png(dpi=80)).decode()
-    alt = html.escape(repr(spec), quote=True)
-    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
+        longest = panels.LONGEST_IN_PICTURES
+        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=longest)
+        shown.append(panels.Panel(heads, drawn.panels[0].cells))
+    whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
+    data = base64.b64encode(masks_figure(whole, [caption]).png(dpi=80)).decode()
+    return f'<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
 
 
 def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
@@ -127,37 +109,21 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
         return (positions < 3 * length // 4)[None]
     is_last = positions % run == run - 1
     readers = [leaf for leaf in leaves(spec) if name in leaf.inputs]
-    ends = [leaf.end_ids[0] for leaf in readers if hasattr(leaf, "end_ids")]
-    looked_for = {i for leaf in readers for i in getattr(leaf, "end_ids", getattr(leaf, "ids", ()))}
-    if looked_for:
-        # Most tokens are none that a leaf looks for: they obey what the rule says of the rest.
-        made_up = np.full(length, max(looked_for) + 1)
-        free = dict.fromkeys(leaf.ids for leaf in readers if hasattr(leaf, "ids"))
-        special = [next((i for i in ids if i not in ends), ids[0]) for ids in free]
-        made_up[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
-        if ends:
-            made_up[: len(special)] = special
-        return made_up[None]
-    return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
+    looked_for = {i for leaf in readers for i in leaf.ids_of_interest}
+    if not looked_for:
+        return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
+    # Most tokens are of another id: they obey what the rule says of the rest.
+    ids = np.full(length, max(looked_for) + 1)
+    ends = [leaf.ids_of_interest[0] for leaf in readers if hasattr(leaf, "end_ids")]
+    others = dict.fromkeys(leaf.ids_of_interest for leaf in readers if not hasattr(leaf, "end_ids"))
+    special = [next((i for i in few if i not in ends), few[0]) for few in others]
+    ids[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
+    if ends:
+        ids[: len(special)] = special
+    return ids[None]
 
 
-def _telling_length(rules: Any) -> int:
-    """Positions enough to see the largest number that `rules` speak of."""
-    numbers = [
-        abs(value)
-        for rule in rules
-        for leaf in leaves(rule)
-        for field in dataclasses.fields(leaf)
-        if field.name != "seed" and isinstance(value := getattr(leaf, field.name), int)
-    ]
-    return min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
-
-
-_layer_html = _never_raises(_rule_html)
-
-
-@_never_raises
-def _model_html(model: HeadMasked) -> str:
+def _model_html(model: Any) -> str:
     """The layers under a rule, and their rules."""
     heads = {rule.entry.path: rule.heads for rule in model._head_masks.rules.values()}
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
@@ -165,14 +131,14 @@ def _model_html(model: HeadMasked) -> str:
         layers.setdefault((spec, heads[path]), []).append(path)
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]
     for number, ((spec, num_heads), paths) in enumerate(layers.items()):
-        names = html.escape("\n".join(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
-        parts.append(f"<pre>{names}</pre>")
-        shown = _layer_html(spec, num_heads) if number < _MOST_RULES else None
-        parts.append(shown or f"<pre>{html.escape(repr(spec))}</pre>")
+        parts.append(_pre(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
+        shown = _or_none(_rule_html, spec, num_heads) if number < _MOST_RULES else None
+        parts.append(shown or _pre([repr(spec)]))
     return "\n".join(parts)
 
 
 def install() -> None:
     """Let every spec and every masked model show itself."""
-    MaskSpec._repr_html_ = _spec_html
-    HeadMasked._repr_html_ = _model_html
+    shows: dict[Any, Callable[..., str]] = {MaskSpec: _rule_html, HeadMasked: _model_html}
+    for cls, show in shows.items():
+        cls._repr_html_ = lambda value, show=show: _or_none(show, value)

@@ -1,23 +1,25 @@
 """What is drawn of a rule: heads with equal masks once, long sequences as tiles."""
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from keras import ops
+from keras import ops, tree
 
 from keras_headmask.rules import config, evaluation, words
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.protocol import Sides
 
+LONGEST_IN_PICTURES = 128  # positions that are drawn one by one
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
 _MOST_PAIRS_IN_ALL = 2**30
 _MOST_CELLS = 2**25
 _MOST_POSITIONS = 2**24
+
+Labels: TypeAlias = tuple[list[str] | None, list[str] | None]  # of queries, of keys
+Place: TypeAlias = tuple[slice, slice]  # rows and columns of tiles
 
 
 class Panel(NamedTuple):
@@ -28,7 +30,7 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """All that is drawn. A tile of `(1, 1)` is one pair of positions; `labels` are `None` or texts.
+    """All that is drawn. A tile of `(1, 1)` is one pair of positions.
 
     Query i stands at position i + `query_offset`. One head stands for all. `others` is the head
     that stands for all that no panel names, where the number of heads is not known.
@@ -37,38 +39,37 @@ class Panels(NamedTuple):
     panels: list[Panel]
     num_heads: int
     tile: tuple[int, int]
-    labels: tuple[list[str] | None, list[str] | None]
+    labels: Labels
     query_offset: int
     others: int | None = None
 
 
 def panels_of(
     spec: MaskSpec,
-    queries: int | None,
-    keys: int | None,
-    num_heads: int | None,
-    mask_inputs: Mapping[str, Any] | None,
-    query_offset: int,
-    example: int,
-    tokens: Any,
-    tile_size: int | None,
+    queries: int | None = None,
+    keys: int | None = None,
+    num_heads: int | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    query_offset: int = 0,
+    example: int = 0,
+    tokens: Any = None,
+    tile_size: int | None = None,
+    *,
     longest: int,
     called: str = "hm.draw",
 ) -> Panels:
-    """See `draw`. Sequences above `longest` positions become tiles, unless `tile_size` says how.
-
-    `called` is the function that draws, for hints.
-    """
+    """See `draw`. More than `longest` positions become tiles; `called` is named in hints."""
     check_spec(spec, "spec", f"{called}(SPEC, ...)")
     query_offset = evaluation.checked_offset(query_offset)
     if not isinstance(query_offset, int):
         raise TypeError("`query_offset` of a drawing must be an int, not a tensor.")
-    sides = _sides(tokens)
-    if queries is None and sides[0] is None:
-        raise ValueError("Give the number of `queries`, or `tokens` to count them by.")
-    queries = len(sides[0]) if queries is None else queries
+    of_queries, of_keys = _sides(tokens)
+    if queries is None:
+        if of_queries is None:
+            raise ValueError("Give the number of `queries`, or `tokens` to count them by.")
+        queries = len(of_queries)
     if keys is None:
-        keys = len(sides[1]) if sides[1] is not None else queries
+        keys = queries if of_keys is None else len(of_keys)
     for name, length in (("queries", queries), ("keys", keys)):
         if config.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
             raise ValueError(
@@ -80,7 +81,10 @@ def panels_of(
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
     evaluation.check_inputs(spec, mask_inputs, lengths, query_offset, f"{called}(spec, ...)")
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
-    check_example(example, _batch_size(bound))
+    values = tree.flatten([list(inputs.values()) for inputs in bound.leaf_inputs.values()])
+    batch = max((int(value.shape[0]) for value in values if value is not None), default=1)
+    if batch != 1:  # else it serves every example
+        check_example(example, batch)
     tile = tile_of(queries, keys, tile_size, longest)
     count = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
     if count > _MOST_CELLS:
@@ -89,96 +93,85 @@ def panels_of(
             f"positions in tiles of {tile[0]} x {tile[1]} have {count}. Draw fewer positions or "
             "heads, or larger tiles."
         )
-    pairs, of_a_tile = 0, tile[0] * tile[1]
-    folded: dict[Any, list[int]] = {}
-    cells: dict[Any, np.ndarray] = {}
-    for rule, heads in groups:
-        known, unclear = _known(rule, (queries, keys), tile, query_offset)
-        sizes = [(r.stop - r.start) * (c.stop - c.start) for r, c in unclear]
-        pairs += sum(sizes) * of_a_tile
-        if pairs > _MOST_PAIRS_IN_ALL:
-            raise ValueError(
-                f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
-                f"for {queries} queries and {keys} keys. Draw fewer positions."
-            )
-        drawn, whole = _cells(rule, heads, bound, (queries, keys), tile, example, known, unclear)
-        for head, drawing, digest in zip(heads, drawn, whole, strict=True):
+    if tile == (1, 1):  # every pair is looked at
+        known = [np.full((queries, keys), Coverage.SOME, np.int8) for _ in groups]
+    else:
+        sizes = (queries, keys, *tile, query_offset)
+        known = [coverage(rule, *sizes).astype(np.int8) for rule, _ in groups]
+    unclear, of_a_tile = sum((cells == Coverage.SOME).sum() for cells in known), tile[0] * tile[1]
+    if unclear and of_a_tile > _MOST_PAIRS_OF_A_TILE:
+        raise ValueError(
+            f"Tiles of {tile[0]} x {tile[1]} positions are too large to look into. Draw fewer "
+            "positions, or pass a smaller `tile_size`."
+        )
+    if unclear * of_a_tile > _MOST_PAIRS_IN_ALL:
+        raise ValueError(
+            f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
+            f"for {queries} queries and {keys} keys. Draw fewer positions."
+        )
+    folded: dict[Any, tuple[list[int], np.ndarray]] = {}
+    for (rule, heads), of_rule in zip(groups, known, strict=True):
+        drawn, seen = _cells(rule, heads, bound, tile, example, of_rule)
+        for head, cells, pairs in zip(heads, drawn, seen, strict=True):
             # Masks that differ may look alike as tiles.
-            key = drawing.tobytes(), None if tile == (1, 1) else (rule, digest)
-            folded.setdefault(key, []).append(head)
-            cells[key] = drawing
-    panels = [Panel(tuple(sorted(heads)), cells[key]) for key, heads in folded.items()]
+            key = cells.tobytes(), None if tile == (1, 1) else (rule, pairs)
+            folded.setdefault(key, ([], cells))[0].append(head)
+    panels = [Panel(tuple(sorted(heads)), cells) for heads, cells in folded.values()]
     free = {head for rule, heads in groups if words.sees_everything(rule) for head in heads}
     panels.sort(key=lambda panel: (not free.isdisjoint(panel.heads), panel.heads))
     return Panels(panels, num_heads, tile, labels, query_offset)
-
-
-def _known(
-    rule: MaskSpec, lengths: tuple[int, int], tile: tuple[int, int], query_offset: int
-) -> tuple[np.ndarray, list[tuple[slice, slice]]]:
-    """`Coverage` of each tile, as far as the rule says it, and the rectangles to look into."""
-    if tile == (1, 1):
-        known = np.full(lengths, Coverage.SOME, np.int8)
-    else:
-        known = coverage(rule, *lengths, *tile, query_offset).astype(np.int8)
-    return known, list(_unclear(known == Coverage.SOME, tile))
 
 
 def _cells(
     rule: MaskSpec,
     heads: tuple[int, ...],
     bound: evaluation.Bound,
-    lengths: tuple[int, int],
     tile: tuple[int, int],
     example: int,
     known: np.ndarray,
-    unclear: list[tuple[slice, slice]],
-) -> tuple[np.ndarray, list[bytes]]:
-    """`Coverage` of each tile for each of `heads`, and a digest of what was evaluated for it.
+) -> tuple[np.ndarray, list[int]]:
+    """`Coverage` of each tile for each of `heads`: `known`, but exact where that is SOME.
 
-    Tiles of which the rule allows all or nothing are not looked into; all others are, exactly.
+    Also a hash for each head of its own part of a whole mask; 0 where the heads share one.
     """
-    cells = np.repeat(known[None], len(heads), axis=0)
-    digests = [hashlib.sha256() for _ in heads]
-    for rows, columns in unclear:
-        places = tuple(
-            slice(part.start * size, min(part.stop * size, length))
-            for part, size, length in zip((rows, columns), tile, lengths, strict=True)
+    cells, seen = np.repeat(known[None], len(heads), axis=0), [0] * len(heads)
+    for place in _unclear(known == Coverage.SOME, max(1, _MOST_PAIRS // (tile[0] * tile[1]))):
+        rows, columns = (
+            slice(x.start * size, x.stop * size) for x, size in zip(place, tile, strict=True)
         )
-        cuts = evaluation.Cuts(_cut(places[0]), _cut(places[1]), _cut(slice(example, example + 1)))
-        allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))
-        shape = (allowed.shape[1], *(place.stop - place.start for place in places))
-        allowed = np.broadcast_to(allowed[0], shape)
-        cells[:, rows, columns] = summarised(allowed, tile)
-        if len(allowed) > 1:  # a whole mask that was handed in, with a part for each head
-            for digest, mask in zip(digests, allowed, strict=True):
-                digest.update(np.packbits(mask).tobytes())
-    return cells, [digest.digest() for digest in digests]
+        cuts = evaluation.Cuts(_cut(rows), _cut(columns), _cut(slice(example, example + 1)))
+        allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))[0]
+        shape = bound.query_positions[rows].shape[0], bound.key_positions[columns].shape[0]
+        allowed = np.broadcast_to(allowed, (len(allowed), *shape))
+        cells[:, *place] = summarised(allowed, tile)
+        if len(allowed) > 1:
+            seen = [hash((s, x.tobytes())) for s, x in zip(seen, allowed, strict=True)]
+    return cells, seen
 
 
-def _unclear(unclear: np.ndarray, tile: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-    """Rectangles of tiles that hold all of the unclear ones, not too many pairs in each."""
-    if unclear.any() and tile[0] * tile[1] > _MOST_PAIRS_OF_A_TILE:
-        raise ValueError(
-            f"Tiles of {tile[0]} x {tile[1]} positions are too large to look into. Draw fewer "
-            "positions, or pass a smaller `tile_size`."
-        )
-    count, width = unclear.shape
-    step = max(1, _MOST_PAIRS // max(1, tile[0] * tile[1] * width))
-    wide = max(1, _MOST_PAIRS // max(1, tile[0] * tile[1]))
-    for first in range(0, count, step):
-        rows = slice(first, min(first + step, count))
-        of_rows = np.flatnonzero(unclear[rows].any(axis=0))
-        while of_rows.size:
-            stop = min(int(of_rows[0]) + wide, int(of_rows[-1]) + 1)
-            yield rows, slice(int(of_rows[0]), stop)
-            of_rows = of_rows[of_rows >= stop]
+def _unclear(unclear: np.ndarray, most: int, top: int = 0, left: int = 0) -> Iterator[Place]:
+    """Rectangles of at most `most` tiles that hold all of the unclear ones; found by halving."""
+    high, wide = unclear.shape
+    if not unclear.any():
+        return
+    if high * wide <= most:
+        yield slice(top, top + high), slice(left, left + wide)
+    elif high >= wide:
+        yield from _unclear(unclear[: high // 2], most, top, left)
+        yield from _unclear(unclear[high // 2 :], most, top + high // 2, left)
+    else:
+        yield from _unclear(unclear[:, : wide // 2], most, top, left)
+        yield from _unclear(unclear[:, wide // 2 :], most, top, left + wide // 2)
+
+
+def _cut(place: slice) -> Callable[[Any, int], Any]:
+    """Cut `place` out of an axis; one of size 1 serves every place."""
+    return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
 
 
 def summarised(allowed: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     """`Coverage` of the tiles of a boolean mask `(..., queries, keys)`."""
-    every = np.asarray(allowed, bool)
-    some = every
+    some = every = allowed
     for axis, size in zip((-2, -1), tile, strict=True):
         starts = np.arange(0, every.shape[axis], size)
         some = np.logical_or.reduceat(some, starts, axis=axis)
@@ -186,44 +179,24 @@ def summarised(allowed: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     return some.astype(np.int8) + every
 
 
-def _cut(place: slice) -> Any:
-    """Cut `place` out of an axis; one of size 1 serves every place."""
-
-    def cut(tensor: Any, axis: int) -> Any:
-        if tensor.shape[axis] == 1:
-            return tensor
-        return tensor[(*(slice(None),) * axis, place)]
-
-    return cut
-
-
-def _batch_size(bound: evaluation.Bound) -> int:
-    values = [value for inputs in bound.leaf_inputs.values() for value in inputs.values()]
-    tensors = [x for v in values for x in (v if isinstance(v, Sides) else (v,)) if x is not None]
-    sizes = {int(tensor.shape[0]) for tensor in tensors} - {1}
-    return sizes.pop() if sizes else 1
-
-
 def check_example(example: int, batch: int) -> None:
-    """Raise unless the batch holds number `example`; what has one example serves for all."""
-    if batch != 1 and not 0 <= example < batch:
+    """Raise unless the batch holds number `example`."""
+    if not 0 <= example < batch:
         raise ValueError(
             f"`example` must be at least 0 and below the batch size {batch}. Received: {example}."
         )
 
 
 def tile_of(queries: int, keys: int, tile_size: int | None, longest: int) -> tuple[int, int]:
-    """The size of tiles, in positions of queries and of keys: powers of 2 unless it is said.
+    """The size of tiles, in positions of queries and of keys: powers of 2 unless it is given.
 
-    What is longer than `longest` positions becomes at most half as many tiles.
+    A side of more than `longest` positions becomes at most half as many tiles.
     """
     if tile_size is not None:
         return (config.whole_number(tile_size, "tile_size", at_least=1),) * 2
-    sizes = [1, 1]
-    for side, length in enumerate((queries, keys)):
-        while length > longest and length * 2 > longest * sizes[side]:
-            sizes[side] *= 2
-    return sizes[0], sizes[1]
+    # The next power of 2 from 2 * n / longest on.
+    high, wide = (1 << ((2 * n - 1) // longest).bit_length() for n in (queries, keys))
+    return high if queries > longest else 1, wide if keys > longest else 1
 
 
 # --- Names ---------------------------------------------------------------------------------------
@@ -238,13 +211,11 @@ def head_names(heads: Sequence[int], others: int | None = None) -> str:
     return f"head{'s' if len(heads) > 1 else ''} {text}"
 
 
-def labels_of(
-    tokens: Any, queries: int, keys: int, query_offset: int = 0
-) -> tuple[list[str] | None, list[str] | None]:
+def labels_of(tokens: Any, queries: int, keys: int, query_offset: int = 0) -> Labels:
     """The labels of queries and keys, out of one sequence of tokens for both or a pair."""
     query, key = _sides(tokens)
-    is_shared = query is not None and query is key
-    if is_shared and len(query) == keys and 0 <= query_offset <= keys - queries:
+    is_shared = query is not None and query is key and len(query) == keys
+    if query is not None and is_shared and 0 <= query_offset <= keys - queries:
         query = query[query_offset : query_offset + queries]
     for name, labels, length in (("queries", query, queries), ("keys", key, keys)):
         if labels is not None and len(labels) != length:
@@ -256,31 +227,36 @@ def labels_of(
     return query, key
 
 
-def _sides(tokens: Any) -> tuple[list[str] | None, list[str] | None]:
-    if tokens is None:
-        return None, None
+def _sides(tokens: Any) -> Labels:
     is_pair = isinstance(tokens, tuple) and len(tokens) == 2
     if is_pair and not any(isinstance(side, (str, bytes, int)) for side in tokens):
-        query, key = (None if side is None else _texts(side) for side in tokens)
-        return query, key
+        return _texts(tokens[0]), _texts(tokens[1])
     labels = _texts(tokens)
     return labels, labels
 
 
-def _texts(tokens: Any) -> list[str]:
+def _texts(tokens: Any) -> list[str] | None:
+    if tokens is None:
+        return None
     try:
-        tokens = None if isinstance(tokens, (str, bytes, Mapping)) else list(tokens)
+        labels = None if isinstance(tokens, (str, bytes, Mapping)) else list(tokens)
     except TypeError:
-        tokens = None
-    if tokens is None or any(getattr(token, "ndim", 0) for token in tokens):
+        labels = None
+    if labels is None or any(getattr(label, "ndim", 0) for label in labels):
         raise TypeError(
             "`tokens` must be a list of labels, one for each position of one example, or a pair of "
             "lists (query_tokens, key_tokens): tokenizer.tokenize(text), or text.split()."
         )
-    texts = [t.decode(errors="replace") if isinstance(t, bytes) else str(t) for t in tokens]
+    texts = [x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in labels]
     return [text if text.isprintable() else repr(text)[1:-1] for text in texts]
 
 
-def shortened(label: str, length: int) -> str:
-    """`label` in at most `length` characters: both ends of it, since many share their beginning."""
-    return label if len(label) <= length else f"{label[: length - 5]}…{label[-4:]}"
+def shown(labels: Labels, tile: tuple[int, int]) -> Labels:
+    """The labels of single positions, shortened in the middle, since many begin alike."""
+    query, key = (
+        None
+        if names is None or size > 1
+        else [name if len(name) <= 16 else f"{name[:11]}…{name[-4:]}" for name in names]
+        for names, size in zip(labels, tile, strict=True)
+    )
+    return query, key

@@ -1,5 +1,6 @@
 """Rules and attention as figures."""
 
+import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ from keras_headmask.rules.per_head import head_numbers
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LONGEST = 128  # positions that are drawn one by one
+_LONGEST = panels.LONGEST_IN_PICTURES
+_panels_of = functools.partial(panels.panels_of, longest=_LONGEST, called="hm.plot")
 
 
 def plot(
@@ -37,12 +39,15 @@ def plot(
     numbers, heads that see everything last; queries downward, keys to the right; the rule stands
     above. Sequences of more than 128 positions are drawn as tiles, without tokens: of a dark tile
     every pair may attend, of an orange one some. A notebook shows the figure;
-    `figure.savefig("rule.png")` saves it. Pyplot has no part in it, so nothing needs to be closed.
+    `figure.savefig("rule.png")` saves it. Pyplot does not hold it, so nothing needs to be closed.
 
     Args:
         spec: A `MaskSpec`.
         queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size: As in
             `draw`.
+
+    Returns:
+        A matplotlib figure.
 
     Raises:
         ImportError: without matplotlib.
@@ -60,18 +65,8 @@ def plot(
     ['head 0', 'heads 1-11']
     """
     figures = _figures()
-    drawn = panels.panels_of(
-        spec,
-        queries,
-        keys,
-        num_heads,
-        mask_inputs,
-        query_offset,
-        example,
-        tokens,
-        tile_size,
-        _LONGEST,
-        "hm.plot",
+    drawn = _panels_of(
+        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
     )
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")
@@ -112,6 +107,9 @@ def plot_attention(
             every position. By default a power of 2 from 129 positions on.
         call: Which call of the layer, if the model calls it more than once.
 
+    Returns:
+        A matplotlib figure, with a panel for each head.
+
     Raises:
         ImportError: without matplotlib.
         TypeError: if `model` is not a Keras model.
@@ -129,25 +127,21 @@ def plot_attention(
     figures = _figures()
     seen = observing.observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.scores.shape
-    if not 0 <= example < batch:
-        raise ValueError(
-            f"`example` must be at least 0 and below the batch size {batch}. Received: {example}."
-        )
+    panels.check_example(example, batch)
     chosen = _chosen(heads, count, seen.spec)
     labels = panels.labels_of(tokens, queries, keys)
     tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
-    scores, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
-    outside = ~allowed & (scores > 0)
-    count_outside = int(outside.sum())
-    pairs = f"{count_outside} pair{'' if count_outside == 1 else 's'}"
-    caption = [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
-    if seen.spec is not None:
-        caption = words.sentences(seen.spec, count) + caption
+    probabilities, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
+    outside = ~allowed & (probabilities > 0)
+    pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
+    caption = [] if seen.spec is None else words.sentences(seen.spec, count)
+    caption += [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
     if tile != (1, 1):
-        allowed = panels.summarised(allowed, tile) != Coverage.NONE
-        outside = panels.summarised(outside, tile) != Coverage.NONE
-        scores = _largest(scores, tile)
-    return figures.attention_figure(scores, allowed, outside, chosen, tile, labels, caption)
+        allowed, outside = (panels.summarised(x, tile) != Coverage.NONE for x in (allowed, outside))
+        for axis, size in zip((-2, -1), tile, strict=True):
+            starts = np.arange(0, probabilities.shape[axis], size)
+            probabilities = np.maximum.reduceat(probabilities, starts, axis=axis)
+    return figures.attention_figure(probabilities, allowed, outside, chosen, tile, labels, caption)
 
 
 def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
@@ -155,20 +149,13 @@ def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
         chosen = list(range(count))
         if spec is not None:
             chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
-    else:
-        chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
-    beyond = [head for head in chosen if head >= count]
-    if beyond or not chosen:
+        return chosen
+    chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
+    if not chosen or max(chosen) >= count:
         raise ValueError(
             f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
         )
     return list(dict.fromkeys(chosen))
-
-
-def _largest(scores: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    for axis, size in zip((-2, -1), tile, strict=True):
-        scores = np.maximum.reduceat(scores, np.arange(0, scores.shape[axis], size), axis=axis)
-    return scores
 
 
 def _figures() -> types.ModuleType:

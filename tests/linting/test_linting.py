@@ -57,7 +57,7 @@ AS_MEANT = [
     (hm.PerHead({0: SENTENCES}) & recipes.padding(), {"token_ids": IDS} | PAD),
     (hm.PerHead({"0-3": recipes.streaming(4, 256)}, default=CAUSAL), {}),
     (hm.PerHead({i: recipes.bigbird(8, 0.2, 1, seed=i) for i in range(3)}), {}),
-    (recipes.padding(), {"padding_mask": REAL[:1]}),  # nobody sees padding
+    (recipes.padding(), {"padding_mask": REAL[:1]}),  # no query sees padding
     (hm.KeyFlag("attention_mask"), {"attention_mask": REAL[:1]}),
     (~hm.KeyFlag("key_padding_mask"), {"key_padding_mask": 1 - REAL[:1]}),  # as PyTorch has it
     (BY_SENTENCE, {"token_ids": IDS} | PAD),  # the layer is given padding beside its rule
@@ -398,7 +398,7 @@ def test_a_model_in_order(model, rule):
 
 
 @pytest.mark.tensorflow
-def test_cross_attention_is_looked_at_where_its_rule_has_room():
+def test_cross_attention_is_looked_at_where_its_rule_matters():
     for rule, found in ((hm.Keys(90, 100), ["warning unseen-keys"]), (W(2, 2), []), (SELF, [])):
         assert codes(hm.apply_head_masks(crossed(), {"cross": rule})) == found
     (dead,) = hm.lint(hm.apply_head_masks(crossed(), {"cross": hm.Queries(1)}))
@@ -426,7 +426,7 @@ def test_a_rule_that_shows_only_what_the_model_hides():
 
 
 @pytest.mark.tensorflow
-def test_two_masks_that_tell_padding_are_both_read():
+def test_two_masks_that_mark_padding_are_both_read():
     assert codes(W(2, 2), mask_inputs=PAD | {"attention_mask": REAL}) == []
     whole = {"attention_mask": np.ones((1, 1, 4, 4), "bool")}
     (unread,) = hm.lint(W(2, 2), 4, mask_inputs=whole)
@@ -469,11 +469,11 @@ def of_own_layers(reaches):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     real = keras.Input((None,), dtype="int32", name="padding_mask")
     x = layers.Embedding(12, 8)(ids)
-    handed = {"mask_inputs": dict.fromkeys(BY_SENTENCE.inputs, ids)}
-    handed |= {"attention_mask": real[:, None]} if reaches else {}
+    passed = {"mask_inputs": dict.fromkeys(BY_SENTENCE.inputs, ids)}
+    passed |= {"attention_mask": real[:, None]} if reaches else {}
     for name in "ab":
         x = hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=BY_SENTENCE, name=name)(
-            x, x, **handed
+            x, x, **passed
         )
     return keras.Model({"token_ids": ids, "padding_mask": real}, x)
 
@@ -513,7 +513,7 @@ def test_models_that_are_refused():
         (W(after=3), "`before` open.*Window(before=3, after=3) or Window(after=0)"),
     ],
 )
-def test_an_open_side_names_the_ways_out(rule, words):
+def test_an_open_side_names_what_may_be_meant(rule, words):
     (found,) = [f for f in hm.lint(rule) if f.code == "open-side"]
     parts = words.split(".*")
     assert parts[0] in found.message

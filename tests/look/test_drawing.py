@@ -30,7 +30,7 @@ def test_heads_are_folded():
 
 
 def test_heads_whose_masks_are_equal_are_drawn_together():
-    """Different rules, one drawing: at this length nothing tells them apart."""
+    """Different rules, one drawing: at this length they allow the same."""
     spec = hm.PerHead({0: CAUSAL, 1: hm.Window(before=5, after=0)}, default=SELF)
     expected = "heads 0-1:\n1 0\n1 1\nhead 2:\n1 0\n0 1"
     assert hm.draw(spec, 2, num_heads=3) == expected
@@ -156,8 +156,8 @@ def test_long_sequences_are_tiles(name):
 
 
 @once
-def test_tiles_of_strips(monkeypatch):
-    """A long sequence is evaluated in several strips, a longer one in pieces of them."""
+def test_tiles_are_evaluated_in_pieces(monkeypatch):
+    """However many pairs are evaluated at once, the drawing is the same."""
     from keras_headmask.look import panels
 
     inputs = {"x": IDS}

@@ -234,13 +234,13 @@ def test_a_masked_model():
     layer = masked.get_layer("attention")
     hook = vars(layer)["_compute_attention"]
     figure = hm.plot_attention(masked, TOKENS, example=1, tokens=NAMES)
-    scores, allowed = drawn_attention(figure, 4)
+    probabilities, allowed = drawn_attention(figure, 4)
     expected = mask_by_loops(SENTENCES, 2, 4, 7, 7, {"token_ids": TOKENS})[1]
     real = TOKENS[1] != 0
     expected = expected & real & real[:, None]
     np.testing.assert_array_equal(allowed, expected)
-    assert_close(scores.sum(-1)[:, real], 1)
-    assert not scores[~expected].any()
+    assert_close(probabilities.sum(-1)[:, real], 1)
+    assert not probabilities[~expected].any()
     x = numpy(model.get_layer("embedding")(TOKENS))[1]
     q, k = (
         np.einsum("td,dhe->the", x, numpy(dense.kernel)) + numpy(dense.bias)
@@ -248,7 +248,7 @@ def test_a_masked_model():
     )
     logits = np.where(expected, np.einsum("the,she->hts", q, k) / 3**0.5, -np.inf)[:, real]
     by_hand = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    assert_close(scores[:, real], by_hand, depth=3)
+    assert_close(probabilities[:, real], by_hand, depth=3)
     assert [ax.get_title() for ax in figure.axes[:4]] == [f"head {i}" for i in range(4)]
     assert figure.get_suptitle().endswith(
         "attention, example 1; attention outside the mask: 0 pairs"
@@ -308,10 +308,10 @@ def per_head_layer():
 def test_a_layer_with_a_rule_of_its_own():
     x = np.random.default_rng(0).normal(size=(1, 5, 8)).astype("float32")
     figure = hm.plot_attention(per_head_layer(), x, heads="0-1")
-    scores, allowed = drawn_attention(figure, 2)
+    probabilities, allowed = drawn_attention(figure, 2)
     np.testing.assert_array_equal(allowed[0], np.tri(5, dtype=bool))
     np.testing.assert_array_equal(allowed[1], np.eye(5, dtype=bool))
-    assert_close(scores[1], np.eye(5))
+    assert_close(probabilities[1], np.eye(5))
 
 
 @once
@@ -359,10 +359,10 @@ def test_cross_attention():
 def test_long_attention_is_tiles():
     x = np.random.default_rng(0).normal(size=(1, 140, 8)).astype("float32")
     figure = hm.plot_attention(per_head_layer(), x, heads="0-1")
-    scores, allowed = drawn_attention(figure, 2)
-    assert scores.shape == (2, 35, 35)
+    probabilities, allowed = drawn_attention(figure, 2)
+    assert probabilities.shape == (2, 35, 35)
     np.testing.assert_array_equal(allowed[0], np.tri(35, dtype=bool))
-    assert_close(np.diagonal(scores[1]), 1)
+    assert_close(np.diagonal(probabilities[1]), 1)
     assert figure.axes[-1].get_ylabel() == "largest probability of a tile"
 
 

@@ -22,7 +22,7 @@ ARROWS = {
     "retrofit": {"masks", "rules", "attention", "layer"},
     "look": {"rules", "retrofit"},
     "linting": {"masks", "rules", "attention", "retrofit"},
-    "export": {"rules", "attention", "retrofit"},
+    "export": {"masks", "rules", "attention", "retrofit"},
     "server": {"rules", "export"},
     "cli": {"rules", "attention", "layer", "retrofit", "look", "linting", "export", "server"},
 }

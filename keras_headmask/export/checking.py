@@ -1,4 +1,4 @@
-"""What an export is held against: the model itself, its twin without rules, its examples alone."""
+"""An export compared with the model, with its twin without rules, and with its examples alone."""
 
 import dataclasses
 import json
@@ -6,23 +6,21 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
-from keras_headmask import _keras
 from keras_headmask.attention import looking
-from keras_headmask.export import fresh_process, samples
-from keras_headmask.export.interface import Arrays, Interface, answer, as_array
+from keras_headmask.export import fresh_process, padding, samples
+from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
 from keras_headmask.export.report import CheckResult
-from keras_headmask.retrofit.observing import is_restricted, rules_of, watched
+from keras_headmask.export.signatures import DEFAULT, Signature
+from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.observing import Seen, is_restricted, watched
 from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.selectors import find_attention
 
-# As `fresh_process.distance` measures.
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.
 _SHAPES = ((1, 9), (3, 40), (2, 272))
@@ -31,26 +29,25 @@ _LONGEST_LOOK = 1024  # positions; how far to look for a length at which a rule 
 
 @dataclasses.dataclass
 class Case:
-    """A request to one signature, and what to hold against what comes back."""
+    """A request to one signature, and what the model in memory gives for it."""
 
     signature: str
     request: Arrays
     answer: Arrays | None = None
-    twin: Arrays | None = None
-    allowed: Arrays | None = None
+    allowed: Arrays = dataclasses.field(default_factory=dict)  # of `serve_scores`, by layer
 
 
 def requests(interface: Interface, wanted: Any) -> list[Arrays]:
-    """Those of `wanted`, pairs (batch, length) or inputs by name; for `True` three of our own."""
-    specs = tuple(rules_of(interface.model).values())
+    """The requests that `check` asks for; for `True` three made-up ones."""
     if wanted is not True:
-        return [request(interface, item, specs) for item in wanted]
+        return [samples.request(interface, item) for item in wanted]
+    rules = interface.rules.values()
     longest = longest_sequence(interface.model) or _LONGEST_LOOK
     made = []
     for batch, length in _SHAPES:
         length = min(length, longest)
         while True:
-            given = samples.sample(interface, specs, batch, length)
+            given = samples.sample(interface, rules, batch, length)
             try:
                 answer(interface, given)
                 break
@@ -67,157 +64,97 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
         most = min(longest, _LONGEST_LOOK)
         while not any(map(forbids, looked_at(interface, made[-1]))) and 2 * length <= most:
             length *= 2
-            made[-1] = samples.sample(interface, specs, 1, length)
+            made[-1] = samples.sample(interface, rules, 1, length)
     return made
 
 
-def request(interface: Interface, item: Any, specs: Sequence[Any] = ()) -> Arrays:
-    """One request: inputs by name as arrays, or a sample for a pair (batch, length)."""
-    if isinstance(item, Mapping):
-        if item.keys() != interface.inputs.keys():
-            raise ValueError(
-                f"An example must have the inputs {sorted(interface.inputs)}. "
-                f"Received: {sorted(item)}."
-            )
-        given = {name: _as_given(item[name]) for name in interface.inputs}
-        for name, x in interface.inputs.items():
-            shape, same_kind = given[name].shape, _kind(given[name].dtype) == _kind(x.dtype)
-            fits = len(shape) == len(x.shape) and all(
-                size in (None, have) for size, have in zip(x.shape, shape, strict=True)
-            )
-            if not fits or not same_kind:
-                raise ValueError(
-                    f"The example's {name!r} must be {x.dtype} of shape {x.shape}. Received: "
-                    f"{given[name].dtype} of shape {shape}."
-                )
-        return given
-    if not is_pair(item):
-        raise TypeError(
-            "An example must be a dict of arrays by input name, or a pair (batch, length), from 1. "
-            f"Received: {item!r}."
-        )
-    check_length(interface, item)
-    return samples.sample(interface, specs, *item)
-
-
-def check_length(interface: Interface, pair: Sequence[int]) -> None:
-    """An error where no input can have the length of (batch, length)."""
-    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
-    if sizes and not sizes & {None, pair[1]}:
-        raise ValueError(
-            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
-            f"inputs are fixed: {sorted(sizes)}. Pass pairs of such a length."
-        )
-
-
-def is_pair(item: Any) -> bool:
-    """Whether `item` is (batch, length), whole numbers from 1."""
-    pair = isinstance(item, (tuple, list)) and len(item) == 2
-    return pair and all(type(size) is int and size > 0 for size in item)
-
-
-def _as_given(value: Any) -> np.ndarray:
-    """As an array; text as the bytes of UTF-8, as TensorFlow has it."""
-    array = np.asarray(value)
-    if array.dtype.kind == "O" and all(isinstance(item, (str, bytes)) for item in array.flat):
-        items = [item.encode() if isinstance(item, str) else item for item in array.flat]
-        return np.array(items, "S").reshape(array.shape)
-    return np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-
-
-def _kind(dtype: Any) -> str:
-    name = str(dtype)
-    if getattr(dtype, "kind", None) == "S":
-        return "string"
-    return "float" if "float" in name else "int" if "int" in name else name
-
-
-def looked_at(interface: Interface, given: Arrays) -> list[Any]:
-    """The scores of every attention layer and what its rule allows, in memory."""
-    entries = find_attention(interface.model).known
-    with watched(entries, with_rules=True) as seen:
+def looked_at(interface: Interface, given: Arrays) -> list[Seen]:
+    """The probabilities of every attention layer and what its rule allows, in memory."""
+    with watched(find_attention(interface.model).known, with_rules=True) as seen:
         answer(interface, given)
     return list(seen)
 
 
-# --- The check -----------------------------------------------------------------------------------
-
-
-def tolerance_of(model: keras.Model, precision: str | None) -> float:
-    """What rounding may do; the coarsest of the dtypes that layers compute in."""
-    dtypes = {precision or "float32", *(layer.compute_dtype for layer in _keras.layers_of(model))}
-    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
-
-
-def default_cases(interface: Interface, given: Sequence[Arrays]) -> list[Case]:
-    """`serving_default` on each request, with the answers of the model and of its twin."""
-    cases = [Case("serving_default", one, answer(interface, one)) for one in given]
-    if is_restricted(interface.model):
-        with looking.rules_off():
-            for case in cases:
-                case.twin = answer(interface, case.request)
-    return cases
-
-
-def scores_case(given: Arrays, seen: Sequence[Any], paths: set[str]) -> Case:
-    allowed = {
-        one.path: np.broadcast_to(as_array(one.allowed), one.scores.shape)
-        for one in seen
-        if forbids(one) and one.path in paths
-    }
-    return Case("serve_scores", given, allowed=allowed or None)
-
-
-def mass_outside(seen: Sequence[Any]) -> float | None:
-    """The largest probability that a rule forbids, in memory; `None` where none forbids any."""
-    outside = [
-        float(np.where(as_array(one.allowed), 0, as_array(one.scores)).max(initial=0))
-        for one in seen
-        if forbids(one)
-    ]
-    return max(outside, default=None)
-
-
-def forbids(one: Any) -> bool:
+def forbids(one: Seen) -> bool:
     """Whether the rule of a layer forbids anything in this run of it."""
     return one.allowed is not None and not as_array(one.allowed).all()
 
 
-def judged(
-    found: Mapping[str, Any],
-    cases: Sequence[Case],
+def mass_outside(allowed: Arrays, probabilities: Mapping[str, Tensor]) -> float | None:
+    """The largest probability at a key that a rule forbids, by path; `None` without any rule."""
+    return _largest(
+        float(np.where(allowed[path], 0, as_array(x)).max(initial=0))
+        for path, x in probabilities.items()
+        if path in allowed
+    )
+
+
+def checked(
+    folder: pathlib.Path,
+    interface: Interface,
+    signatures: Mapping[str, Signature],
+    given: Sequence[Arrays],
+    reference: Sequence[Arrays],
     tolerance: float,
-    in_memory: float | None,
-    precision_error: float | None,
     graphs: dict[str, dict[str, Any]],
 ) -> CheckResult:
-    """What the fresh process found as a result; an error for what may not be published."""
-    tried = list(zip(cases, found["cases"], strict=True))
+    """Compare the SavedModel in `folder` with the model, and the model with `reference`.
 
-    def worst(signature: str, what: str = "answer") -> float | None:
-        values = [t[what] for c, t in tried if c.signature.startswith(signature) and what in t]
-        return max(values, default=None)
+    Raises:
+        RuntimeError: if it must not be published.
+    """
+    wanted = [answer(interface, one) for one in given]
+    cases = [Case(DEFAULT, *pair) for pair in zip(given, wanted, strict=True)]
+    twins: list[Arrays] = []
+    if is_restricted(interface.model):
+        with looking.rules_off():
+            twins = [answer(interface, one) for one in given]
+    in_memory = None
+    for one in given:  # a rule may forbid nothing in the short ones
+        seen = looked_at(interface, one) if interface.rules else []
+        allowed = {x.path: as_array(x.allowed) for x in seen if forbids(x)}
+        mass = mass_outside(allowed, {x.path: x.scores for x in seen})
+        in_memory = _largest((in_memory, mass))
+        if "serve_scores" in signatures:
+            cases.append(Case("serve_scores", one, allowed=allowed))
+    if "serve_padded" in signatures:
+        length = max(samples.length_of(interface, one) for one in given)
+        cases.append(Case("serve_padded", *padding.padded_case(interface, length)))
+    for name, signature in signatures.items():
+        if signature.bucket is not None:
+            one = samples.request(interface, signature.bucket)
+            cases.append(Case(name, one, answer(interface, one)))
 
-    outside = worst("serve_scores", "outside")
-    seen_in = None if in_memory is None else "the model in memory"
-    default = [(case, t) for case, t in tried if case.signature == "serving_default"]
+    found, answers = run_fresh(folder, cases)
+    errors: dict[str, float] = {}
+    served = None
+    for case, got in zip(cases, answers, strict=True):
+        served = _largest((served, mass_outside(case.allowed, got)))
+        if case.answer is not None:
+            kind = "XLA" if case.signature.startswith("serve_xla") else case.signature
+            errors[kind] = max(errors.get(kind, 0.0), distance(got, case.answer))
+    mass_seen_in = "serve_scores" if served is not None else "the model in memory"
     result = CheckResult(
-        shapes=tuple(_batch_and_length(case.request) for case, _ in default),
-        error=worst("serving_default"),
+        shapes=tuple(_batch_and_length(one) for one in given),
+        error=errors[DEFAULT],
         tolerance=tolerance,
-        milliseconds=tuple(t["milliseconds"] for _, t in default),
+        milliseconds=tuple(found["milliseconds"][: len(given)]),
         load_milliseconds=found["load_milliseconds"],
-        twin_distance=worst("serving_default", "twin"),
-        mass_outside=in_memory if outside is None else outside,
-        mass_seen_in=seen_in if outside is None else "serve_scores",
-        padded_error=worst("serve_padded"),
-        compiled_error=worst("serve_xla"),
-        precision_error=precision_error,
+        twin_distance=_largest(map(distance, answers, twins)),
+        mass_outside=in_memory if served is None else served,
+        mass_seen_in=None if in_memory is None else mass_seen_in,
+        padded_error=errors.get("serve_padded"),
+        compiled_error=errors.get("XLA"),
+        precision_error=_largest(map(distance, wanted, reference)),
         graphs=graphs,
     )
     for problem in _problems(result):
         raise RuntimeError(f"The export was not published: {problem}")
     return result
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _problems(result: CheckResult) -> Iterator[str]:
@@ -244,38 +181,27 @@ def _problems(result: CheckResult) -> Iterator[str]:
 
 
 def _batch_and_length(given: Arrays) -> tuple[int, int]:
-    shape = next(
-        (x.shape for x in given.values() if x.ndim > 1), (len(next(iter(given.values()))), 1)
-    )
-    return shape[0], shape[1]
+    shapes = [x.shape for x in given.values()]
+    batch, *rest = next((shape for shape in shapes if len(shape) > 1), shapes[0])
+    return batch, rest[0] if rest else 1
 
 
-def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> dict[str, Any]:
-    """Try the SavedModel of `folder` in a process of its own, without this package."""
+def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> tuple[dict[str, Any], list[Arrays]]:
+    """Run the SavedModel in `folder` in a process of its own: milliseconds, and its answers."""
     with tempfile.TemporaryDirectory() as place:
-        listed = []
-        for i, case in enumerate(cases):
-            names = {"signature": case.signature}
-            for part in ("request", "answer", "twin", "allowed"):
-                arrays = getattr(case, part)
-                if arrays is not None:
-                    names[part] = f"{part}-{i}.npz"
-                    # (Under "file" savez would take an array for its own argument.)
-                    named = {f"_{name}": value for name, value in arrays.items()}
-                    np.savez(pathlib.Path(place, names[part]), **named)
-            listed.append(names)
-        pathlib.Path(place, "cases.json").write_text(json.dumps(listed))
-        script = str(pathlib.Path(fresh_process.__file__))
+        fresh_process.write(f"{place}/requests.npz", (case.request for case in cases))
+        command = [sys.executable, "-P", fresh_process.__file__, str(folder.resolve())]
         done = subprocess.run(
-            [sys.executable, "-P", script, str(folder.resolve()), place],
+            [*command, *(case.signature for case in cases)],
             capture_output=True,
             text=True,
             cwd=place,
             env=fresh_process.environment(),
         )
-    if done.returncode != 0:
-        raise RuntimeError(
-            "The export was not published: a fresh process could not run it. "
-            + (done.stderr.strip().splitlines() or ["It died without a word."])[-1]
-        )
-    return json.loads(done.stdout.splitlines()[-1])
+        if done.returncode != 0:
+            raise RuntimeError(
+                "The export was not published: a fresh process could not run it. "
+                + (done.stderr.strip().splitlines() or ["It died without a word."])[-1]
+            )
+        answers = fresh_process.read(f"{place}/answers.npz", len(cases))
+    return json.loads(done.stdout.splitlines()[-1]), answers

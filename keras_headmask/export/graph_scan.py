@@ -1,99 +1,53 @@
-"""What the graph of a SavedModel holds that not every server runs, read and not loaded."""
+"""What not every server runs in the graphs of an export."""
 
-import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 
-# What runs Python code, or a compiler that a server does not have unless asked.
-_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_COMPILED = ("XlaCallModule", "XlaLaunch", "XlaLaunchV2")
+# Ops that run Python code, or a compiler that a server starts only with special flags.
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_COMPILED = {"XlaCallModule", "XlaLaunch", "XlaLaunchV2"}
 
 
-def scan(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """For each signature, what its graph holds: nodes, Python code, compiled code, CPU pins."""
-    graph = _graph(folder)
-    functions = {f.signature.name: f for f in graph.graph_def.library.function}
-    nodes = {node.name: node for node in graph.graph_def.node}
-    found = {}
-    for name, signature in graph.signature_def.items():
-        if name.startswith("__"):
-            continue
-        wanted = [t.name.partition(":")[0] for t in signature.outputs.values()]
-        seen = list(_reached(wanted, nodes, functions))
-        pinned = {node.name for node in seen if "CPU" in node.device.upper()}
-        if any(node.op.startswith("LookupTable") for node in seen):
+def scan(traced: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each concrete function: its nodes, Python code, compiled code and CPU pins.
+
+    Raises:
+        RuntimeError: for what no server runs, or only one started with special flags.
+    """
+    found, operations = {}, set()
+    for name, function in traced.items():
+        functions = [function.function_def, *function.graph.as_graph_def().library.function]
+        nodes = [node for one in functions for node in one.node_def]
+        operations |= {node.op for node in nodes} - {one.signature.name for one in functions}
+        pinned = {node.name for node in nodes if "CPU" in node.device.upper()}
+        if any(node.op.startswith("LookupTable") for node in nodes):
             pinned = set()  # tables of text live there, and Keras says so
+        compiled = {node.op for node in nodes} & _COMPILED
+        mark = _keras.XLA_MUST_COMPILE
+        marked = [one.attr for one in (*functions, *nodes) if mark in one.attr]  # else [] adds it
+        compiled |= {mark for attributes in marked if attributes[mark].b}
         found[name] = {
-            "nodes": len(seen),
-            "python": sorted({node.op for node in seen if node.op in _PYTHON}),
-            "compiled": sorted({_compiled(node, functions) for node in seen} - {None}),
+            "nodes": len(nodes),
+            "python": sorted({node.op for node in nodes} & _PYTHON),
+            "compiled": sorted(compiled),
             "pinned": sorted(pinned),
         }
+    for problem in _problems(found, custom_ops(operations)):
+        raise RuntimeError(f"The export was not published: {problem}")
     return found
 
 
-def _reached(names, nodes, functions):
-    """All nodes that make the named ones, those inside functions too, each function once."""
-    waiting, done, entered = list(names), set(), set()
-    while waiting:
-        name = waiting.pop().lstrip("^").partition(":")[0]
-        if name in done:
-            continue
-        done.add(name)
-        node = nodes[name]
-        waiting.extend(node.input)
-        inner = [node]
-        while inner:
-            node = inner.pop()
-            yield node
-            for called in _called(node):
-                if called in functions and called not in entered:
-                    entered.add(called)
-                    inner.extend(functions[called].node_def)
-
-
-def _called(node):
-    yield node.op
-    for value in node.attr.values():
-        yield from (value.func.name, *(f.name for f in value.list.func))
-
-
-def _compiled(node, functions):
-    if node.op in _COMPILED:
-        return node.op
-    marks = [node.attr, *(functions[f].attr for f in _called(node) if f in functions)]
-    name = _keras.XLA_MUST_COMPILE
-    return name if any(mark[name].b for mark in marks) else None
-
-
-def _graph(folder: pathlib.Path) -> Any:
-    from tensorflow.core.protobuf import saved_model_pb2
-
-    model = saved_model_pb2.SavedModel.FromString((folder / "saved_model.pb").read_bytes())
-    (graph,) = model.meta_graphs
-    return graph
-
-
-def custom_ops(folder: pathlib.Path) -> list[str]:
-    """The ops anywhere in the SavedModel that TensorFlow alone has not.
-
-    This process may have loaded them. So a fresh one is asked about ops that are not public.
-    """
+def custom_ops(operations: Iterable[str]) -> list[str]:
+    """The ops that TensorFlow itself lacks; a fresh process looks up those that are not public."""
     import tensorflow as tf
 
-    graph = _graph(folder).graph_def
-    functions = {f.signature.name for f in graph.library.function}
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    rare = sorted(
-        op
-        for op in {node.op for node in nodes} - functions
-        if not op.startswith("_") and not hasattr(tf.raw_ops, op)
-    )
+    public = vars(tf.raw_ops)
+    rare = sorted(op for op in operations if not op.startswith("_") and op not in public)
     if not rare:
         return []
     done = subprocess.run(
@@ -106,26 +60,23 @@ def custom_ops(folder: pathlib.Path) -> list[str]:
     return done.stdout.split()
 
 
-def graph_problems(
-    graphs: Mapping[str, Mapping[str, Any]], custom: Sequence[str] = ()
-) -> Iterator[str]:
-    """What no server could run, or only one started with special flags."""
+def _problems(graphs: Mapping[str, Mapping[str, Any]], custom: list[str]) -> Iterator[str]:
     if custom:
         yield (
-            f"its graph has the ops {', '.join(custom)}, which TensorFlow alone has not: a library "
+            f"its graph has the ops {', '.join(custom)}, which TensorFlow itself lacks: a library "
             "loaded here brought them (tensorflow_text, say). Do their work before the model."
         )
     for name, graph in graphs.items():
         if graph["python"]:
             yield (
                 f"the graph of {name} calls Python ({', '.join(graph['python'])}), which a server "
-                "has not. Write tf.py_function and the like in TensorFlow or keras.ops."
+                "lacks. Write tf.py_function and the like in TensorFlow or keras.ops."
             )
         if graph["compiled"] and not name.startswith("serve_xla_"):
             yield (
                 f"the graph of {name} has parts compiled by XLA ({', '.join(graph['compiled'])}), "
                 "which TF Serving runs only with its flags for XLA. Take jit_compile=True out of "
-                "the model's code, and ask for `xla_buckets`."
+                "the model's code, and pass `xla_buckets`."
             )
         if graph["pinned"]:
             yield (

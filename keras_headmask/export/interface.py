@@ -1,6 +1,5 @@
 """A model as a function from named tensors to named tensors."""
 
-import functools
 import inspect
 import keyword
 import re
@@ -12,17 +11,23 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
+from keras_headmask.export import fresh_process
+from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.observing import rules_of
+from keras_headmask.rules.base import MaskSpec
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+_LARGE = 1e4  # from here on an output's element is compared with itself alone
 PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
-Tensors = dict[str, Any]
+Tensors = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
+Shape = tuple[int | None, ...]
 
 
 class Input(NamedTuple):
     """One input of a model: sizes along `None` axes are known when a request comes."""
 
-    shape: tuple[int | None, ...]
+    shape: Shape
     dtype: str
 
     @property
@@ -32,84 +37,91 @@ class Input(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A model as a function of named inputs; `output_shapes` where its graph has them.
+    """A model as a function of named inputs.
 
     `arguments` are the inputs' names in the structures that the model's own call takes, by
-    parameter. `as_returned` makes of named outputs what that call returns.
+    parameter. `as_returned` turns named outputs into what that call returns.
     """
 
     model: keras.Model
     inputs: dict[str, Input]
     call: Callable[[Tensors], Tensors]
-    output_shapes: dict[str, tuple[int | None, ...]] | None
+    output_shapes: dict[str, Shape] | None  # of a graph
     arguments: dict[str, Any]
     as_returned: Callable[[Tensors], Any]
+    rules: Mapping[str, MaskSpec] = {}  # of each attention layer that has one, by path
 
 
 def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
-    if isinstance(model, keras.Sequential):
-        if not model.built or not _keras.functional_of(model):
+    graph, shapes, by_name = _keras.functional_of(model), None, False
+    given = None if input_signature is None else _given_inputs(input_signature)
+    if isinstance(graph, _keras.Functional):
+        names = _names_of_inputs(graph)
+        inputs = {name: _input(x) for name, x in zip(names, graph.inputs, strict=True)}
+        if given is not None and given.keys() != inputs.keys():
             raise ValueError(
-                f"The Sequential model '{model.name}' has no inputs yet: start it with a "
-                "keras.Input, or call its `build`, before it is exported."
+                f"`input_signature` must name the model's inputs, {sorted(inputs)}. "
+                f"Received: {sorted(given)}."
             )
-        names, tensors = _names(model.inputs), list(model.inputs)
-        graph = _keras.functional_of(model)
-        struct, outputs = graph.input, graph.output
-    elif isinstance(model, _keras.Functional):
-        names, tensors = _graph_names(model), list(model.inputs)
-        struct, outputs = model.input, model.output
+        inputs |= given or {}
+        arguments = {"inputs": keras.tree.pack_sequence_as(graph.input, names)}
+        shapes = {name: tuple(x.shape) for name, x in _named_outputs(graph.output).items()}
+    elif isinstance(model, keras.Sequential):
+        raise ValueError(
+            f"The Sequential model '{model.name}' has no inputs yet: start it with a "
+            "keras.Input, or call its `build`, before it is exported."
+        )
     else:
-        return _of_subclassed(model, input_signature)
-    inputs = {
-        name: Input((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
-        for name, tensor in zip(names, tensors, strict=True)
-    }
-    if input_signature is not None:
-        inputs = _narrowed(inputs, input_signature)
+        inputs, by_name = _of_subclassed(model, given)
+        arguments = {name: name for name in inputs}
+        if not by_name:
+            arguments = {"inputs": arguments}
+    _check_names(inputs)
+    structure: Any = None  # of what the last call returned
 
     def call(given: Tensors) -> Tensors:
-        flat = [given[name] for name in names]
-        return _named_outputs(model(keras.tree.pack_sequence_as(struct, flat)))
+        nonlocal structure
+        filled = keras.tree.map_structure(given.__getitem__, arguments)
+        outputs = model(**filled) if by_name else model(filled["inputs"])
+        structure = keras.tree.map_structure(lambda _: 0, outputs)
+        return _named_outputs(outputs)
 
-    shapes = {name: tuple(tensor.shape) for name, tensor in _named_outputs(outputs).items()}
-    arguments = {"inputs": keras.tree.pack_sequence_as(struct, names)}
-    as_returned = functools.partial(_packed, _structure(outputs))
-    return Interface(model, _checked_names(inputs), call, shapes, arguments, as_returned)
+    def as_returned(named: Tensors) -> Any:
+        if isinstance(structure, Mapping):
+            return {name: named[name] for name in structure}
+        flat = [named[f"output_{i}"] for i in range(len(named))]
+        return keras.tree.pack_sequence_as(structure, flat)
+
+    if not model.built:
+        call({name: ops.ones([n or 2 for n in x.shape], x.dtype) for name, x in inputs.items()})
+    return Interface(model, inputs, call, shapes, arguments, as_returned, rules_of(model))
 
 
-def _graph_names(model: _keras.Functional) -> list[str]:
-    """The keys of a dict of inputs, else the tensors' names, in the order of `model.inputs`."""
-    struct = model.input
+def _names_of_inputs(graph: _keras.Functional) -> list[str]:
+    """The keys of a dict of inputs, else the tensors' names, in the order of `graph.inputs`."""
+    struct = graph.input
     if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
         keys = {id(tensor): key for key, tensor in struct.items()}
-        return [keys[id(tensor)] for tensor in model.inputs]
-    return _names(model.inputs)
+        return [keys[id(tensor)] for tensor in graph.inputs]
+    return [tensor.name for tensor in graph.inputs]
 
 
-def _names(tensors: Any) -> list[str]:
-    return [tensor.name for tensor in tensors]
+def _input(spec: Any) -> Input:
+    dtype = getattr(spec.dtype, "name", spec.dtype)
+    return Input((None, *tuple(spec.shape)[1:]), keras.backend.standardize_dtype(dtype))
 
 
-def _narrowed(inputs: dict[str, Input], input_signature: Any) -> dict[str, Input]:
-    """The inputs of a graph with sizes that `input_signature` fixes."""
-    given = _specs(input_signature)
-    if sorted(given) != sorted(inputs):
-        raise ValueError(
-            f"`input_signature` must name the model's inputs, {sorted(inputs)}. "
-            f"Received: {sorted(given)}."
-        )
-    return {name: given[name] for name in inputs}
-
-
-def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
+def _of_subclassed(
+    model: keras.Model, given: dict[str, Input] | None
+) -> tuple[dict[str, Input], bool]:
+    """The inputs, and whether they are arguments of the call; then they are in its order."""
     parameters = [
         name
         for name, p in inspect.signature(model.call).parameters.items()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name != "training"
     ]
-    if input_signature is None:
+    if given is None:
         raise ValueError(
             f"`{type(model).__name__}` is a subclassed model, without a graph that names its "
             f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict from names to "
@@ -117,42 +129,21 @@ def _of_subclassed(model: keras.Model, input_signature: Any) -> Interface:
             'None, 32), dtype="float32"), ...}. Names of the call\'s arguments are passed as such; '
             "else the call gets one dict."
         )
-    inputs = _checked_names(_specs(input_signature))
-    as_arguments = set(inputs) <= set(parameters)
-    if not as_arguments and set(inputs) & set(parameters):
+    named = {name: given[name] for name in parameters if name in given}
+    if 0 < len(named) < len(given):
         raise ValueError(
             f"`input_signature` names some arguments of the call, {parameters}, and some that the "
-            f"call lacks. Received: {sorted(inputs)}."
+            f"call lacks. Received: {sorted(given)}."
         )
-
-    structure = None  # of what the last call returned: no graph says it before
-
-    def call(given: Tensors) -> Tensors:
-        nonlocal structure
-        outputs = model(**given) if as_arguments else model(dict(given))
-        structure = _structure(outputs)
-        return _named_outputs(outputs)
-
-    def as_returned(named: Tensors) -> Any:
-        return _packed(structure, named)
-
-    if not model.built:
-        call(
-            {name: ops.ones([size or 2 for size in x.shape], x.dtype) for name, x in inputs.items()}
-        )
-    arguments = {"inputs": {name: name for name in inputs}}
-    if as_arguments:
-        arguments = {name: name for name in parameters if name in inputs}
-    return Interface(model, inputs, call, None, arguments, as_returned)
+    return named or given, bool(named)
 
 
-def _specs(input_signature: Any) -> dict[str, Input]:
+def _given_inputs(input_signature: Any) -> dict[str, Input]:
     if not isinstance(input_signature, Mapping):
         raise TypeError(
             "`input_signature` must be a dict from input names to keras.InputSpec or "
             f"tf.TensorSpec. Received: {type(input_signature).__name__}."
         )
-    found = {}
     for name, spec in input_signature.items():
         shape, dtype = getattr(spec, "shape", None), getattr(spec, "dtype", None)
         if shape is None or dtype is None or len(shape) == 0:
@@ -160,23 +151,20 @@ def _specs(input_signature: Any) -> dict[str, Input]:
                 f"`input_signature[{name!r}]` must have a shape with a batch axis, and a dtype. "
                 f"Received: {spec}."
             )
-        dtype = getattr(dtype, "name", dtype)
-        found[name] = Input((None, *tuple(shape)[1:]), keras.backend.standardize_dtype(dtype))
-    return found
+    return {name: _input(spec) for name, spec in input_signature.items()}
 
 
-def _checked_names(inputs: dict[str, Input]) -> dict[str, Input]:
-    if bad := [name for name in inputs if keyword.iskeyword(name) or name == "self"]:
+def _check_names(inputs: dict[str, Input]) -> None:
+    for name in inputs:
+        if keyword.iskeyword(name) or name == "self":
+            reason = "is reserved in Python. Use another"
+        elif not _NAME.fullmatch(name):
+            reason = "TensorFlow would change in the signature. Use letters, digits and _"
+        else:
+            continue
         raise ValueError(
-            f"The input {bad[0]!r} has a name that is reserved in Python. Give it another: "
-            "keras.Input(..., name='token_ids')."
+            f"The input {name!r} has a name that {reason}: keras.Input(..., name='token_ids')."
         )
-    if bad := [name for name in inputs if not _NAME.fullmatch(name)]:
-        raise ValueError(
-            f"The input {bad[0]!r} has a name that TensorFlow would change in the signature. Use "
-            "letters, digits and _: keras.Input(..., name='token_ids')."
-        )
-    return inputs
 
 
 def _named_outputs(outputs: Any) -> Tensors:
@@ -186,28 +174,18 @@ def _named_outputs(outputs: Any) -> Tensors:
     else:
         several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         named = {f"output_{i}": x for i, x in enumerate(several)}
-    if odd := [name for name in named if not isinstance(name, str)]:
-        raise ValueError(
-            f"The keys of a dict of outputs must be text, the outputs' names. Received: {odd[0]!r}."
-        )
-    if nested := [name for name, x in named.items() if not hasattr(x, "shape")]:
-        raise ValueError(
-            f"The output {nested[0]!r} holds several tensors: a signature gives one tensor for "
-            "each name. Return a flat dict, list or tensor."
-        )
+    for name, x in named.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"The keys of a dict of outputs must be text, the outputs' names. Received: "
+                f"{name!r}."
+            )
+        if not hasattr(x, "shape"):
+            raise ValueError(
+                f"The output {name!r} holds several tensors: a signature gives one tensor for "
+                "each name. Return a flat dict, list or tensor."
+            )
     return named
-
-
-def _structure(outputs: Any) -> Any:
-    return keras.tree.map_structure(lambda _: 0, outputs)
-
-
-def _packed(structure: Any, named: Tensors) -> Any:
-    """Named outputs in the structure that `_named_outputs` took them from."""
-    if isinstance(structure, Mapping):
-        return {name: named[name] for name in structure}
-    flat = [named[f"output_{i}"] for i in range(len(named))]
-    return keras.tree.pack_sequence_as(structure, flat)
 
 
 # --- On arrays ------------------------------------------------------------------------------------
@@ -220,17 +198,38 @@ def answer(interface: Interface, given: Arrays) -> Arrays:
     return {name: as_array(x) for name, x in outputs.items()}
 
 
-def as_tensors(interface: Interface, given: Arrays) -> dict[str, Any]:
-    return {
-        name: keras.ops.convert_to_tensor(
-            value, interface.inputs[name].dtype if name in interface.inputs else None
-        )
-        for name, value in given.items()
-    }
+def as_tensors(interface: Interface, given: Arrays) -> Tensors:
+    dtypes = {name: x.dtype for name, x in interface.inputs.items()}
+    return {name: ops.convert_to_tensor(x, dtypes.get(name)) for name, x in given.items()}
 
 
-def as_array(tensor: Any) -> np.ndarray:
-    array = keras.ops.convert_to_numpy(tensor)
-    if array.dtype.kind == "V":  # bfloat16, which is none of NumPy's own
-        return array.astype("float32")
-    return array.astype("S") if array.dtype.kind == "O" else array
+def as_array(tensor: Tensor) -> np.ndarray:
+    return fresh_process.plain(ops.convert_to_numpy(tensor))
+
+
+def distance(got: Arrays, wanted: Arrays) -> float:
+    """The largest difference; infinite where names, shapes or what is finite differ.
+
+    Differences of floats are in units of their output's largest element, at least 1: what rounding
+    grows with. Elements from 1e4 on, such as the -1e9 of masked logits, have their own size for a
+    unit instead, and so do not widen what the others may differ by.
+    """
+    if got.keys() != wanted.keys():
+        return float("inf")
+    return max((_apart(got[name], value) for name, value in wanted.items()), default=0.0)
+
+
+def _apart(got: np.ndarray, wanted: np.ndarray) -> float:
+    if got.shape != wanted.shape:
+        return float("inf")
+    if wanted.dtype.kind == "S":
+        return 0.0 if (got == wanted).all() else float("inf")
+    is_whole = wanted.dtype.kind in "biu"
+    got, wanted = got.astype("complex128"), wanted.astype("complex128")
+    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    size = np.abs(wanted)
+    largest = size[size < _LARGE].max(initial=1)
+    unit = 1 if is_whole else np.where(size < _LARGE, largest, size)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(got - wanted) / unit
+    return float(np.nan_to_num(np.where(same, 0, apart), nan=np.inf).max(initial=0))

@@ -1,38 +1,41 @@
 """`serve_padded`, and the trial before it is offered: whether padding changes the outputs."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator
 
-import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.export import fresh_process, samples
+from keras_headmask.export import samples
 from keras_headmask.export.interface import (
     PADDING,
     Arrays,
     Input,
     Interface,
+    Shape,
     Tensors,
     answer,
-    as_array,
-    as_tensors,
+    distance,
 )
-from keras_headmask.retrofit.observing import keys_limited, rules_of
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.export.precision import TOLERANCES, computing_in
+from keras_headmask.export.signatures import Signature
+from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.observing import keys_limited
+from keras_headmask.retrofit.position_mixing import what_mixes
 
 LENGTHS = "lengths"  # the input that says how long each example really is
 _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 
-def padded(interface: Interface) -> Callable[[Tensors], Tensors]:
-    """Takes `lengths` too: what lies past an example's length is not attended, and 0 in outputs."""
-    sequences = [name for name, x in interface.inputs.items() if x.is_sequence]
+def padded(interface: Interface) -> Signature:
+    """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs."""
+    inputs = interface.inputs | {LENGTHS: Input((None,), "int32")}
+    first = next(name for name, x in interface.inputs.items() if x.is_sequence)
 
     def serve_padded(given: Tensors) -> Tensors:
         given = dict(given)
         lengths = given.pop(LENGTHS)
-        batch, length = ops.shape(given[sequences[0]])[:2]
+        batch, length = ops.shape(given[first])[:2]
         lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
         live = ops.arange(length)[None, :] < lengths
         if PADDING in interface.inputs:
@@ -44,10 +47,10 @@ def padded(interface: Interface) -> Callable[[Tensors], Tensors]:
         shapes = interface.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
         return {name: _zero_past(x, shapes[name], live) for name, x in outputs.items()}
 
-    return serve_padded
+    return Signature(serve_padded, inputs)
 
 
-def _zero_past(output: Any, shape: tuple[int | None, ...], live: Any) -> Any:
+def _zero_past(output: Tensor, shape: Shape, live: Tensor) -> Tensor:
     """0 along every axis whose size is the length."""
     for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
         others = [i for i in range(1, len(shape)) if i != axis]
@@ -59,100 +62,82 @@ def _zero_past(output: Any, shape: tuple[int | None, ...], live: Any) -> Any:
 # --- The trial ------------------------------------------------------------------------------------
 
 
-def what_padding_changes(interface: Interface, length: int, tolerance: float) -> str | None:
-    """What is wrong with `serve_padded`, in words; `None` if nothing was found.
+def why_not_padded(interface: Interface, length: int) -> str | None:
+    """Why `serve_padded` is left out; `None` if neither the graph nor a trial finds a reason.
 
-    Padded with first elements, as TensorFlow Serving does, and with what comes: a largest element
-    does not change where one is repeated, nor often in long examples. So short ones are tried, too.
+    The trial is in float32: half precision would take what padding changes for rounding. It pads
+    with first elements, as TensorFlow Serving does, and with others, in short examples, too: a
+    maximum does not change when an element is repeated, and seldom in long examples.
     """
-    specs = tuple(rules_of(interface.model).values())
+    if not any(x.is_sequence for x in interface.inputs.values()):
+        return "no input has a length that varies"
+    if LENGTHS in interface.inputs:
+        return f"the model has an input named {LENGTHS!r} of its own"
+    if PADDING not in interface.inputs and (mixes := what_mixes(interface.model)) is not None:
+        return f"{mixes}, so that padding would be seen"
+    with_lengths = interface._replace(call=padded(interface).function)
     try:
-        if axis := _axis_of_its_own(interface, samples.sample(interface, specs, 2, _SHORT)):
-            return (
-                f"axis {axis[1]} of {axis[0]!r} may have another length than the rest, so "
-                "`lengths` would not say what is padding there"
-            )
-        for size in sorted({min(_SHORT, length), length}):
-            apart = _apart_when_padded(interface, specs, size)
-            if apart > tolerance:
+        with computing_in(interface.model, "float32"):
+            if axis := _axis_of_its_own(interface):
                 return (
-                    "what is padded in changes the outputs at real positions, by up to "
-                    f"{apart:.2g}: something beside attention sees it"
+                    f"axis {axis[1]} of {axis[0]!r} may have another length than the rest, so "
+                    "`lengths` would not say what is padding there"
                 )
+            for size in sorted({min(_SHORT, length), length}):
+                for request, wanted in _cases(interface, size):
+                    apart = distance(answer(with_lengths, request), wanted)
+                    if apart > TOLERANCES["float32"]:
+                        return (
+                            "what is padded in changes the outputs at real positions, by up to "
+                            f"{apart:.2g}: something beside attention sees it"
+                        )
     except Exception as error:  # whatever the model raises is the reason
         return f"with lengths the model fails: {type(error).__name__}: {error}"[:400]
     return None
 
 
-def _apart_when_padded(interface: Interface, specs: Sequence[MaskSpec], length: int) -> float:
-    given = samples.sample(interface, specs, 3, length)
-    lengths, wanted = _alone(interface, given)
-    apart = 0.0
-    for filler in (None, samples.sample(interface, specs, 3, length, seed=1)):
-        request = _padded(interface, given, lengths, filler)
-        with keras.device("cpu:0"):
-            outputs = padded(interface)(as_tensors(interface, request))
-        got = {name: as_array(x) for name, x in outputs.items()}
-        apart = max(apart, fresh_process.distance(got, wanted))
-    return apart
-
-
 def padded_case(interface: Interface, length: int) -> tuple[Arrays, Arrays]:
     """A batch padded as TensorFlow Serving does it, and what its examples give alone."""
-    given = samples.sample(interface, tuple(rules_of(interface.model).values()), 3, length)
-    lengths, wanted = _alone(interface, given)
-    return _padded(interface, given, lengths), wanted
+    return next(_cases(interface, length))
 
 
-def _axis_of_its_own(interface: Interface, given: Arrays) -> tuple[str, int] | None:
-    """An input and its open axis that the model lets be shorter than the length."""
+def _axis_of_its_own(interface: Interface) -> tuple[str, int] | None:
+    """An input and its axis that may be shorter than the length."""
+    given = samples.request(interface, (2, _SHORT))
     first = next(name for name, x in interface.inputs.items() if x.is_sequence)
     for name, x in interface.inputs.items():
         for axis in range(1, len(x.shape)):
-            if x.shape[axis] is not None or (name, axis) == (first, 1):
-                continue
-            try:
-                answer(interface, given | {name: np.delete(given[name], -1, axis)})
-            except Exception:  # they must be of one length, as wished
-                continue
-            return name, axis
+            if x.shape[axis] is None and (name, axis) != (first, 1):
+                with contextlib.suppress(Exception):  # they must be of one length
+                    answer(interface, given | {name: np.delete(given[name], -1, axis)})
+                    return name, axis
     return None
 
 
-def _alone(interface: Interface, given: Arrays) -> tuple[np.ndarray, Arrays]:
-    """Lengths, and what the examples give alone, each as long as that, and 0 past it."""
-    inputs = interface.inputs.items()
-    batch, length = next(given[name].shape for name, x in inputs if x.is_sequence)[:2]
-    lengths = np.array([max(1, length - i * (length // 3)) for i in range(batch)], "int32")
-    lengths[-1] = max(1, length // 2)
-    parts = [
-        answer(interface, {name: given[name][_real(x, i, n)] for name, x in inputs})
-        for i, n in enumerate(lengths)
-    ]
-    whole = {name: x.shape for name, x in answer(interface, given).items()}
-    joined = {name: np.zeros(shape, parts[0][name].dtype) for name, shape in whole.items()}
-    for i, part in enumerate(parts):
-        for name, value in part.items():
-            joined[name][(slice(i, i + 1), *(slice(0, size) for size in value.shape[1:]))] = value
-    return lengths, joined
+def _cases(interface: Interface, length: int) -> Iterator[tuple[Arrays, Arrays]]:
+    """A request padded with first elements, one padded with others, and the right answers.
 
-
-def _padded(
-    interface: Interface, given: Arrays, lengths: np.ndarray, filler: Arrays | None = None
-) -> Arrays:
-    """`given`, past each example's length its first element, or what `filler` has there."""
-    padded = {}
-    for name, x in interface.inputs.items():
-        first = given[name][(slice(None), *(slice(0, 1) for _ in x.shape[1:]))]
-        padded[name] = np.broadcast_to(first, given[name].shape).copy()
-        if filler is not None:
-            padded[name] = filler[name].copy()
-        for i, n in enumerate(lengths):
-            padded[name][_real(x, i, n)] = given[name][_real(x, i, n)]
-    return padded | {LENGTHS: lengths}
+    These are what the examples give alone, and 0 past their lengths.
+    """
+    inputs, rules = interface.inputs.items(), interface.rules.values()
+    given = samples.sample(interface, rules, 3, length)
+    lengths = np.array([length, length - length // 3, max(1, length // 2)], "int32")
+    wanted = {name: np.zeros_like(x) for name, x in answer(interface, given).items()}
+    for i, n in enumerate(lengths):
+        alone = answer(interface, {name: given[name][_real(x, i, n)] for name, x in inputs})
+        for name, value in alone.items():
+            wanted[name][(slice(i, i + 1), *map(slice, value.shape[1:]))] = value
+    for filler in (None, samples.sample(interface, rules, 3, length, seed=1)):
+        request = {}
+        for name, x in inputs:
+            first = given[name][(slice(None), *(slice(1) for _ in x.shape[1:]))]
+            padded = np.broadcast_to(first, given[name].shape) if filler is None else filler[name]
+            request[name] = padded.copy()
+            for i, n in enumerate(lengths):
+                request[name][_real(x, i, n)] = given[name][_real(x, i, n)]
+        yield request | {LENGTHS: lengths}, wanted
 
 
 def _real(x: Input, example: int, length: int) -> tuple[slice, ...]:
     """Where an input holds an example's own positions."""
-    open_axes = (slice(0, length if size is None else size) for size in x.shape[1:])
-    return (slice(example, example + 1), *open_axes)
+    return (slice(example, example + 1), *(slice(n or length) for n in x.shape[1:]))

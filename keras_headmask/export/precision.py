@@ -12,9 +12,11 @@ import keras
 from keras_headmask import _keras
 
 PRECISIONS = ("float16", "bfloat16")
+# How far rounding may move outputs, as `interface.distance` measures it.
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
 
 
-def checked_precision(precision: str | None) -> None:
+def check_precision(precision: Any) -> None:
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise ValueError(
             f"`precision` must be one of {PRECISIONS}, or None for that of the model. "
@@ -22,41 +24,38 @@ def checked_precision(precision: str | None) -> None:
         )
 
 
+def tolerance_of(model: keras.Model, precision: str | None) -> float:
+    """The tolerance of the coarsest dtype that layers compute in."""
+    dtypes = {precision or "float32", *(layer.compute_dtype for layer in _keras.layers_of(model))}
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+
+
 @contextlib.contextmanager
 def computing_in(model: keras.Model, precision: str | None) -> Iterator[None]:
-    """Let layers compute in `precision`, and those that end in a softmax in float32.
+    """Let layers compute in half `precision`, and those that end in a softmax in float32.
 
     Attention under a rule, and stock attention without dropout, have their softmax in float32 in
-    any precision. As they are stay layers that compute with integer weights or in float64, and, in
-    a model of mixed precision, those that were given float32.
+    any precision. Layers with integer weights or of float64 stay as they are, and so do those of
+    float32 in a model of mixed precision.
+
+    With `"float32"`, layers of half precision compute in it, so that little is rounding.
     """
-    own = {"float64"} | ({"float32"} if computes_in_half(model) else set())
+    kept = {"float64"}
+    if any(layer.compute_dtype in PRECISIONS for layer in _keras.layers_of(model)):
+        kept.add("float32")
 
     def policy(layer: keras.Layer) -> keras.DTypePolicy | None:
-        if layer.compute_dtype in own:
+        if precision is None or layer.compute_dtype in kept:
             return None
+        if precision == "float32":
+            half = layer.compute_dtype in PRECISIONS
+            return _ComputingInFloat32(layer.dtype_policy.name) if half else None
         ends_in_softmax = getattr(layer, "activation", None) is keras.activations.softmax
         is_softmax = isinstance(layer, keras.layers.Softmax) or ends_in_softmax
         return keras.DTypePolicy("float32" if is_softmax else f"mixed_{precision}")
 
-    with _policies(model, policy if precision is not None else lambda layer: None):
-        yield
-
-
-@contextlib.contextmanager
-def computing_in_float32(model: keras.Model) -> Iterator[None]:
-    """Let layers of half precision compute in float32, so that little is rounding."""
-
-    def policy(layer: keras.Layer) -> keras.DTypePolicy | None:
-        half = layer.compute_dtype in PRECISIONS
-        return _ComputingInFloat32(layer.dtype_policy.name) if half else None
-
     with _policies(model, policy):
         yield
-
-
-def computes_in_half(model: keras.Model) -> bool:
-    return any(layer.compute_dtype in PRECISIONS for layer in _keras.layers_of(model))
 
 
 class _ComputingInFloat32(keras.DTypePolicy):
@@ -66,31 +65,19 @@ class _ComputingInFloat32(keras.DTypePolicy):
 
 
 class _OfTheCaller(keras.DTypePolicy):
-    """Stands on a layer for its policy: who exports has another, all others what they had."""
+    """Stands for a layer's policy: the export has another one, other threads the layer's own."""
 
     def __init__(self, layer: keras.Layer):
-        self.own, self.exports, self._layer = layer.dtype_policy, 0, id(layer)
+        self.own, self.exports, self.layer_id = layer.dtype_policy, 0, id(layer)
 
-    @property
-    def now(self) -> keras.DTypePolicy:
-        return _chosen.get().get(self._layer, self.own)
+    def __getattribute__(self, name: str) -> Any:
+        here = object.__getattribute__(self, "__dict__")
+        if name in here:
+            return here[name]
+        return getattr(_chosen.get().get(here["layer_id"], here["own"]), name)
 
-    @property
-    def __class__(self) -> type:  # so that it is filed, and asked what it is, as that policy
-        return type(self.now)
-
-    @property
-    def compute_dtype(self) -> str:
-        return self.now.compute_dtype
-
-    def get_config(self) -> dict[str, Any]:
-        return self.now.get_config()
-
-    def __getattr__(self, name: str) -> Any:  # what the base class reads
-        return getattr(self.now, name)
-
-    def __getitem__(self, path: str) -> Any:  # of a map of policies
-        return self.now[path]
+    def __getitem__(self, path: str) -> keras.DTypePolicy:  # a map of policies has it
+        return self.__getitem__(path)
 
 
 _chosen: ContextVar[Mapping[int, keras.DTypePolicy]] = ContextVar(
@@ -100,7 +87,9 @@ _LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
-def _policies(model: keras.Model, choose: Callable) -> Iterator[None]:
+def _policies(
+    model: keras.Model, choose: Callable[[keras.Layer], keras.DTypePolicy | None]
+) -> Iterator[None]:
     """Policies for this caller alone: other threads run the model as it is."""
     policies = {
         layer: policy

@@ -15,7 +15,7 @@ class CheckResult:
     """What the fresh process found.
 
     Distances are the largest differences of outputs, in units of the output's largest element if
-    that is above 1; elements from 1e4 on are held against themselves.
+    that is above 1; elements from 1e4 on are compared with themselves.
     """
 
     shapes: tuple[tuple[int, int], ...]  # (batch, length) of the requests
@@ -31,10 +31,34 @@ class CheckResult:
     precision_error: float | None  # from the model in float32
     graphs: dict[str, dict[str, Any]]  # what the graph of each signature holds
 
+    def lines(self, precision: str | None) -> Iterator[str]:
+        yield (
+            f"checked in a fresh process at (batch, length) {', '.join(map(str, self.shapes))}: "
+            f"differs from the model by {self.error:.1e} (rounding: {self.tolerance:.0e})"
+        )
+        if self.precision_error is not None:
+            yield f"{precision}: differs from float32 by {self.precision_error:.1e}"
+        if self.twin_distance is None:
+            yield "no rule restricts anything"
+        else:
+            yield f"the rule is alive: differs from the twin without it by {self.twin_distance:.1e}"
+        if self.mass_outside is not None:
+            yield (
+                f"largest attention at a forbidden key: {self.mass_outside:.1e} "
+                f"(seen in {self.mass_seen_in})"
+            )
+        for name, error in (("serve_padded", self.padded_error), ("XLA", self.compiled_error)):
+            if error is not None:
+                yield f"{name} differs by {error:.1e}"
+        yield (
+            f"loads in {self.load_milliseconds:.0f} ms; a request takes "
+            f"{', '.join(f'{ms:.1f}' for ms in self.milliseconds)} ms"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was exported, and what was checked of it. `print` it to read it."""
+    """What was exported, and what the check found. `print` it to read it."""
 
     path: pathlib.Path
     version: int
@@ -48,11 +72,27 @@ class ExportReport:
     check: CheckResult | None
 
     def __str__(self) -> str:
-        return "\n".join(map(in_one_line, _lines(self)))
+        megabytes = {name: number / 2**20 for name, number in self.bytes.items()}
+        sizes = f"{megabytes['total']:.2f} MiB (graph {megabytes['graph']:.2f})"
+        seconds = self.milliseconds["total"] / 1000
+        lines = [f"{self.path}: {sizes}, written in {seconds:.1f} s"]
+        for name, sides in self.signatures.items():
+            inputs, outputs = (_named_shapes(sides[side]) for side in ("inputs", "outputs"))
+            lines.append(f"  {name}({inputs}) -> {outputs}")
+        lines += [f"  {name} left out: {reason}" for name, reason in self.left_out.items()]
+        if self.warmup_records:
+            lines.append(f"  {self.warmup_records} warm-up records")
+        found = ["not checked"] if self.check is None else self.check.lines(self.precision)
+        return "\n".join(map(in_one_line, [*lines, *(f"  {line}" for line in found)]))
+
+
+def _named_shapes(side: dict[str, Any]) -> str:
+    shapes = {k: ", ".join("?" if n is None else str(n) for n in s) for k, (_, s) in side.items()}
+    return ", ".join(f"{name} {dtype}[{shapes[name]}]" for name, (dtype, _) in side.items())
 
 
 def installed_versions() -> dict[str, str]:
-    """Installed versions, this package's first."""
+    """This package's version and those of what it runs on."""
     import keras_headmask
 
     found = {"keras_headmask": keras_headmask.__version__}
@@ -60,51 +100,3 @@ def installed_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _lines(report: ExportReport) -> Iterator[str]:
-    size, took = report.bytes, report.milliseconds
-    yield (
-        f"{report.path}: {size['total'] / 2**20:.2f} MiB (graph {size['graph'] / 2**20:.2f}), "
-        f"written in {took['total'] / 1000:.1f} s"
-    )
-    for name, sides in report.signatures.items():
-        inputs, outputs = (
-            ", ".join(f"{k} {dtype}{_shape(shape)}" for k, (dtype, shape) in sides[side].items())
-            for side in ("inputs", "outputs")
-        )
-        yield f"  {name}({inputs}) -> {outputs}"
-    for name, reason in report.left_out.items():
-        yield f"  {name} left out: {reason}"
-    if report.warmup_records:
-        yield f"  {report.warmup_records} warm-up records"
-    result = report.check
-    if result is None:
-        yield "  not checked"
-        return
-    yield (
-        f"  checked in a fresh process at (batch, length) {', '.join(map(str, result.shapes))}: "
-        f"differs from the model by {result.error:.1e} (rounding: {result.tolerance:.0e})"
-    )
-    if result.precision_error is not None:
-        yield f"  {report.precision}: differs from float32 by {result.precision_error:.1e}"
-    if result.twin_distance is None:
-        yield "  no rule restricts anything"
-    else:
-        yield f"  the rule is alive: differs from the twin without it by {result.twin_distance:.1e}"
-    if result.mass_outside is not None:
-        yield (
-            f"  largest attention at a forbidden key: {result.mass_outside:.1e} "
-            f"(seen in {result.mass_seen_in})"
-        )
-    for name, error in (("serve_padded", result.padded_error), ("XLA", result.compiled_error)):
-        if error is not None:
-            yield f"  {name} differs by {error:.1e}"
-    yield (
-        f"  loads in {result.load_milliseconds:.0f} ms; a request takes "
-        f"{', '.join(f'{ms:.1f}' for ms in result.milliseconds)} ms"
-    )
-
-
-def _shape(shape: tuple) -> str:
-    return "[" + ", ".join("?" if n is None else str(n) for n in shape) + "]"

@@ -1,6 +1,6 @@
-"""Inputs to try a model on: random, but such that its rules have something to decide."""
+"""Requests to try a model on: given, or random, with something for its rules to decide."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -8,7 +8,78 @@ import numpy as np
 
 from keras_headmask import _keras
 from keras_headmask.export.interface import PADDING, Arrays, Input, Interface
+from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec, leaves
+
+_SIDES = ("query", "key", "decoder", "encoder")
+
+
+def request(interface: Interface, item: Any) -> Arrays:
+    """One request: inputs by name as arrays, or a sample for a pair (batch, length)."""
+    if isinstance(item, Mapping):
+        return _checked(interface, item)
+    if not is_pair(item):
+        raise TypeError(
+            "An example must be a dict of arrays by input name, or a pair (batch, length), from 1. "
+            f"Received: {item!r}."
+        )
+    check_length(interface, item)
+    return sample(interface, interface.rules.values(), *item)
+
+
+def length_of(interface: Interface, given: Arrays) -> int:
+    return next((given[k].shape[1] for k, x in interface.inputs.items() if x.is_sequence), 1)
+
+
+def is_pair(item: Any) -> bool:
+    """Whether `item` is (batch, length), whole numbers from 1."""
+    pair = isinstance(item, (tuple, list)) and len(item) == 2
+    return pair and all(type(size) is int and size > 0 for size in item)
+
+
+def check_length(interface: Interface, pair: Sequence[int]) -> None:
+    """Raise if no input can have the length of (batch, length)."""
+    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
+    if sizes and not sizes & {None, pair[1]}:
+        raise ValueError(
+            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
+            f"inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of such a length."
+        )
+
+
+def _checked(interface: Interface, item: Mapping[str, Any]) -> Arrays:
+    if item.keys() != interface.inputs.keys():
+        raise ValueError(
+            f"An example must have the inputs {sorted(interface.inputs)}. Received: {sorted(item)}."
+        )
+    given = {name: _as_array(item[name]) for name in interface.inputs}
+    for name, x in interface.inputs.items():
+        shape, dtype = given[name].shape, given[name].dtype
+        sizes_fit = len(shape) == len(x.shape) and all(
+            size in (None, have) for size, have in zip(x.shape, shape, strict=True)
+        )
+        if not sizes_fit or _kind("string" if dtype.kind == "S" else dtype.name) != _kind(x.dtype):
+            raise ValueError(
+                f"The example's {name!r} must be {x.dtype} of shape {x.shape}. Received: "
+                f"{dtype} of shape {shape}."
+            )
+    return given
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """As an array; text as the bytes of UTF-8, as TensorFlow has it."""
+    array = np.asarray(value)
+    if array.dtype.kind == "O" and all(isinstance(item, (str, bytes)) for item in array.flat):
+        items = [item.encode() if isinstance(item, str) else item for item in array.flat]
+        return np.array(items, "S").reshape(array.shape)
+    return np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
+
+
+def _kind(dtype: str) -> str:
+    return next((kind for kind in ("float", "int") if kind in dtype), dtype)
+
+
+# --- Made up --------------------------------------------------------------------------------------
 
 
 def sample(
@@ -16,25 +87,27 @@ def sample(
 ) -> Arrays:
     """One request of `batch` examples of `length` positions, by input name; fixed sizes stay.
 
-    Ids stay below the sizes of the embeddings that read them, and hold those that rules look for.
-    Inputs that no embedding reads are made as what their name and dtype say: segments, flags,
-    whole masks, numbers.
+    Ids stay below the sizes of the embeddings that read them, and include those that rules look
+    for. Other inputs are what their name and dtype say: segments, flags, whole masks, numbers.
     """
     rng = np.random.default_rng([seed, batch, length])
-    specs, inputs = tuple(specs), interface.inputs.items()
-    return {name: _one(name, x, interface, specs, batch, length, rng) for name, x in inputs}
+    all_leaves = [leaf for spec in specs for leaf in leaves(spec)]
+    made = {}
+    for name, x in interface.inputs.items():
+        shape = [batch, *(length if size is None else size for size in x.shape[1:])]
+        readers = [leaf for leaf in all_leaves if _reads(leaf, name)]
+        made[name] = _one(name, x, shape, readers, interface.model, rng)
+    return made
 
 
 def _one(
     name: str,
     x: Input,
-    interface: Interface,
-    specs: tuple[MaskSpec, ...],
-    batch: int,
-    length: int,
+    shape: list[int],
+    readers: list[MaskSpec],
+    model: keras.Model,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    shape = [batch, *(length if size is None else size for size in x.shape[1:])]
     if x.dtype == "string":
         raise TypeError(
             f"The input {name!r} holds text, of which no examples can be made up. Pass some, "
@@ -42,65 +115,47 @@ def _one(
         )
     if "float" in x.dtype:
         return rng.normal(size=shape).astype(x.dtype if x.dtype != "bfloat16" else "float32")
-    if len(shape) == 4:  # a whole mask: every query sees itself, and more or less half of the rest
+    if len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
         mask = rng.random(shape) < 0.5
         return (mask | np.eye(shape[2], shape[3], dtype=bool)).astype(x.dtype)
     if name == PADDING and len(shape) == 2:
-        keep = np.maximum(1, shape[1] - np.arange(batch) * shape[1] // (4 * batch))
+        keep = np.maximum(1, shape[1] - np.arange(shape[0]) * shape[1] // (4 * shape[0]))
         return (np.arange(shape[1])[None, :] < keep[:, None]).astype(x.dtype)
     if x.dtype == "bool":
         return rng.random(shape) < 0.5
-    below = _ids_below(interface.model, name)
-    readers = _readers(specs, name)
-    if below is None:
-        if any(leaf.reads_segments for leaf in readers):
-            return np.cumsum(rng.random(shape) < 0.25, axis=-1).astype(x.dtype)
-        ids = rng.integers(0, 2, shape)
-    else:
-        ids = rng.integers(0, below, shape)
+    below = _ids_below(model, name)
+    if below is None and any(leaf.reads_segments for leaf in readers):
+        return np.cumsum(rng.random(shape) < 0.25, axis=-1).astype(x.dtype)
+    ids = rng.integers(0, 2 if below is None else below, shape)
     wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
     if wanted:
         ids = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), ids)
     return ids.astype(x.dtype)
 
 
-def _readers(specs: Iterable[MaskSpec], name: str) -> list[MaskSpec]:
-    """The leaves that read an input, also under the name of one side of cross-attention."""
-    return [
-        leaf
-        for spec in specs
-        for leaf in leaves(spec)
-        if any(name in (read, *(f"{side}_{read}" for side in _SIDES)) for read in leaf.inputs)
-    ]
-
-
-_SIDES = ("query", "key", "decoder", "encoder")
+def _reads(leaf: MaskSpec, name: str) -> bool:
+    """Whether a leaf reads an input, also under the name of one side of cross-attention."""
+    return any(name in (read, *(f"{side}_{read}" for side in _SIDES)) for read in leaf.inputs)
 
 
 def _ids_below(model: keras.Model, name: str) -> int | None:
     """The size of the smallest embedding that reads an input of a functional graph."""
-    model = _keras.functional_of(model)
-    if not isinstance(model, _keras.Functional):
+    graph = _keras.functional_of(model)
+    if not isinstance(graph, _keras.Functional):
         return None
-    sizes: list[int] = []
-    for tensor in model.inputs:
-        if tensor.name == name:
-            sizes += _sizes_of_embeddings(model, tensor)
-    return min(sizes, default=None)
+    tensors = [tensor for tensor in graph.inputs if tensor.name == name]
+    return min((n for tensor in tensors for n in _sizes_of_embeddings(graph, tensor)), default=None)
 
 
-def _sizes_of_embeddings(model: _keras.Functional, tensor: Any) -> Iterator[int]:
-    for operation in model.operations:
+def _sizes_of_embeddings(graph: _keras.Functional, tensor: Tensor) -> Iterator[int]:
+    for operation in graph.operations:
         for node in _keras.calls_of(operation):
             places = [i for i, x in enumerate(node.input_tensors) if x is tensor]
-            if not places:
-                continue
-            if isinstance(operation, _keras.Functional) and len(node.input_tensors) == len(
-                operation.inputs
-            ):
+            inner = getattr(operation, "inputs", ()) if places else ()
+            if isinstance(operation, _keras.Functional) and len(node.input_tensors) == len(inner):
                 for i in places:
-                    yield from _sizes_of_embeddings(operation, operation.inputs[i])
-            elif isinstance(operation, keras.Layer):
+                    yield from _sizes_of_embeddings(operation, inner[i])
+            elif places and isinstance(operation, keras.Layer):
                 for layer in _keras.layers_of(operation):
                     if isinstance(layer, keras.layers.Embedding):
                         yield layer.input_dim

@@ -1,4 +1,4 @@
-"""A model as a version that TensorFlow Serving can load: whole, checked, without Python."""
+"""`export_saved_model`: a model as a version that TensorFlow Serving loads."""
 
 import contextlib
 import json
@@ -12,14 +12,26 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.export import checking, graph_scan, tf_serving, versions
-from keras_headmask.export.interface import Interface, answer, interface_of
-from keras_headmask.export.precision import checked_precision, computing_in
+from keras_headmask.export import checking, graph_scan, padding, samples, tf_serving, versions
+from keras_headmask.export import warmup as warmup_files
+from keras_headmask.export.fresh_process import milliseconds_since
+from keras_headmask.export.interface import (
+    Arrays,
+    Interface,
+    answer,
+    as_tensors,
+    interface_of,
+)
+from keras_headmask.export.precision import check_precision, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
-from keras_headmask.export.signatures import Plan, keeping_dtypes, milliseconds_since
+from keras_headmask.export.signatures import (
+    DEFAULT,
+    keeping_dtypes,
+    signatures_of,
+    write,
+)
 from keras_headmask.export.warmup import EXTRA, check_installed
-from keras_headmask.retrofit.observing import rules_of
-from keras_headmask.retrofit.selectors import find_attention, select
+from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 
@@ -46,11 +58,11 @@ def export_saved_model(
 
     - `serving_default`: inputs as the model names them, any batch and, where the model allows it,
       any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...; never XLA.
-    - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. What lies past an example's length is
+    - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. Positions past an example's length are
       not attended, and outputs there are 0: for servers that pad (TF Serving fills with each
-      tensor's first element, and says nothing). Left out, with the reason in the report, where
-      anything but attention could see the padding.
-    - `serve_scores`, if asked for: attention, float32 `(batch, heads, queries, keys)`.
+      tensor's first element). Left out, with the reason in the report, where anything but attention
+      could see the padding.
+    - `serve_scores`, if asked for: probabilities, float32 `(batch, heads, queries, keys)`.
     - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
       its flags for XLA.
 
@@ -63,21 +75,21 @@ def export_saved_model(
         base_path: A folder of versions, or a new one.
         version: A whole number that is not there yet; by default the next free one.
         input_signature: A dict from names to `keras.InputSpec(shape=..., dtype=...)`, `None` for
-            batch and length. Needed for subclassed models, where no graph says what they take; may
-            fix sizes of others.
-        padded: Whether to add `serve_padded` where it can be.
+            batch and length. Subclassed models need it; it may fix sizes of others.
+        padded: Whether to add `serve_padded` where it is possible.
         xla_buckets: Pairs (batch, length).
         scores: `True` for all attention layers, or which, as `layers` of `apply_head_masks`.
         warmup: Requests that TF Serving runs on loading: dicts of arrays by input name, or pairs
             (batch, length). Needs tensorflow-serving-api. A request of more rows than the server's
             `max_batch_size` keeps a server that batches from loading the version: a warning.
-        precision: `"float16"` or `"bfloat16"`: layers compute so, all but those of float64 and, in
-            a model of mixed precision, those of float32. In float32 are the softmax of attention,
-            `Softmax` layers and layers that end in a softmax; not `keras.ops.softmax` in a model's
-            own code. Weights and the dtypes of inputs and outputs stay; the report has the error.
-        check: Whether to load the version in a fresh process that cannot import this package, hold
-            it against the model at three shapes and against its twin without rules, and scan its
-            graph, before it is published. Or the requests to do that with, as for `warmup`.
+        precision: `"float16"` or `"bfloat16"`: layers compute in it, except those of float64 and,
+            in a model of mixed precision, those of float32. The softmax of attention, `Softmax`
+            layers and layers that end in a softmax compute in float32; `keras.ops.softmax` in a
+            model's own code does not. Weights and the dtypes of inputs and outputs stay; the report
+            has the error.
+        check: Whether to compare the version, before it is published, with the model at three
+            shapes and with its twin without rules, in a fresh process that cannot import this
+            package. Or the requests to compare on, as for `warmup`.
 
     Returns:
         An `ExportReport`; `print` it.
@@ -101,54 +113,81 @@ def export_saved_model(
     >>> report.version, sorted(report.signatures)
     (1, ['serve_padded', 'serving_default'])
     """
-    start = time.perf_counter()
-    warmup = _listed("warmup", warmup)
-    check = check if isinstance(check, bool) else _listed("check", check)
-    _check_arguments(model, precision, warmup, check, padded)
-    base = versions.checked_base(base_path)
-    versions.checked_version(version, base)
-    interface = interface_of(model, input_signature)
-    buckets = _checked_buckets(xla_buckets, interface)
-    entries, unreachable = _with_scores(model, scores)
-    with _disk_errors_explained(base), versions.being_written(base) as folder:
-        specs = tuple(rules_of(model).values())
-        given = [] if check is False else checking.requests(interface, check)
-        warm = [checking.request(interface, item, specs) for item in warmup]
-        _warn_of_large_batches(warm, tf_serving.batch_limit(base))
-        reference = [answer(interface, one) for one in given if precision is not None]
-        interface = keeping_dtypes(interface, precision)
-        with computing_in(model, precision):
-            plan = Plan(interface, entries, buckets, precision)
-            plan.left_out |= unreachable
-            if padded:
-                plan.offer_padded(given)
-            took = plan.write(folder)
-            records = plan.write_warmup(folder, warm)
-            moment, result = time.perf_counter(), None
-            # Before anything runs them: an error from there would not say the reason.
-            graphs = graph_scan.scan(folder)
-            for problem in graph_scan.graph_problems(graphs, graph_scan.custom_ops(folder)):
-                raise RuntimeError(f"The export was not published: {problem}")
-            if check is not False:
-                result = plan.checked(folder, given, reference, graphs)
-                took["check"] = milliseconds_since(moment)
-        (folder / EXTRA).mkdir(exist_ok=True)
-        described = json.dumps(_described(plan), indent=2)
-        (folder / EXTRA / "keras_headmask.json").write_text(described + "\n", encoding="utf-8")
-        sizes = _sizes(folder)
-        number = versions.publish(folder, base, version)
+    took: dict[str, float] = {}
+    with _timed(took, "total"):
+        warm = _listed("warmup", warmup)
+        check = check if isinstance(check, bool) else _listed("check", check)
+        _check_arguments(model, precision, warm, check, padded)
+        base = versions.checked_base(base_path)
+        versions.checked_version(version, base)
+        interface = interface_of(model, input_signature)
+        buckets = _checked_buckets(xla_buckets, interface)
+        entries, left_out = _with_scores(model, scores)
+        with versions.being_written(base) as folder:
+            given = [] if check is False else checking.requests(interface, check)
+            requests = [samples.request(interface, item) for item in warm]
+            _warn_of_large_batches(requests, tf_serving.batch_limit(base))
+            reference = []
+            if precision is not None:
+                reference = [answer(interface, one) for one in given]
+                interface = keeping_dtypes(interface, precision)
+            with computing_in(model, precision):
+                signatures = signatures_of(interface, entries, buckets)
+                if padded:
+                    length = max((samples.length_of(interface, one) for one in given), default=8)
+                    if reason := padding.why_not_padded(interface, length):
+                        left_out["serve_padded"] = reason
+                    else:
+                        signatures["serve_padded"] = padding.padded(interface)
+                with _timed(took, "trace"):
+                    for signature in signatures.values():
+                        signature.trace()
+                graphs = graph_scan.scan({name: x.traced for name, x in signatures.items()})
+                with _timed(took, "write"):
+                    write(interface, signatures, folder)
+                records = _warm_up(interface, requests, "serve_padded" in signatures)
+                if records:
+                    warmup_files.write(folder / EXTRA, records)
+                result = None
+                if check is not False:
+                    tolerance = tolerance_of(model, precision)
+                    with _timed(took, "check"):
+                        result = checking.checked(
+                            folder, interface, signatures, given, reference, tolerance, graphs
+                        )
+            described = {name: x.described() for name, x in signatures.items()}
+            contents = {
+                "format_version": FORMAT_VERSION,
+                "versions": installed_versions(),
+                "rules": {path: spec.get_config() for path, spec in interface.rules.items()},
+                "precision": precision,
+                "signatures": described,
+                "left_out": left_out,
+            }
+            (folder / EXTRA).mkdir(exist_ok=True)
+            text = json.dumps(contents, indent=2) + "\n"
+            (folder / EXTRA / "keras_headmask.json").write_text(text, encoding="utf-8")
+            sizes = _sizes(folder)
+            number = versions.publish(folder, base, version)
     return ExportReport(
         path=base / str(number),
         version=number,
-        signatures=plan.described(),
-        left_out=plan.left_out,
-        rules=rules_of(model),
+        signatures=described,
+        left_out=left_out,
+        rules=dict(interface.rules),
         precision=precision,
-        warmup_records=records,
+        warmup_records=len(records),
         bytes=sizes,
-        milliseconds=took | {"total": milliseconds_since(start)},
+        milliseconds=took,
         check=result,
     )
+
+
+@contextlib.contextmanager
+def _timed(took: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    took[name] = milliseconds_since(start)
 
 
 def _listed(name: str, given: Any) -> list[Any]:
@@ -170,19 +209,19 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
         )
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
-    checked_precision(precision)
+    check_precision(precision)
     if not isinstance(padded, bool):
         raise TypeError(f"`padded` must be True or False. Received: {padded!r}.")
     if check == []:
         raise ValueError(
-            "`check` holds no request to check with. Pass some, True for three of our own, or "
+            "`check` holds no request to check with. Pass some, True for three made-up ones, or "
             "False to leave the check out."
         )
     if warm:
         check_installed()
 
 
-def _warn_of_large_batches(requests: Sequence[Mapping[str, Any]], limit: int) -> None:
+def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
     largest = max((len(x) for given in requests for x in given.values()), default=0)
     if largest > limit:
         warnings.warn(
@@ -195,21 +234,21 @@ def _warn_of_large_batches(requests: Sequence[Mapping[str, Any]], limit: int) ->
 
 
 def _checked_buckets(buckets: Any, interface: Interface) -> list[tuple[int, int]]:
-    found = []
+    found: list[tuple[int, int]] = []
     for bucket in _listed("xla_buckets", buckets):
-        if not checking.is_pair(bucket):
+        if not samples.is_pair(bucket):
             raise ValueError(
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
+        samples.check_length(interface, bucket)
         found.append(tuple(bucket))
-        checking.check_length(interface, found[-1])
     if found and any(x.dtype == "string" for x in interface.inputs.values()):
         raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
     return found
 
 
-def _with_scores(model: keras.Model, scores: Any) -> tuple[list[Any], dict[str, str]]:
-    """The attention layers whose scores are to be served, and why others of `True` are not."""
+def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer], dict[str, str]]:
+    """The attention layers whose probabilities are served, and why others are left out."""
     if scores is False:
         return [], {}
     found = find_attention(model)
@@ -226,29 +265,20 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[Any], dict[str, 
     return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
 
 
-@contextlib.contextmanager
-def _disk_errors_explained(base: pathlib.Path) -> Iterator[None]:
-    """Add what became of the export."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise OSError(
-            f"The export could not be written to '{base}', and nothing was published: {error}"
-        ) from error
-
-
-def _described(plan: Plan) -> dict[str, Any]:
-    """What `assets.extra/keras_headmask.json` says."""
-    return {
-        "format_version": FORMAT_VERSION,
-        "versions": installed_versions(),
-        "rules": {path: spec.get_config() for path, spec in rules_of(plan.interface.model).items()},
-        "precision": plan.precision,
-        "signatures": plan.described(),
-        "left_out": plan.left_out,
-    }
+def _warm_up(
+    interface: Interface, requests: Sequence[Arrays], is_padded: bool
+) -> list[tuple[str, Any]]:
+    """Records for the signatures that run anywhere: a failing one fails the whole version."""
+    records = []
+    for given in requests:
+        answer(interface, given)  # raises what the model refuses
+        tensors = as_tensors(interface, given)
+        records.append((DEFAULT, tensors))
+        if is_padded:
+            batch, length = len(next(iter(given.values()))), samples.length_of(interface, given)
+            lengths = keras.ops.full((batch,), length, "int32")
+            records.append(("serve_padded", tensors | {padding.LENGTHS: lengths}))
+    return records
 
 
 def _sizes(folder: pathlib.Path) -> dict[str, int]:

@@ -1,15 +1,17 @@
-"""The text files with which TensorFlow Serving takes up a base path of versions."""
+"""`write_serving_config`: the text files that TensorFlow Serving reads."""
 
 import contextlib
 import dataclasses
 import os
 import pathlib
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from keras_headmask.export import warmup
 from keras_headmask.export.versions import read_signatures, version_folders, written_whole
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds
 _LEAST_THREADS = 1024  # more than the server's own 4 x CPUs on any machine
 _BATCHING = "batching.txt"
@@ -28,6 +30,14 @@ _PADDED = """\
 # element: padding of a mask that begins with `true` is attended to, and the answer is wrong with
 # status OK. So clients must call `serve_padded` with the real `lengths`, and cut their answers to
 # those; `serving_default` only for requests of one and the same length."""
+_MODELS = """\
+model_config_list {{
+  config {{
+    name: "{name}"
+    base_path: "{path}"
+    model_platform: "tensorflow"
+  }}
+}}"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,53 +46,51 @@ class ServingConfig:
 
     models: pathlib.Path
     batching: pathlib.Path
-    flags: tuple
+    flags: tuple[str, ...]
 
 
 def write_serving_config(
-    base_path,
+    base_path: str | os.PathLike,
     *,
-    name=None,
-    served_path=None,
-    max_batch_size=32,
-    allowed_batch_sizes=(),
-    batch_timeout_micros=2000,
-    num_batch_threads=None,
-    max_enqueued_batches=100,
-    pad_variable_length_inputs=False,
-    folder=None,
-):
+    name: str | None = None,
+    served_path: str | os.PathLike | None = None,
+    max_batch_size: int = 32,
+    allowed_batch_sizes: Sequence[int] = (),
+    batch_timeout_micros: int = 2000,
+    num_batch_threads: int | None = None,
+    max_enqueued_batches: int = 100,
+    pad_variable_length_inputs: bool = False,
+    folder: str | os.PathLike | None = None,
+) -> ServingConfig:
     """Write `models.config` and `batching.txt` for TensorFlow Serving.
 
     Each file is written whole or not at all; one that is there is replaced.
 
     `pad_variable_length_inputs=True` makes the server batch requests of different lengths. It pads
     every input with that input's FIRST element, so a mask that begins with `True` lets padding in,
-    and answers are wrong with status OK. Only a signature with an input for the real lengths
-    is safe: so the newest version must have `serve_padded` with `lengths: int32 (batch,)`, and
-    clients must call it. Without padding, all requests of a batch of two lengths get an error.
-    Signatures of one shape, `serve_xla_...`, are for servers without batching.
+    and answers are wrong with status OK. So the newest version must have `serve_padded` with
+    `lengths: int32 (batch,)`, and clients must call it. Without padding, all requests of a batch of
+    two lengths get an error. Signatures of one shape, `serve_xla_...`, are for servers without
+    batching.
 
-    The flags have `--grpc_max_threads`: each gRPC request holds a thread until it is answered, and
-    the server's own limit, 4 x its CPUs, refuses the rest (`RESOURCE_EXHAUSTED: Server Threadpool
-    Exhausted`) before a batch is full. The flag gives a thread to each row that batches may hold,
-    computed or waiting. Threads start only when they are needed.
+    The flags have `--grpc_max_threads`, a thread for each row that batches may hold: the server's
+    own limit, 4 x its CPUs, refuses the rest (`RESOURCE_EXHAUSTED: Server Threadpool Exhausted`)
+    before a batch is full. Threads start only when they are needed.
 
     Args:
         base_path: the folder that holds `<integer>/` versions, one at least.
         name: the model's name in URLs; by default the folder's.
         served_path: `base_path` as the server sees it (`/models/bert` in a container), absolute;
             by default where it is here.
-        max_batch_size: rows in a batch; a request of more is refused by the server. So is a version
-            whose warm-up has one: the newest version's warm-up must fit.
+        max_batch_size: rows in a batch. The server refuses a request of more, and a version whose
+            warm-up has one.
         allowed_batch_sizes: batches are filled up to one of these: rising, the last one equal to
             `max_batch_size`. Empty: any size.
         batch_timeout_micros: how long a request waits for others, in microseconds.
         num_batch_threads: batches computed at once; by default the number of CPUs here.
         max_enqueued_batches: batches that may wait before requests are refused.
         pad_variable_length_inputs: see above.
-        folder: where the files go, made if it is not there; by default `base_path` (the server
-            passes over names that are no integers).
+        folder: where the files go, made if it is not there; by default `base_path`.
 
     Returns:
         `ServingConfig(models, batching, flags)`, the two paths, and the flags for the server, with
@@ -90,8 +98,8 @@ def write_serving_config(
 
     Raises:
         FileNotFoundError: `base_path` is no folder, or has no version.
-        ValueError: a value is out of its range; the newest version cannot be read, or warms up with
-            more rows than `max_batch_size`; padding without a fit `serve_padded`.
+        ValueError: a value is out of its range; the newest version is no SavedModel, or warms up
+            with more rows than `max_batch_size`; padding without a fit `serve_padded`.
 
     >>> import pathlib, tempfile, keras
     >>> base = pathlib.Path(tempfile.mkdtemp()) / "bert"
@@ -110,6 +118,8 @@ def write_serving_config(
     }
     <BLANKLINE>
     """
+    from google.protobuf.text_encoding import CEscape
+
     base = pathlib.Path(base_path)
     versions = version_folders(base)
     if not versions:
@@ -118,75 +128,20 @@ def write_serving_config(
         )
     name = check_model_name(base.resolve().name if name is None else name)
     served_path = _absolute_path(base.resolve() if served_path is None else served_path)
+    batch_threads = (os.cpu_count() or 1) if num_batch_threads is None else num_batch_threads
     numbers = {
         "max_batch_size": max_batch_size,
         "batch_timeout_micros": batch_timeout_micros,
-        "num_batch_threads": os.cpu_count() if num_batch_threads is None else num_batch_threads,
+        "num_batch_threads": batch_threads,
         "max_enqueued_batches": max_enqueued_batches,
     }
-    for key, value in numbers.items():
-        least = 0 if key == "batch_timeout_micros" else 1
-        if type(value) is not int or not least <= value <= _MOST:
-            raise ValueError(
-                f"`{key}` must be an integer of at least {least} and at most {_MOST}. Received: "
-                f"{value!r}"
-            )
-    if not isinstance(pad_variable_length_inputs, bool):
-        raise ValueError(
-            "`pad_variable_length_inputs` must be True or False. Received: "
-            f"{pad_variable_length_inputs!r}"
-        )
     sizes = list(allowed_batch_sizes)
-    if any(type(size) is not int or size < 1 for size in sizes) or sizes != sorted(set(sizes)):
-        raise ValueError(
-            f"`allowed_batch_sizes` must be integers of at least 1 that rise. Received: {sizes}"
-        )
-    if sizes and sizes[-1] != max_batch_size:
-        raise ValueError(
-            f"The last of `allowed_batch_sizes` must equal `max_batch_size`, or the server does "
-            f"not start. Received: {sizes} and {max_batch_size}."
-        )
+    _check_batching(numbers, sizes, pad_variable_length_inputs)
     version, newest = next(iter(versions.items()))
     signatures = read_signatures(newest)
     if pad_variable_length_inputs:
         _check_padded(signatures, version)
-    _check_warmup(newest, version, max_batch_size)
-
-    folder = base if folder is None else pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    compiled = any(signature.startswith("serve_xla") for signature in signatures)
-    # One for each request that batches may hold, if each request is a row.
-    rows = max_batch_size * (numbers["num_batch_threads"] + max_enqueued_batches)
-    threads = min(max(_LEAST_THREADS, rows), _MOST)
-    seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
-    models = _write(folder / "models.config", _model_config(name, served_path))
-    batching = _write(
-        folder / _BATCHING, _batching(numbers, sizes, pad_variable_length_inputs, compiled)
-    )
-    flags = (
-        f"--model_config_file={seen / models.name}",
-        "--enable_batching=true",
-        f"--batching_parameters_file={seen / batching.name}",
-        f"--grpc_max_threads={threads}",
-    )
-    if compiled:
-        # Else a call of such a signature fails: "XLA compilation disabled".
-        flags += ("--xla_cpu_compilation_enabled=true", "--xla_gpu_compilation_enabled=true")
-    return ServingConfig(models, batching, flags)
-
-
-def batch_limit(base_path):
-    """The rows of a batch that `batching.txt` beside the versions allows, or the default."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = (pathlib.Path(base_path) / _BATCHING).read_text(encoding="utf-8")
-        if found := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
-            return int(found[1])
-    return write_serving_config.__kwdefaults__["max_batch_size"]
-
-
-def _check_warmup(newest, version, max_batch_size):
-    rows = warmup.largest_batch(newest)
-    if rows > max_batch_size:
+    if (rows := warmup.largest_batch(newest)) > max_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least {rows}: version {version} warms up with a request "
             f"of {rows} rows, and a server that refuses a warm-up request does not load the "
@@ -194,10 +149,50 @@ def _check_warmup(newest, version, max_batch_size):
             f"version with a smaller `warmup`."
         )
 
+    folder = base if folder is None else pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled = any(signature.startswith("serve_xla") for signature in signatures)
+    notes = [*([_XLA] if compiled else []), _PADDED if pad_variable_length_inputs else _ALIKE]
+    lines = [
+        *(f"{key} {{ value: {value} }}" for key, value in numbers.items()),
+        *(f"allowed_batch_sizes: {size}" for size in sizes),
+        *notes,
+        f"pad_variable_length_inputs: {str(pad_variable_length_inputs).lower()}",
+    ]
+    models, batching = folder / "models.config", folder / _BATCHING
+    for path, text in (
+        (models, _MODELS.format(name=name, path=CEscape(served_path, as_utf8=True))),
+        (batching, "\n".join(lines)),
+    ):
+        with written_whole(path) as file:
+            file.write_text(text + "\n", encoding="utf-8")
+    # One for each request that batches may hold, if each request is a row.
+    rows = max_batch_size * (batch_threads + max_enqueued_batches)
+    seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
+    flags = [
+        f"--model_config_file={seen / models.name}",
+        "--enable_batching=true",
+        f"--batching_parameters_file={seen / batching.name}",
+        f"--grpc_max_threads={min(max(_LEAST_THREADS, rows), _MOST)}",
+    ]
+    if compiled:
+        # Else a call of such a signature fails: "XLA compilation disabled".
+        flags += ["--xla_cpu_compilation_enabled=true", "--xla_gpu_compilation_enabled=true"]
+    return ServingConfig(models, batching, tuple(flags))
 
-def check_model_name(name):
-    """`name`, or a ValueError that says what a model's name is made of."""
-    if not (isinstance(name, str) and MODEL_NAME.fullmatch(name)):
+
+def batch_limit(base_path: pathlib.Path) -> int:
+    """The rows of a batch that `batching.txt` beside the versions allows, or the default."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (base_path / _BATCHING).read_text(encoding="utf-8")
+        if found := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
+            return int(found[1])
+    return (write_serving_config.__kwdefaults__ or {})["max_batch_size"]
+
+
+def check_model_name(name: Any) -> str:
+    """`name`; a ValueError if it does not fit a URL."""
+    if not (isinstance(name, str) and _MODEL_NAME.fullmatch(name)):
         raise ValueError(
             f"`name` must be made of letters, digits and `_ . -`, since it stands in URLs. "
             f"Received: {name!r}"
@@ -205,7 +200,7 @@ def check_model_name(name):
     return name
 
 
-def _absolute_path(path):
+def _absolute_path(path: str | os.PathLike) -> str:
     path = str(path)
     if not path.startswith("/") or not path.isprintable():
         raise ValueError(
@@ -215,7 +210,28 @@ def _absolute_path(path):
     return path.rstrip("/") or "/"
 
 
-def _check_padded(signatures, version):
+def _check_batching(numbers: Mapping[str, int], sizes: list[int], pad: bool) -> None:
+    for key, value in numbers.items():
+        least = 0 if key == "batch_timeout_micros" else 1
+        if type(value) is not int or not least <= value <= _MOST:
+            raise ValueError(
+                f"`{key}` must be an integer of at least {least} and at most {_MOST}. Received: "
+                f"{value!r}"
+            )
+    if not isinstance(pad, bool):
+        raise ValueError(f"`pad_variable_length_inputs` must be True or False. Received: {pad!r}")
+    if any(type(size) is not int or size < 1 for size in sizes) or sizes != sorted(set(sizes)):
+        raise ValueError(
+            f"`allowed_batch_sizes` must be integers of at least 1 that rise. Received: {sizes}"
+        )
+    if sizes and sizes[-1] != numbers["max_batch_size"]:
+        raise ValueError(
+            f"The last of `allowed_batch_sizes` must equal `max_batch_size`, or the server does "
+            f"not start. Received: {sizes} and {numbers['max_batch_size']}."
+        )
+
+
+def _check_padded(signatures: Mapping[str, Any], version: int) -> None:
     import tensorflow as tf
 
     lengths = signatures[PADDED].inputs.get("lengths") if PADDED in signatures else None
@@ -231,32 +247,3 @@ def _check_padded(signatures, version):
             f"padding after a true mask would be attended to. Version {version} has "
             f"{sorted(signatures)}. Export that signature, or leave padding to the clients."
         )
-
-
-def _model_config(name, served_path):
-    from google.protobuf.text_encoding import CEscape
-
-    return f"""\
-model_config_list {{
-  config {{
-    name: "{name}"
-    base_path: "{CEscape(served_path, as_utf8=True)}"
-    model_platform: "tensorflow"
-  }}
-}}
-"""
-
-
-def _batching(numbers, sizes, pad, compiled):
-    lines = [f"{key} {{ value: {value} }}" for key, value in numbers.items()]
-    lines += [f"allowed_batch_sizes: {size}" for size in sizes]
-    lines += [_XLA] if compiled else []
-    lines += [_PADDED if pad else _ALIKE]
-    lines += [f"pad_variable_length_inputs: {'true' if pad else 'false'}"]
-    return "\n".join(lines) + "\n"
-
-
-def _write(path, text):
-    with written_whole(path) as file:
-        file.write_text(text, encoding="utf-8")
-    return path

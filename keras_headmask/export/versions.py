@@ -2,10 +2,9 @@
 
 Names are read as TensorFlow Serving reads them, by number: the folder "0003" is version 3.
 
-A version is written in a hidden sibling, which no server takes for a version, and appears by one
-rename. The writer holds a lock on that sibling, which the system drops when the process dies: so
-the next writer knows what was left behind from what is still being written. It removes only what
-bears the mark of a writer, and of that only what a writer makes.
+A version is written in a hidden sibling and appears by one rename. The writer holds a lock on that
+sibling, which the system drops when the process dies: so the next writer can tell what was left
+behind from what is still being written. It removes only what a writer marked and made.
 """
 
 import contextlib
@@ -40,40 +39,43 @@ def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
             "saved_model.pb last."
         )
     base = pathlib.Path(text).expanduser()
-    rule = f"`base_path` must be a folder of versions, <base>/1, <base>/2, ... Received: {text!r}"
-    if base.is_symlink() and not base.exists():
-        raise ValueError(f"{rule}, a link to {os.readlink(base)!r}, which is not there.")
-    if base.exists() and not base.is_dir():
-        raise ValueError(f"{rule}, which is a file.")
-    if (base / "saved_model.pb").exists():
-        raise ValueError(
-            f"{rule}, which is a SavedModel itself. Pass the folder above it, or a new one."
-        )
     folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
     named = [name for name in folders if name[0] != "." and name not in _NOBODYS]
     others = sorted(name for name in named if _number(name) is None)
-    if others:
+    wrong = None
+    if base.is_symlink() and not base.exists():
+        wrong = f"a link to {os.readlink(base)!r}, which is not there."
+    elif base.exists() and not base.is_dir():
+        wrong = "which is a file."
+    elif (base / "saved_model.pb").exists():
+        wrong = "which is a SavedModel itself. Pass the folder above it, or a new one."
+    elif others:
+        wrong = f"which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
+    if wrong is not None:
         raise ValueError(
-            f"{rule}, which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
+            "`base_path` must be a folder of versions, <base>/1, <base>/2, ... "
+            f"Received: {text!r}, {wrong}"
         )
     return base
 
 
-def checked_version(version: int | None, base: pathlib.Path) -> None:
-    if version is None:
-        if max(versions(base), default=0) + 1 >= _PAST:
-            raise ValueError(
-                f"Version {_PAST - 1} exists in '{base}', and servers know none above it. Pass "
-                "`version`, one that is free, or another base path."
-            )
-        return
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < _PAST:
+def checked_version(version: int | None, base: pathlib.Path) -> int:
+    """`version`, or the next free one."""
+    taken = versions(base)
+    number = max(taken, default=0) + 1 if version is None else version
+    if version is None and number >= _PAST:
+        raise ValueError(
+            f"Version {_PAST - 1} exists in '{base}', and servers know none above it. Pass "
+            "`version`, one that is free, or another base path."
+        )
+    if type(number) is not int or not 0 <= number < _PAST:
         raise ValueError(f"`version` must be a whole number from 0. Received: {version!r}.")
-    if version in versions(base):
+    if number in taken:
         raise FileExistsError(
             f"Version {version} exists in '{base}', and servers treat a version as final. Pass "
             "another number, or version=None for the next free one."
         )
+    return number
 
 
 def versions(base: pathlib.Path) -> list[int]:
@@ -83,7 +85,7 @@ def versions(base: pathlib.Path) -> list[int]:
 
 
 def _number(name: str) -> int | None:
-    """The version that a name means; `None` if it means none."""
+    """The version that a name means, if any."""
     is_number = name.isascii() and name.isdigit() and int(name) < _PAST
     return int(name) if is_number else None
 
@@ -146,20 +148,27 @@ def read_signatures(folder: str | os.PathLike) -> dict[str, Any]:
 def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
     """A hidden folder beside the versions, gone at the end unless it was published."""
     made = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
-    _clean(base)
-    sibling, lock = _new_sibling(base)
     try:
-        (sibling / _MARK).touch()
-        folder = sibling / _WRITTEN
-        folder.mkdir()
-        yield folder
-    finally:
-        _remove(sibling)
-        if lock is not None:
-            os.close(lock)
-        with contextlib.suppress(OSError):  # something was published there
-            for path in made:
-                path.rmdir()
+        _clean(base)
+        sibling, lock = _new_sibling(base)
+        try:
+            (sibling / _MARK).touch()
+            folder = sibling / _WRITTEN
+            folder.mkdir()
+            yield folder
+        finally:
+            _remove(sibling)
+            if lock is not None:
+                os.close(lock)
+            with contextlib.suppress(OSError):  # something was published there
+                for path in made:
+                    path.rmdir()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"The export could not be written to '{base}', and nothing was published: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -173,7 +182,7 @@ def written_whole(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 
 def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> int:
-    """Give `folder` its number, by one rename; the number.
+    """Give `folder` its number by one rename, and return the number.
 
     A rename onto a folder that holds something fails, so two writers never share a version.
     """
@@ -181,8 +190,7 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
         _to_disk(file)
     _to_disk(folder)
     while True:
-        checked_version(version, base)
-        number = max(versions(base), default=0) + 1 if version is None else version
+        number = checked_version(version, base)
         try:
             os.rename(folder, base / str(number))
         except OSError:
@@ -196,34 +204,28 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
 def _new_sibling(base: pathlib.Path) -> tuple[pathlib.Path, int | None]:
     while True:
         base.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another writer removed it, not locked yet
             sibling = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
             if fcntl is None:
                 return sibling, None
             lock = os.open(sibling, os.O_RDONLY)
-        except FileNotFoundError:  # cleaned by another writer, between two of these lines
-            continue
-        with contextlib.suppress(OSError):  # a file system without locks: nobody cleans there
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if sibling.exists():
-            return sibling, lock
-        os.close(lock)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody cleans there
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if sibling.exists():
+                return sibling, lock
+            os.close(lock)
 
 
 def _clean(base: pathlib.Path) -> None:
-    """Remove what writers left that were killed: siblings that no living process has locked."""
+    """Remove what killed writers left: siblings that no living process has locked."""
     for sibling in base.glob(f"{_PREFIX}*") if fcntl is not None else ():
-        try:
+        with contextlib.suppress(OSError):  # not a folder, or another writer holds it
             lock = os.open(sibling, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(sibling)
-        except OSError:
-            pass  # it is being written
-        finally:
-            os.close(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(sibling)
+            finally:
+                os.close(lock)
 
 
 def _remove(sibling: pathlib.Path) -> None:
@@ -240,12 +242,12 @@ def _remove(sibling: pathlib.Path) -> None:
 
 
 def _to_disk(path: pathlib.Path) -> None:
-    """A version that is seen must be whole after a power cut, too."""
+    """So that a version is whole after a power cut, too."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system that cannot
+        with contextlib.suppress(OSError):  # not on every file system
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,8 +1,9 @@
 """Requests that TF Serving runs when it loads a version, so that no client waits long."""
 
 import pathlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+from keras_headmask.masks import Tensor
 
 EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
 _MOST = 1000  # what TF Serving takes
@@ -21,12 +22,11 @@ def check_installed() -> None:
         ) from error
 
 
-def write(folder: pathlib.Path, requests: Iterable[tuple[str, Any]]) -> int:
-    """Write `(signature, inputs as tensors)` pairs into a version; their number."""
+def write(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
+    """Write `(signature, inputs by name)` pairs into a version."""
     import tensorflow as tf
     from tensorflow_serving.apis import model_pb2, predict_pb2, prediction_log_pb2
 
-    requests = list(requests)
     if len(requests) > _MOST:
         raise ValueError(
             f"TF Serving takes at most {_MOST} warm-up records. Received: {len(requests)}."
@@ -41,7 +41,6 @@ def write(folder: pathlib.Path, requests: Iterable[tuple[str, Any]]) -> int:
             )
             log = prediction_log_pb2.PredictLog(request=request)
             file.write(prediction_log_pb2.PredictionLog(predict_log=log).SerializeToString())
-    return len(requests)
 
 
 def largest_batch(version: pathlib.Path) -> int:
@@ -50,29 +49,24 @@ def largest_batch(version: pathlib.Path) -> int:
     Raises:
         ValueError: the records cannot be read; no server would load them.
     """
-    return max((rows for request in _recorded(version) for rows in request), default=0)
-
-
-def _recorded(version: pathlib.Path) -> Iterator[list[int]]:
-    """For each predict request the rows of its inputs."""
     path = version / EXTRA / _FILE
     if not path.is_file():
-        return
+        return 0
     import tensorflow as tf
     from google.protobuf.message import DecodeError
     from tensorflow.core.framework import tensor_pb2
 
     try:
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
-            # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2.
-            inputs = _fields([record], 6, 1, 2, 2)
-            tensors = map(tensor_pb2.TensorProto.FromString, inputs)
-            yield [x.tensor_shape.dim[0].size for x in tensors if x.tensor_shape.dim]
+        records = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+        # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2.
+        tensors = map(tensor_pb2.TensorProto.FromString, _fields(records, 6, 1, 2, 2))
+        shapes = [x.tensor_shape.dim for x in tensors]
     except (DecodeError, tf.errors.OpError) as error:
         raise ValueError(
             f"{str(path)!r} holds no warm-up records that can be read: {error}. No server loads "
             "such a version. Export it again, or remove that file."
         ) from error
+    return max((shape[0].size for shape in shapes if shape), default=0)
 
 
 def _fields(messages: list[bytes], *numbers: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What is exported is what the model is, with its rule; what cannot be served is told."""
+"""An export is what the model is, with its rule; the report says what is left out."""
 
 import contextlib
 import json
@@ -13,6 +13,7 @@ from export_models import (
     RULE,
     SIGNATURE,
     Subclassed,
+    check_in_this_process,
     masked,
     ours,
     over,
@@ -24,10 +25,10 @@ from keras import layers, ops
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.export import checking
-from keras_headmask.export.interface import interface_of
-from keras_headmask.export.precision import computing_in, computing_in_float32
-from keras_headmask.export.signatures import Plan
+from keras_headmask.export import samples
+from keras_headmask.export.interface import answer, interface_of
+from keras_headmask.export.padding import why_not_padded
+from keras_headmask.export.precision import computing_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -91,13 +92,14 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("bfloat16", 1e-4, 0.1), ("float16", 1e-5, 0.02)]
 )
-def test_precision(precision, least, most, tmp_path):
+def test_precision(precision, least, most, tmp_path, monkeypatch):
     """bfloat16 of a masked model, float16 of a subclassed one; the model stays as it was."""
     model, more = (
         (masked(), {})
         if precision == "bfloat16"
         else (Subclassed(), {"input_signature": SIGNATURE})
     )
+    check_in_this_process(monkeypatch)
     report = hm.export_saved_model(model, tmp_path, precision=precision, **more)
     assert least < report.check.precision_error < most
     assert report.check.twin_distance > 2 * report.check.error
@@ -157,7 +159,7 @@ def test_a_half_precision_model_computes_in_float32_for_a_while(dtypes):
         model = ours()
     single = ours()
     single.set_weights([w.astype("float32") for w in model.get_weights()])
-    with computing_in_float32(model):
+    with computing_in(model, "float32"):
         got = numpy(model(tokens(2, 9)))
     assert got.dtype == "float32"
     assert_close(got, numpy(single(tokens(2, 9))))
@@ -169,7 +171,7 @@ def test_outputs_keep_their_dtypes_in_any_precision(tmp_path):
     with policy("mixed_float16"):
         model = ours()
     report = hm.export_saved_model(model, tmp_path, precision="bfloat16", scores=True, check=False)
-    outputs = {name: told["outputs"] for name, told in report.signatures.items()}
+    outputs = {name: sides["outputs"] for name, sides in report.signatures.items()}
     assert outputs["serving_default"]["output_0"][0] == "float16"  # as the model's own
     assert {dtype for dtype, _ in outputs["serve_scores"].values()} == {"float32"}
 
@@ -243,7 +245,7 @@ def test_a_sequential_model_and_sizes_fixed_by_the_signature(tmp_path):
 
 
 @tensorflow_only
-def test_a_fixed_length_and_a_padding_mask(tmp_path):
+def test_a_fixed_length_and_a_padding_mask(tmp_path, monkeypatch):
     inputs = {
         "token_ids": keras.Input((6,), dtype="int32", name="token_ids"),
         "padding_mask": keras.Input((6,), dtype="bool", name="padding_mask"),
@@ -253,6 +255,7 @@ def test_a_fixed_length_and_a_padding_mask(tmp_path):
     x = layers.Embedding(30, 8)(inputs["token_ids"])
     mask_inputs = {"padding_mask": inputs["padding_mask"]}
     model = keras.Model(inputs, attention(x, mask_inputs=mask_inputs))
+    check_in_this_process(monkeypatch)
     report = hm.export_saved_model(model, tmp_path)
     assert {length for _, length in report.check.shapes} == {6}
     given = {"token_ids": tokens(2, 6), "padding_mask": np.arange(6) < [[6], [3]]}
@@ -272,15 +275,15 @@ def test_chosen_layers_give_their_scores(tmp_path):
 
 
 @tensorflow_only
-def test_attention_that_gives_no_scores_is_told(tmp_path):
+def test_attention_of_an_unknown_class_is_reported(tmp_path):
     x = keras.Input((None, 8), name="x")
     y = layers.MultiHeadAttention(2, 4, name="known")(x, x)
     y = layers.GroupQueryAttention(4, 2, 1, name="odd")(y, y)
     report = hm.export_saved_model(keras.Model(x, y), tmp_path, scores=True, check=False)
     assert list(report.signatures["serve_scores"]["outputs"]) == ["known"]
-    (told,) = [name for name in report.left_out if name.startswith("serve_scores of")]
-    assert "'odd' (GroupedQueryAttention)" in told
-    assert "out of reach" in report.left_out[told]
+    (name,) = [name for name in report.left_out if name.startswith("serve_scores of")]
+    assert "'odd' (GroupedQueryAttention)" in name
+    assert "out of reach" in report.left_out[name]
 
 
 def text_model():
@@ -290,12 +293,13 @@ def text_model():
 
 
 @tensorflow_only
-def test_text_is_checked_and_warmed_up_with_what_is_given(tmp_path):
+def test_text_is_checked_and_warmed_up_with_what_is_given(tmp_path, monkeypatch):
     """And so are names in capitals, and outputs of text."""
     apis = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
     import tensorflow as tf
 
     given = {"Words": [["a", "ä"], ["b", "a"]]}
+    check_in_this_process(monkeypatch)
     report = hm.export_saved_model(text_model(), tmp_path, check=[given], warmup=[given])
     assert report.check.error == 0
     file = report.path / "assets.extra" / "tf_serving_warmup_requests"
@@ -312,11 +316,10 @@ def test_text_may_be_given_in_any_form(dtype):
     text = np.array([["a", "ä"]])
     given = np.char.encode(text, "utf-8") if dtype == "S" else text.astype(dtype)
     for item in (given, given.tolist(), given.astype(object)):
-        request = checking.request(interface, {"Words": item})
-        answer = checking.answer(interface, request)
-        assert [word.decode() for word in answer["words"][0]] == ["a", "ä"]
+        words = answer(interface, samples.request(interface, {"Words": item}))["words"]
+        assert [word.decode() for word in words[0]] == ["a", "ä"]
     with pytest.raises(ValueError, match="'Words' must be string of shape"):
-        checking.request(interface, {"Words": [[1]]})
+        samples.request(interface, {"Words": [[1]]})
 
 
 @tensorflow_only
@@ -396,19 +399,15 @@ def over2():
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_serve_padded_is_left_out_with_its_reason(case):
     make, reason = LEFT_OUT[case]
-    plan = Plan(interface_of(make(), None), [], [], None)
-    plan.offer_padded([])
-    assert re.search(reason, plan.left_out["serve_padded"]), plan.left_out
-    assert "serve_padded" not in plan.functions
+    found = why_not_padded(interface_of(make(), None), 8)
+    assert re.search(reason, found), found
 
 
 @tensorflow_only
 def test_a_maximum_is_seen_however_long_the_requests_are():
     """A maximum over many positions seldom changes, whatever comes behind them."""
-    interface = interface_of(max_behind_a_padding_mask(), None)
-    plan = Plan(interface, [], [], None)
-    plan.offer_padded([checking.request(interface, (1, 250))])
-    assert "changes the outputs at real" in plan.left_out["serve_padded"]
+    found = why_not_padded(interface_of(max_behind_a_padding_mask(), None), 250)
+    assert "changes the outputs at real" in found
 
 
 @contextlib.contextmanager
@@ -430,8 +429,8 @@ def test_half_precision_does_not_let_pooling_pass_for_padded(dtypes):
     for model, pooled in zip(models, (True, False), strict=True):
         precision = "bfloat16" if dtypes == "float32" else None
         with computing_in(model, precision):
-            plan = Plan(interface_of(model, None), [], [], precision)
-            plan.offer_padded([])
-        told = plan.left_out.get("serve_padded", "")
-        assert ("changes the outputs at real positions" in told) == pooled, told
-        assert ("serve_padded" in plan.functions) != pooled
+            found = why_not_padded(interface_of(model, None), 8)
+        if pooled:
+            assert "changes the outputs at real positions" in found
+        else:
+            assert found is None

@@ -4,19 +4,13 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
-from export_models import SIGNATURE, Subclassed, masked, ours, tokens
+from export_models import SIGNATURE, Subclassed, load, masked, ours, tokens
 from keras import layers, ops
 from tolerance import assert_close
 
 import keras_headmask as hm
 
 pytestmark = pytest.mark.tensorflow
-
-
-def load(path):
-    import tensorflow as tf
-
-    return tf.saved_model.load(str(path))
 
 
 def lists():
@@ -51,14 +45,10 @@ def test_serve_is_called_as_the_model_is(case, tmp_path):
     keras.tree.assert_same_structure(got, wanted)
     for one, other in zip(keras.tree.flatten(got), keras.tree.flatten(wanted), strict=True):
         assert_close(numpy(one), numpy(other), depth=3)
-
-
-def test_keras_reads_an_export_as_its_own(tmp_path):
-    model = ours()
-    report = hm.export_saved_model(model, tmp_path, check=False)
-    layer = layers.TFSMLayer(str(report.path))
-    assert len(layer.weights) == len(model.weights)
-    assert_close(numpy(layer(IDS)), numpy(model(IDS)), depth=3)
+    if case == "one tensor":  # and Keras reads the export as its own
+        layer = layers.TFSMLayer(str(report.path))
+        assert len(layer.weights) == len(model.weights)
+        assert_close(numpy(layer(IDS)), numpy(wanted), depth=3)
 
 
 def with_gradients_of_its_own(gradient):

@@ -1,12 +1,13 @@
 """The loader that TensorFlow Serving uses, from C++: exports answer there as they do here."""
 
 import os
+import shutil
 
 import cpp
 import numpy as np
 import pytest
 from contract import numpy
-from export_models import FULL_STOP, RULE, masked, ours, tokens
+from export_models import FULL_STOP, RULE, masked, ours, served, tokens
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -23,10 +24,16 @@ def loader(tmp_path_factory):
     return cpp.build(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
-@pytest.mark.parametrize("kind", ["layers", "masked"])
-def test_answers_are_those_of_python_at_any_shape(kind, loader, tmp_path):
-    model = ours(tiled=None) if kind == "layers" else masked()
-    report = hm.export_saved_model(model, tmp_path, scores=True, check=False)
+@pytest.fixture(scope="module", params=["layers", "masked"])
+def exported(request, tmp_path_factory):
+    """The kind, the model and its export."""
+    model = ours(tiled=None) if request.param == "layers" else masked()
+    folder = tmp_path_factory.mktemp("exported")
+    return request.param, model, hm.export_saved_model(model, folder, scores=True, check=False)
+
+
+def test_answers_are_those_of_python_at_any_shape(loader, exported):
+    kind, model, report = exported
     wanted, requests = [], []
     for shape in SHAPES:
         inputs = {"token_ids": tokens(*shape)}
@@ -41,22 +48,20 @@ def test_answers_are_those_of_python_at_any_shape(kind, loader, tmp_path):
         )
         wanted.append(model(inputs if kind == "masked" else inputs["token_ids"]))
     answers = cpp.run(loader, report.path, requests)
-    import tensorflow as tf
-
-    loaded = tf.saved_model.load(str(report.path))  # held, while its functions are used
     for i, (name, inputs) in enumerate(requests):
-        here = loaded.signatures[name](**inputs)
+        here = served(report, signature=name, **inputs)
         assert answers[i].keys() == here.keys()
         in_memory = wanted[i // 2]
         in_memory = in_memory if isinstance(in_memory, dict) else {"output_0": in_memory}
         for output, value in here.items():
             label = f"{name} {output} {SHAPES[i // 2]}"
-            assert_close(answers[i][output], value.numpy(), message=label)
+            assert_close(answers[i][output], value, message=label)
             assert_close(answers[i][output], numpy(in_memory[output]), message=label, depth=3)
 
 
-def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
-    report = hm.export_saved_model(ours(), tmp_path, scores=True, check=False)
+@pytest.mark.parametrize("exported", ["layers"], indirect=True)
+def test_the_rule_holds_there_and_bad_requests_are_errors(loader, exported):
+    _, _, report = exported
     ids = tokens(2, 12)
     other = ids.copy()
     other[:, 0] = np.where(ids[:, 0] == 5, 6, 5)  # a word of the first sentence, which ends at 2
@@ -74,7 +79,7 @@ def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
     for error, name in zip(errors, [*bad, "lengths missing", "no signature"], strict=True):
         assert isinstance(error, str), name
         assert error.startswith("INVALID_ARGUMENT\n"), f"{name}: {error}"
-    assert_close(good["output_0"], numpy(ours_like(report, ids)))
+    assert_close(good["output_0"], served(report, token_ids=ids)["output_0"])
 
     (scores,), (changed,) = scores.values(), changed.values()
     allowed = numpy(hm.make_mask(RULE, 12, 12, 2, {"token_ids": ids}))
@@ -85,16 +90,11 @@ def test_the_rule_holds_there_and_bad_requests_are_errors(loader, tmp_path):
     assert apart[0, :3].max() > 1e-6
 
 
-def ours_like(report, ids):
-    import tensorflow as tf
-
-    loaded = tf.saved_model.load(str(report.path))
-    return loaded.signatures["serving_default"](token_ids=ids)["output_0"]
-
-
-def test_a_truncated_version_is_refused(loader, tmp_path):
-    report = hm.export_saved_model(ours(), tmp_path, check=False)
-    (data,) = (report.path / "variables").glob("variables.data-*")
+@pytest.mark.parametrize("exported", ["layers"], indirect=True)
+def test_a_truncated_version_is_refused(loader, exported, tmp_path):
+    version = tmp_path / "1"
+    shutil.copytree(exported[2].path, version)
+    (data,) = (version / "variables").glob("variables.data-*")
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(RuntimeError, match=r"(?i)truncated|out_of_range|data_loss"):
-        cpp.run(loader, report.path, [("serving_default", {"token_ids": tokens(1, 3)})])
+        cpp.run(loader, version, [("serving_default", {"token_ids": tokens(1, 3)})])

@@ -15,7 +15,7 @@ openvino = pytest.importorskip("openvino")
 
 @pytest.mark.parametrize("scope", [hm.dense_scope, contextlib.nullcontext])
 def test_it_reads_the_same_folder_and_agrees(scope, tmp_path):
-    """Its loops fail of more than one step: there `dense_scope` is the way."""
+    """Its loops of more than one step fail; `dense_scope` leaves them out."""
     core = openvino.Core()
     for i, model in enumerate((ours(tiled=None), masked(with_padding=False))):
         with scope():

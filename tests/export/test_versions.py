@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(versions.fcntl is None, reason="needs a system with flock"),
 ]
 
-# The module imports nothing of ours, so a writer starts in no time, without any framework.
+# The module imports nothing else of the package, so a writer starts at once, without any framework.
 WRITER = """
 import importlib.util, os, pathlib, signal, sys
 spec = importlib.util.spec_from_file_location("versions", {module!r})
@@ -170,7 +170,7 @@ def test_writers_at_once_never_share_a_version(tmp_path):
     assert len(texts) == 80
 
 
-def test_one_of_two_writers_of_the_same_number_is_told(tmp_path):
+def test_one_of_two_writers_of_the_same_number_gets_an_error(tmp_path):
     with versions.being_written(tmp_path) as one, versions.being_written(tmp_path) as other:
         write(one)
         write(other, "other")
@@ -236,12 +236,12 @@ def test_a_base_path_is_a_folder_of_versions(tmp_path):
     (tmp_path / "good" / "1").mkdir(parents=True)
     (tmp_path / "good" / "lost+found").mkdir()  # as at the top of a volume
     (tmp_path / "good" / "models.config").write_text("")
-    for name, told in {
+    for name, message in {
         "file": "which is a file",
         "model": "a SavedModel itself",
         "project": r"which holds \['src'\]",
     }.items():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             versions.checked_base(tmp_path / name)
     with pytest.raises(ValueError, match="must be a local folder"):
         versions.checked_base("gs://bucket/model")

@@ -130,8 +130,8 @@ def small_model():
 
 def run_fresh(folder, cases):
     """What a fresh process finds of a sound export, without the process."""
-    found = {"milliseconds": 0.0, "answer": 0.0, "twin": 1.0}
-    return {"load_milliseconds": 0.0, "cases": [found for _ in cases]}
+    answers = [case.allowed if case.answer is None else case.answer for case in cases]
+    return {"load_milliseconds": 0.0, "milliseconds": [0.0] * len(cases)}, answers
 
 
 def exported(masked, folder, precision=None):

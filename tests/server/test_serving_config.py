@@ -173,7 +173,7 @@ def test_flags_say_where_the_server_finds_the_files(base, tmp_path):
 def test_a_thread_of_grpc_for_each_request_that_batches_may_hold(
     base, rows, computed, waiting, threads
 ):
-    """The server's own 4 x CPUs refuse requests that its batches have room for."""
+    """The server's own 4 x CPUs refuse requests that still fit its batches."""
     written = hm.write_serving_config(
         base, max_batch_size=rows, num_batch_threads=computed, max_enqueued_batches=waiting
     )
@@ -245,7 +245,7 @@ def test_xla_signatures_bring_their_flags(tmp_path):
         ({"allowed_batch_sizes": [4, 16]}, "must equal `max_batch_size`"),
     ],
 )
-def test_bad_values_are_told_and_nothing_is_written(base, arguments, message):
+def test_bad_values_are_errors_and_nothing_is_written(base, arguments, message):
     with pytest.raises(ValueError, match=message):
         hm.write_serving_config(base, **arguments)
     assert [path.name for path in base.iterdir()] == ["3"]

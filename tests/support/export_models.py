@@ -1,10 +1,18 @@
-"""Small models of each kind that `export_saved_model` takes."""
+"""Small models of each kind that `export_saved_model` takes, and how their exports are asked."""
+
+import contextlib
+import functools
+import io
+import subprocess
+import sys
+import types
 
 import keras
 import numpy as np
 from keras import layers
 
 import keras_headmask as hm
+from keras_headmask.export import checking, fresh_process
 
 FULL_STOP = 9
 RULE = hm.PerHead({0: hm.SameSentence(FULL_STOP), 1: hm.Window(2, 1)})
@@ -76,12 +84,29 @@ def tokens(batch, length, seed=0):
 
 def served(report, **inputs):
     """What a signature gives in this process, `serving_default` or another by `signature=`."""
+    function = load(report.path).signatures[inputs.pop("signature", "serving_default")]
+    return {k: v.numpy() for k, v in function(**inputs).items()}
+
+
+@functools.lru_cache(maxsize=1)
+def load(path):
     import tensorflow as tf
 
-    name = inputs.pop("signature", "serving_default")
-    loaded = tf.saved_model.load(str(report.path))
-    function = loaded.signatures[name]
-    return {k: v.numpy() for k, v in function(**inputs).items()}
+    return tf.saved_model.load(str(path))
+
+
+def check_in_this_process(monkeypatch):
+    """Run the script of the check here: a process of its own takes seconds to start."""
+
+    def run(command, *, cwd, **_):
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.chdir(cwd)
+            patch.setitem(sys.modules, "keras_headmask", hm)  # put back afterwards
+            fresh_process.main(*command[3:])
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr(checking, "subprocess", types.SimpleNamespace(run=run))
 
 
 def nothing_in(folder):

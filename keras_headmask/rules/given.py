@@ -102,16 +102,15 @@ def _check_sides(
 ) -> int | None:
     """Raise for what is wrong with ids or flags; else return their batch size, if known."""
     pair = as_pair(value)
-    query, *more = (value, value) if pair is None else pair
-    if len(more) != 1:
+    sides = (value, value) if pair is None else pair
+    if len(sides) != 2:
         raise ValueError(
             f"`{place}` must be one tensor, or a pair (query_side, key_side). "
-            f"Received: {1 + len(more)} tensors."
+            f"Received: {len(sides)} tensors."
         )
     batch = lengths.batch
-    for side, tensor in (("key", more[0]), ("query", query)):
-        if side not in kind.sides:
-            continue
+    for side in sorted(kind.sides):
+        tensor = sides[("query", "key").index(side)]
         if tensor is None:
             raise ValueError(f"`{place}` lacks its {side} side, which the mask spec reads.")
         tensor = masks.as_mask_input(tensor)
@@ -133,22 +132,25 @@ def _check_sides(
         batch = shape[0] if batch is None else batch
         if pair is None and side == "query" and _is_cut(place, shape[1], lengths, query_offset):
             continue
-        sizes = {"query": (lengths.queries, "queries"), "key": (lengths.keys, "keys")}
-        expected, plural = sizes[side]
-        if None in (shape[1], expected) or shape[1] == expected:
-            continue
-        hint = ""
-        if pair is None and len(kind.sides) == 2 and lengths.queries != lengths.keys:
-            hint = (
-                " One tensor serves both sides only where they are equally long; for "
-                f"{lengths.queries} queries and {lengths.keys} keys pass a pair "
-                "(query_side, key_side)."
-            )
-        raise ValueError(
-            f"`{place}` has length {shape[1]} where the attention has {expected} {plural}. "
-            f"Received: shape {shape}.{hint}"
-        )
+        _check_length(place, shape, side, pair is None and len(kind.sides) == 2, lengths)
     return batch
+
+
+def _check_length(place: str, shape: tuple, side: str, serves_both: bool, lengths: Lengths) -> None:
+    plural = "queries" if side == "query" else "keys"
+    expected = getattr(lengths, plural)
+    if None in (shape[1], expected) or shape[1] == expected:
+        return
+    hint = ""
+    if serves_both and lengths.queries != lengths.keys:
+        hint = (
+            " One tensor serves both sides only where they are equally long; for "
+            f"{lengths.queries} queries and {lengths.keys} keys pass a pair (query_side, key_side)."
+        )
+    raise ValueError(
+        f"`{place}` has length {shape[1]} where the attention has {expected} {plural}. "
+        f"Received: shape {shape}.{hint}"
+    )
 
 
 def _is_cut(place: str, length: int | None, lengths: Lengths, query_offset: Length) -> bool:

@@ -243,6 +243,7 @@ WRONG_SHAPES = [
     (SEGMENT, ONES, (3, 3, 1), "query_offset=1 moves the queries on: pass a pair"),
     (QUERY, ONES, (3, 3, 2), "query_offset=2 moves the queries on: pass a pair"),
     (SEGMENT, (ONES,), (3, 3, 0), f"{PAIR}. Received: 1 tensors"),
+    (SEGMENT, (), (3, 3, 0), f"{PAIR}. Received: 0 tensors"),
     (SEGMENT, (ONES, None), (3, 3, 0), "x.*lacks its key side"),
     (SEGMENT, (None, ONES), (3, 3, 0), "x.*lacks its query side"),
     (QUERY, (None, ONES), (3, 3, 0), "x.*lacks its query side"),

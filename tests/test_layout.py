@@ -26,8 +26,8 @@ ARROWS = {
     "server": {"rules", "export"},
     "cli": {"rules", "attention", "layer", "retrofit", "look", "linting", "export", "server"},
 }
-# What is asked of rules alone needs no framework; only what reckons with tiles needs NumPy.
-NEED_KERAS = {"rules.evaluation"}
+# What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
+NEED_KERAS = {"rules.evaluation", "rules.given"}
 NEED_NUMPY = {"rules.blocks", "rules.coverage"} | NEED_KERAS
 
 

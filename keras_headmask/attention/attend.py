@@ -21,7 +21,7 @@ from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import Tuning, current_tuning
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.evaluation import Bound
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.bound import Bound, Cuts
+from keras_headmask.rules.evaluation import Bound, Cuts
 
 
 class Part(NamedTuple):

@@ -14,7 +14,7 @@ from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec, leaves_under_or
-from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.evaluation import Bound
 from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.tuning import is_forward_only
-from keras_headmask.rules.bound import Bound
+from keras_headmask.rules.evaluation import Bound
 from keras_headmask.rules.protocol import Sides
 
 

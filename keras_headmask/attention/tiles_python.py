@@ -18,8 +18,7 @@ from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.bound import Cuts
-from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.evaluation import Cuts, allowed_tile
 
 
 class Plan(NamedTuple):

@@ -21,8 +21,7 @@ from keras_headmask.attention.tensorflow_graph import (
     times,
     widened,
 )
-from keras_headmask.rules.bound import Cuts
-from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.evaluation import Cuts, allowed_tile
 
 _DEAD = 1e30  # the log-sum of a row that sees nothing: exp(logit - _DEAD) is 0
 

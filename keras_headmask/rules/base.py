@@ -8,16 +8,17 @@ where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
-from keras_headmask.rules import config, words
-from keras_headmask.rules.hints import hint_for
+from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.protocol import InputType, Protocol
-from keras_headmask.rules.saved import Saved
+
+T = TypeVar("T")
+_Class = TypeVar("_Class", bound=type)
 
 
-class MaskSpec(Saved, Protocol):
+class MaskSpec(Protocol):
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
@@ -27,6 +28,9 @@ class MaskSpec(Saved, Protocol):
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
     Every other member has an answer that is right for any spec; better answers make it faster.
     """
+
+    def __post_init__(self) -> None:
+        fields.check_fields(self)
 
     @property
     def children(self) -> tuple["MaskSpec", ...]:
@@ -45,18 +49,39 @@ class MaskSpec(Saved, Protocol):
         """The rule that head number `head` obeys: this spec without any `PerHead`."""
         return self.with_children([child.for_head(head) for child in self.children])
 
-    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
+    def fold(
+        self,
+        leaf: Callable[["MaskSpec"], T],
+        both: Callable[[T, T], T],
+        either: Callable[[T, T], T],
+        neither: Callable[[T], T],
+    ) -> T:
         """`leaf` of every leaf, joined by `both` for `&` and `either` for `|`; `neither` for `~`.
 
         For a spec without `PerHead`.
         """
+        if isinstance(self, Not):
+            return neither(self.spec.fold(leaf, both, either, neither))
+        if isinstance(self, Join):
+            parts = [spec.fold(leaf, both, either, neither) for spec in self.specs]
+            return functools.reduce(both if isinstance(self, And) else either, parts)
         return leaf(self)
 
     def describe(self, num_heads: int | None = None) -> str:
         """This rule in plain English, a sentence for each group of heads that share a rule.
 
-        Equal specs read alike; heads that see everything come last. `num_heads` names the heads
-        that no rule names; without it they are "all other heads".
+        Equal specs read alike; heads that see everything come last.
+
+        Args:
+            num_heads: The number of heads; it names the heads that no rule names, which are "all
+                other heads" without it.
+
+        Returns:
+            The sentences, in one line.
+
+        Raises:
+            ValueError: for a head that this spec names and `num_heads` does not reach, or a
+                `num_heads` above 100,000.
 
         >>> from keras_headmask import PerHead, SameSentence, recipes
         >>> print(recipes.causal().describe())
@@ -64,12 +89,8 @@ class MaskSpec(Saved, Protocol):
         >>> print(PerHead({0: SameSentence(102)}, recipes.padding()).describe(num_heads=12))
         Head 0: a token sees its own sentence (sentences end with token 102). Heads 1 to 11: every \
 token that `padding_mask` does not hide.
-
-        Raises:
-            ValueError: for a head that this spec names and `num_heads` does not reach, or a
-                `num_heads` above 100,000.
         """
-        return words.describe(self, num_heads)
+        return " ".join(words.sentences(self, num_heads))
 
     def __and__(self, other: "MaskSpec") -> "MaskSpec":
         return _join(And, self, other)
@@ -93,18 +114,28 @@ token that `padding_mask` does not hide.
         )
 
 
-def register_spec(kind: str) -> Callable[[type], type]:
+def register_spec(kind: str) -> Callable[[_Class], _Class]:
     """Class decorator: let a spec of your own join the language under a permanent name.
 
     The class must be a frozen dataclass that subclasses `MaskSpec`. Its fields are what is saved
     and what is compared: specs with equal fields are one.
+
+    Args:
+        kind: The name under which the spec is saved, an identifier.
+
+    Returns:
+        The decorator, which returns its class.
+
+    Raises:
+        TypeError: for another kind of class, a field that hides a member of `MaskSpec`, a field
+            with `compare=False`, or `eq=False` without an `__eq__`.
+        ValueError: for a name that another class has, or that is no identifier.
     """
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: Any) -> Any:
         is_spec = isinstance(cls, type) and issubclass(cls, MaskSpec)
-        if not (
-            is_spec and "__dataclass_params__" in vars(cls) and cls.__dataclass_params__.frozen
-        ):
+        params = vars(cls).get("__dataclass_params__") if is_spec else None
+        if params is None or not params.frozen:
             raise TypeError(
                 "A spec must be a frozen dataclass that subclasses MaskSpec: put "
                 f"@dataclass(frozen=True) right under @register_spec({kind!r}). Received: {cls!r}."
@@ -114,14 +145,13 @@ def register_spec(kind: str) -> Callable[[type], type]:
                 f"A field named `{taken[0]}` would hide the `{taken[0]}` that every spec has. "
                 f"Rename it in {cls.__name__}."
             )
-        hidden = [f.name for f in dataclasses.fields(cls) if not f.compare]
-        if hidden:
+        if hidden := [f.name for f in dataclasses.fields(cls) if not f.compare]:
             raise TypeError(
                 f"Every field of a spec must compare, since specs that are equal are merged: with "
                 f"compare=False on {hidden}, one value of `{hidden[0]}` would replace another. "
                 f"Received: {cls.__name__}. Leave `compare` out."
             )
-        if cls.__eq__ is object.__eq__ or cls.__eq__ is MaskSpec.__eq__:
+        if cls.__eq__ is object.__eq__:
             raise TypeError(
                 "Specs are values: those with equal fields must be equal, or a saved rule would "
                 f"not equal itself. {cls.__name__} has eq=False and no `__eq__`: leave eq=False "
@@ -135,20 +165,23 @@ def register_spec(kind: str) -> Callable[[type], type]:
 
 
 def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
-    """`value`, which must be a spec, with a hint for who passed something near one.
+    """`value`, which must be a spec, with a hint for a value that resembles one.
 
-    `call` is what the caller was, with SPEC where the spec stands: "hm.draw(SPEC, ...)".
+    `call` is the code of the caller, with SPEC in place of the spec: "hm.draw(SPEC, ...)".
     """
     if isinstance(value, MaskSpec):
         return value
-    hint = hint_for(value, call)
     shape = None if isinstance(value, type) else getattr(value, "shape", None)
     shown = repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    config.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
+    hint = config.hint_for(value, call)
+    fields.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
 
 
 class Compound(MaskSpec):
-    """A spec made of others, which answers from their answers: here, as if it were any of them."""
+    """A spec made of others, which answers from their answers: here, what holds for all of them."""
+
+    _joint = staticmethod(all)  # all parts must say yes, or any
+    _decides: bool | None = None  # the `constant` of one part that is that of the whole
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -157,6 +190,8 @@ class Compound(MaskSpec):
     @property
     def constant(self) -> bool | None:
         answers = {child.constant for child in self.children}
+        if self._decides in answers:
+            return self._decides
         return answers.pop() if len(answers) == 1 else None
 
     @property
@@ -165,29 +200,33 @@ class Compound(MaskSpec):
 
     @property
     def is_local(self) -> bool:
-        return all(child.is_local for child in self.children)
+        return self._joint(child.is_local for child in self.children)
 
     @property
     def is_sparse(self) -> bool:
-        return all(child.is_sparse for child in self.children)
+        return self._joint(child.is_sparse for child in self.children)
 
     def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
         return any(child.may_leave_gaps(taken_out) for child in self.children)
 
     @property
     def reach(self) -> int | None:
-        answers = [child.reach for child in self.children]
-        return None if None in answers else max(answers)
+        known = [child.reach for child in self.children if child.reach is not None]
+        return max(known) if len(known) == len(self.children) else None
 
     def closes(self, side: str) -> bool:
-        return all(child.closes(side) for child in self.children)
+        return self._joint(child.closes(side) for child in self.children)
 
 
+_SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Join(Compound):
     """Two or more specs; compared as a set, shown in the order written."""
 
+    specs: Annotated[tuple[MaskSpec, ...], fields.Limits(_SCHEMA)]
     symbol = ""
-    specs: tuple[MaskSpec, ...]
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
@@ -196,22 +235,17 @@ class Join(Compound):
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         return _joined(type(self), children)
 
-    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
-        parts = [spec.fold(leaf, both, either, neither) for spec in self.specs]
-        return functools.reduce(both if self.symbol == "&" else either, parts)
-
     @classmethod
     def from_fields(cls, fields: dict[str, Any], path: str = "") -> MaskSpec:
         config.check_field_names(fields, path, {"specs"}, {"specs"})
-        place = config.join_path(path, "specs")
-        specs = fields["specs"]
+        place, specs = config.join_path(path, "specs"), fields["specs"]
         if not isinstance(specs, (list, tuple)) or not specs:
             raise config.bad_place(place, f"expected a list of specs. Received: {specs!r}.")
         parts = config.from_json(specs, place)
         return config.located(lambda: _joined(cls, parts), path)
 
-    def __eq__(self, other: Any) -> bool:
-        if type(other) is not type(self):
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Join) or type(other) is not type(self):
             return NotImplemented
         return frozenset(self.specs) == frozenset(other.specs)
 
@@ -219,9 +253,8 @@ class Join(Compound):
         return hash((self.kind, frozenset(self.specs)))
 
     def __repr__(self) -> str:
-        return f" {self.symbol} ".join(
-            f"({s!r})" if isinstance(s, Join) else repr(s) for s in self.specs
-        )
+        parts = (f"({s!r})" if isinstance(s, Join) else repr(s) for s in self.specs)
+        return f" {self.symbol} ".join(parts)
 
 
 @register_spec("and")
@@ -229,24 +262,9 @@ class Join(Compound):
 class And(Join):
     """What every one of `specs` allows; written `a & b`."""
 
-    specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "&"
-
-    @property
-    def constant(self) -> bool | None:
-        none = any(spec.constant is False for spec in self.specs)
-        return False if none else super().constant
-
-    @property
-    def is_local(self) -> bool:
-        return any(spec.is_local for spec in self.specs)
-
-    @property
-    def is_sparse(self) -> bool:
-        return any(spec.is_sparse for spec in self.specs)
-
-    def closes(self, side: str) -> bool:
-        return any(spec.closes(side) for spec in self.specs)
+    _joint = staticmethod(any)
+    _decides = False
 
     def in_words(self) -> words.Words:
         return words.of_and(self.specs)
@@ -257,13 +275,8 @@ class And(Join):
 class Or(Join):
     """What at least one of `specs` allows; written `a | b`."""
 
-    specs: Annotated[tuple[MaskSpec, ...], config.Limits(minItems=1)]
     symbol = "|"
-
-    @property
-    def constant(self) -> bool | None:
-        every = any(spec.constant is True for spec in self.specs)
-        return True if every else super().constant
+    _decides = True
 
     @property
     def is_local(self) -> bool:
@@ -297,9 +310,6 @@ class Not(Compound):
         (child,) = children
         return ~child
 
-    def fold(self, leaf: Callable, both: Callable, either: Callable, neither: Callable) -> Any:
-        return neither(self.spec.fold(leaf, both, either, neither))
-
     @property
     def constant(self) -> bool | None:
         return None if self.spec.constant is None else not self.spec.constant
@@ -324,19 +334,19 @@ def _join(kind: type[Join], left: Any, right: Any) -> MaskSpec:
     for value in (left, right):
         if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
             sides = ("SPEC", "...") if value is left else ("...", "SPEC")
-            hint = hint_for(value, f" {kind.symbol} ".join(sides))
+            hint = config.hint_for(value, f" {kind.symbol} ".join(sides))
             raise TypeError(f"`{kind.symbol}` joins mask specs. Received: {value!r}.{hint}")
         if not isinstance(value, MaskSpec):
             return NotImplemented
     return _joined(kind, (left, right))
 
 
-def _joined(kind: type[Join], specs: Any) -> MaskSpec:
+def _joined(kind: Any, specs: Iterable[MaskSpec]) -> MaskSpec:
     """Flatten and drop repeats, so that regrouping a rule does not change it."""
-    parts = []
+    parts: list[MaskSpec] = []
     for i, spec in enumerate(specs):
         check_spec(spec, f"specs[{i}]")
-        parts.extend(spec.specs if type(spec) is kind else (spec,))
+        parts.extend(spec.children if type(spec) is kind else (spec,))
     unique = tuple(dict.fromkeys(parts))
     merged_inputs(unique)  # parts that read one input in two ways are refused here
     return kind(unique) if len(unique) > 1 else unique[0]
@@ -358,17 +368,11 @@ def merged_inputs(specs: tuple[MaskSpec, ...]) -> dict[str, InputType]:
     return merged
 
 
-def leaves(spec: MaskSpec) -> Iterator[MaskSpec]:
+def leaves(spec: MaskSpec) -> list[MaskSpec]:
     """Every leaf of `spec`, each equal one once."""
-    seen: dict[MaskSpec, None] = {}
-    stack = [spec]
-    while stack:
-        node = stack.pop()
-        if node.children:
-            stack.extend(node.children)
-        else:
-            seen.setdefault(node)
-    yield from seen
+    if not spec.children:
+        return [spec]
+    return list(dict.fromkeys(leaf for child in spec.children for leaf in leaves(child)))
 
 
 def joins(spec: MaskSpec, head: int | None = None) -> Iterator[Join]:
@@ -385,8 +389,3 @@ def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
         is_under = is_under or isinstance(spec, Or)
         return [leaf for part in spec.specs for leaf in leaves_under_or(part, is_under)]
     return [spec] if is_under else []
-
-
-def stored(spec: MaskSpec, field: str, value: Any) -> None:
-    """Store a checked value in a frozen spec under construction."""
-    object.__setattr__(spec, field, value)

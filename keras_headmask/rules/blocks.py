@@ -1,20 +1,14 @@
-"""Leaves that divide positions into blocks of one size: neighbouring blocks, random blocks.
-
-`allowed` uses Python's operators alone, so it reads NumPy arrays and the tensors of every backend.
-"""
+"""Leaves that divide positions into blocks of one size: neighbouring blocks, random blocks."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any
 
 import numpy as np
 
-from keras_headmask.rules import config, words
-from keras_headmask.rules.base import MaskSpec, register_spec, stored
-from keras_headmask.rules.protocol import Bounds, Tiles, unknown
-
-_NotNegative = Annotated[int, config.NOT_NEGATIVE]
-_Positive = Annotated[int, config.POSITIVE]
+from keras_headmask.rules import fields, words
+from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.protocol import Bounds, Tensor, Tiles, unknown
 
 
 @register_spec("chunk")
@@ -32,16 +26,12 @@ class Chunk(MaskSpec):
     0 0 1 1
     """
 
-    size: _Positive
-    before: _NotNegative = 0
-    after: _NotNegative = 0
+    size: fields.Positive
+    before: fields.NotNegative = 0
+    after: fields.NotNegative = 0
+    is_local = True
 
-    def __post_init__(self) -> None:
-        stored(self, "size", config.whole_number(self.size, "size", at_least=1))
-        stored(self, "before", config.whole_number(self.before, "before", at_least=0))
-        stored(self, "after", config.whole_number(self.after, "after", at_least=0))
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         distance = key_positions // self.size - query_positions // self.size
         return (distance >= -self.before) & (distance <= self.after)
 
@@ -53,8 +43,6 @@ class Chunk(MaskSpec):
             (least >= -self.before) & (greatest <= self.after),
         )
 
-    is_local = True
-
     @property
     def reach(self) -> int:
         return self.size * max(1, self.before, self.after)
@@ -63,16 +51,12 @@ class Chunk(MaskSpec):
         return True
 
     def in_words(self) -> str:
-        own = f"its own block of {words.tokens(self.size)}"
+        own = f"its own block of {words.counted(self.size, 'token')}"
+        sides = [(self.before, "before it"), (self.after, "after it")]
         if self.before == self.after:
-            more = f" and {words.blocks(self.before)} on each side" if self.before else ""
-            return own + more
-        sides = [
-            f"{words.blocks(count)} {where} it"
-            for count, where in ((self.before, "before"), (self.after, "after"))
-            if count
-        ]
-        return words.listed([own, *sides], "and")
+            sides = [(self.before, "on each side")]
+        more = [f"{words.counted(count, 'block')} {where}" for count, where in sides if count]
+        return words.listed([own, *more], "and")
 
 
 @register_spec("random_blocks")
@@ -94,19 +78,14 @@ class RandomBlocks(MaskSpec):
     0 0 0 0 0 0
     """
 
-    size: _Positive
-    density: Annotated[float, config.Limits(minimum=0, maximum=1)]
-    seed: Annotated[int, config.Limits(minimum=0)]
+    size: fields.Positive
+    density: fields.Fraction
+    seed: fields.Seed
 
-    def __post_init__(self) -> None:
-        stored(self, "size", config.whole_number(self.size, "size", at_least=1))
-        stored(self, "density", config.fraction(self.density, "density"))
-        stored(self, "seed", config.whole_number(self.seed, "seed", at_least=0, any_size=True))
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         return self.is_open(query_positions // self.size, key_positions // self.size)
 
-    def is_open(self, query_blocks: Any, key_blocks: Any) -> Any:
+    def is_open(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Whether each pair of blocks is open; element-wise on block numbers."""
         value = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
         value = _scramble(_scramble(query_blocks % _PRIME + value))
@@ -116,24 +95,19 @@ class RandomBlocks(MaskSpec):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         if not isinstance(tiles.query_first, np.ndarray):
             return unknown(tiles)
-        first = [tiles.query_first[:, 0] // self.size, tiles.key_first[0] // self.size]
-        stop = [tiles.query_last[:, 0] // self.size + 1, tiles.key_last[0] // self.size + 1]
-        base = [int(blocks.min(initial=0)) for blocks in first]  # an offset may be negative
-        rows, columns = (int(s.max(initial=b)) - b for s, b in zip(stop, base, strict=True))
-        if rows * columns > _MOST_BLOCKS:
+        rows = tiles.query_first[:, 0] // self.size, tiles.query_last[:, 0] // self.size + 1
+        columns = tiles.key_first[0] // self.size, tiles.key_last[0] // self.size + 1
+        ranges = [  # one block more on each axis, since `reduceat` needs a place for the last stop
+            range(int(first.min(initial=0)), int(stop.max(initial=0)) + 1)
+            for first, stop in (rows, columns)
+        ]
+        if math.prod(map(len, ranges)) > _MOST_BLOCKS:
             return unknown(tiles)
-        blocks = (np.arange(n) + b for n, b in zip((rows, columns), base, strict=True))
-        is_open = self.is_open(*np.ix_(*blocks))
-        first, stop = ([x - b for x, b in zip(xs, base, strict=True)] for xs in (first, stop))
-        corner = np.zeros((rows + 1, columns + 1), np.int32)  # open blocks above and to the left
-        corner[1:, 1:] = is_open.cumsum(0, dtype=np.int32).cumsum(1, dtype=np.int32)
-        count = (
-            corner[np.ix_(stop[0], stop[1])]
-            - corner[np.ix_(first[0], stop[1])]
-            - corner[np.ix_(stop[0], first[1])]
-            + corner[np.ix_(*first)]
-        )
-        of = (stop[0] - first[0])[:, None] * (stop[1] - first[1])[None]
+        count = self.is_open(*np.ix_(*ranges)).astype(np.int32)
+        for axis, (first, stop) in enumerate((rows, columns)):
+            cuts = np.stack([first, stop], axis=1).ravel() - ranges[axis].start
+            count = np.add.reduceat(count, cuts, axis).compress([True, False] * len(first), axis)
+        of = np.multiply.outer(rows[1] - rows[0], columns[1] - columns[0])
         return Bounds(count > 0, count == of)
 
     @property
@@ -147,7 +121,7 @@ class RandomBlocks(MaskSpec):
 
     def in_words(self) -> str:
         drawn = f"each open with probability {self.density!r}, seed {self.seed}"
-        return f"random blocks of {words.tokens(self.size)} ({drawn})"
+        return f"random blocks of {words.counted(self.size, 'token')} ({drawn})"
 
 
 # The largest prime whose square fits int32, the one integer type that all backends share. Cubing
@@ -158,7 +132,7 @@ _MOST_BLOCKS = 2**24  # more are not counted one by one, 64 MiB of them, to plan
 _ROUND_CONSTANTS = (31607, 12289, 40503)
 
 
-def _scramble(value: Any) -> Any:
+def _scramble(value: Tensor) -> Tensor:
     for constant in _ROUND_CONSTANTS:
         value = (value + constant) % _PRIME
         value = value * value % _PRIME * value % _PRIME

@@ -1,4 +1,4 @@
-"""Mask specs as plain JSON: the registry of kinds and the checks on what comes in.
+"""Kinds and recipes by name: rules read from JSON, and what an error proposes to write instead.
 
 A config is a dict of JSON values with a permanent `kind` name, never a class path, so that files
 outlive renames. Every error carries the path to the bad place, such as `heads.0.specs[1].before`.
@@ -7,70 +7,49 @@ outlive renames. Every error carries the path to the bad place, such as `heads.0
 import dataclasses
 import difflib
 import inspect
-import math
-import numbers
-import operator
 import types
-import typing
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-_KINDS: dict[str, type] = {}
+from keras_headmask.rules.fields import whole_number
+
+_KINDS: dict[str, Any] = {}  # the class of each kind
 _RECIPES: dict[str, str] = {}  # the call of each recipe, by its name
 _OURS = f"{__name__.partition('.')[0]}."
-_LARGEST = 2**31 - 1
 _MOST_HEADS = 100_000
 _LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What JSON Schema says of a field beside its type: `Annotated[int, Limits(minimum=1)]`.
-
-    An editor is told by it; constructors check for themselves.
-    """
-
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __init__(self, **keywords: Any):
-        object.__setattr__(self, "keywords", tuple(keywords.items()))
-
-
-WHOLE_NUMBER = Limits(minimum=-_LARGEST, maximum=_LARGEST)
-NOT_NEGATIVE = Limits(minimum=0, maximum=_LARGEST)
-POSITIVE = Limits(minimum=1, maximum=_LARGEST)
-NAME = Limits(minLength=1)
-
-
-def register(kind: str, cls: type) -> None:
+def register(kind: str, cls: Any) -> None:
     """Give `cls` the permanent name `kind`. A name is given once."""
     if not isinstance(kind, str) or not kind.isidentifier():
         raise ValueError(f"A kind is a name such as 'same_speaker'. Received: {kind!r}.")
-    known = _KINDS.get(kind)
+    known = _KINDS.setdefault(kind, cls)
     # A notebook cell run twice defines its class again: the same class by name may be replaced.
-    if known is not None and (known.__module__, known.__qualname__) != (
-        cls.__module__,
-        cls.__qualname__,
-    ):
+    if _full_name(known) != _full_name(cls):
         raise ValueError(
-            f"The kind {kind!r} already names {known.__module__}.{known.__qualname__}; saved rules "
-            "rely on it. Choose another name."
+            f"The kind {kind!r} already names {_full_name(known)}; saved rules rely on it. "
+            "Choose another name."
         )
     _KINDS[kind] = cls
 
 
-def is_registered(cls: type) -> bool:
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_registered(cls: Any) -> bool:
     """Whether `cls`, not only a parent of it, has a kind of its own."""
-    known = _KINDS.get(cls.kind)
-    return known is not None and (known.__module__, known.__qualname__) == (
-        cls.__module__,
-        cls.__qualname__,
-    )
+    return cls.kind in _KINDS and _full_name(_KINDS[cls.kind]) == _full_name(cls)
+
+
+def known_kinds() -> dict[str, Any]:
+    return dict(sorted(_KINDS.items()))
 
 
 def recipe(function: Callable) -> Callable:
-    """Decorator: let errors name `function` to who writes its name as a text."""
-    _RECIPES[function.__name__] = f"hm.recipes.{_call_of(function)}"
+    """Decorator: errors propose `function` to users who write its name as a text."""
+    _RECIPES[function.__name__] = f"hm.recipes.{_call(function)}"
     return function
 
 
@@ -79,29 +58,37 @@ def known_recipes() -> dict[str, str]:
     return dict(_RECIPES)
 
 
+def _call(function: Callable) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return f"{function.__name__}({', '.join(p.name for p in parameters if p.default is p.empty)})"
+
+
+def number_of_heads(value: Any) -> int:
+    """`value` as a number of heads that is small enough to visit them one by one."""
+    number = whole_number(value, "num_heads", at_least=1, any_size=True)
+    if number > _MOST_HEADS:
+        raise ValueError(
+            f"`num_heads` must be at most {_MOST_HEADS}. Received: {number}. Pass the number of "
+            "heads of the attention layer."
+        )
+    return number
+
+
 def names_of_recipes() -> str:
-    """Every recipe by name, for an error."""
     return f"The recipes are {', '.join(sorted(_RECIPES))}"
 
 
 def call_of(value: Any) -> str | None:
     """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
-    if isinstance(value, str):
-        if value in _RECIPES:
-            return _RECIPES[value]
-        named = {kind: cls for kind, cls in _KINDS.items() if cls.__module__.startswith(_OURS)}
-        found = [cls for kind, cls in named.items() if value in (kind, cls.__name__)]
-        return f"hm.{_call_of(found[0])}" if found else None
-    if isinstance(value, type):
-        ours = value.__module__.startswith(_OURS)
-        return ("hm." if ours else "") + _call_of(value) if value in _KINDS.values() else None
-    return _RECIPES.get(value.__name__) if isinstance(value, types.FunctionType) else None
-
-
-def _call_of(function: Callable) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty]
-    return f"{function.__name__}({', '.join(required)})"
+    if isinstance(value, types.FunctionType):
+        return _RECIPES.get(value.__name__)
+    if isinstance(value, str) and value in _RECIPES:
+        return _RECIPES[value]
+    for kind, cls in _KINDS.items():
+        is_ours = cls.__module__.startswith(_OURS)
+        if value is cls or (is_ours and isinstance(value, str) and value in (kind, cls.__name__)):
+            return ("hm." if is_ours else "") + _call(cls)
+    return None
 
 
 def names_heads(value: Any) -> bool:
@@ -115,79 +102,49 @@ def names_heads(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(map(is_head, value))
 
 
-def known_kinds() -> dict[str, type]:
-    """Every registered kind and its class, by name."""
-    return dict(sorted(_KINDS.items()))
+def hint_for(value: Any, call: str = "SPEC") -> str:
+    """What to write in place of `value`, which is no spec; `call` is the code around it."""
 
+    def hint(text: str, spec: str) -> str:
+        return f" {text}: {call.replace('SPEC', spec)}."
 
-def fail(error: type[Exception], field: str, message: str) -> NoReturn:
-    """Raise `error`, remembering the field so that a JSON error can name its path."""
-    exception = error(message)
-    exception.field = field
-    raise exception
-
-
-def whole_number(
-    value: Any, field: str, at_least: int | None = None, any_size: bool = False
-) -> int:
-    """`value` as an int; of 32 bits unless `any_size`, since it meets int32 positions and ids.
-
-    bool is refused, since True == 1 would make two specs equal.
-    """
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        fail(TypeError, field, f"`{field}` must be a whole number. Received: {value!r}.")
-    try:
-        number = operator.index(value)
-    except TypeError:  # an array of several
-        fail(TypeError, field, f"`{field}` must be a whole number. Received: {value!r}.")
-    if at_least is not None and number < at_least:
-        fail(ValueError, field, f"`{field}` must be at least {at_least}. Received: {number}.")
-    if abs(number) > _LARGEST and not any_size:
-        fail(
-            ValueError,
-            field,
-            f"`{field}` must lie between -{_LARGEST} and {_LARGEST} (32 bits). Received: {number}.",
+    if value is None:
+        return hint("The spec that hides nothing is Full()", "hm.Full()")
+    if isinstance(value, bool):
+        return " Write Full() for True and Nothing() for False."
+    if (meant := call_of(value)) is not None:
+        return hint("Call it", meant)
+    if isinstance(value, str):
+        json_hint = " JSON text becomes a spec by `MaskSpec.from_config(json.loads(text))`."
+        return hint(names_of_recipes(), "hm.recipes.causal()") + json_hint
+    if names_heads(value):
+        return hint("Wrap rules by head in PerHead", f"hm.PerHead({{{next(iter(value))!r}: ...}})")
+    if isinstance(value, Mapping):
+        return " A config becomes a spec by `MaskSpec.from_config`."
+    if isinstance(value, (list, tuple)) and any(hasattr(part, "allowed") for part in value):
+        how = "Combine specs by & or |, or give each head its own by PerHead"
+        return hint(how, "hm.PerHead({0: a, 1: b})")
+    if not hasattr(type(value), "get_weights"):
+        return hint("A mask tensor enters a spec by MaskInput(name)", "hm.MaskInput(name)")
+    if hasattr(type(value), "mask_specs"):  # a model or a layer; Keras is not imported here
+        of_keras = hint(
+            "The rules of a model are its `model.mask_specs`, by layer", "model.mask_specs[path]"
         )
-    return number
+    elif hasattr(type(value), "mask_spec"):
+        of_keras = hint("The rule of a layer is `layer.mask_spec`", "layer.mask_spec")
+    else:
+        of_keras = " A model gets a rule by hm.apply_head_masks(model, spec)."
+    if call.startswith(("hm.plot", "hm.draw")):
+        of_keras += " What a model attends to: hm.plot_attention(model, inputs)."
+    return of_keras
 
 
-def fraction(value: Any, field: str) -> float:
-    """`value` as a float from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        fail(TypeError, field, f"`{field}` must be a number from 0 to 1. Received: {value!r}.")
-    if not (math.isfinite(value) and 0 <= value <= 1):
-        fail(ValueError, field, f"`{field}` must lie between 0 and 1. Received: {value!r}.")
-    return float(value)
-
-
-def input_name(value: Any, field: str = "input") -> str:
-    """`value` as the name of a mask input."""
-    if not isinstance(value, str) or not value:
-        fail(
-            TypeError,
-            field,
-            f"`{field}` is the name under which the tensor is handed in, such as 'sentence_ids'. "
-            f"Received: {value!r}.",
-        )
-    return value
-
-
-def id_tuple(value: Any, field: str) -> tuple[int, ...]:
-    """One id, or several, as a sorted tuple without repeats."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()  # NumPy's
-    if hasattr(type(value), "__index__"):
-        value = (value,)
-    if isinstance(value, (str, bytes, dict)) or not hasattr(type(value), "__iter__"):
-        fail(TypeError, field, f"`{field}` must be token ids, such as (102,). Received: {value!r}.")
-    ids = tuple(sorted({whole_number(v, field) for v in value}))
-    if not ids:
-        fail(ValueError, field, f"`{field}` must hold at least one token id. Received none.")
-    return ids
+def _did_you_mean(name: Any, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def to_json(value: Any) -> Any:
-    """A field's value as plain JSON."""
     if hasattr(value, "get_config"):
         return value.get_config()
     if isinstance(value, (list, tuple)):
@@ -210,7 +167,6 @@ def from_json(value: Any, path: str) -> Any:
 
 
 def bad_place(path: str, problem: str) -> ValueError:
-    """The error of every config that cannot be read."""
     return ValueError(f"Bad mask spec at `{path or '(top)'}`: {problem}")
 
 
@@ -231,120 +187,39 @@ def build(config: Any, path: str = "") -> Any:
             hint = ' Rules by head are a PerHead: {"kind": "per_head", "heads": {"0": ...}}.'
         raise bad_place(path, f"the field `kind` is missing. Received: {config!r}.{hint}")
     kind = fields.pop("kind")
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
-    if cls is None:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise bad_place(
             join_path(path, "kind"),
             f"unknown kind {kind!r}.{_did_you_mean(kind, _KINDS)} A spec of your own must be "
             "imported, so that @register_spec has run, before a rule that holds it is loaded.",
         )
-    return cls.from_fields(fields, path)
+    return _KINDS[kind].from_fields(fields, path)
 
 
-def number_of_heads(value: Any) -> int:
-    """`value` as a number of heads that can be gone through one by one."""
-    number = whole_number(value, "num_heads", at_least=1, any_size=True)
-    if number > _MOST_HEADS:
-        fail(
-            ValueError,
-            "num_heads",
-            f"`num_heads` must be at most {_MOST_HEADS}. Received: {number}. Pass the number of "
-            "heads of the attention layer.",
-        )
-    return number
-
-
-def build_dataclass(cls: type, fields: dict, path: str) -> Any:
-    """Make `cls` from fields read as JSON."""
-    check_field_names(
-        fields,
-        path,
-        required={f.name for f in dataclasses.fields(cls) if _required(f)},
-        known={f.name for f in dataclasses.fields(cls)},
-    )
+def build_dataclass(cls: Any, fields: dict[str, Any], path: str) -> Any:
+    known = dataclasses.fields(cls)
+    missing = dataclasses.MISSING
+    required = {f.name for f in known if f.default is missing and f.default_factory is missing}
+    check_field_names(fields, path, required, {f.name for f in known})
     values = {k: from_json(v, join_path(path, k)) for k, v in fields.items()}
     return located(lambda: cls(**values), path)
 
 
-def check_field_names(fields: dict, path: str, required: set[str], known: set[str]) -> None:
-    for name in fields:
-        if name not in known:
-            names = ", ".join(sorted(known)) or "none"
-            raise bad_place(
-                join_path(path, str(name)),
-                f"no such field.{_did_you_mean(name, known)} Fields here: {names}.",
-            )
+def check_field_names(
+    fields: dict[str, Any], path: str, required: set[str], known: set[str]
+) -> None:
+    if strange := [name for name in fields if name not in known]:
+        names = ", ".join(sorted(known)) or "none"
+        problem = f"no such field.{_did_you_mean(strange[0], known)} Fields here: {names}."
+        raise bad_place(join_path(path, str(strange[0])), problem)
     if missing := sorted(required - fields.keys()):
         raise bad_place(path, f"the field `{missing[0]}` is missing.")
 
 
 def located(make: Callable[[], Any], path: str) -> Any:
-    """Run a constructor; an error it raises is told with its place in the config."""
+    """`make()`, a constructor; an error that it raises gets its place in the config."""
     try:
         return make()
     except (TypeError, ValueError) as error:
         field = getattr(error, "field", None)
         raise bad_place(join_path(path, field) if field else path, str(error)) from error
-
-
-RULE = {"$ref": "#/$defs/rule"}
-_JSON_TYPES = {
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    str: {"type": "string"},
-    type(None): {"type": "null"},
-}
-
-
-def json_fields(cls: type) -> dict[str, dict[str, Any]]:
-    """The JSON Schema of each field of a dataclass, by its annotations."""
-    try:
-        hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:  # of a class made inside a function: nothing is known
-        hints = {}
-    schemas = {}
-    for field in dataclasses.fields(cls):
-        schema = _json_schema_of(hints.get(field.name, Any))
-        if field.default is not dataclasses.MISSING:
-            schema = schema | {"default": to_json(field.default)}
-        elif field.default_factory is not dataclasses.MISSING:
-            schema = schema | {"default": to_json(field.default_factory())}
-        schemas[field.name] = schema
-    return schemas
-
-
-def _json_schema_of(annotation: Any) -> dict[str, Any]:
-    """What JSON Schema says of values with this annotation; `{}`, anything, where it is unusual."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        schema = _json_schema_of(arguments[0])
-        limits = {k: v for a in arguments[1:] if isinstance(a, Limits) for k, v in a.keywords}
-        return _limited(schema, limits)
-    if origin in (typing.Union, types.UnionType):
-        schemas = [_json_schema_of(argument) for argument in arguments]
-        return {} if {} in schemas else {"anyOf": schemas}
-    if origin in (tuple, list) and len(set(arguments) - {...}) == 1:
-        items = _json_schema_of(arguments[0])
-        return {"type": "array"} | ({"items": items} if items else {})
-    if isinstance(annotation, type) and hasattr(annotation, "from_fields"):
-        return RULE
-    return _JSON_TYPES.get(annotation, {}) if isinstance(annotation, type) else {}
-
-
-def _limited(schema: dict[str, Any], limits: dict[str, Any]) -> dict[str, Any]:
-    """`schema` with more keywords, on the alternatives whose type they speak of."""
-    if "anyOf" in schema:
-        return {"anyOf": [_limited(part, limits) for part in schema["anyOf"]]}
-    if "minItems" in limits and schema.get("type") != "array":
-        return schema
-    return schema | limits
-
-
-def _required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _did_you_mean(name: Any, known: Any) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

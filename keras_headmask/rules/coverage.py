@@ -1,7 +1,7 @@
-"""How much of each tile of the score matrix a rule allows, told without looking at its pairs.
+"""How much of each tile of the mask a rule allows, found without looking at its pairs.
 
-A tile of which nothing is allowed need not be computed; one of which all is needs no mask. What is
-told is always sound: a spec that says nothing of tiles is taken to allow some pairs of each.
+A tile of which nothing is allowed need not be computed; one of which all is needs no mask. A spec
+that says nothing of tiles is taken to allow some pairs of each, which is always sound.
 """
 
 import enum
@@ -28,12 +28,11 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
     `spans` holds the spans of the mask inputs for the leaves that read them; a leaf without is
     taken to allow some pairs of every tile.
     """
-    spans = {} if spans is None else spans
 
     def of_leaf(leaf: MaskSpec) -> Bounds:
-        if leaf.inputs and leaf not in spans:
-            return unknown(tiles)
-        return leaf.coverage(tiles, spans.get(leaf, {}))
+        known = {} if spans is None else spans
+        is_known = leaf in known or not leaf.inputs
+        return leaf.coverage(tiles, known.get(leaf, {})) if is_known else unknown(tiles)
 
     return rule.fold(
         of_leaf,
@@ -46,16 +45,13 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
 def tile_grid(
     queries: int, keys: int, tile_queries: int, tile_keys: int, query_offset: int = 0
 ) -> Tiles:
-    """The tiles of a score matrix of `queries` x `keys`; the last of a row or column may be cut."""
-    query_first = np.arange(0, queries, tile_queries)
-    key_first = np.arange(0, keys, tile_keys)
-    query_last = np.minimum(query_first + tile_queries, queries) - 1
-    key_last = np.minimum(key_first + tile_keys, keys) - 1
+    """The tiles of a mask of `queries` x `keys`; the last of a row or column may be cut."""
+    rows, columns = np.arange(0, queries, tile_queries), np.arange(0, keys, tile_keys)
     return Tiles(
-        (query_first + query_offset)[:, None],
-        (query_last + query_offset)[:, None],
-        key_first[None],
-        key_last[None],
+        (rows + query_offset)[:, None],
+        (np.minimum(rows + tile_queries, queries) - 1 + query_offset)[:, None],
+        columns[None],
+        np.minimum(columns + tile_keys, keys)[None] - 1,
     )
 
 

@@ -1,27 +1,37 @@
 """Which heads obey one rule. Nothing here imports the specs."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from keras_headmask.rules import config, words
+from keras_headmask.rules import config
+
+
+def named_heads(spec: Any) -> Iterator[int]:
+    """Every head that `spec` numbers, in any `PerHead` of it."""
+    if spec.kind == "per_head":
+        yield from (head for head, _ in spec.heads)
+    for child in spec.children:
+        yield from named_heads(child)
 
 
 def check_heads(spec: Any, num_heads: int) -> None:
     """Every head that `spec` names must exist, also one whose rule equals the default."""
-    for child in spec.children:
-        check_heads(child, num_heads)
-    beyond = [head for head in words.named_heads(spec) if head >= num_heads]
-    if beyond:  # of its own: the children have been looked at
-        raise ValueError(
-            f"The mask spec names head {beyond[0]}, but there are {num_heads} heads, numbered "
-            f"0 to {num_heads - 1}. Received: {spec!r}."
-        )
+    config.number_of_heads(num_heads)
+    for head in named_heads(spec):
+        if head >= num_heads:
+            raise ValueError(
+                f"The mask spec names head {head}, but there are {num_heads} heads, numbered "
+                f"0 to {num_heads - 1}. Received: {spec!r}."
+            )
 
 
 def head_groups(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
     """Each rule that some head obeys, free of `PerHead`, with the heads that obey it."""
-    config.number_of_heads(num_heads)
     check_heads(spec, num_heads)
-    return words.grouped(spec, num_heads)
+    groups: dict[Any, list[int]] = {}
+    for head in range(num_heads):
+        groups.setdefault(spec.for_head(head), []).append(head)
+    return [(rule, tuple(heads)) for rule, heads in groups.items()]
 
 
 def restricts(spec: Any, num_heads: int) -> bool:

@@ -5,23 +5,42 @@
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import cast
 
-from keras_headmask.rules import config, words
-from keras_headmask.rules.base import MaskSpec, register_spec, stored
-from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tiles
-
-_Whole = Annotated[int, config.WHOLE_NUMBER]
-_Name = Annotated[str, config.NAME]
-_IdTuple = Annotated[_Whole | tuple[_Whole, ...], config.Limits(minItems=1)]  # kept as a tuple
+from keras_headmask.rules import fields, words
+from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Ids(MaskSpec):
+class _Reader(MaskSpec):
+    """Reads the mask input named `input`: its ids, or what `_read` makes of them."""
+
+    input: str
+
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        return {self.input: InputType()}
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        query, key = inputs[self.input]
+        of_query = None if query is None else self._read(query)
+        if key is query:
+            return {self.input: Sides(of_query, of_query)}
+        return {self.input: Sides(of_query, None if key is None else self._read(key))}
+
+    def _read(self, values: Tensor) -> Tensor:
+        return _as_ids(values)
+
+
+class _Ids(_Reader):
     """Query and key carry the same id, given or counted; a negative id matches nothing."""
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+    is_local = True
+
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = inputs[self.input]
         return ~(query != key) & (query >= 0)
 
@@ -31,8 +50,6 @@ class _Ids(MaskSpec):
         one_id = ~(query.low != query.high) & ~(key.low != key.high) & ~(query.low != key.low)
         return Bounds(meet & (query.high >= 0) & (key.high >= 0), one_id & (query.low >= 0))
 
-    is_local = True
-
 
 @register_spec("same_segment")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,7 +57,7 @@ class SameSegment(_Ids):
     """Query and key carry the same id in the mask input named `input`, `(batch, length)`.
 
     Any integer is a segment, 0 too; a negative id matches nothing, not even itself. Padding is the
-    padding mask's business. (JAX holds 32 bits of an id, unless told to hold 64.)
+    padding mask's business. (JAX keeps 32 bits of an id unless its 64-bit mode is on.)
 
     >>> from keras_headmask import draw
     >>> import numpy as np
@@ -51,18 +68,7 @@ class SameSegment(_Ids):
     0 0 0 0
     """
 
-    input: _Name
-
-    def __post_init__(self) -> None:
-        config.input_name(self.input)
-
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType()}
-
-    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
-        return {self.input: _each(_as_ids, inputs[self.input])}
-
+    input: fields.Name
     reads_segments = True
 
     def in_words(self) -> str:
@@ -89,70 +95,54 @@ class SameSentence(_Ids):
     0 0 1 1 1
     """
 
-    end_ids: _IdTuple
-    input: _Name = "token_ids"
+    end_ids: fields.Ids
+    input: fields.Name = "token_ids"
 
-    def __post_init__(self) -> None:
-        stored(self, "end_ids", config.id_tuple(self.end_ids, "end_ids"))
-        config.input_name(self.input)
-
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType()}
-
-    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+    def _read(self, values: Tensor) -> Tensor:
         from keras import ops
 
-        def sentence_numbers(ids: Any) -> Any:
-            ends = ops.cast(_is_one_of(ids, self.end_ids), "int32")
-            return ops.cumsum(ends, axis=1) - ends  # the end token still belongs to its sentence
-
-        return {self.input: _each(sentence_numbers, inputs[self.input])}
+        ends = ops.cast(_is_one_of(values, self.ids_of_interest), "int32")
+        return ops.cumsum(ends, axis=1) - ends  # the end token still belongs to its sentence
 
     @property
     def ids_of_interest(self) -> tuple[int, ...]:
-        return self.end_ids
+        return cast("tuple[int, ...]", self.end_ids)
 
     def in_words(self) -> str:
         where = "" if self.input == "token_ids" else f" in `{self.input}`"
-        ends = f"sentences{where} end with token {words.ids_in_words(self.end_ids)}"
-        return f"its own sentence ({ends})"
+        ends = words.ids_in_words(self.ids_of_interest)
+        return f"its own sentence (sentences{where} end with token {ends})"
 
 
-class _Side(MaskSpec):
-    """A flag of each key, or of each query; `prepare` makes it of what is read."""
-
-    _dtype = "int32"
+class _Side(_Reader):
+    """A flag of each key, or of each query: whether it is set, or its id is one of `ids`."""
 
     @property
     def inputs(self) -> dict[str, InputType]:
-        return {self.input: InputType(dtype=self._dtype, sides=frozenset({self.opens}))}
+        dtype = "int32" if self.ids_of_interest else "bool"
+        return {self.input: InputType(dtype=dtype, sides=frozenset({str(self.opens)}))}
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return getattr(inputs[self.input], self.opens)
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        return getattr(self, "ids", ())
 
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        flags = getattr(inputs[self.input], self.opens)
-        return Bounds(flags.high > 0, flags.low > 0)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Flag(_Side):
-    input: _Name
-    _dtype = "bool"
-
-    def __post_init__(self) -> None:
-        config.input_name(self.input)
-
-    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+    def _read(self, values: Tensor) -> Tensor:
         from keras import ops
 
-        return {self.input: _each(lambda flags: ops.cast(flags, "bool"), inputs[self.input])}
+        ids = self.ids_of_interest
+        return _is_one_of(values, ids) if ids else ops.cast(values, "bool")
+
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
+        return getattr(inputs[self.input], str(self.opens))
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        flags = getattr(inputs[self.input], str(self.opens))
+        return Bounds(flags.high > 0, flags.low > 0)
 
 
 @register_spec("key_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
-class KeyFlag(_Flag):
+class KeyFlag(_Side):
     """Keys whose flag is true (not 0) in the mask input named `input`, `(batch, length)`.
 
     >>> from keras_headmask import draw
@@ -163,6 +153,7 @@ class KeyFlag(_Flag):
     1 1 0
     """
 
+    input: fields.Name
     opens = "key"
 
     def in_words(self) -> str:
@@ -173,7 +164,7 @@ class KeyFlag(_Flag):
 
 @register_spec("query_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
-class QueryFlag(_Flag):
+class QueryFlag(_Side):
     """Queries whose flag is true (not 0) see every key, the others none.
 
     >>> from keras_headmask import draw
@@ -183,32 +174,16 @@ class QueryFlag(_Flag):
     1 1
     """
 
+    input: fields.Name
     opens = "query"
 
     def in_words(self) -> words.Words:
         return words.of_the_query(f"if its own `{self.input}` is set")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _In(_Side):
-    input: _Name
-    ids: _IdTuple
-
-    def __post_init__(self) -> None:
-        config.input_name(self.input)
-        stored(self, "ids", config.id_tuple(self.ids, "ids"))
-
-    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
-        return {self.input: _each(lambda ids: _is_one_of(ids, self.ids), inputs[self.input])}
-
-    @property
-    def ids_of_interest(self) -> tuple[int, ...]:
-        return self.ids
-
-
 @register_spec("key_in")
 @dataclasses.dataclass(frozen=True, repr=False)
-class KeyIn(_In):
+class KeyIn(_Side):
     """Keys whose id is one of `ids`: a [SEP] that all may see; `~KeyIn(...)`: no punctuation.
 
     >>> from keras_headmask import draw
@@ -219,15 +194,18 @@ class KeyIn(_In):
     0 1 0
     """
 
+    input: fields.Name
+    ids: fields.Ids
     opens = "key"
 
     def in_words(self) -> str:
-        return f"every token whose `{self.input}` is {words.ids_in_words(self.ids)}"
+        ids = words.ids_in_words(self.ids_of_interest)
+        return f"every token whose `{self.input}` is {ids}"
 
 
 @register_spec("query_in")
 @dataclasses.dataclass(frozen=True, repr=False)
-class QueryIn(_In):
+class QueryIn(_Side):
     """Queries whose id is one of `ids` see every key, the others none.
 
     >>> from keras_headmask import draw
@@ -237,17 +215,19 @@ class QueryIn(_In):
     0 0
     """
 
+    input: fields.Name
+    ids: fields.Ids
     opens = "query"
 
     def in_words(self) -> words.Words:
-        ids = words.ids_in_words(self.ids)
+        ids = words.ids_in_words(self.ids_of_interest)
         return words.of_the_query(f"if its own `{self.input}` is {ids}")
 
 
 @register_spec("mask_input")
 @dataclasses.dataclass(frozen=True, repr=False)
 class MaskInput(MaskSpec):
-    """A whole mask handed in by name: `(T, S)`, `(B, T, S)` or `(B or 1, H or 1, T, S)`.
+    """A whole mask passed by name: `(T, S)`, `(B, T, S)` or `(B or 1, H or 1, T, S)`.
 
     Boolean or integer, `True` means allowed. A mask with a head axis is read at each head's own
     number, inside `PerHead` too.
@@ -259,31 +239,20 @@ class MaskInput(MaskSpec):
     1 1
     """
 
-    input: _Name
-
-    def __post_init__(self) -> None:
-        config.input_name(self.input)
+    input: fields.Name
 
     @property
     def inputs(self) -> dict[str, InputType]:
         return {self.input: InputType(rank=None, dtype="bool")}
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         return inputs[self.input]
 
     def in_words(self) -> str:
         return f"what the mask `{self.input}` allows"
 
 
-def _each(function: Any, sides: Sides) -> Sides:
-    """Apply `function` to both sides, once if they are the same tensor."""
-    query = None if sides.query is None else function(sides.query)
-    if sides.key is sides.query:
-        return Sides(query, query)
-    return Sides(query, None if sides.key is None else function(sides.key))
-
-
-def _as_ids(ids: Any) -> Any:
+def _as_ids(ids: Tensor) -> Tensor:
     """Ids as signed integers wide enough to hold them, so that a negative id stays negative."""
     import keras
 
@@ -291,9 +260,6 @@ def _as_ids(ids: Any) -> Any:
     return keras.ops.cast(ids, "int64" if name in ("int64", "uint32", "uint64") else "int32")
 
 
-def _is_one_of(ids: Any, wanted: tuple[int, ...]) -> Any:
+def _is_one_of(ids: Tensor, wanted: tuple[int, ...]) -> Tensor:
     ids = _as_ids(ids)
-    found = ids != ids
-    for number in wanted:
-        found = found | ~(ids != number)
-    return found
+    return functools.reduce(operator.or_, (~(ids != number) for number in wanted))

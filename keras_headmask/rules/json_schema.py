@@ -1,9 +1,15 @@
 """A JSON Schema of rules, so that an editor completes and checks a rule's file."""
 
+import dataclasses
+import types
+import typing
 from collections.abc import Iterable
 from typing import Any
 
 from keras_headmask.rules import config
+from keras_headmask.rules.fields import RULE, limits_of
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
 def schema(kinds: Iterable[str] | None = None) -> dict[str, Any]:
@@ -15,6 +21,9 @@ def schema(kinds: Iterable[str] | None = None) -> dict[str, Any]:
 
     Args:
         kinds: The kinds that a rule may be made of; by default all that are registered.
+
+    Returns:
+        The schema, as plain JSON values.
 
     Raises:
         ValueError: for a kind that is not registered.
@@ -47,12 +56,12 @@ def schema(kinds: Iterable[str] | None = None) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A rule of keras_headmask",
         "description": "Which keys each query of an attention head may attend to.",
-        **config.RULE,
-        "$defs": {"rule": rule, **{kind: _kind(kind, known[kind]) for kind in kinds}},
+        **RULE,
+        "$defs": {"rule": rule, **{kind: _of_kind(kind, known[kind]) for kind in kinds}},
     }
 
 
-def _kind(kind: str, cls: type) -> dict[str, Any]:
+def _of_kind(kind: str, cls: Any) -> dict[str, Any]:
     fields = cls.json_fields()
     return {
         "description": (cls.__doc__ or kind).strip().split("\n")[0],
@@ -61,3 +70,35 @@ def _kind(kind: str, cls: type) -> dict[str, Any]:
         "required": ["kind", *(name for name, field in fields.items() if "default" not in field)],
         "additionalProperties": False,
     }
+
+
+def of_fields(cls: Any) -> dict[str, dict[str, Any]]:
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # of a class made inside a function: nothing is known
+        hints = {}
+    schemas = {}
+    for field in dataclasses.fields(cls):
+        schemas[field.name] = _of_type(hints.get(field.name, Any))
+        if field.default is not dataclasses.MISSING:
+            schemas[field.name] |= {"default": config.to_json(field.default)}
+        elif field.default_factory is not dataclasses.MISSING:
+            schemas[field.name] |= {"default": config.to_json(field.default_factory())}
+    return schemas
+
+
+def _of_type(annotation: Any) -> dict[str, Any]:
+    """What JSON Schema says of values with this annotation; `{}`, anything, where it is unusual."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        limits = limits_of(annotation)
+        return dict(limits.schema) if limits else _of_type(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        schemas = [_of_type(argument) for argument in arguments]
+        return {} if {} in schemas else {"anyOf": schemas}
+    if origin in (tuple, list) and len(set(arguments) - {...}) == 1:
+        items = _of_type(arguments[0])
+        return {"type": "array"} | ({"items": items} if items else {})
+    if hasattr(annotation, "from_fields"):
+        return dict(RULE)
+    return {"type": _TYPES[annotation]} if annotation in _TYPES else {}

@@ -5,20 +5,30 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from keras_headmask.rules import config, words
-from keras_headmask.rules.base import MaskSpec, register_spec, stored
-from keras_headmask.rules.protocol import Bounds, OpenSide, Tiles
+from keras_headmask.rules import fields, words
+from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.protocol import Bounds, OpenSide, Tensor, Tiles
 
-_Whole = Annotated[int, config.WHOLE_NUMBER]
-_NotNegative = Annotated[int, config.NOT_NEGATIVE]
-_Positive = Annotated[int, config.POSITIVE]
+
+class _Constant(MaskSpec):
+    reach = 0
+
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
+        return key_positions <= key_positions if self.constant else key_positions < key_positions
+
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        every_or_none = self.allowed(tiles.query_first, tiles.key_first, inputs)
+        return Bounds(every_or_none, every_or_none)
+
+    def closes(self, side: str) -> bool:
+        return not self.constant
 
 
 @register_spec("full")
 @dataclasses.dataclass(frozen=True, repr=False)
-class Full(MaskSpec):
+class Full(_Constant):
     """Every query may attend to every key.
 
     >>> from keras_headmask import draw
@@ -27,16 +37,7 @@ class Full(MaskSpec):
     1 1 1
     """
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return key_positions <= key_positions
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        every = tiles.key_first <= tiles.key_first
-        return Bounds(every, every)
-
     constant = True
-
-    reach = 0
 
     def in_words(self) -> str:
         return "every token"
@@ -44,7 +45,7 @@ class Full(MaskSpec):
 
 @register_spec("nothing")
 @dataclasses.dataclass(frozen=True, repr=False)
-class Nothing(MaskSpec):
+class Nothing(_Constant):
     """No query may attend to any key: the head is switched off and gives 0.
 
     >>> from keras_headmask import draw
@@ -53,19 +54,7 @@ class Nothing(MaskSpec):
     0 0 0
     """
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return key_positions < key_positions
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        none = tiles.key_first < tiles.key_first
-        return Bounds(none, none)
-
     constant = False
-
-    reach = 0
-
-    def closes(self, side: str) -> bool:
-        return True
 
     def in_words(self) -> str:
         return "nothing"
@@ -81,7 +70,8 @@ class Window(MaskSpec):
     et al. 2020). A negative number starts the window away from the query: `Window(before=1,
     after=-1)` is the previous position alone.
 
-    Raises `ValueError` for a window that holds no distance: write `Nothing()`.
+    Raises:
+        ValueError: for a window that holds no distance: write `Nothing()`.
 
     >>> from keras_headmask import draw
     >>> print(draw(Window(before=1, after=0), queries=3, keys=4))
@@ -90,19 +80,17 @@ class Window(MaskSpec):
     0 1 1 0
     """
 
-    before: _Whole | None = None
-    after: _Whole | None = None
-    step: _Positive = 1
+    before: fields.Whole | None = None
+    after: fields.Whole | None = None
+    step: fields.Positive = 1
 
     def __post_init__(self) -> None:
-        for field in ("before", "after"):
-            if getattr(self, field) is not None:
-                stored(self, field, config.whole_number(getattr(self, field), field))
-        stored(self, "step", config.whole_number(self.step, "step", at_least=1))
-        bounded = self.before is not None and self.after is not None
-        if bounded and self.after // self.step < -(self.before // self.step):
+        fields.check_fields(self)
+        if self.before is None or self.after is None:
+            return
+        if self.after // self.step < -(self.before // self.step):
             multiple = f" that is a multiple of {self.step}" if self.step > 1 else ""
-            config.fail(
+            fields.fail(
                 ValueError,
                 "after",
                 f"No distance{multiple} lies from {-self.before} to {self.after}. Received: "
@@ -110,7 +98,7 @@ class Window(MaskSpec):
                 "no key.",
             )
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         distance = key_positions - query_positions
         result = distance <= distance
         if self.before is not None:
@@ -158,72 +146,66 @@ class Window(MaskSpec):
         if not one_sided or (before or 0) < 0 or (after is not None and after <= 0):
             return None
         side, bound = ("after", before) if after is None else ("before", after)
-        meant = dataclasses.replace(self, **{side: bound}), dataclasses.replace(self, after=0)
-        closed = dataclasses.replace(self, **{side: 0})
+        sides: list[dict[str, Any]] = [{side: 0}, {side: bound}, {"after": 0}]
+        closed, *meant = (dataclasses.replace(self, **changed) for changed in sides)
         return OpenSide(side, closed, tuple(dict.fromkeys(meant)))
 
     def in_words(self) -> words.Words:
         before, after = self.before, self.after
-        if before is None and after is None and self.step > 1:
-            return words.Words(f"every token at a distance that is a multiple of {self.step}")
         if before is None and after is None:
+            if self.step > 1:
+                return words.Words(f"every token at a distance that is a multiple of {self.step}")
             text = "every token, at whatever distance"
         elif before is not None and before < 0:
             text = f"{_places(-before, after)} after it"
         elif after is not None and after < 0:
             text = f"{_places(-after, before)} before it"
         elif before == after:
-            text = f"itself and {words.tokens(before)} on each side" if before else "itself alone"
+            each = words.counted(before, "token")
+            text = f"itself and {each} on each side" if before else "itself alone"
         else:
-            text = _on_two_sides(before, after)
+            sides = ((before, "before"), (after, "after"))
+            shown = [f"{words.counted(n, 'token')} {where} it" for n, where in sides if n != 0]
+            said = ["itself", *shown]
+            if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
+                said.insert(0, said.pop(1 if before is None else 2))
+            text = words.listed(said, "and")
         if self.step > 1:
             text += f", at distances that are multiples of {self.step}"
         return words.Words(text, compound=self.step > 1)
 
 
-def _on_two_sides(before: int | None, after: int | None) -> str:
-    sides = [
-        f"{'every token' if count is None else words.tokens(count)} {where} it"
-        for count, where in ((before, "before"), (after, "after"))
-        if count != 0
-    ]
-    said = ["itself", *sides]
-    if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
-        said.insert(0, said.pop(1 if before is None else 2))
-    return words.listed(said, "and")
-
-
 def _places(first: int, last: int | None) -> str:
-    """Places off the query, in one direction."""
+    """The positions at these distances from the query, in one direction."""
     if last is None:
         return f"every token {first} or more places"
     if first == last:
-        return f"the token {first} place{'s' if first > 1 else ''}"
+        return f"the token {words.counted(first, 'place')}"
     return f"the tokens {first} to {last} places"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Range(MaskSpec):
-    start: _NotNegative
-    stop: _Positive | None = None
+    start: fields.NotNegative
+    stop: fields.Positive | None = None
 
     def __post_init__(self) -> None:
-        stored(self, "start", config.whole_number(self.start, "start", at_least=0))
-        if self.stop is not None:
-            stored(self, "stop", config.whole_number(self.stop, "stop"))
-            if self.stop <= self.start:
-                config.fail(
-                    ValueError,
-                    "stop",
-                    f"`stop` must be greater than `start`: no position lies in [{self.start}, "
-                    f"{self.stop}). Write Nothing() for an empty rule.",
-                )
+        fields.check_fields(self)
+        if self.stop is not None and self.stop <= self.start:
+            fields.fail(
+                ValueError,
+                "stop",
+                f"`stop` must be greater than `start`: no position lies in [{self.start}, "
+                f"{self.stop}). Write Nothing() for an empty rule.",
+            )
 
-    def _within(self, positions: Any) -> Any:
+    def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
+        positions = query_positions if self.reads_query_positions else key_positions
         inside = positions >= self.start
         return inside if self.stop is None else inside & (positions < self.stop)
 
-    def _bounds(self, first: Any, last: Any) -> Bounds:
+    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        first, last = tiles[:2] if self.reads_query_positions else tiles[2:]
         possible, certain = last >= self.start, first >= self.start
         if self.stop is not None:
             possible, certain = possible & (first < self.stop), certain & (last < self.stop)
@@ -248,12 +230,6 @@ class Keys(_Range):
     0 1 1 0
     0 1 1 0
     """
-
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return self._within(key_positions)
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return self._bounds(tiles.key_first, tiles.key_last)
 
     reads_query_positions = False
 
@@ -283,15 +259,11 @@ class Queries(_Range):
     1 1
     """
 
-    def allowed(self, query_positions: Any, key_positions: Any, inputs: Mapping) -> Any:
-        return self._within(query_positions)
-
-    def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        return self._bounds(tiles.query_first, tiles.query_last)
-
     def in_words(self) -> words.Words:
         if self.stop is None:
-            return words.of_the_query(f"if it stands at position {self.start} or later")
-        if self.stop == self.start + 1:
-            return words.of_the_query(f"if it stands at position {self.start}")
-        return words.of_the_query(f"if it stands at positions {self.start} to {self.stop - 1}")
+            where = f"position {self.start} or later"
+        elif self.stop == self.start + 1:
+            where = f"position {self.start}"
+        else:
+            where = f"positions {self.start} to {self.stop - 1}"
+        return words.of_the_query(f"if it stands at {where}")

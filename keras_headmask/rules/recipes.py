@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
+from keras_headmask.rules.fields import id_tuple, whole_number
 from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
 from keras_headmask.rules.positions import Keys, Queries, Window
 
@@ -47,7 +48,7 @@ def prefix_lm(length: int) -> MaskSpec:
     >>> prefix_lm(4)
     Keys(0, stop=4) | Window(after=0)
     """
-    length = config.whole_number(length, "length", at_least=1)
+    length = whole_number(length, "length", at_least=1)
     return Keys(0, length) | causal()
 
 
@@ -60,7 +61,7 @@ def longformer(each_side: int, global_input: str) -> MaskSpec:
     >>> longformer(2, "is_global")
     Window(before=2, after=2) | QueryFlag('is_global') | KeyFlag('is_global')
     """
-    each_side = config.whole_number(each_side, "each_side", at_least=0)
+    each_side = whole_number(each_side, "each_side", at_least=0)
     return Window(each_side, each_side) | QueryFlag(global_input) | KeyFlag(global_input)
 
 
@@ -87,7 +88,7 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
     .         1   0 0  1 1     1
     [SEP]     1   1 1  1 1     1
     """
-    special_ids = config.id_tuple(special_ids, "special_ids")
+    special_ids = id_tuple(special_ids, "special_ids")
     own = SameSentence(end_ids, input)
     return own | QueryIn(input, special_ids) | KeyIn(input, special_ids)
 
@@ -101,8 +102,8 @@ def streaming(sinks: int, window: int) -> MaskSpec:
     >>> streaming(sinks=4, window=256)
     Window(after=0) & (Keys(0, stop=4) | Window(before=255))
     """
-    sinks = config.whole_number(sinks, "sinks", at_least=0)
-    window = config.whole_number(window, "window", at_least=1)
+    sinks = whole_number(sinks, "sinks", at_least=0)
+    window = whole_number(window, "window", at_least=1)
     if sinks == 0:
         return Window(before=window - 1, after=0)
     return causal() & (Keys(0, sinks) | Window(before=window - 1))
@@ -115,7 +116,7 @@ def sparse_transformer(stride: int) -> MaskSpec:
     >>> sparse_transformer(8)
     Window(after=0) & (Window(before=7) | Window(step=8))
     """
-    stride = config.whole_number(stride, "stride", at_least=1)
+    stride = whole_number(stride, "stride", at_least=1)
     return causal() & (Window(before=stride - 1) | Window(step=stride))
 
 
@@ -136,8 +137,8 @@ def bigbird(block: int, density: float, global_blocks: int, seed: int) -> MaskSp
     1 0 0 0 1 1 1
     1 0 0 0 0 1 1
     """
-    block = config.whole_number(block, "block", at_least=1)
-    global_blocks = config.whole_number(global_blocks, "global_blocks", at_least=0)
+    block = whole_number(block, "block", at_least=1)
+    global_blocks = whole_number(global_blocks, "global_blocks", at_least=0)
     spec = Chunk(block, before=1, after=1) | RandomBlocks(block, density, seed)
     if global_blocks:
         spec = spec | Queries(0, global_blocks * block) | Keys(0, global_blocks * block)

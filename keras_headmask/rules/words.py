@@ -4,10 +4,11 @@ Each spec says by `in_words` what a token sees; here the parts are put together,
 Nothing here imports the specs, so that a spec can describe itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from keras_headmask.rules import config
+from keras_headmask.rules.heads import head_groups, named_heads
 
 
 class Words(NamedTuple):
@@ -30,15 +31,8 @@ class Words(NamedTuple):
     @property
     def those(self) -> str:
         """The phrase after "only", "not" or "all but"."""
-        phrase = self.inner
-        if phrase.startswith("every token "):
-            phrase = "the tokens " + phrase.removeprefix("every token ")
-        return phrase
-
-
-def describe(spec: Any, num_heads: int | None = None) -> str:
-    """See `MaskSpec.describe`."""
-    return " ".join(sentences(spec, num_heads))
+        rest = self.inner.removeprefix("every token ")
+        return self.inner if rest == self.inner else f"the tokens {rest}"
 
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
@@ -46,12 +40,10 @@ def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     groups, others = ordered_groups(spec, num_heads)
     if len(groups) == 1:
         return [f"A token sees {words(groups[0][0]).phrase}."]
-    found: list[str] = []
-    for rule, heads in groups:
-        title = "All other heads" if others in heads else heads_in_words(heads)
-        subject = "" if found else "a token sees "
-        found.append(f"{title}: {subject}{words(rule).phrase}.")
-    return found
+    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
+    seen = [words(rule).phrase for rule, _ in groups]
+    seen[0] = f"a token sees {seen[0]}"
+    return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
 
 
 def ordered_groups(
@@ -62,22 +54,23 @@ def ordered_groups(
     Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
     its group comes last.
     """
-    named = max(named_heads(spec), default=-1) + 1
-    if num_heads is None:
-        groups, others = grouped(spec, named + 1), named
-    else:
-        config.number_of_heads(num_heads)
-        if named > num_heads:
-            raise ValueError(
-                f"The mask spec names head {named - 1}, but there are {num_heads} heads, numbered "
-                f"0 to {num_heads - 1}. Received: {spec!r}."
-            )
-        groups, others = grouped(spec, num_heads), None
+    others = enough_heads(spec) - 1 if num_heads is None else None
+    groups = head_groups(spec, enough_heads(spec) if num_heads is None else num_heads)
     groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
     return groups, others
 
 
-def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:
+def enough_heads(spec: Any) -> int:
+    """So many that each head `spec` numbers is among them, and one that stands for the rest."""
+    return max(named_heads(spec), default=-1) + 2
+
+
+def sees_everything(rule: Any) -> bool:
+    """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
+    return rule.constant is True
+
+
+def heads_in_words(heads: Sequence[int]) -> str:
     """
     >>> heads_in_words([0, 2, 3, 4])
     'Heads 0 and 2 to 4'
@@ -85,7 +78,7 @@ def heads_in_words(heads: tuple[int, ...] | list[int]) -> str:
     return f"Head{'s' if len(heads) > 1 else ''} {numbers_in_words(heads)}"
 
 
-def numbers_in_words(numbers: tuple[int, ...] | list[int]) -> str:
+def numbers_in_words(numbers: Iterable[int]) -> str:
     """Whole numbers in rising order, runs of three and more folded."""
     parts: list[str] = []
     for run in runs(numbers):
@@ -101,52 +94,22 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
     """
     found: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
+        if not found or found[-1][-1] != number - 1:
+            found.append([])
+        found[-1].append(number)
     return found
 
 
 def words(spec: Any) -> Words:
     """What a token sees under `spec`, which holds no `PerHead`."""
     said = spec.in_words()
-    owner = next(cls for cls in type(spec).__mro__ if "in_words" in vars(cls))
-    if owner is not type(spec) and getattr(owner, "kind", "") and config.is_registered(owner):
+    owner: Any = next(cls for cls in type(spec).__mro__ if "in_words" in vars(cls))
+    if owner is not type(spec) and hasattr(owner, "kind") and config.is_registered(owner):
         said = None  # the words of another kind, inherited by a class that may mean anything
     return said if isinstance(said, Words) else Words(said or f"what {spec!r} allows")
 
 
-def named_heads(spec: Any) -> Iterator[int]:
-    """Every head that `spec` numbers, in any `PerHead` of it."""
-    if spec.kind == "per_head":
-        yield from (head for head, _ in spec.heads)
-    for child in spec.children:
-        yield from named_heads(child)
-
-
-def enough_heads(spec: Any) -> int:
-    """So many that each head `spec` numbers is among them, and one that stands for the rest."""
-    return max(named_heads(spec), default=-1) + 2
-
-
-def sees_everything(rule: Any) -> bool:
-    """Whether `rule` hides nothing. Heads under such a rule come last wherever heads are listed."""
-    return rule.constant is True
-
-
-def grouped(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:
-    """Each rule that some head obeys, and its heads."""
-    groups: dict[Any, list[int]] = {}
-    for head in range(num_heads):
-        groups.setdefault(spec.for_head(head), []).append(head)
-    return [(rule, tuple(heads)) for rule, heads in groups.items()]
-
-
-# --- Joins: the same words for the same rule, so parts stand in an order of their own -------------
-
-
-_ORDER = (  # in which parts are told; others come last
+_ORDER = (  # in which parts of a join are said, so that equal rules read alike; others come last
     *("full", "nothing", "window", "chunk", "same_segment", "same_sentence", "keys", "key_in"),
     *("key_flag", "random_blocks", "mask_input", "or", "and", "not"),
     *("queries", "query_flag", "query_in"),
@@ -154,38 +117,28 @@ _ORDER = (  # in which parts are told; others come last
 
 
 def _in_order(specs: tuple) -> list[Words]:
-    """The words of parts, in an order that does not depend on how they were written."""
     order = {kind: i for i, kind in enumerate(_ORDER)}
-    told = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
-    return [said for _, said in sorted(told, key=lambda pair: (pair[0], pair[1].phrase))]
+    said = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
+    return [part for _, part in sorted(said, key=lambda pair: (pair[0], pair[1].phrase))]
 
 
 def of_and(specs: tuple) -> Words:
     """ "A; of these only B, but not C, if D": a part that asks of the query alone comes last."""
-    nouns, negated, conditions = [], [], []
-    for said in _in_order(specs):
-        if said.condition:
-            conditions.append(said.condition)
-        elif said.hidden:
-            negated.append(said.hidden)
-        else:
-            nouns.append(said.those if nouns else said.inner)
+    parts = _in_order(specs)
+    conditions = [said.condition for said in parts if said.condition]
+    negated = [said.hidden for said in parts if said.hidden and not said.condition]
+    nouns = [said for said in parts if not said.hidden and not said.condition]
     if nouns:
-        text = "; of these only ".join(nouns) + "".join(f", but not {n}" for n in negated)
-    elif negated:
-        text = "all but " + "".join(
-            f"{', and not ' if i else ''}{n}" for i, n in enumerate(negated)
-        )
+        phrases = [nouns[0].inner, *(said.those for said in nouns[1:])]
+        text = "; of these only ".join(phrases) + "".join(f", but not {n}" for n in negated)
     else:
-        text = "every token"
-    among = bool(nouns or negated)
-    joint = ", but only " if among else ", "  # so that `Full() & ...` has words of its own
-    asked = [condition for condition in conditions if condition.startswith("if ")]
-    if asked:
-        text += joint + " and ".join(asked)
-    refused = [c.removeprefix("unless ") for c in conditions if c not in asked]
-    if refused:
-        text += (", but not if " if among else ", unless ") + " or ".join(refused)
+        text = f"all but {', and not '.join(negated)}" if negated else "every token"
+    # So that `Full() & ...` has words of its own.
+    only, unless = (", but only ", ", but not if ") if nouns or negated else (", ", ", unless ")
+    if asked := [condition for condition in conditions if condition.startswith("if ")]:
+        text += only + " and ".join(asked)
+    if refused := [c.removeprefix("unless ") for c in conditions if c not in asked]:
+        text += unless + " or ".join(refused)
     return Words(text, compound=True)
 
 
@@ -200,20 +153,14 @@ def of_not(spec: Any) -> Words:
     return Words(f"all but {said.those}", compound=True, hidden=said.those)
 
 
-# --- Phrases of leaves ----------------------------------------------------------------------------
-
-
 def of_the_query(condition: str) -> Words:
     """Of a spec that asks something of the query alone: "if it stands at position 3"."""
     return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 
 
-def tokens(count: int) -> str:
-    return f"{count} token{'s' if count > 1 else ''}"
-
-
-def blocks(count: int) -> str:
-    return f"{count} block{'s' if count > 1 else ''}"
+def counted(count: int | None, noun: str) -> str:
+    """ "1 token", "2 tokens"; "every token" for `None`."""
+    return f"every {noun}" if count is None else f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def ids_in_words(ids: tuple[int, ...]) -> str:

@@ -355,7 +355,7 @@ def _returning(result):
     ("spec", "message"),
     [
         (_returning(lambda q, k: True), "`Wrong.allowed` must return a boolean tensor.*True"),
-        (_returning(lambda q, k: k - q), "`Wrong.allowed` must return booleans. Received dtype"),
+        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype"),
         (hm.MaskSpec(), "MaskSpec must define `allowed`"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rules as JSON: both ways, for good, and what a bad file is told."""
+"""Rules as JSON: both ways, for good, and the errors of bad files."""
 
 import json
 import re
@@ -206,9 +206,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "path", "problem"), BAD)
-def test_a_bad_config_is_told_its_place(config, path, problem):
-    told = f"^{re.escape(f'Bad mask spec at `{path}`: ')}.*{problem.replace('?', '[?]')}"
-    with pytest.raises(ValueError, match=told):
+def test_the_error_of_a_bad_config_names_the_place(config, path, problem):
+    message = f"^{re.escape(f'Bad mask spec at `{path}`: ')}.*{problem.replace('?', '[?]')}"
+    with pytest.raises(ValueError, match=message):
         load(config)
 
 

@@ -70,9 +70,9 @@ def truth(spec, grid):
 def assert_sound(possible, certain, mask, tile_queries, tile_keys):
     for row, column, tile in tiles_of(mask, tile_queries, tile_keys):
         if not possible[row, column]:
-            assert not tile.any(), f"tile {row, column} is told to allow nothing"
+            assert not tile.any(), f"tile {row, column} is said to allow nothing"
         if certain[row, column]:
-            assert tile.all(), f"tile {row, column} is told to allow all"
+            assert tile.all(), f"tile {row, column} is said to allow all"
 
 
 @MANY
@@ -150,9 +150,9 @@ def test_the_shape_of_a_plan():
 def test_runs_are_the_tiles_that_are_not_none(spec, grid):
     _, keys, _, tile_keys, _ = grid
     covered = coverage(spec.for_head(0), *grid)
-    told = runs(covered > 0, tile_keys, keys)
-    assert len(told) == covered.shape[0]
-    for row, row_runs in zip(covered, told, strict=True):
+    found = runs(covered > 0, tile_keys, keys)
+    assert len(found) == covered.shape[0]
+    for row, row_runs in zip(covered, found, strict=True):
         seen = np.zeros(keys, bool)
         for start, stop in row_runs:
             assert 0 <= start < stop <= keys
@@ -174,11 +174,11 @@ def test_runs_are_the_tiles_that_are_not_none(spec, grid):
 def test_a_plan_of_65536_positions(spec, most_runs, share):
     length, tile = 65536, 128
     covered = coverage(spec, length, length, tile, tile)
-    told = runs(covered > 0, tile, length)
-    inner = told[1:]  # the first row holds bigbird's global queries
+    found = runs(covered > 0, tile, length)
+    inner = found[1:]  # the first row holds bigbird's global queries
     assert max(map(len, inner)) <= most_runs
     assert (
-        sum(stop - start for row in told for start, stop in row) <= share * length * length / tile
+        sum(stop - start for row in found for start, stop in row) <= share * length * length / tile
     )
 
 
@@ -218,7 +218,7 @@ reading = st.one_of(
 )
 
 
-def told_and_true(spec, inputs, batch, grid):
+def bounds_and_truth(spec, inputs, batch, grid):
     """For each example `(possible, certain, mask)`."""
     queries, keys, tile_queries, tile_keys, offset = grid
     spans = {
@@ -226,9 +226,9 @@ def told_and_true(spec, inputs, batch, grid):
         for leaf in leaves(spec)
         if leaf.inputs and all(kind.rank == 2 for kind in leaf.inputs.values())
     }
-    told = bounds(spec, tile_grid(*grid), spans)
+    both = bounds(spec, tile_grid(*grid), spans)
     shape = (batch, -(-queries // tile_queries), -(-keys // tile_keys))
-    possible, certain = (np.broadcast_to(x, shape) for x in told)
+    possible, certain = (np.broadcast_to(x, shape) for x in both)
     mask = oracle.mask(spec, batch, 1, queries, keys, inputs, offset)[:, 0]
     return zip(possible, certain, mask, strict=True)
 
@@ -239,7 +239,7 @@ def test_spans_of_data_are_sound_under_any_rule(data, spec, grid):
     """Ids unsorted, negative ones among them."""
     queries, keys, tile_queries, tile_keys, _ = grid
     inputs = data.draw(mask_inputs(spec, 2, queries, keys))
-    for possible, certain, mask in told_and_true(spec, inputs, 2, grid):
+    for possible, certain, mask in bounds_and_truth(spec, inputs, 2, grid):
         assert_sound(possible, certain, mask, tile_queries, tile_keys)
 
 
@@ -250,7 +250,7 @@ def test_spans_of_flags_are_exact_and_of_sorted_ids_too(data, leaf, grid):
     queries, keys, tile_queries, tile_keys, _ = grid
     inputs = data.draw(mask_inputs(leaf, 2, queries, keys))
     is_ids = isinstance(leaf, hm.SameSegment | hm.SameSentence)
-    for possible, certain, mask in told_and_true(leaf, inputs, 2, grid):
+    for possible, certain, mask in bounds_and_truth(leaf, inputs, 2, grid):
         for row, column, tile in tiles_of(mask, tile_queries, tile_keys):
             assert certain[row, column] == tile.all()
             if not is_ids:
@@ -274,7 +274,7 @@ def test_negative_ids_are_never_possible():
     assert possible[0].tolist() == certain[0].tolist() == [[False, False], [False, True]]
 
 
-def test_a_user_spec_can_tell_of_tiles():
+def test_a_user_spec_can_say_what_it_knows_of_tiles():
     @hm.register_spec("test_coverage_even")
     @dataclasses.dataclass(frozen=True)
     class Past(hm.MaskSpec):

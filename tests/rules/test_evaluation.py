@@ -243,6 +243,7 @@ WRONG_SHAPES = [
     (SEGMENT, ONES, (3, 3, 1), "query_offset=1 moves the queries on: pass a pair"),
     (QUERY, ONES, (3, 3, 2), "query_offset=2 moves the queries on: pass a pair"),
     (SEGMENT, (ONES,), (3, 3, 0), f"{PAIR}. Received: 1 tensors"),
+    (SEGMENT, (), (3, 3, 0), f"{PAIR}. Received: 0 tensors"),
     (SEGMENT, (ONES, None), (3, 3, 0), "x.*lacks its key side"),
     (SEGMENT, (None, ONES), (3, 3, 0), "x.*lacks its query side"),
     (QUERY, (None, ONES), (3, 3, 0), "x.*lacks its query side"),
@@ -312,6 +313,22 @@ def test_inputs_whose_batches_disagree(join):
 def test_an_offset_that_leaves_the_only_tensor(offset):
     with pytest.raises(ValueError, match="query_offset"):
         hm.make_mask(QUERY, 2, 3, mask_inputs={"x": ONES}, query_offset=offset)
+
+
+# Found as a bug: a known offset and number of queries were compared with the unknown length, None.
+def test_an_offset_where_the_length_of_the_keys_is_unknown():
+    layer = hm.PerHeadMaskedMultiHeadAttention(1, 4, mask_spec=SEGMENT)
+    queries, keys = keras.Input((2, 4)), keras.Input((None, 4))
+    ids = keras.Input((None,), dtype="int32")
+    context = layer(queries, keys, mask_inputs={"x": ids}, query_offset=3)
+    model = keras.Model([queries, keys, ids], context)
+    rng = np.random.default_rng(0)
+    x, y = rng.random((1, 2, 4), "float32"), rng.random((1, 5, 4), "float32")
+    given = np.array([[7, 8, 9, 8, 7]], "int32")
+    expected = layer(x, y, mask_inputs={"x": given}, query_offset=3)
+    np.testing.assert_allclose(
+        ops.convert_to_numpy(model([x, y, given])), ops.convert_to_numpy(expected), atol=1e-6
+    )
 
 
 # Found as a bug: an error of the backend, `arange(None)`.

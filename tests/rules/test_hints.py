@@ -122,11 +122,11 @@ def test_a_model_or_a_layer_in_place_of_a_rule(call):
     of_rule = re.escape(f"`layer.mask_spec`: {call.format('layer.mask_spec')}.")
     with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rule}{attention}"):
         CALLS_OF_KERAS[call](layer)
-    for stock in one_layer(), masked.layers[-1]:
+    for plain in one_layer(), masked.layers[-1]:
         with pytest.raises(
             TypeError, match=rf"gets a rule by hm\.apply_head_masks\(model.*{attention}"
         ):
-            CALLS_OF_KERAS[call](stock)
+            CALLS_OF_KERAS[call](plain)
 
 
 def test_a_layer_is_linted_by_its_rule():

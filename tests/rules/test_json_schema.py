@@ -58,7 +58,7 @@ def test_every_rule_is_valid(spec):
     jsonschema.validate(spec.get_config(), SCHEMA)
 
 
-# What no schema of one field can tell.
+# What no schema of one field can say.
 OF_TWO_FIELDS = (
     "No distance lies",
     "greater than `start`",
@@ -81,7 +81,7 @@ PROBES += [["x"], [True], [10**10], FULL, [FULL], [FULL, 1], {}, {"0": FULL}, {"
 
 @pytest.mark.parametrize("kind", OURS)
 def test_each_field_takes_what_its_constructor_takes(kind):
-    """Also that limits told to editors are those that are checked."""
+    """Also that the limits in the schema are those that are checked."""
     fields = SCHEMA["$defs"][kind]["properties"].keys() - {"kind"}
     required = SCHEMA["$defs"][kind]["required"]
     least = {field: GOOD[kind][field] for field in required}

@@ -63,7 +63,7 @@ POSITIONAL = [
 @pytest.mark.parametrize(("spec", "queries", "keys", "offset", "expected"), POSITIONAL, ids=repr)
 def test_positional_leaves_as_drawn(spec, queries, keys, offset, expected):
     assert drawn(spec, queries, keys, query_offset=offset) == expected
-    # The other way to hand in an offset, and the complement of every entry.
+    # An offset as a NumPy integer, and the complement of every entry.
     flipped = expected.translate(str.maketrans("01", "10"))
     assert drawn(~spec, queries, keys, query_offset=np.int32(offset)) == flipped
 
@@ -240,7 +240,7 @@ BIG_SEED = oracle.mask(hm.RandomBlocks(1, 0.5, 2**200), 1, 1, 3, 3)[0, 0]
 # --- what constructors refuse ---
 
 WHOLE = "must be a whole number. Received: "
-NAME = "is the name under which the tensor is handed in"
+NAME = "is the name under which the tensor is passed"
 REFUSED = [
     (lambda: hm.Window(before=1.0), TypeError, f"`before` {WHOLE}1.0"),
     (lambda: hm.Window(after=True), TypeError, f"`after` {WHOLE}True"),

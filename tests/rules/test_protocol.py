@@ -86,7 +86,7 @@ def rules_with(leaf):
     return [leaf, ~leaf, leaf | NEAR, leaf & CAUSAL, (leaf & hm.Keys(1)) | NEAR]
 
 
-def told(value):
+def shown(value):
     """A result as text, in which a twin has the name of the spec that it stands for."""
     return str(value).replace("Twin", "")
 
@@ -160,7 +160,7 @@ def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
         twin = twins(rule)
         given = inputs_of(rule, 24) if with_data else None
         found, of_twin = (hm.lint(r, mask_inputs=given or None) for r in (rule, twin))
-        assert told(of_twin) == told(found)
+        assert shown(of_twin) == shown(found)
         if not rule.children:
             assert twin.describe() == rule.describe()
 
@@ -168,8 +168,8 @@ def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
 @every_leaf
 def test_a_twin_gets_the_same_samples(leaf):
     inputs = {name: signatures.Input((None, None), "int32") for name in leaf.inputs}
-    face = signatures.Interface(keras.Model(), inputs, None, None, {}, None)
-    made, of_twin = (samples.sample(face, [rule], 2, 16) for rule in (leaf, twins(leaf)))
+    interface = signatures.Interface(keras.Model(), inputs, None, None, {}, None)
+    made, of_twin = (samples.sample(interface, [rule], 2, 16) for rule in (leaf, twins(leaf)))
     assert made.keys() == of_twin.keys()
     for name, ids in made.items():
         np.testing.assert_array_equal(of_twin[name], ids)

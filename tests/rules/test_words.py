@@ -1,4 +1,4 @@
-"""Rules in plain English: what is said, and that it tells rules apart."""
+"""Rules in plain English: what is said, and that different rules read differently."""
 
 import itertools
 from dataclasses import dataclass

@@ -1,0 +1,115 @@
+"""What the fields of a spec may hold: checked in constructors, and as JSON Schema for editors."""
+
+import dataclasses
+import functools
+import numbers
+import operator
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn
+
+RULE = {"$ref": "#/$defs/rule"}  # in a JSON Schema, a spec
+_LARGEST = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Limits:
+    """In the `Annotated` type of a field: the JSON Schema of its values, and a check of them.
+
+    The check gets the value and the name of the field, and returns what is stored.
+    """
+
+    schema: dict[str, Any]
+    check: Callable[[Any, str], Any] | None = None
+
+
+def limits_of(annotation: Any) -> Limits | None:
+    metadata = getattr(annotation, "__metadata__", ())
+    return next((x for x in metadata if isinstance(x, Limits)), None)
+
+
+def check_fields(spec: Any) -> None:
+    """Check each field of a spec under construction that has `Limits`, or `Limits` or None."""
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        options = () if value is None else typing.get_args(field.type)
+        for annotation in (field.type, *options):
+            if (limits := limits_of(annotation)) and limits.check:
+                object.__setattr__(spec, field.name, limits.check(value, field.name))
+
+
+def fail(error: type[Exception], field: str, message: str) -> NoReturn:
+    """Raise `error`, remembering the field so that a JSON error can name its path."""
+    exception: Any = error(message)
+    exception.field = field
+    raise exception
+
+
+def whole_number(
+    value: Any, field: str, at_least: int | None = None, any_size: bool = False
+) -> int:
+    """`value` as an int; of 32 bits unless `any_size`, since it meets int32 positions and ids.
+
+    bool is refused, since True == 1 would make two specs equal.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        fail(TypeError, field, f"`{field}` must be a whole number. Received: {value!r}.")
+    if at_least is not None and number < at_least:
+        fail(ValueError, field, f"`{field}` must be at least {at_least}. Received: {number}.")
+    if abs(number) > _LARGEST and not any_size:
+        limits = f"between -{_LARGEST} and {_LARGEST} (32 bits)"
+        fail(ValueError, field, f"`{field}` must lie {limits}. Received: {number}.")
+    return number
+
+
+def fraction(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        fail(TypeError, field, f"`{field}` must be a number from 0 to 1. Received: {value!r}.")
+    if not 0 <= float(value) <= 1:
+        fail(ValueError, field, f"`{field}` must lie between 0 and 1. Received: {value!r}.")
+    return float(value)
+
+
+def input_name(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value:
+        what = "the name under which the tensor is passed, such as 'sentence_ids'"
+        fail(TypeError, field, f"`{field}` is {what}. Received: {value!r}.")
+    return value
+
+
+def id_tuple(value: Any, field: str) -> tuple[int, ...]:
+    """One id, or several, as a sorted tuple without repeats."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()  # NumPy's
+    if hasattr(type(value), "__index__"):
+        value = (value,)
+    if isinstance(value, (str, bytes, dict)) or not hasattr(type(value), "__iter__"):
+        fail(TypeError, field, f"`{field}` must be token ids, such as (102,). Received: {value!r}.")
+    ids = tuple(sorted({whole_number(v, field) for v in value}))
+    if not ids:
+        fail(ValueError, field, f"`{field}` must hold at least one token id. Received none.")
+    return ids
+
+
+def _whole(at_least: int) -> Limits:
+    schema = {"type": "integer", "minimum": at_least, "maximum": _LARGEST}
+    return Limits(schema, functools.partial(whole_number, at_least=at_least))
+
+
+def _seed(value: Any, field: str) -> int:
+    return whole_number(value, field, at_least=0, any_size=True)
+
+
+_ID = _whole(-_LARGEST)
+_IDS = {"anyOf": [_ID.schema, {"type": "array", "items": _ID.schema, "minItems": 1}]}
+Whole = Annotated[int, _ID]
+NotNegative = Annotated[int, _whole(0)]
+Positive = Annotated[int, _whole(1)]
+Seed = Annotated[int, Limits({"type": "integer", "minimum": 0}, _seed)]
+Fraction = Annotated[float, Limits({"type": "number", "minimum": 0, "maximum": 1}, fraction)]
+Name = Annotated[str, Limits({"type": "string", "minLength": 1}, input_name)]
+Ids = Annotated[int | Sequence[int], Limits(_IDS, id_tuple)]  # kept as a tuple

@@ -5,13 +5,14 @@ is relied on, so a new Keras fails there first. No other file may touch such a n
 """
 
 import inspect
+import operator
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-# A tensor's Keras mask: read and handed on, as stock attention does.
+# A tensor's Keras mask: read and passed on, as stock attention does.
 from keras.src.backend import get_keras_mask as get_keras_mask
 from keras.src.backend import set_keras_mask as set_keras_mask
 from keras.src.backend.common import global_state
@@ -37,8 +38,7 @@ OVERRIDDEN = {
 # --- Attention -----------------------------------------------------------------------------------
 
 COMPUTE_ATTENTION = "_compute_attention"
-# What stock's layer takes: `use_gate` came with Keras 3.14, `sliding_window` with 3.15.
-ATTENTION_ARGUMENTS = frozenset(inspect.signature(keras.layers.MultiHeadAttention).parameters)
+ATTENTION_ARGUMENTS = {*inspect.signature(keras.layers.MultiHeadAttention).parameters} - {"kwargs"}
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
 # What a subclass may override to mask or to attend by itself; before 3.15 there is no window.
 ATTENTION_HOOKS = tuple(
@@ -54,9 +54,10 @@ ATTENTION_HOOKS = tuple(
 )
 
 
-def attention_arguments(**arguments: Any) -> dict[str, Any]:
-    """`arguments` but for unset ones that this Keras does not know; set, it refuses them."""
-    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS or v}
+def stock_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that Keras' layer takes, and set ones that an older Keras refuses."""
+    newer = "use_gate", "sliding_window"  # since Keras 3.14 and 3.15
+    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS or (k in newer and v)}
 
 
 def flash(layer: Any) -> bool:
@@ -67,16 +68,6 @@ def flash(layer: Any) -> bool:
 def has_own_softmax(layer: Any) -> bool:
     """Whether a subclass computes the softmax itself, so that we must leave it to that."""
     return type(layer)._masked_softmax is not keras.layers.MultiHeadAttention._masked_softmax
-
-
-def scale(layer: Any) -> float:
-    """By what logits are multiplied; a subclass may have changed it."""
-    return layer._inverse_sqrt_key_dim
-
-
-def dropout_layer(layer: Any) -> Any:
-    """What drops probabilities: its seed is the layer's, in every implementation."""
-    return layer._dropout_layer
 
 
 def gate(layer: Any) -> Any:
@@ -90,14 +81,17 @@ def sliding_window(layer: Any) -> int | None:
 
 
 def causal_mask(layer: Any, query: Any, value: Any) -> Any:
-    """Stock's causal mask, or a subclass's."""
     return layer._compute_causal_mask(query, value)
 
 
 def sliding_window_mask(layer: Any, query: Any, value: Any) -> Any:
-    """Stock's mask of a sliding window, or a subclass's."""
     return layer._compute_sliding_window_mask(query, value)
 
+
+# By what logits are multiplied; a subclass may have changed it.
+scale = operator.attrgetter("_inverse_sqrt_key_dim")
+# What drops probabilities: its seed is the layer's, in every implementation.
+dropout_layer = operator.attrgetter("_dropout_layer")
 
 # --- Layers and graphs ---------------------------------------------------------------------------
 
@@ -124,14 +118,14 @@ NOTES_OF_TENSORFLOW = "_self_"  # how the names begin of what it notes on tracke
 CLEAR_LOSSES = "_clear_losses"  # called as a call begins; an error there leaves the call open
 
 
-def layers_of(layer: Any) -> list[keras.Layer]:
-    """`layer` and all tracked layers inside: where attention, and what holds it, is found."""
-    return layer._flatten_layers()
-
-
-def layers_inside(layer: Any) -> list[keras.Layer]:
-    """As `layers_of`, without `layer` itself."""
-    return layer._flatten_layers(include_self=False)
+# A layer and all tracked layers inside: where attention, and what holds it, is found; and without
+# the layer itself.
+layers_of = operator.methodcaller("_flatten_layers")
+layers_inside = operator.methodcaller("_flatten_layers", include_self=False)
+# The calls of an operation, as `nodes` gives them, in every graph.
+calls_of = operator.attrgetter("_inbound_nodes")
+# The RematScope of when a layer was built; `None` outside of one. No config holds it.
+remat_mode = operator.attrgetter("_remat_mode")
 
 
 def sublayers(layer: Any) -> Iterable[keras.Layer]:
@@ -150,11 +144,6 @@ def nodes(graph: Functional) -> Iterator[Any]:
         yield from graph._nodes_by_depth[depth]
 
 
-def calls_of(operation: Any) -> list[Any]:
-    """The calls of an operation, as `nodes` gives them, in every graph."""
-    return operation._inbound_nodes
-
-
 def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
@@ -164,11 +153,6 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
 def flat_inputs(model: Functional, inputs: Any) -> list[Any]:
     """`inputs` of a model's call as tensors, in the order of `model.inputs`."""
     return model._standardize_inputs(inputs)
-
-
-def remat_mode(layer: Any) -> Any:
-    """The RematScope of when a layer was built; `None` outside of one. No config holds it."""
-    return layer._remat_mode
 
 
 def set_remat_mode(layer: Any, mode: Any) -> None:
@@ -232,7 +216,7 @@ COMPILED_FROM = "_python_function", "_torchdynamo_orig_callable"
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"
-# Python code that prints which of the ops named on its command line TensorFlow alone has not.
+# Python code that prints which of the ops named on its command line TensorFlow alone lacks.
 PRINT_UNKNOWN_OPS = """
 import sys
 import tensorflow

@@ -1,40 +1,20 @@
 """`keras.layers.MultiHeadAttention` with a mask for every head."""
 
-import contextlib
-import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask._keras import get_keras_mask, set_keras_mask
-from keras_headmask.attention import looking
+from keras_headmask.attention import checking, looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.attention.checking import is_zero, supports_unknown_lengths
+from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.positions import Window
-
-_warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
-
-
-def supports_unknown_lengths(holder: keras.Layer) -> bool:
-    """Whether a layer or model under a rule may be compiled at lengths not known; why not, once."""
-    if keras.backend.backend() != "tensorflow":
-        return True
-    if holder not in _warned:
-        _warned.add(holder)
-        warnings.warn(
-            f"'{holder.name}' is not compiled by XLA (`jit_compile`): its lengths are not known, "
-            "and XLA cannot skip what a rule hides by slices of unknown size. It runs in a "
-            "TensorFlow graph. For XLA give `keras.Input` the length, as in "
-            "`keras.Input((128,), dtype='int32')`.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return False
 
 
 def dropout_of(layer: keras.layers.MultiHeadAttention, training: bool | None) -> dict[str, Any]:
@@ -44,10 +24,10 @@ def dropout_of(layer: keras.layers.MultiHeadAttention, training: bool | None) ->
     return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
 
 
-_STOCK_MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
+# What restricts from outside of the rule.
+_MASKS = ("attention_mask", "query_mask", "value_mask", "key_mask")
 
-
-# A list of layers is filed by class names: ours and stock's read each other's files under one.
+# A list of layers is filed by class name: under one, this and Keras' layer share their files.
 _keras.file_weights_under("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
 
 
@@ -70,7 +50,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         mask_spec: Which keys each query may attend to: a `MaskSpec`, its config (a dict), or `None`
             for no rule.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
-            (`False`); by default the faster of the two. Returned scores need all logits.
+            (`False`); by default the faster of the two. Returned probabilities need all logits.
         value_dim, dropout, ..., seed: As in `keras.layers.MultiHeadAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -137,41 +117,19 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         tiled: bool | None = None,
         **kwargs: Any,
     ):
-        super().__init__(
-            num_heads,
-            key_dim,
-            value_dim=value_dim,
-            dropout=dropout,
-            use_bias=use_bias,
-            output_shape=output_shape,
-            attention_axes=attention_axes,
-            flash_attention=flash_attention,
-            kernel_initializer=kernel_initializer,
-            bias_initializer=bias_initializer,
-            kernel_regularizer=kernel_regularizer,
-            bias_regularizer=bias_regularizer,
-            activity_regularizer=activity_regularizer,
-            kernel_constraint=kernel_constraint,
-            bias_constraint=bias_constraint,
-            seed=seed,
-            **_keras.attention_arguments(sliding_window=sliding_window, use_gate=use_gate),
-            **kwargs,
-        )
-        # Stock folds the global default into its attribute and leaves it out of its config.
+        super().__init__(**_keras.stock_arguments(locals()), **kwargs)
+        # Keras folds the global default into its attribute and leaves it out of its config.
         self._flash_attention_argument = flash_attention
         if isinstance(mask_spec, Mapping) and not config.names_heads(mask_spec):
             mask_spec = MaskSpec.from_config(mask_spec)
         if mask_spec is not None:
             called = "PerHeadMaskedMultiHeadAttention(..., mask_spec=SPEC)"
             check_spec(mask_spec, "mask_spec", called)
+            assert isinstance(mask_spec, MaskSpec)
             self._restricts = heads.restricts(mask_spec, num_heads)
-            mask_spec.get_config()  # a spec that could not be saved is told here
-        else:
-            self._restricts = False
+            mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec
-        if tiled is not None and not isinstance(tiled, bool):
-            raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
-        self._tiled = tiled
+        self._tiled = checking.checked_tiled(tiled)
         self._missed_weights = False  # whether a file held weights before it was built
 
     def __repr__(self) -> str:
@@ -203,8 +161,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         value_shape = query_shape if value_shape is None else value_shape
         super().build(query_shape, value_shape, key_shape)
-        lengths = query_shape[1:-1], value_shape[1:-1]
-        self._has_unknown_length = any(None in of_side for of_side in lengths)
+        self._has_unknown_length = None in (*query_shape[1:-1], *value_shape[1:-1])
         # Or they would warn that they destroy the Keras mask of their input; the layer sees to it.
         projections = self.query_dense, self.key_dense, self.value_dense, _keras.gate(self)
         for projection in filter(None, projections):
@@ -226,76 +183,80 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
 
     def call(
         self,
-        query: Any,
-        value: Any = None,
-        key: Any = None,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
+        query: Tensor,
+        value: Tensor | None = None,
+        key: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        value_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         return_attention_scores: bool = False,
         training: bool | None = None,
         use_causal_mask: bool = False,
         mask_inputs: Mapping[str, Any] | None = None,
-        query_offset: Any = None,
-        mask: Any = None,  # where Keras puts the query's mask if the query is the only tensor
+        query_offset: Length | None = None,
+        mask: Tensor | None = None,  # Keras' place for the query's mask if that is the only tensor
     ) -> Any:
         if query_mask is None:
-            query_mask = get_keras_mask(query) if mask is None else mask
+            query_mask = _keras.get_keras_mask(query) if mask is None else mask
         if value is None:
             value = query
             value_mask = query_mask if value_mask is None else value_mask
         key = value if key is None else key
         if masks.has_shape_alone(query):
             mask_inputs = self._with_stand_ins(mask_inputs, query, value)
-        query_offset = self._given_offset(query, value, use_causal_mask, query_offset)
-        stock_masks = (query_mask, value_mask, key_mask, attention_mask)
-        self._check_call(query, value, stock_masks, mask_inputs, query_offset)
+        window = self._window(use_causal_mask)
+        given = attention_mask, query_mask, value_mask, key_mask
+        outside: dict[str, Any] = dict(zip(_MASKS, given, strict=True))
+        asked = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
+        offset = checking.checked_call(query, value, *asked, **outside)
         if len(query.shape) != 3:
-            with _masks_kept(query, value, key):
-                set_keras_mask(query, query_mask)  # where stock looks for it
-                return super().call(
-                    query,
-                    value,
-                    key,
-                    value_mask=value_mask,
-                    key_mask=key_mask,
-                    attention_mask=attention_mask,
-                    return_attention_scores=return_attention_scores,
-                    training=training,
-                    use_causal_mask=use_causal_mask,
-                )
-        gate = _keras.gate(self)
-        projected = self.query_dense(query), self.key_dense(key), self.value_dense(value)
+            rest = attention_mask, return_attention_scores, training, use_causal_mask
+            return self._call_stock(query, value, key, query_mask, value_mask, key_mask, *rest)
+        operands = self.query_dense(query), self.key_dense(key), self.value_dense(value)
+        spec = None if looking.are_rules_off() or not self._restricts else self._mask_spec
+        rule = merged = None
         if self._has_hooks():
-            merged = self._merged_mask(
-                query, value, stock_masks, use_causal_mask, mask_inputs, query_offset
-            )
+            outside["use_causal_mask"] = use_causal_mask
+            merged = self._merged(query, value, spec, mask_inputs, offset, outside)
+        else:
+            rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
+        if rule is None:
             context, scores = self._compute_attention(
-                *projected, merged, training, return_attention_scores
+                *operands, merged, training, return_attention_scores
             )
         else:
-            context, scores = self._attend(
-                projected,
-                all_that_restricts(
-                    self._mask_spec if self._obeys else None,
-                    mask_inputs,
-                    attention_mask,
-                    query_mask,
-                    value_mask,
-                    key_mask,
-                    self._window(use_causal_mask),
-                ),
-                query_offset,
-                training,
-                return_attention_scores,
+            queries, keys = (ops.shape(x)[1] for x in operands[:2])
+            request = Request(
+                *operands,
+                rule,
+                evaluation.bind(rule, inputs, queries, keys, offset),
+                scale=_keras.scale(self),
+                query_offset=offset,
+                wants_probabilities=return_attention_scores,
+                tiled=None if return_attention_scores else self._tiled,
+                **dropout_of(self, training),
             )
+            context, scores = attend(request)
+        gate = _keras.gate(self)
         output = self.output_dense(context if gate is None else ops.multiply(context, gate(query)))
         if query_mask is not None:
-            set_keras_mask(output, query_mask)
+            _keras.set_keras_mask(output, query_mask)
         return (output, scores) if return_attention_scores else output
 
-    def _with_stand_ins(self, mask_inputs: Any, query: Any, value: Any) -> Any:
+    def _call_stock(
+        self, query: Tensor, value: Tensor, key: Tensor, query_mask: Tensor | None, *rest: Any
+    ) -> Any:
+        """Stock's `call`, for several axes; it takes Keras masks off, which are put back."""
+        kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
+        _keras.set_keras_mask(query, query_mask)  # where stock looks for it
+        try:
+            return super().call(query, value, key, query_mask, *rest)
+        finally:
+            for tensor, mask in reversed(kept):
+                _keras.set_keras_mask(tensor, mask)
+
+    def _with_stand_ins(self, mask_inputs: Any, query: Tensor, value: Tensor) -> Any:
         """`mask_inputs`, with zeros for those that a loading Keras leaves out of a model's call.
 
         A file holds no shapes of nested arguments. An error would be swallowed, and the layers that
@@ -312,57 +273,13 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         given = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
         return missing | given or mask_inputs
 
-    def _given_offset(
-        self, query: Any, value: Any, use_causal_mask: bool, query_offset: Any
-    ) -> Any:
-        if query_offset is not None or len(query.shape) != 3:
-            return evaluation.checked_offset(0 if query_offset is None else query_offset)
-        spec, window = self._mask_spec, self._window(use_causal_mask)
-        if window is not None:
-            spec = window if spec is None else spec & window
-        return evaluation.given_offset(None, spec, query.shape[1], value.shape[1])
-
     def _has_hooks(self) -> bool:
-        """Whether a subclass computes attention or masks itself, or a flash kernel is asked for.
-
-        Or whether the caller looks at what is computed.
-        """
+        """Whether `_compute_attention` must run: for a subclass, a flash kernel, or who looks."""
         ours = PerHeadMaskedMultiHeadAttention
         special = _keras.flash(self) or looking.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
             getattr(getattr(self, hook), "__func__", None) is not getattr(ours, hook)
             for hook in _keras.ATTENTION_HOOKS
-        )
-
-    @property
-    def _obeys(self) -> bool:
-        return self._restricts and not looking.are_rules_off()
-
-    def _attend(
-        self,
-        projected: tuple,
-        restricts: tuple,
-        query_offset: Any,
-        training: bool | None,
-        return_attention_scores: bool,
-    ) -> tuple[Any, Any]:
-        """The context, and the probabilities (`None` where they are not computed)."""
-        query, key, _ = projected
-        rule, inputs = restricts
-        if rule is None:
-            return self._compute_attention(*projected, None, training, return_attention_scores)
-        queries, keys = ops.shape(query)[1], ops.shape(key)[1]
-        return attend(
-            Request(
-                *projected,
-                rule,
-                evaluation.bind(rule, inputs, queries, keys, query_offset),
-                scale=_keras.scale(self),
-                query_offset=query_offset,
-                wants_probabilities=return_attention_scores,
-                tiled=None if return_attention_scores else self._tiled,
-                **dropout_of(self, training),
-            )
         )
 
     def _window(self, use_causal_mask: bool) -> MaskSpec | None:
@@ -373,44 +290,29 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             return None
         return Window(before=reach, after=0 if use_causal_mask else reach)
 
-    def _merged_mask(
-        self,
-        query: Any,
-        value: Any,
-        stock_masks: tuple,
-        use_causal_mask: bool,
-        mask_inputs: Any,
-        query_offset: Any,
-    ) -> Any:
-        """Everything that restricts, ANDed: boolean of rank 4, or `None`.
-
-        What comes from outside the spec is ANDed after it, so that no `~` or `|` inside reopens it.
-        """
+    def _merged(
+        self, query: Tensor, value: Tensor, spec: Any, inputs: Any, offset: Length, outside: dict
+    ) -> Mask | None:
+        """Everything that restricts, ANDed: what comes from outside after the spec."""
         mask = None
-        if self._obeys:
-            queries, keys = ops.shape(query)[1], ops.shape(value)[1]
-            bound = evaluation.bind(self._mask_spec, mask_inputs, queries, keys, query_offset)
-            mask = evaluation.mask_of_all_heads(self._mask_spec, bound, self.num_heads)
-        # The offset is passed only where there is one, for subclasses with Keras' own signature.
-        stays = isinstance(query_offset, int) and query_offset == 0
-        offset = {} if stays else {"query_offset": query_offset}
-        stock = dict(zip(_STOCK_MASKS, stock_masks, strict=True))
-        stock_mask = self._compute_attention_mask(
-            query, value, **stock, use_causal_mask=use_causal_mask, **offset
-        )
-        return masks.and_masks(mask, stock_mask)
+        if spec is not None:
+            bound = evaluation.bind(spec, inputs, ops.shape(query)[1], ops.shape(value)[1], offset)
+            mask = evaluation.mask_of_all_heads(spec, bound, self.num_heads)
+        if not is_zero(offset):  # which a subclass with Keras' own signature does not know
+            outside = outside | {"query_offset": offset}
+        return masks.and_masks(mask, self._compute_attention_mask(query, value, **outside))
 
     def _compute_attention_mask(
         self,
-        query: Any,
-        value: Any,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
+        query: Tensor,
+        value: Tensor,
+        query_mask: Tensor | None = None,
+        value_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         use_causal_mask: bool = False,
-        query_offset: Any = 0,
-    ) -> Any:
+        query_offset: Length = 0,
+    ) -> Mask | None:
         """What Keras merges here, each lifted to rank 4 before it meets the others."""
         if len(query.shape) != 3:
             return super()._compute_attention_mask(
@@ -422,7 +324,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         for name, mask in (("value_mask", value_mask), ("key_mask", key_mask)):
             if mask is not None:
                 parts.append(masks.as_bool(mask, name)[:, None, None, :])
-        if isinstance(query_offset, int) and query_offset == 0:  # Keras' own hooks know no offset
+        if is_zero(query_offset):  # Keras' own hooks know no offset
             if use_causal_mask:
                 parts.append(_keras.causal_mask(self, query, value))
             if _keras.sliding_window(self) is not None:
@@ -432,62 +334,37 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             parts.append(evaluation.make_mask(window, queries, keys, query_offset=query_offset))
         return masks.and_masks(*parts)
 
-    @looking.asks
+    @looking.asking
     def _compute_attention(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Mask | None = None,
         training: bool | None = None,
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
-    ) -> tuple[Any, Any]:
-        arguments = (attention_mask, training, return_attention_scores, use_causal_mask)
-        usual = self._usual_attention
-        return looking.run(self, _keras.COMPUTE_ATTENTION, usual, query, key, value, *arguments)
-
-    def _usual_attention(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        attention_mask: Any = None,
-        training: bool | None = None,
-        return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Tensor, Tensor | None]:
         stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
+        flags = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
-            stock_arguments = (attention_mask, training, return_attention_scores)
-            causal = (True,) if use_causal_mask else ()  # which Keras before 3.15 does not know
-            return stock(query, key, value, *stock_arguments, *causal)
+            new = (True,) if use_causal_mask else ()  # Keras before 3.15 has no such argument
+            return stock(query, key, value, attention_mask, *flags, *new)
         if use_causal_mask:
             causal = evaluation.make_mask(Window(after=0), ops.shape(query)[1], ops.shape(key)[1])
             attention_mask = masks.and_masks(attention_mask, causal)
         if self._is_left_to_stock(query, attention_mask, return_attention_scores):
-            context, scores = stock(
-                query, key, value, attention_mask, training, return_attention_scores
-            )
+            context, scores = stock(query, key, value, attention_mask, *flags)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
+        more = {"scale": _keras.scale(self)} | dropout_of(self, training)
+        return attend(Request(query, key, value, make_mask=lambda: attention_mask, **more))
 
-        return attend(
-            Request(
-                query,
-                key,
-                value,
-                scale=_keras.scale(self),
-                make_mask=lambda: attention_mask,
-                **dropout_of(self, training),
-            )
-        )
-
-    def _is_left_to_stock(self, query: Any, mask: Any, return_scores: bool) -> bool:
+    def _is_left_to_stock(self, query: Tensor, mask: Mask | None, return_scores: bool) -> bool:
         """Flash attention, a softmax of a subclass's own, the fused kernel with nothing to mask.
 
-        Not in float16, where TensorFlow's kernel would round scores to at most 65504; nor with
+        Not in float16, where TensorFlow's kernel would round logits to at most 65504; nor with
         values of another size than keys, which JAX's kernel refuses.
         """
         if looking.uses_flash(self) or _keras.has_own_softmax(self):
@@ -495,103 +372,29 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         fused = not return_scores and self.dropout == 0 and self.value_dim == self.key_dim
         return fused and mask is None and keras.backend.standardize_dtype(query.dtype) != "float16"
 
-    def _check_call(
-        self, query: Any, value: Any, stock_masks: tuple, mask_inputs: Any, query_offset: Any
-    ) -> None:
-        """All that dtypes and static shapes can tell is wrong with a call."""
-        query_mask, value_mask, key_mask, attention_mask = stock_masks
-        if attention_mask is not None:
-            attention_mask = masks.as_tensor(attention_mask)
-            masks.as_bool(attention_mask, "attention_mask")
-        if len(query.shape) != 3:
-            if mask_inputs or not (isinstance(query_offset, int) and query_offset == 0):
-                raise ValueError(
-                    "`mask_inputs` and `query_offset` speak of one axis of queries and one of keys:"
-                    " the inputs must have shape (batch, length, size). Received: "
-                    f"query.shape={tuple(query.shape)}."
-                )
-            if self._mask_spec is not None:
-                raise ValueError(
-                    "A mask spec speaks of one axis of queries and one of keys: the inputs must "
-                    "have shape (batch, length, size). Received: "
-                    f"query.shape={tuple(query.shape)}. Flatten the attention axes, or leave "
-                    "`mask_spec` out."
-                )
-            return
-        batch, queries = query.shape[:2]
-        lengths = evaluation.Lengths(batch, self.num_heads, queries, value.shape[1])
-        _check_keras_mask("query_mask", query_mask, batch, queries)
-        _check_keras_mask("value_mask", value_mask, batch, lengths.keys)
-        _check_keras_mask("key_mask", key_mask, batch, lengths.keys)
-        if attention_mask is not None:
-            masks.check_shape(attention_mask, "attention_mask", *lengths)
-        evaluation.check_inputs(self._mask_spec, mask_inputs, lengths, query_offset)
-
     def compute_output_shape(
         self, query_shape: Any, value_shape: Any = None, key_shape: Any = None
     ) -> tuple:
         value_shape = query_shape if value_shape is None else value_shape
         return super().compute_output_shape(query_shape, value_shape, key_shape)
 
-    def compute_output_spec(
-        self,
-        query: Any,
-        value: Any = None,
-        key: Any = None,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        return_attention_scores: bool = False,
-        training: bool | None = None,
-        use_causal_mask: bool = False,
-        mask_inputs: Mapping[str, Any] | None = None,
-        query_offset: Any = None,
-        mask: Any = None,
-    ) -> Any:
-        value = query if value is None else value
-        query_offset = self._given_offset(query, value, use_causal_mask, query_offset)
-        stock_masks = (query_mask, value_mask, key_mask, attention_mask)
-        self._check_call(query, value, stock_masks, mask_inputs, query_offset)
+    def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(PerHeadMaskedMultiHeadAttention.call).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        query, key = given["query"], given["key"]
+        value = query if given["value"] is None else given["value"]
+        outside = {name: given[name] for name in _MASKS}
+        window = self._window(given["use_causal_mask"])
+        asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
+        checking.checked_call(query, value, *asked, **outside)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)
-        if not return_attention_scores:
+        if not given["return_attention_scores"]:
             return output
         axes = self.attention_axes or range(1, len(query.shape) - 1)
-        batch_axes = [i for i in range(len(query.shape) - 1) if i not in axes]
-        scores_shape = (
-            *(query.shape[i] for i in batch_axes),
-            self.num_heads,
-            *(query.shape[i] for i in axes),
-            *(value.shape[i] for i in axes),
-        )
+        batch = (size for i, size in enumerate(query.shape[:-1]) if i not in axes)
+        of_axes = (x.shape[i] for x in (query, value) for i in axes)
+        scores_shape = (*batch, self.num_heads, *of_axes)
         return output, keras.KerasTensor(scores_shape, dtype=self.compute_dtype)
-
-
-def _check_keras_mask(name: str, mask: Any, batch: int | None, length: int | None) -> None:
-    """A Keras mask is `(batch, length)`; sizes not known yet pass."""
-    if mask is None:
-        return
-    shape = tuple(masks.as_tensor(mask).shape)
-    fits = len(shape) == 2 and all(
-        size is None or wanted is None or size in (1, wanted)
-        for size, wanted in zip(shape, (batch, length), strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"`{name}` must have shape (batch, length) = ({batch}, {length}), true at real tokens. "
-            f"Received: shape {shape}. A mask with an axis of queries is an `attention_mask`."
-        )
-    masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
-
-
-@contextlib.contextmanager
-def _masks_kept(*tensors: Any) -> Iterator[None]:
-    """Put the Keras masks back where stock's `call` takes them off."""
-    kept = [(tensor, get_keras_mask(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, mask in reversed(kept):
-            set_keras_mask(tensor, mask)

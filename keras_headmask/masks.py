@@ -6,6 +6,7 @@ broadcasts. The functions take NumPy arrays, eager tensors and symbolic Keras te
 inside `tf.function`.
 """
 
+import functools
 from typing import Any, TypeAlias
 
 import keras
@@ -25,7 +26,7 @@ _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
 _HIDES = -9984.0
 
 
-def as_tensor(value: Any) -> Any:
+def as_tensor(value: Any) -> Tensor:
     """`value` as a tensor of the backend; tensors and symbolic Keras tensors pass through."""
     if keras.backend.is_keras_tensor(value):
         return value
@@ -33,11 +34,11 @@ def as_tensor(value: Any) -> Any:
         value = value.detach().cpu().numpy()
     try:
         return ops.convert_to_tensor(value)
-    except Exception as error:  # each backend has its own, none names what was handed in
+    except Exception as error:  # each backend has its own, none names what was passed
         raise TypeError(f"Expected a tensor or an array. Received: {value!r}.") from error
 
 
-def as_mask_input(value: Any) -> Any:
+def as_mask_input(value: Any) -> Tensor:
     """`value` as a tensor; a float that stands in for integers becomes integers.
 
     Keras builds a subclassed model that it loads by running `call` for shapes alone, on floats
@@ -49,16 +50,16 @@ def as_mask_input(value: Any) -> Any:
     return ops.cast(tensor, "int32") if is_float and has_shape_alone(tensor) else tensor
 
 
-def has_shape_alone(tensor: Any) -> bool:
+def has_shape_alone(tensor: Tensor) -> bool:
     """Whether Keras runs a `call` for shapes, with a tensor of the backend in place of numbers."""
     return _keras.in_symbolic_scope() and not keras.backend.is_keras_tensor(tensor)
 
 
-def as_bool(mask: Any, name: str = "mask") -> Any:
-    """`mask` as booleans, of booleans or of 0 and 1; anything else is refused, with the way out.
+def as_bool(mask: Any, name: str = "mask") -> Tensor:
+    """`mask`, of booleans or of 0 and 1, as booleans; anything else is refused.
 
-    Integers are looked at where that costs no wait: in NumPy arrays and eager tensors in the
-    memory of the CPU. Elsewhere every integer but 0 counts as True.
+    Integers are checked where that costs no wait: in NumPy arrays and eager tensors in the memory
+    of the CPU. Elsewhere every integer but 0 counts as True.
     """
     mask = as_mask_input(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
@@ -84,7 +85,7 @@ def as_bool(mask: Any, name: str = "mask") -> Any:
     return ops.cast(mask, "bool")
 
 
-def _values_at_hand(tensor: Any) -> np.ndarray | None:
+def _values_at_hand(tensor: Tensor) -> np.ndarray | None:
     """The values of an eager tensor in the memory of the CPU, else `None`."""
     if keras.backend.is_keras_tensor(tensor):
         return None
@@ -105,7 +106,7 @@ def _values_at_hand(tensor: Any) -> np.ndarray | None:
     return known_values(tensor) if at_hand else None
 
 
-def lift(mask: Any, name: str = "mask") -> Any:
+def lift(mask: Any, name: str = "mask") -> Mask:
     """A mask of rank 2 `(T, S)`, 3 `(B, T, S)` or 4 as booleans of rank 4."""
     mask = as_bool(mask, name)
     rank = len(mask.shape)
@@ -120,7 +121,7 @@ def lift(mask: Any, name: str = "mask") -> Any:
 
 
 def check_shape(
-    mask: Any,
+    mask: Tensor,
     name: str,
     batch: int | None,
     heads: int | None,
@@ -131,41 +132,40 @@ def check_shape(
     shape = tuple(mask.shape)
     axes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     named = {2: ("queries", "keys"), 3: ("batch", "queries", "keys"), 4: tuple(axes)}
-    plural = {"batch": "examples"}
     if len(shape) not in named:
         lift(mask, name)  # raises
     for size, axis in zip(shape, named[len(shape)], strict=True):
-        wanted = axes[axis]
-        if size is None or wanted is None or size in (1, wanted):
-            continue
-        hint = ""
-        if len(shape) == 3:
-            hint = (
-                " A mask of rank 3 is always (batch, queries, keys); to give each head its own, "
-                "add the batch axis: mask[None] has shape (1, heads, queries, keys)."
+        if not fits(size, axes[axis]):
+            hint = ""
+            if len(shape) == 3:
+                hint = (
+                    " A mask of rank 3 is always (batch, queries, keys); to give each head its "
+                    "own, add the batch axis: mask[None] has shape (1, heads, queries, keys)."
+                )
+            counted = "examples" if axis == "batch" else axis
+            raise ValueError(
+                f"`{name}` has {size} {counted} where the attention has {axes[axis]} (1 "
+                f"broadcasts). Received: shape {shape}, read as ({', '.join(named[len(shape)])})."
+                f"{hint}"
             )
-        raise ValueError(
-            f"`{name}` has {size} {plural.get(axis, axis)} where the attention has {wanted} "
-            f"(1 broadcasts). Received: shape {shape}, read as "
-            f"({', '.join(named[len(shape)])}).{hint}"
-        )
 
 
-def and_masks(*masks: Any) -> Any:
+def fits(size: int | None, wanted: int | None) -> bool:
+    """Whether an axis of that size may broadcast to the wanted one; `None` is not known yet."""
+    return size is None or wanted is None or size in (1, wanted)
+
+
+def and_masks(*masks: Tensor | None) -> Mask | None:
     """Where every mask allows; `None` restricts nothing. Rank 4, or `None` if no mask is given.
 
     >>> and_masks(None, np.array([[True, True]]), np.array([[1, 0]])).shape == (1, 1, 1, 2)
     True
     """
-    merged = None
-    for mask in masks:
-        if mask is not None:
-            mask = lift(mask)
-            merged = mask if merged is None else ops.logical_and(merged, mask)
-    return merged
+    lifted = [lift(mask) for mask in masks if mask is not None]
+    return functools.reduce(ops.logical_and, lifted) if lifted else None
 
 
-def or_masks(*masks: Any) -> Any:
+def or_masks(*masks: Tensor | None) -> Mask | None:
     """Where at least one mask allows. Rank 4; `None`, which allows everything, if one is `None`.
 
     >>> print(ops.convert_to_numpy(or_masks(np.array([[True, False]]), np.array([[0, 0]]))))
@@ -175,13 +175,10 @@ def or_masks(*masks: Any) -> Any:
         raise ValueError("`or_masks` needs at least one mask.")
     if any(mask is None for mask in masks):
         return None
-    merged = lift(masks[0])
-    for mask in masks[1:]:
-        merged = ops.logical_or(merged, lift(mask))
-    return merged
+    return functools.reduce(ops.logical_or, map(lift, masks))
 
 
-def not_mask(mask: Any) -> Any:
+def not_mask(mask: Tensor) -> Mask:
     """Where `mask` hides. Rank 4.
 
     >>> print(ops.convert_to_numpy(not_mask(np.array([[True, False]]))))
@@ -192,10 +189,10 @@ def not_mask(mask: Any) -> Any:
     return ops.logical_not(lift(mask))
 
 
-def to_additive(mask: Any, dtype: str = "float32") -> Any:
+def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
     """0 where `mask` allows and -1e9 where it hides (float16: -3e4), in the shape of `mask`.
 
-    To be added once to the scores, before the softmax.
+    To be added once to the logits, before the softmax.
 
     >>> print(ops.convert_to_numpy(to_additive(np.array([[True, False]]))))
     [[ 0.e+00 -1.e+09]]
@@ -208,7 +205,7 @@ def to_additive(mask: Any, dtype: str = "float32") -> Any:
     return ops.where(mask, ops.cast(0.0, dtype), hidden)
 
 
-def from_additive(bias: Any) -> Any:
+def from_additive(bias: Tensor) -> Tensor:
     """The booleans of an additive mask: 0 is allowed; -1e4 and below, -inf too, is hidden.
 
     Anything between is a bias, not a mask: a `ValueError` where values are known (NumPy arrays and
@@ -237,7 +234,7 @@ def from_additive(bias: Any) -> Any:
     return bias > ops.cast(_HIDES, bias.dtype)
 
 
-def from_torch(mask: Any, num_heads: int | None = None) -> Any:
+def from_torch(mask: Tensor, num_heads: int | None = None) -> Mask:
     """The rank-4 mask of a `torch.nn.MultiheadAttention` `attn_mask`.
 
     There `True` means hidden, and a mask per head is `(batch * heads, queries, keys)`, which needs
@@ -250,13 +247,11 @@ def from_torch(mask: Any, num_heads: int | None = None) -> Any:
     >>> from_torch(hides, num_heads=3).shape == (2, 3, 4, 5)
     True
     """
-    if num_heads is not None:
-        _check_positive(num_heads, "num_heads")
+    if num_heads is not None and (type(num_heads) is not int or num_heads < 1):
+        raise ValueError(f"`num_heads` must be a positive whole number. Received: {num_heads!r}.")
     mask = as_tensor(mask)
-    if "float" in keras.backend.standardize_dtype(mask.dtype):
-        allowed = from_additive(mask)
-    else:
-        allowed = ops.logical_not(as_bool(mask))
+    is_float = "float" in keras.backend.standardize_dtype(mask.dtype)
+    allowed = from_additive(mask) if is_float else ops.logical_not(as_bool(mask))
     shape = tuple(allowed.shape)
     if len(shape) == 2:
         return allowed[None, None]
@@ -267,8 +262,7 @@ def from_torch(mask: Any, num_heads: int | None = None) -> Any:
         )
     if num_heads is None:
         raise ValueError(
-            f"A torch mask of shape {shape} is (batch * heads, queries, keys): pass `num_heads`, "
-            "so that the two can be told apart."
+            f"A torch mask of shape {shape} is (batch * heads, queries, keys): pass `num_heads`."
         )
     if shape[0] is not None and shape[0] % num_heads:
         raise ValueError(
@@ -279,19 +273,14 @@ def from_torch(mask: Any, num_heads: int | None = None) -> Any:
     return ops.reshape(allowed, (-1, num_heads, sizes[1], sizes[2]))
 
 
-def zero_dead_rows(context: Any, mask: Any) -> Any:
+def zero_dead_rows(context: Tensor, mask: Mask) -> Tensor:
     """`context` (B, T, H, D), with 0 where a query has no key in `mask` (boolean, rank 4)."""
     alive = ops.any(mask, axis=-1)  # (B or 1, H or 1, T or 1)
     alive = ops.transpose(alive, (0, 2, 1))[..., None]
     return ops.where(alive, context, ops.zeros_like(context))
 
 
-def _check_positive(number: Any, name: str) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"`{name}` must be a positive whole number. Received: {number!r}.")
-
-
-def known_values(tensor: Any) -> np.ndarray | None:
+def known_values(tensor: Tensor) -> np.ndarray | None:
     """The tensor's values if it has any now; `None` for symbolic tensors and inside a trace."""
     if keras.backend.is_keras_tensor(tensor) or _keras.in_symbolic_scope():
         return None  # (PyTorch's stand-ins hold ones)

@@ -163,7 +163,7 @@ def test_masks_are_merged_by_one_method():
 
 
 @relies_on(
-    "ATTENTION_HOOKS ATTENTION_ARGUMENTS attention_arguments",
+    "ATTENTION_HOOKS ATTENTION_ARGUMENTS stock_arguments",
     breaks="a subclass that masks or attends by itself would be passed over",
 )
 def test_attention_passes_all_hooks():
@@ -174,7 +174,7 @@ def test_attention_passes_all_hooks():
     layer(X, X, attention_mask=mask, use_causal_mask=True, return_attention_scores=True)
     assert {name for name, *_ in seen} == set(_keras.ATTENTION_HOOKS)
     assert len(_keras.ATTENTION_HOOKS) >= 4
-    assert _keras.attention_arguments(num_heads=1, no_argument=None) == {"num_heads": 1}
+    assert _keras.stock_arguments({"num_heads": 1, "mask_spec": None}) == {"num_heads": 1}
 
 
 @relies_on("flash FLASH", breaks="probabilities of a layer with a flash kernel cannot be seen")

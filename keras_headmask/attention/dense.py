@@ -1,29 +1,29 @@
 """The definition of attention under a mask, and the oracle of every faster implementation.
 
 Booleans are merged first; -1e9 is added once, in at least float32, before the softmax; a hidden key
-has probability exactly 0, and a row with no allowed key gives exactly 0.
+has probability exactly 0, and a fully masked row gives exactly 0.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import finite
+from keras_headmask.masks import Mask, Tensor
 
 
 def attend(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
     scale: float,
-    bias: Any = None,
-    drop: Callable[[Any], Any] | None = None,
+    bias: Tensor = None,
+    drop: Callable[[Tensor], Tensor] | None = None,
     may_branch: bool = True,
-) -> tuple[Any, Any]:
+) -> tuple[Tensor, Tensor]:
     """Attention under `mask`, boolean of rank 4, or `None`.
 
     Adding -1e9 hides a key as long as the allowed logits are well above -1e9, as all logits are
@@ -45,8 +45,10 @@ def attend(
     if bias is not None:
         logits = logits + ops.cast(bias, dtype)
     if mask is not None:
-        if bias is not None:
-            logits = logits - _largest_allowed(logits, mask)
+        if bias is not None:  # each row's largest allowed logit becomes 0, so -1e9 is far below
+            lowest = ops.cast(-3e38, dtype)
+            largest = ops.max(ops.where(mask, logits, lowest), axis=-1, keepdims=True)
+            logits = logits - ops.stop_gradient(ops.maximum(largest, lowest))
         (logits,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], logits)
         # A hidden logit is taken as 0 first: were it infinite, -1e9 would not hide it.
         logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
@@ -56,10 +58,3 @@ def attend(
     probabilities = ops.cast(probabilities, value.dtype)
     kept = probabilities if drop is None else drop(probabilities)
     return ops.einsum("bhts,bshd->bthd", kept, value), probabilities
-
-
-def _largest_allowed(logits: Any, mask: Any) -> Any:
-    """Each row's largest allowed logit, finite: taken off, so that -1e9 hides under any bias."""
-    lowest = ops.cast(-3e38, logits.dtype)
-    largest = ops.max(ops.where(mask, logits, lowest), axis=-1, keepdims=True)
-    return ops.stop_gradient(ops.maximum(largest, lowest))

@@ -1,17 +1,18 @@
 """A hidden inf or NaN does no harm.
 
 0 * inf is NaN, so a probability of 0 does not hide a value that is not finite, nor a gradient of 0
-a key or a query. Products meet 0 in place of such values. Who may see one gets NaN by the logits.
+a key or a query. Products meet 0 in place of such values. Queries that may see one get NaN, by
+their logits.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask._keras import in_xla
+from keras_headmask.masks import Mask, Tensor
 
 # In place of a hidden logit: whatever that is, inf or NaN, it is hidden, and no less so where all
 # that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
@@ -24,7 +25,7 @@ _LARGEST = {
 }
 
 
-def are_finite(*tensors: Any, may_branch: bool = True) -> Any:
+def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
     """Whether all of `tensors` are finite: a bool, or in a TensorFlow graph a boolean tensor.
 
     `False` also where a branch is not possible, or would wait for an accelerator: there XLA and the
@@ -49,38 +50,37 @@ def are_finite(*tensors: Any, may_branch: bool = True) -> Any:
     with torch.no_grad():
         try:
             return bool(torch.isfinite(sum(x.sum().float() for x in tensors)))
-        except RuntimeError:  # inside `torch.func.vmap`, which knows no value
+        except RuntimeError:  # inside `torch.func.vmap`, where values are not known
             return False
 
 
-def unless(finite: Any, repair: Callable, *tensors: Any) -> list[Any]:
+def unless(finite: bool | Tensor, repair: Callable, *tensors: Tensor) -> list[Tensor]:
     """`tensors` as they are if `finite`, the answer of `are_finite`, else `repair(*tensors)`."""
     if isinstance(finite, bool):
         return list(tensors if finite else repair(*tensors))
     return list(ops.cond(finite, lambda: list(tensors), lambda: list(repair(*tensors))))
 
 
-def zeroed(*tensors: Any) -> list[Any]:
+def zeroed(*tensors: Tensor) -> list[Tensor]:
     """`tensors` with 0 in place of inf and NaN."""
     return [ops.where(_is_finite(x), x, ops.zeros_like(x)) for x in tensors]
 
 
-def without_bad(*tensors: Any) -> list[Any]:
-    """`zeroed`, and where nothing is to be done nothing is copied."""
+def without_bad(*tensors: Tensor) -> list[Tensor]:
+    """`zeroed`, and nothing is copied where all are finite."""
     return unless(are_finite(*tensors), zeroed, *tensors)
 
 
-def marked(query: Any, key: Any, value: Any) -> list[Any]:
-    """The operands for logits that show who may see what is not finite: those become NaN.
+def marked(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """The operands for logits that are NaN where a query may see what is not finite.
 
     `value` has 0 in place of inf and NaN; a key is NaN as a whole where it or its value had one,
-    and a query where it had one. (An infinite query might give all allowed keys lower logits
-    than hidden ones.) A hidden logit is taken out, whatever it is. Any order of axes with the size
-    last. Only values are looked at first: a key spoils no other row, and each look costs a percent
-    or two.
+    and a query where it had one. (An infinite query might give all allowed keys lower logits than
+    hidden ones.) Any order of axes, the size last. Values alone are checked first: a key spoils no
+    other row, and each check costs a percent or two.
     """
 
-    def mark(query: Any, key: Any, value: Any) -> list[Any]:
+    def mark(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         bad = ops.cast(float("nan"), key.dtype)
         sound = ops.logical_and(_rows_are_finite(key), _rows_are_finite(value))
         query = ops.where(_rows_are_finite(query), query, bad)
@@ -89,12 +89,11 @@ def marked(query: Any, key: Any, value: Any) -> list[Any]:
     return unless(are_finite(value), mark, query, key, value)
 
 
-def marks(query: Any, *keys: Any, heads_first: bool = False) -> Any:
+def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
     """0, and NaN for each pair with a query or key that is not finite: `(B, H, T, S)`.
 
-    `keys` are the keys and what else belongs to them. The operands are `(B, L, H, D)`, or
-    `(B, H, L, D)` if `heads_first`. It is to be added to the logits before hidden ones are taken
-    out.
+    To be added to the logits before hidden ones are replaced. `keys` are the keys and what else
+    belongs to them. The operands are `(B, L, H, D)`, or `(B, H, L, D)` if `heads_first`.
     """
     rows = _rows_are_finite(query)
     columns = functools.reduce(ops.logical_and, map(_rows_are_finite, keys))
@@ -105,11 +104,11 @@ def marks(query: Any, *keys: Any, heads_first: bool = False) -> Any:
     return ops.where(good, ops.cast(0.0, query.dtype), ops.cast(float("nan"), query.dtype))
 
 
-def _is_finite(tensor: Any) -> Any:
+def _is_finite(tensor: Tensor) -> Mask:
     # Not `isfinite`, which not every format of other runtimes has.
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     return ops.abs(tensor) <= ops.cast(_LARGEST[dtype], dtype)
 
 
-def _rows_are_finite(tensor: Any) -> Any:
+def _rows_are_finite(tensor: Tensor) -> Mask:
     return ops.all(_is_finite(tensor), axis=-1, keepdims=True)

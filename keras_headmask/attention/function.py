@@ -4,11 +4,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.attention.checking import check_operands, checked_tiled
+from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec
 
@@ -16,17 +17,17 @@ _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
 
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    mask: Any = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
     mask_spec: MaskSpec | None = None,
     mask_inputs: Mapping[str, Any] | None = None,
     scale: float | None = None,
-    query_offset: Any = None,
+    query_offset: Length | None = None,
     dropout: float = 0.0,
     return_scores: bool = False,
-    bias: Any = None,
+    bias: Tensor | None = None,
     seed: Any = None,
     tiled: bool | None = None,
 ) -> Any:
@@ -75,7 +76,7 @@ def dot_product_attention(
      [0.33 0.33 0.33]]
     """
     query, key, value = (masks.as_tensor(x) for x in (query, key, value))
-    _check_operands(query, key, value)
+    check_operands(query, key, value)
     batch, queries, heads, size = query.shape
     lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
     if mask is not None:
@@ -85,8 +86,7 @@ def dot_product_attention(
     query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
-    if tiled is not None and not isinstance(tiled, bool):
-        raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
+    tiled = checked_tiled(tiled)
     evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
@@ -109,33 +109,3 @@ def dot_product_attention(
     )
     context, probabilities = attend(request)
     return (context, probabilities) if return_scores else context
-
-
-def _check_operands(query: Any, key: Any, value: Any) -> None:
-    operands = {"query": query, "key": key, "value": value}
-    shapes = {name: x.shape for name, x in operands.items()}
-    told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-    if any(len(shape) != 4 for shape in shapes.values()):
-        raise ValueError(
-            "`query`, `key` and `value` must have shape (batch, length, heads, size). "
-            f"Received: {told}."
-        )
-    dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
-    if any("float" not in dtype for dtype in dtypes.values()):
-        raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    b, h = 0, 2
-    fits = (
-        _agree(query.shape[b], key.shape[b], value.shape[b])
-        and _agree(query.shape[h], key.shape[h], value.shape[h])
-        and _agree(key.shape[1], value.shape[1])
-        and _agree(query.shape[3], key.shape[3])
-    )
-    if not fits:
-        raise ValueError(
-            "`query` (B, T, H, D), `key` (B, S, H, D) and `value` (B, S, H, Dv) do not fit. "
-            f"Received: {told}. (Fewer key heads than query heads: repeat the keys and values.)"
-        )
-
-
-def _agree(*sizes: int | None) -> bool:
-    return len({size for size in sizes if size is not None}) <= 1

@@ -8,56 +8,51 @@ operations beside its products: what can be is made once, before the loop.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import tensorflow as tf
 
-from keras_headmask.attention import tensorflow_graph
 from keras_headmask.attention.parts import Part, in_order, of_heads
 from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
     masked_logits,
+    shared,
     times,
-    widened,
 )
+from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.heads import head_groups
 
 
-@tf.autograph.experimental.do_not_convert
-def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
+@shared
+def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
-    return tensorflow_graph.shared(_attend, part, query, key, value)
 
-
-def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
-    part = part._replace(bound=widened(part.bound))
-
-    def forward(*operands: Any) -> Any:
+    def forward(*operands: Tensor) -> Tensor:
         return _over_heads(part, _context, 1, *operands)[0]
 
-    def backward(*given: Any) -> tuple:
+    def backward(*given: Tensor) -> tuple:
         d_query, d_key, d_value = _over_heads(part, _gradients, 3, *given)
         return d_query * part.scale, d_key, d_value
 
     return computed_again(forward, backward, query, key, value)
 
 
-def _context(allowed: Any, query: Any, key: Any, value: Any) -> tuple:
-    """Of some rows `(n, T, Dv)`."""
+# Both are of some rows, `(n, L, size)` each.
+
+
+def _context(allowed: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> tuple:
     logits, alive = _logits(allowed, query, key)
     return (alive_or_0(alive, tf.matmul(tf.nn.softmax(logits), value)),)
 
 
-def _gradients(
-    allowed: Any, query: Any, key: Any, value: Any, upstream: Any, context: Any
-) -> tuple:
-    """Those of the queries (times the scale), keys and values of some rows."""
+def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
+    """Those of the queries (times the scale), keys and values."""
+    query, key, value, upstream, context = operands
     logits, _ = _logits(allowed, query, key)
     probabilities = tf.nn.softmax(logits)
-    if allowed is not None:  # a row whose logits overflow is NaN, and what it may not see is not
+    if allowed is not None:  # a row whose logits overflow is NaN, but not where keys are hidden
         probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
     d_logits = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
@@ -68,13 +63,13 @@ def _gradients(
     )
 
 
-def _logits(allowed: Any, query: Any, key: Any) -> tuple[Any, Any]:
+def _logits(allowed: Mask | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
     """The logits, -inf where hidden, and which queries see something (`None`: all do)."""
     logits = tf.matmul(query, key, transpose_b=True)
     return (logits, None) if allowed is None else masked_logits(logits, allowed)
 
 
-def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
+def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tensor], Mask]:
     """Gives the masks of the rows in a slice, `(n or 1, T or 1, S or 1)`.
 
     `allowed`: `(B or 1, h or 1, T or 1, S or 1)`; there are `heads` x `batch` rows, head by head.
@@ -94,7 +89,7 @@ def _of_step(allowed: Any, heads: int, batch: Any) -> Callable[[Any, Any], Any]:
     return lambda begin, size: tf.gather(different, tf.slice(place, begin[:1], size[:1]))
 
 
-def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: Any) -> tuple:
+def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others: Tensor) -> tuple:
     """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
     logits_of_a_row = queries * tf.shape(others[0])[1]
@@ -108,13 +103,13 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
     )
 
     def of_rule_alone(
-        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Any, count: Any
+        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Tensor, count: Tensor
     ) -> tuple:
         """Write the results of the heads with one rule, after the `done` that are there."""
         own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
 
         def masked_by(masks: Callable | None) -> tuple:
-            def body(i: Any, arrays: tuple) -> tuple:
+            def body(i: Tensor, arrays: tuple) -> tuple:
                 first = i * rows
                 begin = tf.stack([first, 0, 0])
                 size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
@@ -140,16 +135,16 @@ def _over_heads(part: Part, step: Callable, results: int, query: Any, *others: A
         arrays = of_rule_alone(arrays, rule, of_rule, done, count)
         done += count
     order = [head for _, of_rule in groups for head in of_rule]
-    return tuple(_positions_first(array.concat(), order) for array in arrays)
+
+    def positions_first(tensor: Tensor) -> Tensor:
+        """`(H * B, L, size)`, the heads in some order, to `(B, L, H, size)`."""
+        _, length, size = tf.unstack(tf.shape(tensor))
+        tensor = tf.reshape(tensor, [len(order), -1, length, size])
+        return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))
+
+    return tuple(positions_first(array.concat()) for array in arrays)
 
 
-def _as_rows(tensor: Any) -> Any:
+def _as_rows(tensor: Tensor) -> Tensor:
     """`(h, B, L, size)` to `(h * B, L, size)`."""
     return tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
-
-
-def _positions_first(tensor: Any, order: list[int]) -> Any:
-    """`(H * B, L, size)`, the heads in some order, to `(B, L, H, size)`."""
-    _, length, size = tf.unstack(tf.shape(tensor))
-    tensor = tf.reshape(tensor, [len(order), -1, length, size])
-    return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))

@@ -1,20 +1,22 @@
 """What a caller changes of a model while it looks at it: an export, a lint, a picture, a trace.
 
-It holds in the caller's own context alone: other threads may run the same model meanwhile, and get
-what they always get. Where our own code runs, it asks here; on a method of another class a door
-stands while anyone looks, which lets all other callers pass. (A thread that a model starts by
-itself does not inherit the context, and so is not looked at.)
+It holds in the caller's own context alone: other threads may run the same model meanwhile, and
+nothing changes for them. Our own code asks here what to run; on a method of another class a door
+stands while anyone looks, and lets all other callers pass. (A thread that a model starts by itself
+does not inherit the context, and so is not looked at.)
 """
 
 import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
 from keras_headmask import _keras
+from keras_headmask.attention.tuning import holding
 
 # Each is called with what it stands for, and then with the arguments.
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
@@ -27,37 +29,23 @@ _LOCK = threading.Lock()  # of putting doors up and taking them down
 @contextlib.contextmanager
 def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
     """Let `override(usual, ...)` be called for `holder.name(...)`, `usual` being that method."""
-    now, key = _overrides.get(), _key(holder, name)
-    token = _overrides.set({**now, key: (*now.get(key, ()), override)})
-    try:
-        with _door(holder, name):
-            yield
-    finally:
-        _overrides.reset(token)
-
-
-@contextlib.contextmanager
-def rules_off() -> Iterator[None]:
-    """Let models run as if each of their rules were `Full()`."""
-    token = _rules_off.set(True)
-    try:
+    now, key = _overrides.get(), (id(holder), name)
+    with holding(_overrides, {**now, key: (*now.get(key, ()), override)}), _door(holder, name):
         yield
-    finally:
-        _rules_off.reset(token)
+
+
+def rules_off() -> AbstractContextManager[bool]:
+    """Let models run as if each of their rules were `Full()`."""
+    return holding(_rules_off, True)
 
 
 def are_rules_off() -> bool:
     return _rules_off.get()
 
 
-@contextlib.contextmanager
-def scores_wanted(layer: Any) -> Iterator[None]:
-    """Let attention `layer` compute without a flash kernel, which returns no scores."""
-    token = _wanted_scores.set(_wanted_scores.get() | {id(layer)})
-    try:
-        yield
-    finally:
-        _wanted_scores.reset(token)
+def scores_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
+    """Let attention `layer` compute without a flash kernel, which returns no probabilities."""
+    return holding(_wanted_scores, _wanted_scores.get() | {id(layer)})
 
 
 def uses_flash(layer: Any) -> bool:
@@ -65,7 +53,7 @@ def uses_flash(layer: Any) -> bool:
 
 
 def as_seen(layer: Any) -> Any:
-    """`layer`; where its scores are wanted, another object of the same parts without flash."""
+    """`layer`; if its probabilities are wanted, another object of the same parts without flash."""
     if not _keras.flash(layer) or uses_flash(layer):
         return layer
     seen = object.__new__(type(layer))
@@ -78,27 +66,36 @@ def as_seen(layer: Any) -> Any:
 
 def run(holder: Any, name: str, usual: Callable, *args: Any, **kwargs: Any) -> Any:
     """`usual(...)`, or what stands for `holder.name` in this context."""
-    now, key = _overrides.get(), _key(holder, name)
+    now, key = _overrides.get(), (id(holder), name)
     if key not in now:
         return usual(*args, **kwargs)
     for override in now[key]:
         usual = functools.partial(override, usual)
     # Inside, it is as usual again: what asks here twice is overridden once.
-    token = _overrides.set({k: v for k, v in now.items() if k != key})
-    try:
+    with holding(_overrides, {k: v for k, v in now.items() if k != key}):
         return usual(*args, **kwargs)
-    finally:
-        _overrides.reset(token)
 
 
 def is_overridden(holder: Any, name: str) -> bool:
-    return _key(holder, name) in _overrides.get()
+    return (id(holder), name) in _overrides.get()
 
 
 def asks(function: Callable) -> Callable:
     """Mark a method that calls `run` by itself, and so needs no door."""
-    function.asks = True
+    vars(function)["asks"] = True
     return function
+
+
+def asking(method: Callable) -> Callable:
+    """Let a method run by `run`."""
+
+    @asks
+    @functools.wraps(method)
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usual = functools.partial(method, self)
+        return run(self, method.__name__, usual, *args, **kwargs)
+
+    return ask
 
 
 def held(holder: Any, name: str) -> Any:
@@ -110,17 +107,12 @@ def held(holder: Any, name: str) -> Any:
 def attributes(holder: Any) -> dict[str, Any]:
     """What the object itself holds, as `held` has it, also while other threads look."""
     found = vars(holder).copy()
-    doors = {name: door for name, door in found.items() if isinstance(door, _Door)}
-    found |= {name: door.held for name, door in doors.items()}
-    return {k: v for k, v in found.items() if k not in doors or v is not None}
-
-
-def _key(holder: Any, name: str) -> tuple[int, str]:
-    return id(holder), name
+    doors = {name: door.held for name, door in found.items() if isinstance(door, _Door)}
+    return {k: v for k, v in (found | doors).items() if k not in doors or v is not None}
 
 
 class _Door:
-    """Stands on an object for its method; who does not look passes."""
+    """Stands on an object for its method, and lets those pass who do not look."""
 
     def __init__(self, holder: Any, name: str):
         self.holder, self.name, self.looks = holder, name, 0
@@ -140,13 +132,13 @@ def _door(holder: Any, name: str) -> Iterator[None]:
 
     It is put among the attributes past the trackers of Keras and TensorFlow.
     """
+    own = vars(holder)
     with _LOCK:
-        door = vars(holder).get(name)
+        door = own.get(name)
         if not isinstance(door, _Door):
-            if getattr(getattr(holder, name), "asks", False):
-                door = None
-            else:
-                door = vars(holder)[name] = _Door(holder, name)
+            door = None
+            if not getattr(getattr(holder, name), "asks", False):
+                door = own[name] = _Door(holder, name)
         if door is not None:
             door.looks += 1
     try:
@@ -155,12 +147,7 @@ def _door(holder: Any, name: str) -> Iterator[None]:
         with _LOCK:
             if door is not None:
                 door.looks -= 1
-                if not door.looks and vars(holder).get(name) is door:
-                    _take_down(door)
-
-
-def _take_down(door: _Door) -> None:
-    if door.held is None:
-        del vars(door.holder)[door.name]
-    else:
-        vars(door.holder)[door.name] = door.held
+                if not door.looks and own.get(name) is door:
+                    del own[name]
+                    if door.held is not None:
+                        own[name] = door.held

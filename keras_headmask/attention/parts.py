@@ -1,17 +1,18 @@
-"""What the tiled implementations share: the heads of one rule, and how they drop probabilities."""
+"""What the tiled implementations share: the heads of one rule, slices, and dropout."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
 from keras_headmask.attention.tuning import Tuning
+from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import Bound, Cuts
 
 
 class Part(NamedTuple):
-    """The heads that obey one rule, and what its mask inputs were made into.
+    """The heads that obey one rule, and its prepared mask inputs.
 
     `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
     """
@@ -30,16 +31,20 @@ class Part(NamedTuple):
         return self.tuning.local_tile if self.is_local else self.tuning.wide_tile
 
 
-def of_heads(tensor: Any, heads: tuple[int, ...], axis: int) -> Any:
-    """Some heads of `tensor`, sorted; nothing is gathered of heads that are side by side."""
+def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
+    """`tensor` from `start` to `stop` along an axis."""
+    return tensor[(slice(None),) * axis + (slice(start, stop),)]
+
+
+def of_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
+    """Some heads of `tensor`, sorted; heads that are side by side are not gathered."""
     first, last = heads[0], heads[-1]
     if len(heads) != last - first + 1:
         return ops.take(tensor, list(heads), axis=axis)
-    whole = len(heads) == tensor.shape[axis]
-    return tensor if whole else tensor[(slice(None),) * axis + (slice(first, last + 1),)]
+    return tensor if len(heads) == tensor.shape[axis] else cut(tensor, axis, first, last + 1)
 
 
-def in_order(tensor: Any, order: list[int], axis: int) -> Any:
+def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:
     """The heads of `tensor`, which stand in `order`, each at its place."""
     if order == sorted(order):
         return tensor
@@ -62,10 +67,10 @@ class Dropout(NamedTuple):
     """
 
     rate: float
-    rows: Any
-    columns: Any
+    rows: Tensor
+    columns: Tensor
 
-    def apply(self, probabilities: Any, cuts: Cuts) -> Any:
+    def apply(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
         """`probabilities` `(B, H, queries, keys)` of one tile, some of them 0."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
         number = _mixed(rows + cuts.keys(self.columns, 0))
@@ -77,7 +82,7 @@ class Dropout(NamedTuple):
         return self._replace(rows=ops.take(self.rows, list(heads), axis=1))
 
 
-def dropout(rate: float, seed: Any, batch: Any, heads: int, bound: Bound) -> Dropout:
+def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
     drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
     examples = ops.arange(batch, dtype="int32")[:, None, None]
@@ -88,14 +93,14 @@ def dropout(rate: float, seed: Any, batch: Any, heads: int, bound: Bound) -> Dro
     return Dropout(rate, rows, _mixed(drawn[1] + bound.key_positions))
 
 
-def _mixed(number: Any) -> Any:
+def _mixed(number: Tensor) -> Tensor:
     """A permutation of the 32-bit integers after which neighbours have nothing in common."""
-    number = _folded(number, 16) * _FIRST
-    number = _folded(number, 15) * _SECOND
+    for bits, factor in ((16, _FIRST), (15, _SECOND)):
+        number = _folded(number, bits) * factor
     return _folded(number, 16)
 
 
-def _folded(number: Any, bits: int) -> Any:
+def _folded(number: Tensor, bits: int) -> Tensor:
     """`number` XOR itself shifted right, zeros shifted in: what backends share has a sign."""
     shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
     return ops.bitwise_xor(number, shifted)

@@ -1,4 +1,4 @@
-"""What each step of TensorFlow's loop looks at, told in the graph by positions and by data.
+"""What each step of TensorFlow's loop looks at, decided in the graph by positions and by data.
 
 Along one axis of the matrix of logits go tiles; along the other, blocks are kept or skipped by what
 `coverage` says of the least and greatest value of the mask inputs in each. A few flagged positions
@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import Tuning
-from keras_headmask.rules import coverage
+from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec, leaves_under_or
 from keras_headmask.rules.evaluation import Bound
 from keras_headmask.rules.protocol import Sides, Span, Tiles
@@ -21,11 +20,11 @@ from keras_headmask.rules.protocol import Sides, Span, Tiles
 class Flagged(NamedTuple):
     """Positions `(n,)` and their examples, in order; example i's are from `splits[i]` on."""
 
-    examples: Any
-    positions: Any
-    splits: Any
+    examples: Tensor
+    positions: Tensor
+    splits: Tensor
 
-    def of(self, example: Any) -> Any:
+    def of(self, example: Tensor) -> Tensor:
         return self.positions[self.splits[example] : self.splits[example + 1]]
 
 
@@ -33,68 +32,28 @@ class Ranges(NamedTuple):
     """For each tile the run or two runs to look at, `(B or 1, tiles, 2 or 4)`, starts and stops.
 
     What lies between more than two runs is looked at too, and masked. `needs_mask`, `(B or 1,
-    tiles)`, is `None` where it is not worth asking. `of_examples`: ranges differ between examples.
+    tiles)`, is `None` where all are masked. `of_examples`: ranges differ between examples.
     `rows` see all of the other axis, whatever their tiles look at; `others` are seen by all tiles.
     """
 
-    runs: Any
-    needs_mask: Any
+    runs: Tensor
+    needs_mask: Tensor | None
     of_examples: bool
-    rows: Flagged | None
+    rows: Any  # Flagged | None
     others: Flagged | None
 
 
-def ranges_of(part: Part, by_key: bool, batch: Any) -> Ranges:
-    bound = part.bound
-    queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
-    block = part.tuning.tensorflow_block
-    size = {"query": block if by_key else part.tile, "key": part.tile if by_key else block}
-    flagged_queries = _flags(part.rule, bound, "query", part.tuning)
-    flagged_keys = _flags(part.rule, bound, "key", part.tuning)
-    spans = _spans(bound, size)
-    for leaves, _ in filter(None, (flagged_queries, flagged_keys)):
-        for leaf, few in leaves.items():
-            spans[leaf] = {name: _without(sides, few) for name, sides in spans[leaf].items()}
-    tiles = _tiles(bound, queries, keys, size)
-    full = [tf.shape(tiles.query_first)[0], tf.shape(tiles.key_first)[1]]
-    possible, certain = (
-        _over_all(x, full, by_key) for x in coverage.bounds(part.rule, tiles, spans)
-    )
-    taken_out = [leaf for flags in (flagged_queries, flagged_keys) if flags for leaf in flags[0]]
-    blocks = _runs(possible, part.rule.may_leave_gaps(taken_out))
-    other = queries if by_key else keys
-    runs = tf.minimum(blocks * block, other)
-    needs_mask = None if taken_out or part.is_local else _needs_mask(blocks, certain)
-    of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
-    batch = batch if of_examples else 1
-    if of_examples:  # it may still be 1 when run
-        runs = tf.broadcast_to(runs, [batch, *tf.unstack(tf.shape(runs)[1:])])
-        if needs_mask is not None:
-            needs_mask = tf.broadcast_to(needs_mask, [batch, tf.shape(runs)[1]])
-    rows, others = (
-        None if flags is None else _positions(flags[1], batch)
-        for flags in (
-            (flagged_keys, flagged_queries) if by_key else (flagged_queries, flagged_keys)
-        )
-    )
-    return Ranges(runs, needs_mask, of_examples, rows, others)
-
-
-def _tiles(bound: Bound, queries: Any, keys: Any, size: dict[str, int]) -> Tiles:
+def tiles(bound: Bound, queries: Tensor, keys: Tensor, size: dict[str, int]) -> Tiles:
     query_first = tf.range(0, queries, size["query"])
     key_first = tf.range(0, keys, size["key"])
     query_last = tf.minimum(query_first + size["query"], queries) - 1
     key_last = tf.minimum(key_first + size["key"], keys) - 1
     offset = tf.reduce_min(bound.query_positions)
-    return Tiles(
-        (query_first + offset)[:, None],
-        (query_last + offset)[:, None],
-        key_first[None],
-        key_last[None],
-    )
+    on_queries = (query_first + offset)[:, None], (query_last + offset)[:, None]
+    return Tiles(*on_queries, key_first[None], key_last[None])
 
 
-def _over_all(tiles: Any, full: list, by_key: bool) -> Any:
+def over_all(tiles: Tensor, full: list, by_key: bool) -> Tensor:
     """`(B or 1, rows, columns)`: rows of what goes by tiles, columns of what goes by blocks."""
     batch = [1] if tiles.shape.rank == 2 else [tf.shape(tiles)[0]]
     static = 1 if tiles.shape.rank == 2 else tiles.shape[0]
@@ -102,13 +61,13 @@ def _over_all(tiles: Any, full: list, by_key: bool) -> Any:
     return tf.transpose(tiles, (0, 2, 1)) if by_key else tiles
 
 
-def _runs(possible: Any, two: bool) -> Any:
+def runs(possible: Mask, two: bool) -> Tensor:
     """First and last block of each row, `(..., 2)`; with `two`, cut at the first gap: 4."""
     count = tf.shape(possible)[-1]
     number = tf.range(count)
     some = tf.reduce_any(possible, -1)
 
-    def first_true(x: Any) -> Any:
+    def first_true(x: Tensor) -> Tensor:
         return tf.argmax(tf.cast(x, tf.int32), -1, tf.int32)
 
     start = first_true(possible)
@@ -122,7 +81,7 @@ def _runs(possible: Any, two: bool) -> Any:
     return tf.stack([start, gap, after, stop], -1)
 
 
-def _needs_mask(blocks: Any, certain: Any) -> Any:
+def needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
     number = tf.range(tf.shape(certain)[-1])
     looked_at = tf.zeros_like(certain)
@@ -131,44 +90,49 @@ def _needs_mask(blocks: Any, certain: Any) -> Any:
     return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
 
 
-# ---------------------------------------------------------------- what data tell
-
-
-def _spans(bound: Bound, size: dict[str, int]) -> dict[MaskSpec, dict[str, Sides]]:
+def spans(
+    bound: Bound, size: dict[str, int], few: dict[MaskSpec, Tensor]
+) -> dict[MaskSpec, dict[str, Sides]]:
     """The least and greatest value of each mask input, per tile or block, for each leaf."""
-    spans = {}
-    for leaf, inputs in bound.leaf_inputs.items():
-        if all(isinstance(value, Sides) for value in inputs.values()):
-            spans[leaf] = {
-                name: Sides(_span(sides.query, size["query"], 2), _span(sides.key, size["key"], 1))
-                for name, sides in inputs.items()
-            }
-    return spans
+    return {
+        leaf: {
+            name: Sides(
+                _span(sides.query, size["query"], 2, few.get(leaf)),
+                _span(sides.key, size["key"], 1, few.get(leaf)),
+            )
+            for name, sides in inputs.items()
+        }
+        for leaf, inputs in bound.leaf_inputs.items()
+        if all(isinstance(value, Sides) for value in inputs.values())
+    }
 
 
-def _span(values: Any, size: int, axis: int) -> Span | None:
-    """Of `(B, L)` the least and greatest of every `size` values, `(B, n, 1)` or `(B, 1, n)`."""
+def _span(values: Tensor | None, size: int, axis: int, few: Tensor | None = None) -> Span | None:
+    """Of `(B, L)` the least and greatest of every `size` values, `(B, n, 1)` or `(B, 1, n)`.
+
+    Flags that are `few` are taken out: as if none were set.
+    """
     if values is None:
         return None
     values = tf.cast(values, tf.int32) if values.dtype == tf.bool else values
     rest = -tf.shape(values)[1] % size
     padded = tf.concat([values, tf.repeat(values[:, -1:], rest, axis=1)], axis=1)
     blocks = tf.reshape(padded, [tf.shape(values)[0], -1, size])
-    return Span(
-        tf.expand_dims(tf.reduce_min(blocks, 2), axis),
-        tf.expand_dims(tf.reduce_max(blocks, 2), axis),
-    )
+    low = tf.expand_dims(tf.reduce_min(blocks, 2), axis)
+    high = tf.expand_dims(tf.reduce_max(blocks, 2), axis)
+    return Span(low, high if few is None else tf.where(few, tf.zeros_like(high), high))
 
 
-def _flags(
+def flags(
     rule: MaskSpec, bound: Bound, side: str, tuning: Tuning
-) -> tuple[dict[MaskSpec, Any], Any] | None:
+) -> tuple[dict[MaskSpec, Tensor], Tensor | None]:
     """The leaves that open whole columns (rows) where they are true, and where one of them is.
 
     A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
     (query) among the flagged. With each leaf goes whether its flags are few enough to take out.
     """
-    leaves, flags = {}, None
+    leaves: dict[MaskSpec, Tensor] = {}
+    flagged = None
     for leaf in dict.fromkeys(leaves_under_or(rule)):
         if leaf.opens != side:
             continue
@@ -180,24 +144,14 @@ def _flags(
         few = count <= tuning.most_flagged
         few &= count * tuning.one_flagged_in <= tf.shape(of_leaf)[1]
         leaves[leaf] = few
-        flags = of_leaf & few if flags is None else flags | (of_leaf & few)
-    return None if flags is None else (leaves, flags)
+        flagged = of_leaf & few if flagged is None else flagged | (of_leaf & few)
+    return leaves, flagged
 
 
-def _without(sides: Sides, few: Any) -> Sides:
-    """The spans of flags as if none were set, where they are taken out."""
-
-    def without(span: Span | None) -> Span | None:
-        if span is None:
-            return None
-        return Span(span.low, tf.where(few, tf.zeros_like(span.high), span.high))
-
-    return Sides(*map(without, sides))
-
-
-def _positions(flags: Any, batch: Any) -> Flagged:
+def positions(flags: Tensor | None, batch: Length) -> Flagged | None:
+    if flags is None:
+        return None
     flags = tf.broadcast_to(flags, [batch, tf.shape(flags)[1]])
     where = tf.cast(tf.where(flags), tf.int32)
     counts = tf.reduce_sum(tf.cast(flags, tf.int32), 1)
-    splits = tf.concat([[0], tf.cumsum(counts)], 0)
-    return Flagged(where[:, 0], where[:, 1], splits)
+    return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))

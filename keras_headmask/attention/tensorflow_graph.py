@@ -13,80 +13,58 @@ import tensorflow as tf
 from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.tuning import is_forward_only
+from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.evaluation import Bound
 from keras_headmask.rules.protocol import Sides
 
 
-def shared(how: Callable, part: Any, *operands: Any) -> Any:
-    """`how(part, *operands)` for a `parts.Part`; in a graph by one function for all equal parts."""
-    if tf.executing_eagerly() or part.dropout is not None:
-        return how(part, *operands)
-    bound = part.bound
-    names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
-    values = [list(values.values()) for values in bound.leaf_inputs.values()]
-    function = _shared(how, part._replace(bound=None), names, is_forward_only())
-    return function(bound.query_positions, bound.key_positions, values, *operands)
+def shared(attend: Callable) -> Callable:
+    """Let `attend(part, query, key, value)` be one function in a graph for all equal `Part`s."""
+
+    def widened(part: Any, *operands: Tensor) -> Tensor:
+        return attend(part._replace(bound=_widened(part.bound)), *operands)
+
+    @functools.wraps(attend)
+    @tf.autograph.experimental.do_not_convert
+    def call(part: Any, *operands: Tensor) -> Tensor:
+        if tf.executing_eagerly() or part.dropout is not None:
+            return widened(part, *operands)
+        bound = part.bound
+        names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
+        values = [list(values.values()) for values in bound.leaf_inputs.values()]
+        function = _shared(widened, part._replace(bound=None), names, is_forward_only())
+        return function(bound.query_positions, bound.key_positions, values, *operands)
+
+    return call
 
 
 @functools.lru_cache(maxsize=128)
-def _shared(how: Callable, part: Any, names: tuple, forward_only: bool) -> Callable:
-    """`how` as a function of tensors alone, for a part without its `bound`.
+def _shared(attend: Callable, part: Any, names: tuple, forward_only: bool) -> Callable:
+    """`attend` as a function of tensors alone, for a part without its `bound`.
 
-    Of the key are `forward_only`, as what was traced with gradients is not for an export, and the
-    tuning, which the part holds.
+    The key of the cache holds `forward_only`, as an export has no use for what was traced with
+    gradients, and the part's tuning.
     """
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
     @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
-    def attend(queries: Any, keys: Any, values: list, *operands: Any) -> Any:
+    def function(queries: Tensor, keys: Tensor, values: list, *operands: Tensor) -> Tensor:
         inputs = {
             leaf: dict(zip(of_leaf, given, strict=True))
             for (leaf, of_leaf), given in zip(names, values, strict=True)
         }
-        return how(part._replace(bound=Bound(queries, keys, inputs)), *operands)
+        return attend(part._replace(bound=Bound(queries, keys, inputs)), *operands)
 
-    return attend
-
-
-def computed_again(forward: Callable, backward: Callable, query: Any, key: Any, value: Any) -> Any:
-    """`forward(query, key, value)`, with `backward` for a gradient that keeps no logits.
-
-    `backward` takes the operands, the gradient of the context and the context. Neither is called
-    where there is no query or no key.
-    """
-
-    def attention(query: Any, key: Any, value: Any) -> Any:
-        operands = query, key, value
-        something = (tf.size(query) > 0) & (tf.size(key) > 0)
-
-        def nothing() -> Any:
-            return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
-
-        context = tf.cond(something, lambda: forward(*finite.marked(*operands)), nothing)
-        context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
-
-        def gradient(upstream: Any) -> Any:
-            upstream = tf.ensure_shape(upstream, context.shape)
-            return tf.cond(
-                something,
-                lambda: backward(*finite.without_bad(*operands), upstream, context),
-                lambda: tuple(map(tf.zeros_like, operands)),
-            )
-
-        return context, gradient
-
-    if is_forward_only():
-        return attention(query, key, value)[0]
-    return tf.custom_gradient(attention)(query, key, value)
+    return function
 
 
-def widened(bound: Bound) -> Bound:
+def _widened(bound: Bound) -> Bound:
     """Whole masks, widened to all queries and keys along the axes of a size not known yet.
 
-    An axis of size 1 is not cut into tiles, and here only the run tells whether it is 1.
+    An axis of size 1 is not cut into tiles, and here only the run shows whether it is 1.
     """
 
-    def widen(value: Any) -> Any:
+    def widen(value: Tensor | Sides) -> Tensor | Sides:
         if isinstance(value, Sides):
             return value
         if value.shape[2] is None:
@@ -102,10 +80,44 @@ def widened(bound: Bound) -> Bound:
     return bound._replace(leaf_inputs=inputs)
 
 
-def masked_logits(logits: Any, allowed: Any, whole_rows: bool = True) -> tuple[Any, Any]:
+def computed_again(
+    forward: Callable, backward: Callable, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """`forward(query, key, value)`, with `backward` for a gradient that keeps no logits.
+
+    `backward` takes the operands, the gradient of the context and the context. Neither is called
+    where there is no query or no key.
+    """
+
+    def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
+        query, key, value = operands
+        something = (tf.size(query) > 0) & (tf.size(key) > 0)
+
+        def nothing() -> Tensor:
+            return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
+
+        context = tf.cond(something, lambda: forward(*finite.marked(*operands)), nothing)
+        context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
+
+        def gradient(upstream: Tensor) -> tuple:
+            upstream = tf.ensure_shape(upstream, context.shape)
+            return tf.cond(
+                something,
+                lambda: backward(*finite.without_bad(*operands), upstream, context),
+                lambda: tuple(map(tf.zeros_like, operands)),
+            )
+
+        return context, gradient
+
+    if is_forward_only():
+        return attention(query, key, value)[0]
+    return tf.custom_gradient(attention)(query, key, value)
+
+
+def masked_logits(logits: Tensor, allowed: Mask, whole_rows: bool = True) -> tuple[Tensor, Tensor]:
     """`logits`, -inf where hidden, and which rows see something.
 
-    With `whole_rows` one that sees nothing has 0 throughout, of which no NaN comes.
+    With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN.
     """
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     hidden = tf.constant(finite.HIDDEN, logits.dtype)
@@ -114,10 +126,10 @@ def masked_logits(logits: Any, allowed: Any, whole_rows: bool = True) -> tuple[A
     return tf.where(allowed, logits, hidden), alive
 
 
-def times(probabilities: Any, gradients: Any) -> Any:
+def times(probabilities: Tensor, gradients: Tensor) -> Tensor:
     """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
     return tf.math.multiply_no_nan(gradients, probabilities)
 
 
-def alive_or_0(alive: Any, rows: Any) -> Any:
+def alive_or_0(alive: Tensor | None, rows: Tensor) -> Tensor:
     return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))

@@ -14,11 +14,12 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.attention import finite
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.parts import Part, cut
 from keras_headmask.attention.tuning import is_forward_only
+from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Cuts, allowed_tile
+from keras_headmask.rules.evaluation import WHOLE, Cuts, allowed_tile
 
 
 class Plan(NamedTuple):
@@ -43,9 +44,8 @@ class Plan(NamedTuple):
 def plan(rule: MaskSpec, queries: int, keys: int, query_offset: int, tile: int, block: int) -> Plan:
     """What each tile of queries looks at by `rule`, free of `PerHead`, by positions alone."""
     tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)
-    possible, certain = coverage.bounds(rule, tiles)
     shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
-    possible, certain = (np.broadcast_to(x, shape) for x in (possible, certain))
+    possible, certain = (np.broadcast_to(x, shape) for x in coverage.bounds(rule, tiles))
     needs_no_mask = (certain == possible).all(1) & possible.any(1)
     # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
     runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
@@ -53,29 +53,28 @@ def plan(rule: MaskSpec, queries: int, keys: int, query_offset: int, tile: int, 
 
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    """The plan in the tiles and blocks of the part's tuning."""
     return plan(part.rule, queries, keys, query_offset, part.tile, part.tuning.python_block)
 
 
-def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
+def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
-    if keras.backend.backend() == "jax":
-        # Its custom gradients cannot read what is traced outside of them, as mask inputs are;
+    backend = keras.backend.backend()
+    if backend == "jax" or is_forward_only():
+        # JAX' custom gradients cannot read what is traced outside of them, as mask inputs are;
         # `remat`, which computes again what a gradient needs, can.
-        marked = finite.marked(query, key, value)
-        return _forward(part, plan, *marked, computed_again=keras.remat)
-    if is_forward_only():
-        return _forward(part, plan, *finite.marked(query, key, value))
+        again = keras.remat if backend == "jax" else None
+        query, key, value = finite.marked(query, key, value)
+        return _forward(part, plan, query, key, value, again)
 
     @ops.custom_gradient
-    def attention(query: Any, key: Any, value: Any) -> Any:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Callable]:
         marked = finite.marked(query, key, value)
         context = _forward(part, plan, *marked)
         # On torch, a result that its own gradient keeps would never be freed.
-        kept = (context, *marked) if keras.backend.backend() == "tensorflow" else None
+        kept = (context, *marked) if backend == "tensorflow" else None
 
-        def backward(*arguments: Any, upstream: Any = None) -> Any:
-            # TensorFlow hands in the gradient alone, torch the operands too.
+        def backward(*arguments: Tensor, upstream: Tensor | None = None) -> tuple:
+            # TensorFlow passes the gradient alone, torch the operands too.
             upstream = arguments[0] if upstream is None else upstream
             return _gradient(part, plan, kept, query, key, value, upstream)
 
@@ -87,15 +86,15 @@ def attend(part: Part, plan: Plan, query: Any, key: Any, value: Any) -> Any:
 def _forward(
     part: Part,
     plan: Plan,
-    query: Any,
-    key: Any,
-    value: Any,
-    computed_again: Callable[[Callable], Callable] = lambda function: function,
-) -> Any:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    computed_again: Callable[[Callable], Callable] | None = None,
+) -> Tensor:
     queries = _split(_heads_first(query) * part.scale, plan.tile)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
 
-    def attended(number: int, queries: Any, *blocks: Any) -> Any:
+    def attended(number: int, queries: Tensor, *blocks: Tensor) -> Tensor:
         half = len(blocks) // 2
         tile = _Tile.of(part, plan, number, queries, blocks[:half])
         probabilities = tile.dropped(tile.probabilities)
@@ -104,18 +103,21 @@ def _forward(
     contexts = []
     for number, rows in enumerate(queries):
         blocks = [of[i] for of in (keys, values) for i in plan.blocks(number)]
-        contexts.append(computed_again(functools.partial(attended, number))(rows, *blocks))
+        of_tile = functools.partial(attended, number)
+        contexts.append((computed_again(of_tile) if computed_again else of_tile)(rows, *blocks))
     return _heads_first(ops.concatenate(contexts, axis=2))
 
 
 def _gradient(
-    part: Part, plan: Plan, kept: tuple | None, query: Any, key: Any, value: Any, upstream: Any
-) -> tuple[Any, Any, Any]:
-    """The gradients of `query`, `key` and `value`, given that of the context.
+    part: Part, plan: Plan, kept: tuple | None, *operands: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries, keys and values, given these and that of the context.
 
     `kept`, if not `None`, is the context and the operands it was made of. Logits of the very same
     tensors as in the forward pass need not be computed again where both passes are one graph.
     """
+    query, key, value, upstream = operands
+    delta: Any = None
     if kept is None:
         query, key, value = finite.without_bad(query, key, value)
     else:
@@ -124,25 +126,24 @@ def _gradient(
         query, key = finite.without_bad(query, key)
     queries, upstream = _heads_first(query) * part.scale, _heads_first(upstream)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
-    if kept is None:
-        marked_queries, marked_keys, delta = queries, keys, None
-    else:
+    marked_queries, marked_keys = queries, keys
+    if kept is not None:
         marked_queries = _heads_first(marked_query) * part.scale
         marked_keys = _split(_heads_first(marked_key), plan.block)
     d_queries = []
-    d_keys: list[list] = [[] for _ in keys]  # what each tile adds to each block
-    d_values: list[list] = [[] for _ in values]
+    # What each tile adds to each block.
+    d_keys: list[list[Tensor]] = [[] for _ in keys]
+    d_values: list[list[Tensor]] = [[] for _ in values]
     rows = (_split(x, plan.tile) for x in (marked_queries, queries, upstream))
     for number, (marked_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
         blocks = plan.blocks(number)
         tile = _Tile.of(part, plan, number, marked_rows, [marked_keys[i] for i in blocks])
         tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
-        d_context = tile.alive_or_0(d_context)  # so that nothing comes of dead rows below
-        # A row whose logits overflow is NaN: what it may not see gets nothing of that.
+        d_context = tile.alive_or_0(d_context)  # so that nothing comes of fully masked rows below
+        # A row whose logits overflow is NaN, which hidden keys must not get.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
-        d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
-        d_probabilities = tile.dropped(d_probabilities)
+        d_probabilities = tile.dropped(ops.einsum("bhtd,bhsd->bhts", d_context, tile_values))
         if delta is None:  # a hidden value may let its gradient overflow
             d_probabilities = tile.allowed_or_0(d_probabilities)
             of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
@@ -155,76 +156,80 @@ def _gradient(
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
             for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
                 of_blocks[block].append(d_block)
-    return (
-        _heads_first(ops.concatenate(d_queries, axis=2)),
-        *(
-            _heads_first(ops.concatenate(list(map(_sum, of_blocks, blocks)), axis=2))
-            for of_blocks, blocks in ((d_keys, keys), (d_values, values))
-        ),
-    )
+
+    def summed(of_blocks: list[list[Tensor]], blocks: list[Tensor]) -> Tensor:
+        sums = [
+            functools.reduce(operator.add, gradients) if gradients else ops.zeros_like(block)
+            for gradients, block in zip(of_blocks, blocks, strict=True)
+        ]
+        return _heads_first(ops.concatenate(sums, axis=2))
+
+    d_query = _heads_first(ops.concatenate(d_queries, axis=2))
+    return d_query, summed(d_keys, keys), summed(d_values, values)
 
 
 class _Tile(NamedTuple):
     """The queries of one tile with the keys they may see, and their probabilities.
 
-    `alive` tells which queries see something, and is `None` where all do; the probabilities of the
-    others mean nothing. `allowed` is `None` where no pair is hidden.
+    `alive`: which queries see something, `None` where all do; the probabilities of the others mean
+    nothing. `allowed` is `None` where no pair is hidden.
     """
 
     part: Part
     cuts: Cuts
-    keys: Any
-    probabilities: Any
-    alive: Any
-    allowed: Any
+    keys: Tensor
+    probabilities: Tensor
+    alive: Mask | None
+    allowed: Mask | None
 
     @classmethod
-    def of(cls, part: Part, plan: Plan, number: int, queries: Any, blocks: Sequence) -> "_Tile":
+    def of(
+        cls, part: Part, plan: Plan, number: int, queries: Tensor, blocks: Sequence[Tensor]
+    ) -> "_Tile":
         start, runs = number * plan.tile, plan.runs[number]
         stop = start + queries.shape[2]
         cuts = Cuts(
-            lambda x, axis: x[(slice(None),) * axis + (slice(start, stop),)],
-            lambda x, axis: _cut_runs(x, axis, runs),
-            lambda x, axis: x,
+            lambda x, axis: cut(x, axis, start, stop),
+            lambda x, axis: _joined([cut(x, axis, a, b) for a, b in runs], axis),
+            WHOLE.batch,
         )
-        needed = _joined(blocks)
+        keys = _joined(blocks)
         # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
         product = functools.partial(ops.einsum, "bhtd,bhsd->bhts")
-        if keras.backend.backend() == "jax":  # whose gradient is that of what stands here
-            logits = product(*finite.zeroed(queries, needed))
-            logits = logits + finite.marks(queries, needed, heads_first=True)
+        is_jax = keras.backend.backend() == "jax"
+        if is_jax:  # whose gradient is that of what stands here
+            marks = finite.marks(queries, keys, heads_first=True)
+            logits = product(*finite.zeroed(queries, keys)) + marks
         else:
-            logits = product(queries, needed)
+            logits = product(queries, keys)
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
             alive = ops.any(allowed, axis=-1, keepdims=True)
-            hidden = ops.where(
-                alive, ops.cast(finite.HIDDEN, logits.dtype), ops.cast(0, logits.dtype)
-            )
-            logits = ops.where(allowed, logits, hidden)
-        tile = cls(part, cuts, needed, ops.softmax(logits, axis=-1), alive, allowed)
-        if keras.backend.backend() == "jax":
+            hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
+            logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))
+        tile = cls(part, cuts, keys, ops.softmax(logits, axis=-1), alive, allowed)
+        if is_jax:
             return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         return tile
 
-    def allowed_or_0(self, pairs: Any) -> Any:
+    def allowed_or_0(self, pairs: Tensor) -> Tensor:
         return pairs if self.allowed is None else ops.where(self.allowed, pairs, 0.0)
 
-    def alive_or_0(self, rows: Any) -> Any:
+    def alive_or_0(self, rows: Tensor) -> Tensor:
         return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))
 
-    def dropped(self, probabilities: Any) -> Any:
+    def dropped(self, probabilities: Tensor) -> Tensor:
         dropout = self.part.dropout
         return probabilities if dropout is None else dropout.apply(probabilities, self.cuts)
 
 
-def _heads_first(tensor: Any) -> Any:
+def _heads_first(tensor: Tensor) -> Tensor:
     """`(B, L, H, D)` to `(B, H, L, D)`, and back."""
     return ops.transpose(tensor, (0, 2, 1, 3))
 
 
-def _split(tensor: Any, size: int) -> list:
+def _split(tensor: Tensor, size: int) -> list[Tensor]:
     """`tensor` cut along its axis of positions, every `size`."""
     edges = list(range(size, tensor.shape[2], size))
     if not edges:
@@ -234,14 +239,5 @@ def _split(tensor: Any, size: int) -> list:
     return ops.split(tensor, edges, axis=2)
 
 
-def _joined(blocks: Sequence) -> Any:
-    return blocks[0] if len(blocks) == 1 else ops.concatenate(blocks, axis=2)
-
-
-def _sum(gradients: list, block: Any) -> Any:
-    return functools.reduce(operator.add, gradients) if gradients else ops.zeros_like(block)
-
-
-def _cut_runs(tensor: Any, axis: int, runs: list[tuple[int, int]]) -> Any:
-    pieces = [tensor[(slice(None),) * axis + (slice(a, b),)] for a, b in runs]
-    return pieces[0] if len(pieces) == 1 else ops.concatenate(pieces, axis=axis)
+def _joined(blocks: Sequence[Tensor], axis: int = 2) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else ops.concatenate(blocks, axis=axis)

@@ -11,31 +11,28 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention import tensorflow_graph
-from keras_headmask.attention.parts import Part
-from keras_headmask.attention.ranges import Ranges, ranges_of
+from keras_headmask.attention import ranges
+from keras_headmask.attention.parts import Part, cut
+from keras_headmask.attention.ranges import Ranges
 from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
     masked_logits,
+    shared,
     times,
-    widened,
 )
-from keras_headmask.rules.evaluation import Cuts, allowed_tile
+from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules import coverage
+from keras_headmask.rules.evaluation import WHOLE, Cuts, allowed_tile
 
-_DEAD = 1e30  # the log-sum of a row that sees nothing: exp(logit - _DEAD) is 0
+_DEAD = 1e30  # the log-sum of a fully masked row: exp(logit - _DEAD) is 0
 
 
-@tf.autograph.experimental.do_not_convert
-def attend(part: Part, query: Any, key: Any, value: Any) -> Any:
+@shared
+def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
-    return tensorflow_graph.shared(_attend, part, query, key, value)
 
-
-def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
-    part = part._replace(bound=widened(part.bound))
-
-    def backward(*given: Any) -> tuple:
+    def backward(*given: Tensor) -> tuple:
         query, key, value, upstream, context = given
         delta = tf.reduce_sum(upstream * context, axis=-1)  # (B, T, H)
         of_tiles = part, query, key, value, upstream, delta
@@ -45,7 +42,7 @@ def _attend(part: Part, query: Any, key: Any, value: Any) -> Any:
     return computed_again(functools.partial(_forward, part), backward, query, key, value)
 
 
-def _forward(part: Part, query: Any, key: Any, value: Any) -> Any:
+def _forward(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     key, value = heads_first(key), heads_first(value)
 
     def tile(visit: Visit) -> tuple:
@@ -57,7 +54,7 @@ def _forward(part: Part, query: Any, key: Any, value: Any) -> Any:
 
 
 def _backward_to_queries(
-    part: Part, query: Any, key: Any, value: Any, upstream: Any, delta: Any
+    part: Part, query: Tensor, key: Tensor, value: Tensor, upstream: Tensor, delta: Tensor
 ) -> tuple:
     """The gradient of `query`, and the log of each row's sum of exponentials `(B, T, H)`."""
     key, value = heads_first(key), heads_first(value)
@@ -73,7 +70,7 @@ def _backward_to_queries(
         d_logits = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
         d_query = alive_or_0(alive, tf.matmul(d_logits, keys) * part.scale)
         if alive is not None:
-            # (NaN or inf where logits overflow: hidden keys get nothing of that.)
+            # (NaN or inf where logits overflow, which hidden keys must not get.)
             counts = tf.squeeze(alive, -1) & tf.math.is_finite(log_sum)
             log_sum = tf.where(counts, log_sum, _DEAD)
         return d_query, log_sum
@@ -81,14 +78,13 @@ def _backward_to_queries(
     return _over_tiles(part, query, key, tile, by_key=False, ranks=(4, 3))
 
 
-def _backward_to_keys(
-    part: Part, query: Any, key: Any, value: Any, upstream: Any, delta: Any, log_sum: Any
-) -> tuple:
+def _backward_to_keys(part: Part, *operands: Tensor) -> tuple:
     """The gradients of `key` and `value`: tiles of keys, each with the queries that see it."""
+    query, key, value, upstream, delta, log_sum = operands
     query, upstream, delta, log_sum = map(heads_first, (query, upstream, delta, log_sum))
 
     def tile(visit: Visit) -> tuple:
-        # Scaled as where `log_sum` was made: other roundings would tell in large logits.
+        # Scaled as where `log_sum` was made: other roundings would show in large logits.
         queries, d_context = visit.runs(query) * part.scale, visit.runs(upstream)
         logits, _ = _logits(part, visit, queries, visit.rows(key), whole_rows=False)
         probabilities = tf.exp(logits - visit.runs(log_sum)[..., None])
@@ -103,13 +99,15 @@ def _backward_to_keys(
     return _over_tiles(part, query, key, tile, by_key=True, ranks=(4, 4))
 
 
-def _logits(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: bool = True) -> tuple:
+def _logits(
+    part: Part, visit: "Visit", queries: Tensor, keys: Tensor, whole_rows: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """The logits of one tile, -inf where the rule hides, and which rows see something."""
 
-    def plain() -> Any:
+    def plain() -> Tensor:
         return tf.matmul(queries, keys, transpose_b=True)
 
-    def masked() -> tuple:
+    def masked() -> tuple[Tensor, Tensor]:
         allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
@@ -123,37 +121,37 @@ def _logits(part: Part, visit: "Visit", queries: Any, keys: Any, whole_rows: boo
     return tf.cond(visit.needs_mask, masked, lambda: (plain(), tf.ones([1, 1, 1, 1], tf.bool)))
 
 
-def _dropped(part: Part, visit: "Visit", probabilities: Any) -> Any:
+def _dropped(part: Part, visit: "Visit", probabilities: Tensor) -> Tensor:
     return probabilities if part.dropout is None else part.dropout.apply(probabilities, visit.cuts)
 
 
-def heads_first(tensor: Any) -> Any:
+def heads_first(tensor: Tensor) -> Tensor:
     """`(B, L, H, ...)` to `(B, H, L, ...)`."""
     return tf.transpose(tensor, (0, 2, 1, 3)[: tensor.shape.rank])
 
 
-# ---------------------------------------------------------------- the loop
+# --- The loop ------------------------------------------------------------------------------------
 
 
 class Visit(NamedTuple):
-    """One step of the loop: some positions along one axis, those to look at on the other.
+    """One step of the loop: some positions along one axis, and those to look at on the other.
 
     `rows` cuts a tensor `(B, L, H, ...)` and puts its heads first, `runs` one with its heads first
-    already. `needs_mask` tells whether some pair may be hidden; `None`: it must be looked at.
-    `fresh` says which of the pairs are not looked at twice; `None`: all.
+    already. `needs_mask`: whether some pair may be hidden; `None`: it must be masked. `fresh`: the
+    pairs that are not looked at twice; `None`: all.
     """
 
-    rows: Callable[[Any], Any]
-    runs: Callable[[Any], Any]
+    rows: Callable[[Tensor], Tensor]
+    runs: Callable[[Tensor], Tensor]
     cuts: Cuts
-    needs_mask: Any = None
-    fresh: Any = None
+    needs_mask: Tensor | None = None
+    fresh: Mask | None = None
 
 
 def _over_tiles(
     part: Part,
-    query: Any,
-    key: Any,
+    query: Tensor,
+    key: Tensor,
     tile: Callable[[Visit], tuple],
     by_key: bool,
     ranks: tuple[int, ...],
@@ -163,39 +161,47 @@ def _over_tiles(
     `tile` returns tensors `(batch, H, positions, ...)`; the results are `(B, L, H, ...)`.
     """
     batch = tf.shape(query)[0]
-    ranges = ranges_of(part, by_key, batch)
+    found = ranges_of(part, by_key, batch)
     length = tf.shape(part.bound.key_positions if by_key else part.bound.query_positions)[0]
     tiles = -(-length // part.tile)
-    # Where the ranges differ between examples, each example has its own steps.
-    alone = ranges.of_examples
-    examples = batch if alone else tf.constant(1)
+    # Where ranges differ between examples, each example has its own steps.
+    examples = batch if found.of_examples else tf.constant(1)
 
-    def tile_step(i: Any) -> tuple:
+    def of_tile(i: Tensor) -> tuple:
         example, number = i // tiles, i % tiles
         start, stop = number * part.tile, tf.minimum((number + 1) * part.tile, length)
-        return tile(_visit(ranges, by_key, example, number, start, stop))
+        return tile(_visit(found, by_key, example, number, start, stop))
 
-    flat = _loop(examples * tiles, tile_step, ranks, query.dtype)
-    if ranges.rows is not None:  # they see what their tiles did not look at
-        rows = _loop(examples, lambda i: tile(_visit_of_all(ranges, by_key, i)), ranks, query.dtype)
-        where = (ranges.rows.examples * length + ranges.rows.positions)[:, None]
+    def of_flagged(example: Tensor) -> tuple:
+        positions = found.rows.of(example)
+
+        def rows(tensor: Tensor, axis: int) -> Tensor:
+            return tf.gather(tensor, positions, axis=axis)
+
+        return tile(_visit_by(found, by_key, example, rows, WHOLE.keys))
+
+    flat = _loop(examples * tiles, of_tile, ranks, query.dtype)
+    if found.rows is not None:  # they see what their tiles did not look at
+        rows = _loop(examples, of_flagged, ranks, query.dtype)
+        where = (found.rows.examples * length + found.rows.positions)[:, None]
         flat = [tf.tensor_scatter_nd_update(x, where, r) for x, r in zip(flat, rows, strict=True)]
-    if alone:  # (B * L, 1, H, ...), else (L, B, H, ...)
+    if found.of_examples:  # (B * L, 1, H, ...), else (L, B, H, ...)
         shapes = [tf.concat([[batch, length], tf.shape(x)[2:]], 0) for x in flat]
         return tuple(tf.reshape(x, shape) for x, shape in zip(flat, shapes, strict=True))
     return tuple(tf.transpose(x, (1, 0, 2, 3)[:rank]) for x, rank in zip(flat, ranks, strict=True))
 
 
 def _loop(
-    steps: Any, step: Callable[[Any], tuple], ranks: tuple[int, ...], dtype: Any
-) -> list[Any]:
+    steps: Tensor, step: Callable[[Tensor], tuple], ranks: tuple[int, ...], dtype: Any
+) -> list[Tensor]:
     """The results of all steps, `(batch, H, positions, ...)` each, joined: positions first."""
 
-    def body(i: Any, arrays: tuple) -> tuple:
-        written = []
-        for array, x, rank in zip(arrays, step(i), ranks, strict=True):
-            # `concat` joins along the first axis, tiles of any length.
-            written.append(array.write(i, tf.transpose(x, (2, 0, 1, 3)[:rank])))
+    def body(i: Tensor, arrays: tuple) -> tuple:
+        # `concat` joins along the first axis, tiles of any length.
+        written = [
+            array.write(i, tf.transpose(x, (2, 0, 1, 3)[:rank]))
+            for array, x, rank in zip(arrays, step(i), ranks, strict=True)
+        ]
         return i + 1, tuple(written)
 
     arrays = tuple(
@@ -208,47 +214,44 @@ def _loop(
     return [array.concat() for array in arrays]
 
 
-def _visit(ranges: Ranges, by_key: bool, example: Any, number: Any, start: Any, stop: Any) -> Visit:
+def _visit(
+    found: Ranges, by_key: bool, example: Tensor, number: Tensor, start: Tensor, stop: Tensor
+) -> Visit:
     """A tile of rows, with its runs and the flagged positions of the other axis."""
-    r = ranges.runs[example, number]
-    edges = [(r[i], r[i + 1]) for i in range(0, ranges.runs.shape[-1], 2)]
+    r = found.runs[example, number]
+    edges = [(r[i], r[i + 1]) for i in range(0, found.runs.shape[-1], 2)]
     flagged = fresh = None
-    if ranges.others is not None:
-        flagged = ranges.others.of(example)
+    if found.others is not None:
+        flagged = found.others.of(example)
         seen = tf.reduce_any([(flagged >= a) & (flagged < b) for a, b in edges], 0)
         run_length = tf.add_n([b - a for a, b in edges])
         fresh = tf.concat([~seen, tf.ones([run_length], tf.bool)], 0)
         fresh = fresh[:, None] if by_key else fresh
 
-    def rows(tensor: Any, axis: int) -> Any:
-        return _slice(tensor, axis, start, stop)
+    def rows(tensor: Tensor, axis: int) -> Tensor:
+        return cut(tensor, axis, start, stop)
 
-    def runs(tensor: Any, axis: int) -> Any:
+    def runs(tensor: Tensor, axis: int) -> Tensor:
         pieces = [] if flagged is None else [tf.gather(tensor, flagged, axis=axis)]
-        pieces += [_slice(tensor, axis, a, b) for a, b in edges]
+        pieces += [cut(tensor, axis, a, b) for a, b in edges]
         return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis)
 
-    needs_mask = None
-    if ranges.needs_mask is not None:
-        needs_mask = ranges.needs_mask[example, number]
-    return _as_visit(ranges, by_key, example, rows, runs)._replace(
-        needs_mask=needs_mask, fresh=fresh
-    )
+    needs_mask = None if found.needs_mask is None else found.needs_mask[example, number]
+    visit = _visit_by(found, by_key, example, rows, runs)
+    return visit._replace(needs_mask=needs_mask, fresh=fresh)
 
 
-def _visit_of_all(ranges: Ranges, by_key: bool, example: Any) -> Visit:
-    """The flagged rows of one example, with all positions of the other axis."""
-    positions = ranges.rows.of(example)
+def _visit_by(
+    found: Ranges, by_key: bool, example: Tensor, rows: Callable, runs: Callable
+) -> Visit:
+    """`rows` and `runs` cut a tensor along an axis."""
 
-    def rows(tensor: Any, axis: int) -> Any:
-        return tf.gather(tensor, positions, axis=axis)
-
-    return _as_visit(ranges, by_key, example, rows, lambda tensor, axis: tensor)
-
-
-def _as_visit(ranges: Ranges, by_key: bool, example: Any, rows: Callable, runs: Callable) -> Visit:
-    def of_batch(tensor: Any, axis: int = 0) -> Any:
-        return _pick(tensor, example) if ranges.of_examples else tensor
+    def of_batch(tensor: Tensor, axis: int = 0) -> Tensor:
+        """One example, the batch axis kept; a batch axis of size 1 serves every example."""
+        if not found.of_examples or tensor.shape[0] == 1:
+            return tensor
+        place = tf.where(tf.equal(tf.shape(tensor)[0], 1), 0, example)
+        return tensor[place : place + 1]
 
     return Visit(
         lambda tensor: heads_first(rows(of_batch(tensor), 1)),
@@ -257,13 +260,28 @@ def _as_visit(ranges: Ranges, by_key: bool, example: Any, rows: Callable, runs: 
     )
 
 
-def _slice(tensor: Any, axis: int, start: Any, stop: Any) -> Any:
-    return tensor[(slice(None),) * axis + (slice(start, stop),)]
-
-
-def _pick(tensor: Any, example: Any) -> Any:
-    """One example, the batch axis kept; a batch axis of size 1 serves every example."""
-    if tensor.shape[0] == 1:
-        return tensor
-    example = tf.where(tf.equal(tf.shape(tensor)[0], 1), 0, example)
-    return tensor[example : example + 1]
+def ranges_of(part: Part, by_key: bool, batch: Length) -> Ranges:
+    """What each step of the loop over queries (or over keys) looks at."""
+    bound = part.bound
+    queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
+    block = part.tuning.tensorflow_block
+    size = {"query": block if by_key else part.tile, "key": part.tile if by_key else block}
+    few_queries, flagged_queries = ranges.flags(part.rule, bound, "query", part.tuning)
+    few_keys, flagged_keys = ranges.flags(part.rule, bound, "key", part.tuning)
+    taken_out = few_queries | few_keys
+    tiles = ranges.tiles(bound, queries, keys, size)
+    full = [tf.shape(tiles.query_first)[0], tf.shape(tiles.key_first)[1]]
+    bounds = coverage.bounds(part.rule, tiles, ranges.spans(bound, size, taken_out))
+    possible, certain = (ranges.over_all(x, full, by_key) for x in bounds)
+    blocks = ranges.runs(possible, part.rule.may_leave_gaps(list(taken_out)))
+    runs = tf.minimum(blocks * block, queries if by_key else keys)
+    needs_mask = None if taken_out or part.is_local else ranges.needs_mask(blocks, certain)
+    of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
+    batch = batch if of_examples else 1
+    if of_examples:  # it may still be 1 when run
+        runs = tf.broadcast_to(runs, [batch, *tf.unstack(tf.shape(runs)[1:])])
+        if needs_mask is not None:
+            needs_mask = tf.broadcast_to(needs_mask, [batch, tf.shape(runs)[1]])
+    rows, others = (ranges.positions(x, batch) for x in (flagged_queries, flagged_keys))
+    rows, others = (others, rows) if by_key else (rows, others)
+    return Ranges(runs, needs_mask, of_examples, rows, others)

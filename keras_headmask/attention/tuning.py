@@ -1,10 +1,23 @@
-"""How attention is computed in a context: the sizes of tiles, thresholds, gradients or none."""
+"""What holds in the context in which attention runs: tile sizes, thresholds, gradients or none."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Give `variable` that value inside, and the one of before after it."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,41 +44,26 @@ class Tuning:
 
 
 _DEFAULT = Tuning()
-_current: ContextVar[Tuning] = ContextVar("tuning", default=_DEFAULT)
-
-
-def current_tuning() -> Tuning:
-    """The numbers that hold in this context."""
-    return _current.get()
-
-
-@contextlib.contextmanager
-def tuned(**changes: Any) -> Iterator[Tuning]:
-    """Let attention that is run or traced inside use other numbers."""
-    tuning = dataclasses.replace(_current.get(), **changes)
-    token = _current.set(tuning)
-    try:
-        yield tuning
-    finally:
-        _current.reset(token)
-
-
+_tuning: ContextVar[Tuning] = ContextVar("tuning", default=_DEFAULT)
 _is_forward_only: ContextVar[bool] = ContextVar("forward_only", default=False)
 
 
-@contextlib.contextmanager
-def forward_only() -> Iterator[None]:
-    """Trace the forward pass without gradients of our own.
+def current_tuning() -> Tuning:
+    return _tuning.get()
+
+
+def tuned(**changes: Any) -> AbstractContextManager[Tuning]:
+    """Let attention that is run or traced inside use other numbers."""
+    return holding(_tuning, dataclasses.replace(_tuning.get(), **changes))
+
+
+def forward_only() -> AbstractContextManager[bool]:
+    """Trace the forward pass without custom gradients.
 
     A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
     """
-    token = _is_forward_only.set(True)
-    try:
-        yield
-    finally:
-        _is_forward_only.reset(token)
+    return holding(_is_forward_only, True)
 
 
 def is_forward_only() -> bool:
-    """Whether no gradient is wanted of what is traced in this context."""
     return _is_forward_only.get()

@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     learning_rate: float = 1e-2
 
 
-QUICK = Sizes(length=128, width=16, heads=4, window=16, steps=2, held_out=2)
+QUICK = Sizes(length=64, width=16, heads=4, layers=1, window=16, steps=1, held_out=1)
 
 
 def main(arguments: list[str] | None = None) -> None:

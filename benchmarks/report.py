@@ -123,14 +123,18 @@ def write(record: dict[str, Any], folder: Path) -> None:
 
 
 def update_page(file: Path, record: dict[str, Any]) -> None:
-    """Put the goal table between the two marks."""
+    """Put the goal table between its two marks."""
+    put_between(file, START, END, goal_table(record))
+
+
+def put_between(file: Path, start: str, end: str, table: str) -> None:
+    """Put `table` between two marks, each of which `file` must hold once."""
     text = file.read_text(encoding="utf-8")
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(END) < text.index(START):
-        raise ValueError(f"{file.name} must hold {START} and then {END}, once each.")
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    table = goal_table(record)
-    file.write_text(f"{before}{START}\n{table}\n{END}{after}", encoding="utf-8")
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(end) < text.index(start):
+        raise ValueError(f"{file.name} must hold {start} and then {end}, once each.")
+    before, rest = text.split(start)
+    after = rest.split(end)[1]
+    file.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def _case_table(name: str, of_case: dict[str, dict]) -> str:
@@ -188,12 +192,17 @@ def _known(exponents: dict[str, float | None] | None) -> list[tuple[str, float]]
 
 
 def _origin(record: dict[str, Any]) -> str:
+    return f"{where(record)}; {record['dtype']}; {record['date']}; `{record['command']}`."
+
+
+def where(record: dict[str, Any]) -> str:
+    """The machine and the versions of a record, in words."""
     machine, versions = record["machine"], record["versions"]
     with_versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    threads = "thread" if record["threads"] == 1 else "threads"
     return (
-        f"{machine['processor']}, {record['threads']} threads of {machine['cores']} cores, "
-        f"{machine['memory_gib']} GiB; {with_versions}; {record['dtype']}; {record['date']}; "
-        f"`{record['command']}`."
+        f"{machine['processor']}, {record['threads']} {threads} of {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB; {with_versions}"
     )
 
 

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
-cases, measure, report, scaling = (
+cases, language_model, measure, report, scaling, source_code = (
     importlib.import_module(f"benchmarks.{name}")
-    for name in ("cases", "measure", "report", "scaling")
+    for name in ("cases", "language_model", "measure", "report", "scaling", "source_code")
 )
+stock, stock_xla = language_model.STOCK, language_model.STOCK_XLA
 pytestmark = pytest.mark.tensorflow
 
 
@@ -123,8 +125,6 @@ def test_a_page_without_marks_is_left_alone(quick, tmp_path):
 
 @pytest.mark.parametrize("name", cases.all_cases())
 def test_the_numpy_mask_is_the_rule(name):
-    import numpy as np
-
     import keras_headmask as hm
 
     case = cases.all_cases(quick=True)[name]
@@ -192,3 +192,74 @@ def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_
     record = json.loads((tmp_path / "serving.json").read_text())
     assert all(difference < 1e-4 for difference in record["python"]["differences"].values())
     assert len(record["python"]["ratios"]) == 4
+
+
+@pytest.fixture(scope="module")
+def quick_language_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language_model")
+    run("benchmarks.language_model", "--out", folder)
+    run("benchmarks.language_model", "--out", folder, "--train", "--seeds", "5")
+    return folder
+
+
+def test_the_language_models_differ_in_their_rules_alone(quick_language_model):
+    record = json.loads((quick_language_model / language_model.TIME).read_text())
+    assert not record["errors"]
+    assert set(record["ratios"]) == set(record["first_losses"])
+    assert min(record["ratios"][name] for name in (stock, stock_xla)) == 1
+    first = record["first_losses"]
+    assert first[stock_xla] == pytest.approx(first[stock], rel=1e-5)
+    assert first[language_model.FULL] == pytest.approx(first[stock], rel=1e-5)
+    for name in set(first) - {stock, stock_xla, language_model.FULL}:
+        assert first[name] != pytest.approx(first[stock], rel=1e-5), name
+
+
+def test_every_language_model_is_trained_once_for_a_seed(quick_language_model):
+    record = json.loads((quick_language_model / language_model.LOSS).read_text())
+    arms = [run["arm"] for run in record["runs"]]
+    assert sorted(arms) == sorted(set(arms))
+    assert {run["seed"] for run in record["runs"]} == {5}
+    assert all(0 < run["loss"] < 10 for run in record["runs"])
+    text = language_model.table(quick_language_model)
+    assert all(f"| {arm} | " in text for arm in arms)
+
+
+def test_rows_of_source_code_predict_the_next_token():
+    rows = source_code.rows(64, 300)
+    assert rows.train.shape[1] == rows.held_out.shape[1] == 65
+    assert 0 <= rows.train.min() <= rows.train.max() < 300
+    # Rows of one module overlap in one token: what the last of a row predicts begins the next.
+    np.testing.assert_array_equal(rows.train[0, -1:], rows.train[1, :1])
+    assert not set(map(bytes, rows.held_out)) <= set(map(bytes, rows.train))
+
+
+def test_a_head_that_repeats_sees_what_followed_the_same_tokens():
+    import keras_headmask as hm
+
+    sizes = language_model.QUICK._replace(length=9, repeated=2, heads=2, window=2)
+    token_ids = np.array([[1, 2, 3, 1, 2, 4, 1, 2, 3]])
+    rule = language_model.rules(sizes)[language_model.REPEATS].for_head(0)
+    numbers = language_model.last_tokens(token_ids, sizes)
+    mask = hm.make_mask(rule, 9, 9, mask_inputs={"last_tokens": numbers})[0, 0]
+    expected = np.zeros((9, 9), bool)
+    expected[4, 2] = True  # 1 2 -> 3
+    expected[7, [2, 5]] = True  # 1 2 -> 3, 4
+    expected[8, 3] = True  # 2 3 -> 1
+    np.testing.assert_array_equal(np.asarray(mask), expected)
+
+
+@pytest.mark.parametrize("arm", [language_model.FULL, language_model.REPEATS])
+def test_a_language_model_does_not_see_what_it_predicts(arm):
+    sizes = language_model.QUICK._replace(length=12, vocabulary=4, repeated=2)
+    model = language_model.build(language_model.rules(sizes)[arm], sizes, seed=0)
+    token_ids = np.array([[1, 2, 3, 1, 2, 1, 2, 3, 1, 3, 1, 2]])
+    changed = np.where(np.arange(12) < 8, token_ids, 4 - token_ids)
+    before, after = (np.asarray(model(ids)) for ids in (token_ids, changed))
+    np.testing.assert_allclose(after[:, :8], before[:, :8], rtol=1e-5, atol=1e-6)
+    assert np.abs(after[:, 8:] - before[:, 8:]).max() > 1e-3
+
+
+def test_the_page_shows_the_language_models_of_the_records():
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    shown = page.split(language_model.START)[1].split(language_model.END)[0].strip()
+    assert shown == language_model.table(ROOT / "benchmarks" / "results")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 
@@ -64,3 +65,18 @@ def test_its_speeds_are_those_of_the_record(monkeypatch):
     assert len(rows) == 5
     for case, ratio in rows:
         assert f"{record['ratios'][against_stock[case]]:.2f}" == ratio, case
+
+
+def test_its_experiment_is_that_of_the_records(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    models = importlib.import_module("benchmarks.language_model")
+    results = ROOT / "benchmarks" / "results"
+    losses = models.losses_of(json.loads((results / models.LOSS).read_text()))
+    ratios = json.loads((results / models.TIME).read_text())["ratios"]
+    rule, full = losses[models.REPEATS], losses[models.FULL]
+    assert len(rule) == len(full) == 3
+    spread = max(max(of_arm) - min(of_arm) for of_arm in (rule, full))
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"loss {sum(rule) / 3:.2f} against {sum(full) / 3:.2f} with full attention" in text
+    assert f"differ by at most {math.ceil(spread * 100) / 100:.2f}" in text
+    assert f"in {ratios[models.REPEATS]:.2f} of stock Keras' time" in text

@@ -146,7 +146,7 @@ def _stays_open(rule: MaskSpec, leaf: MaskSpec, side: str) -> bool:
     return stays_open
 
 
-def _replaced(spec: MaskSpec, old: MaskSpec, new: MaskSpec) -> MaskSpec:
+def _replaced(spec: MaskSpec, old: MaskSpec, new: Any) -> MaskSpec:
     """`spec` with `new` for `old`, which is one of its nodes or equal to one of its leaves."""
     if spec is old or (spec == old and not spec.children):
         return new

@@ -43,7 +43,7 @@ def _whole(tensor: Tensor, axis: int) -> Tensor:
     return tensor
 
 
-_WHOLE = Cuts(_whole, _whole, _whole)
+WHOLE = Cuts(_whole, _whole, _whole)
 
 
 def make_mask(
@@ -172,7 +172,7 @@ def bind(
     return beside._replace(leaf_inputs=bound)
 
 
-def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = _WHOLE) -> Mask:
+def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
     """What `rule`, free of `PerHead`, allows in one tile, for `heads`.
 
     Boolean, of rank 4 and broadcastable to `(batch, len(heads), queries, keys)`.

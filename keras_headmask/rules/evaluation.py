@@ -92,7 +92,8 @@ def make_mask(
 def checked_offset(query_offset: Any) -> Length:
     """`query_offset` as an int, or as a scalar integer tensor."""
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        if abs(offset := int(query_offset)) <= _MOST_OFFSET:
+        offset = int(query_offset)
+        if abs(offset) <= _MOST_OFFSET:
             return offset
     elif hasattr(query_offset, "dtype") and not isinstance(query_offset, np.ndarray):
         offset = masks.as_mask_input(query_offset)
@@ -154,9 +155,10 @@ def bind(
         shared = set()  # one tensor of both sides: the queries stand in it at their positions
         for name, kind in leaf.inputs.items():
             value = (mask_inputs or {})[name]
+            pair = as_pair(value)  # (AutoGraph reads this function, and no `:=`)
             if kind.rank is None:
                 sides[name] = masks.lift(value)
-            elif (pair := as_pair(value)) is not None:
+            elif pair is not None:
                 sides[name] = Sides(*(None if v is None else masks.as_mask_input(v) for v in pair))
             else:
                 tensor = masks.as_mask_input(value)

@@ -44,6 +44,7 @@ __all__ = [
     "from_torch",
     "lint",
     "make_mask",
+    "mask_specs",
     "not_mask",
     "or_masks",
     "plot",
@@ -51,7 +52,9 @@ __all__ = [
     "recipes",
     "register_spec",
     "schema",
+    "summary_masks",
     "to_additive",
+    "unmasked",
     "write_serving_config",
 ]
 
@@ -72,7 +75,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         or_masks,
         to_additive,
     )
-    from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.retrofit.apply import apply_head_masks, unmasked
+    from keras_headmask.retrofit.report import mask_specs, summary_masks
     from keras_headmask.rules import recipes
     from keras_headmask.rules.base import MaskSpec, register_spec
     from keras_headmask.rules.blocks import Chunk, RandomBlocks
@@ -108,7 +112,8 @@ _HOMES = {
     "look.drawing": "draw",
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
-    "retrofit.apply": "apply_head_masks",
+    "retrofit.apply": "apply_head_masks unmasked",
+    "retrofit.report": "mask_specs summary_masks",
     "rules": "recipes",
     "rules.base": "MaskSpec register_spec",
     "rules.blocks": "Chunk RandomBlocks",

@@ -4,12 +4,15 @@ None is public interface: any release may rename one. `tests/test_keras_internal
 is relied on, so a new Keras fails there first. No other file may touch such a name.
 """
 
+import contextlib
+import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+from keras.src import backend
 
 # A tensor's Keras mask: read and handed on, as stock attention does.
 from keras.src.backend import get_keras_mask as get_keras_mask
@@ -99,6 +102,18 @@ def sliding_window_mask(layer: Any, query: Any, value: Any) -> Any:
     return layer._compute_sliding_window_mask(query, value)
 
 
+def before_dot_product_attention(see: Callable[[], None]) -> None:
+    """Call `see` whenever `keras.ops.dot_product_attention` computes: it is no layer."""
+    usual = backend.nn.dot_product_attention
+
+    @functools.wraps(usual)
+    def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        see()
+        return usual(*args, **kwargs)
+
+    backend.nn.dot_product_attention = dot_product_attention
+
+
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 # What a layer runs in place of `call` under a RematScope, and on symbolic tensors.
@@ -139,6 +154,36 @@ def sublayers(layer: Any) -> Iterable[keras.Layer]:
     return vars(layer).get("_layers", ())
 
 
+def all_weights(layer: Any) -> list[Any]:
+    """Every variable that Keras tracks in `layer`, seeds and metrics, too."""
+    found = list(layer.variables)
+    for inner in layer._flatten_layers():
+        found += inner.variables
+    return found
+
+
+@contextlib.contextmanager
+def weights_watched(read: list[Any]) -> Iterator[None]:
+    """Note the variables that are read, while Keras infers shapes."""
+
+    class Watching(keras.StatelessScope):
+        def get_current_value(self, variable: Any) -> Any:
+            read.append(variable)
+            return outer.get_current_value(variable)
+
+        def add_update(self, update: Any) -> None:
+            outer.add_update(update)
+
+    outer = backend.common.stateless_scope.get_stateless_scope()
+    with Watching():
+        yield
+
+
+def is_plain_functional(model: Any) -> bool:
+    """Whether Keras files a model by its graph, and not by a config of its class."""
+    return type(model) is Functional
+
+
 def functional_of(model: Any) -> Any:
     """The functional model inside a Sequential, `None` before it is built; else `model`."""
     return model._functional if isinstance(model, keras.Sequential) else model
@@ -161,9 +206,63 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     return operation, [] if operation is None else calls_of(operation)[index].input_tensors
 
 
-def flat_inputs(model: Functional, inputs: Any) -> list[Any]:
-    """`inputs` of a model's call as tensors, in the order of `model.inputs`."""
-    return model._standardize_inputs(inputs)
+def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `layer` by name; empty if they do not fit, which Keras says."""
+    try:
+        return layer._call_signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+
+
+def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:
+    """Note in the graph that the last symbolic call of `layer` had `more` arguments."""
+    node = layer._inbound_nodes[-1]
+    known = node.arguments
+    node.arguments = type(known)(*known.args, **known.kwargs | more)
+    for tensor in node.input_tensors[len(known.keras_tensors) :]:
+        operation = made_by(tensor)[0]
+        if operation is not None:
+            operation._outbound_nodes.append(node)
+
+
+def run_anew(graph: Functional, call: Any) -> Any:
+    """The outputs of `graph`, each operation called anew by `call(operation, args, kwargs)`.
+
+    A new call takes the place of the old one, so that `layer.output` is the new tensor.
+    """
+    places: dict[int, list[tuple[Any, int]]] = {}
+    for node in nodes(graph):
+        if not node.is_input:
+            calls = node.operation._inbound_nodes
+            places.setdefault(id(node.operation), []).append((node, calls.index(node)))
+    before = {key: len(found[0][0].operation._inbound_nodes) for key, found in places.items()}
+
+    def operation_fn(operation: Any) -> Any:
+        return lambda *args, **kwargs: call(operation, args, kwargs)
+
+    outputs = graph._run_through_graph(graph.inputs, operation_fn=operation_fn)
+    for key, found in places.items():
+        calls = found[0][0].operation._inbound_nodes
+        made = calls[before[key] :]
+        del calls[before[key] :]
+        for (old, place), new in zip(found, made, strict=True):
+            calls[place] = new
+            for tensor in old.input_tensors:
+                outbound = made_by(tensor)[0]._outbound_nodes
+                outbound[:] = [node for node in outbound if node is not old]
+            for tensor in new.outputs:
+                tensor._keras_history = tensor._keras_history._replace(node_index=place)
+    return outputs
+
+
+def track(model: Functional, layer: Any) -> None:
+    """Let `model` hold a layer that its graph has got."""
+    model._tracker.track(layer)
+
+
+def untrack(model: Functional, layer: Any) -> None:
+    """Let `model` go of a layer that its graph has no more."""
+    model._layers[:] = [x for x in model._layers if x is not layer]
 
 
 def remat_mode(layer: Any) -> Any:
@@ -191,6 +290,11 @@ def is_own_layer(operation: Any) -> bool:
 
 
 # --- Files ---------------------------------------------------------------------------------------
+
+
+def filed_name(cls: type) -> str:
+    """The name under which a registered class is filed."""
+    return GLOBAL_CUSTOM_NAMES[cls]
 
 
 def file_under(cls: type, name: str) -> None:

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
+from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -88,6 +89,7 @@ def dot_product_attention(
     if tiled is not None and not isinstance(tiled, bool):
         raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
     evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
+    looking.operation_runs()
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:

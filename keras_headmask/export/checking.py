@@ -17,9 +17,10 @@ from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array
 from keras_headmask.export.report import CheckResult
-from keras_headmask.retrofit.observing import is_restricted, rules_of, watched
+from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.observing import is_restricted, watched
 from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import find_attention
+from keras_headmask.retrofit.report import mask_specs
 
 # As `fresh_process.distance` measures.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
@@ -42,7 +43,7 @@ class Case:
 
 def requests(interface: Interface, wanted: Any) -> list[Arrays]:
     """Those of `wanted`, pairs (batch, length) or inputs by name; for `True` three of our own."""
-    specs = tuple(rules_of(interface.model).values())
+    specs = tuple(mask_specs(interface.model).values())
     if wanted is not True:
         return [request(interface, item, specs) for item in wanted]
     longest = longest_sequence(interface.model) or _LONGEST_LOOK

@@ -18,7 +18,8 @@ from keras_headmask.export.interface import (
     as_array,
     as_tensors,
 )
-from keras_headmask.retrofit.observing import keys_limited, rules_of
+from keras_headmask.retrofit.observing import keys_limited
+from keras_headmask.retrofit.report import mask_specs
 from keras_headmask.rules.base import MaskSpec
 
 LENGTHS = "lengths"  # the input that says how long each example really is
@@ -65,7 +66,7 @@ def what_padding_changes(interface: Interface, length: int, tolerance: float) ->
     Padded with first elements, as TensorFlow Serving does, and with what comes: a largest element
     does not change where one is repeated, nor often in long examples. So short ones are tried, too.
     """
-    specs = tuple(rules_of(interface.model).values())
+    specs = tuple(mask_specs(interface.model).values())
     try:
         if axis := _axis_of_its_own(interface, samples.sample(interface, specs, 2, _SHORT)):
             return (
@@ -99,7 +100,7 @@ def _apart_when_padded(interface: Interface, specs: Sequence[MaskSpec], length: 
 
 def padded_case(interface: Interface, length: int) -> tuple[Arrays, Arrays]:
     """A batch padded as TensorFlow Serving does it, and what its examples give alone."""
-    given = samples.sample(interface, tuple(rules_of(interface.model).values()), 3, length)
+    given = samples.sample(interface, tuple(mask_specs(interface.model).values()), 3, length)
     lengths, wanted = _alone(interface, given)
     return _padded(interface, given, lengths), wanted
 

@@ -18,8 +18,9 @@ from keras_headmask.export.precision import checked_precision, computing_in
 from keras_headmask.export.report import ExportReport, installed_versions
 from keras_headmask.export.signatures import Plan, keeping_dtypes, milliseconds_since
 from keras_headmask.export.warmup import EXTRA, check_installed
-from keras_headmask.retrofit.observing import rules_of
-from keras_headmask.retrofit.selectors import find_attention, select
+from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.report import mask_specs
+from keras_headmask.retrofit.selectors import select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 
@@ -111,7 +112,7 @@ def export_saved_model(
     buckets = _checked_buckets(xla_buckets, interface)
     entries, unreachable = _with_scores(model, scores)
     with _disk_errors_explained(base), versions.being_written(base) as folder:
-        specs = tuple(rules_of(model).values())
+        specs = tuple(mask_specs(model).values())
         given = [] if check is False else checking.requests(interface, check)
         warm = [checking.request(interface, item, specs) for item in warmup]
         _warn_of_large_batches(warm, tf_serving.batch_limit(base))
@@ -142,7 +143,7 @@ def export_saved_model(
         version=number,
         signatures=plan.described(),
         left_out=plan.left_out,
-        rules=rules_of(model),
+        rules=mask_specs(model),
         precision=precision,
         warmup_records=records,
         bytes=sizes,
@@ -244,7 +245,9 @@ def _described(plan: Plan) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "versions": installed_versions(),
-        "rules": {path: spec.get_config() for path, spec in rules_of(plan.interface.model).items()},
+        "rules": {
+            path: spec.get_config() for path, spec in mask_specs(plan.interface.model).items()
+        },
         "precision": plan.precision,
         "signatures": plan.described(),
         "left_out": plan.left_out,

@@ -24,9 +24,10 @@ from keras_headmask.export.interface import (
 )
 from keras_headmask.export.padding import LENGTHS
 from keras_headmask.export.precision import computing_in_float32
-from keras_headmask.retrofit.observing import rules_of, watched
+from keras_headmask.retrofit.finding import AttentionLayer
+from keras_headmask.retrofit.observing import watched
 from keras_headmask.retrofit.position_mixing import what_mixes
-from keras_headmask.retrofit.selectors import AttentionLayer
+from keras_headmask.retrofit.report import mask_specs
 
 _DEFAULT = "serving_default"
 _XLA = "serve_xla_"
@@ -161,13 +162,13 @@ class Plan:
         ]
         outside = []
         for one in given:  # a rule may forbid nothing in the short ones
-            seen = checking.looked_at(interface, one) if rules_of(interface.model) else []
+            seen = checking.looked_at(interface, one) if mask_specs(interface.model) else []
             outside.append(checking.mass_outside(seen))
             if "serve_scores" in self.functions:
                 cases.append(checking.scores_case(one, seen, self.paths))
         if self.padded_case is not None:
             cases.append(self.padded_case)
-        specs = tuple(rules_of(interface.model).values())
+        specs = tuple(mask_specs(interface.model).values())
         for name in self.functions:
             if name.startswith(_XLA):
                 batch, length = map(int, name.removeprefix(_XLA).split("x"))

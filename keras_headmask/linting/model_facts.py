@@ -13,10 +13,12 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import lift
-from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.masked_layer import rules_in_force
 from keras_headmask.retrofit.observing import called, scores_seen
 from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
+from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules.base import MaskSpec
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.
@@ -53,15 +55,17 @@ def has_rules(model: Any) -> bool:
     return has_graph and bool(_rules(model) or _own(model))
 
 
-def _rules(model: Any) -> list[Any]:
-    return list(model._head_masks.rules.values()) if isinstance(model, HeadMasked) else []
+def _rules(model: Any) -> list[tuple[AttentionLayer, LayerRule]]:
+    """The layers that have a rule by `apply_head_masks`, and the last of their rules."""
+    known = find_attention(model).known
+    return [(x, rules[-1]) for x in known if (rules := rules_in_force(x.layer))]
 
 
 def _own(model: Any) -> list[AttentionLayer]:
     """The layers that were built with a rule, and have no other by `apply_head_masks`."""
-    ruled = {id(rule.layer) for rule in _rules(model)}
-    known = (x for x in find_attention(model).known if id(x.layer) not in ruled)
-    return [x for x in known if getattr(x.layer, "_restricts", False)]
+    known = find_attention(model).known
+    free = (x for x in known if not rules_in_force(x.layer))
+    return [x for x in free if getattr(x.layer, "_restricts", False)]
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
@@ -80,7 +84,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
-            for entry in [rule.entry for rule in rules] + own:
+            for entry in [entry for entry, _ in rules] + own:
                 layer, key = entry.layer, id(entry.layer)
                 stack.enter_context(scores_seen(layer, functools.partial(keep, key)))
                 stack.enter_context(called(layer, functools.partial(remember, key)))
@@ -91,10 +95,11 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
     found: list[tuple] = []
-    for rule in rules:
-        spec = model.mask_specs[rule.entry.path]
-        given = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
-        found.append((rule.entry, spec, tuple(sorted(rule.sources.items())), given))
+    for entry, rule in rules:
+        spec = spec_of(entry.layer)
+        is_whole = spec is not None and spec.inputs.keys() <= rule.sources.keys()
+        given = rule.given(tensors) if is_whole and set(rule.reads) <= tensors.keys() else None
+        found.append((entry, spec, tuple(sorted(rule.sources.items())), given))
     for entry in own:
         spec = entry.layer.mask_spec
         # Which inputs it reads is known by its call alone, so each such layer is looked at.
@@ -135,10 +140,7 @@ def unread_inputs(model: Any) -> list[str]:
         for node in _keras.calls_of(operation)
         for tensor in node.input_tensors
     }
-    for rule in _rules(model):
-        for source in rule.sources.values():
-            read |= {source} if isinstance(source, str) else set(source)
-    return [t.name for t in graph.inputs if id(t) not in read and t.name not in read]
+    return [t.name for t in graph.inputs if id(t) not in read]
 
 
 def _checked(model: Any, inputs: Any) -> dict[str, Any]:

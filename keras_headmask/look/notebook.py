@@ -15,7 +15,9 @@ import numpy as np
 
 from keras_headmask.look import panels
 from keras_headmask.look.drawing import draw
-from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.masked_layer import MaskedLayer
+from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -157,12 +159,12 @@ _layer_html = _never_raises(_rule_html)
 
 
 @_never_raises
-def _model_html(model: HeadMasked) -> str:
+def _model_html(model: MaskedLayer) -> str:
     """The layers under a rule, and their rules."""
-    heads = {rule.entry.path: rule.heads for rule in model._head_masks.rules.values()}
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
-    for path, spec in model.mask_specs.items():
-        layers.setdefault((spec, heads[path]), []).append(path)
+    for entry in find_attention(model).known:
+        if (spec := spec_of(entry.layer)) is not None:
+            layers.setdefault((spec, entry.layer.num_heads), []).append(entry.path)
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]
     for number, ((spec, num_heads), paths) in enumerate(layers.items()):
         names = html.escape("\n".join(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
@@ -175,4 +177,4 @@ def _model_html(model: HeadMasked) -> str:
 def install() -> None:
     """Let every spec and every masked model show itself."""
     MaskSpec._repr_html_ = _spec_html
-    HeadMasked._repr_html_ = _model_html
+    MaskedLayer._repr_html_ = _model_html

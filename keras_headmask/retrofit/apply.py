@@ -7,12 +7,15 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, tracing
-from keras_headmask.retrofit.binding import Plan
-from keras_headmask.retrofit.layer_rules import Rules, check_inputs, rules_of_layers, spec_beneath
-from keras_headmask.retrofit.masked_model import HeadMasked, masked, stock_copy, unhooked
-from keras_headmask.retrofit.selectors import Found, find_attention, specs_by_layer
-from keras_headmask.retrofit.stock import moved
+from keras_headmask.retrofit import compiled, masked_layer, rewiring
+from keras_headmask.retrofit.copies import copied
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.masked_layer import all_rules, rules_in_force
+from keras_headmask.retrofit.masked_model import masked
+from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
+from keras_headmask.retrofit.report import combined
+from keras_headmask.retrofit.selectors import specs_by_layer
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import check_heads
@@ -98,96 +101,106 @@ def apply_head_masks(
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
     if isinstance(mask_spec, str):
-        try:
-            mask_spec = json.loads(mask_spec)
-        except json.JSONDecodeError as error:
-            hint = ""
-            if not mask_spec.lstrip().startswith(("{", "[")):
-                meant = config.call_of(mask_spec)
-                start = config.names_of_recipes() if meant is None else "Call it"
-                meant = meant or "hm.recipes.causal()"
-                hint = f" {start}: hm.apply_head_masks(model, {meant})."
-            raise ValueError(
-                f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
-                f"Received: {mask_spec[:80]!r}.{hint}"
-            ) from error
+        mask_spec = _from_text(mask_spec)
     found = find_attention(model)
     specs = specs_by_layer(mask_spec, layers, found)
-    plan = model._head_masks if isinstance(model, HeadMasked) else None
-    rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
-    _check_layers(model, rules, found)
-    check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
+    rules = {i: _rule(model, found.known[i], spec, existing) for i, spec in specs.items()}
+    planned = [(found.known[i], rule) for i, rule in rules.items()]
+    _check_graph(model, planned)
+    check_inputs(model, planned, add_inputs)  # before any change
     if not copy:
-        compiled.drop_all_that_run([found.known[i].layer for i in rules])
-    model = stock_copy(model) if copy else unhooked(moved(model))
-    if isinstance(model, keras.Sequential):
-        model = keras.Model(model.inputs, model.outputs, name=model.name)
-    return masked(model, rules_of_layers(model, rules, find_attention(model)))
+        compiled.drop_all_that_run([entry.layer for entry, _ in planned])
+        return masked(model, planned)
+    twin = copied(model, found)
+    known = find_attention(twin).known
+    compiled.check_not_traced([known[i].layer for i in rules])
+    return masked(twin, [(known[i], rule) for i, rule in rules.items()])
+
+
+def unmasked(model: keras.Model) -> keras.Model:
+    """A stock model with the weights of `model`, without the rules of `apply_head_masks`.
+
+    `model` stays as it is. A layer of `PerHeadMaskedMultiHeadAttention` keeps its own rule.
+
+    Args:
+        model: Any Keras model with masked layers: cut, extended, nested.
+
+    Returns:
+        A copy. Inputs that the rules alone read are gone.
+
+    Raises:
+        ValueError: if the model cannot be copied.
+    """
+    twin = copied(model, find_attention(model))
+    layers = list(_keras.layers_of(twin))
+    for layer in layers:
+        masked_layer.unmask(layer)
+    for layer in reversed(layers):
+        if isinstance(layer, _keras.Functional):
+            rewiring.rewire(layer, {}, drop_inputs=layer is twin)
+    return twin
+
+
+def _from_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = ""
+        if not text.lstrip().startswith(("{", "[")):
+            meant = config.call_of(text)
+            start = config.names_of_recipes() if meant is None else "Call it"
+            hint = f" {start}: hm.apply_head_masks(model, {meant or 'hm.recipes.causal()'})."
+        raise ValueError(
+            f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
+            f"Received: {text[:80]!r}.{hint}"
+        ) from error
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model` must be a functional or Sequential Keras model. Received: {model!r}. A layer "
-            "takes a rule by `PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
+            f"`model` must be a Keras model. Received: {model!r}. A layer takes a rule by "
+            "`PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
         )
-    if isinstance(model, keras.Sequential):
-        if not model.built or not _keras.functional_of(model):
-            raise ValueError(
-                f"The Sequential model '{model.name}' has no graph yet: start it with a "
-                "keras.Input, or call its `build`, before it gets a rule."
-            )
-    elif not isinstance(model, _keras.Functional):
+    has_none = not model.built or not _keras.functional_of(model)
+    if isinstance(model, keras.Sequential) and has_none:
+        raise ValueError(
+            f"The Sequential model '{model.name}' has no graph yet: start it with a keras.Input, "
+            "or call its `build`, before it gets a rule."
+        )
+
+
+def _check_graph(model: keras.Model, planned: Planned) -> None:
+    """Raise where a rule reads inputs and no graph can hand them on."""
+    reads = sorted({name for _, rule in planned for name in rule.spec.inputs})
+    if reads and not isinstance(_keras.functional_of(model), _keras.Functional):
         raise TypeError(
-            f"`{type(model).__name__}` is a subclassed model without a graph: a rule could not be "
-            "saved with it. Use PerHeadMaskedMultiHeadAttention in its code, or apply the rule to "
-            "a functional model inside it."
+            f"`{type(model).__name__}` is a subclassed model without a graph, and the rule reads "
+            f"{reads}, which its code cannot hand on. Make the model functional, or use "
+            "PerHeadMaskedMultiHeadAttention in its code and call it with `mask_inputs`. Rules on "
+            "positions alone hold in any model."
         )
 
 
-def _own_rules(model: keras.Model, found: Found) -> Rules:
-    """The rules that `model` has from an earlier `apply_head_masks`."""
-    if not isinstance(model, HeadMasked):
-        return {}
-    rules = model._head_masks.rules
-    return {
-        i: (rules[id(entry.layer)].spec, rules[id(entry.layer)].replaces)
-        for i, entry in enumerate(found.known)
-        if id(entry.layer) in rules
-    }
-
-
-def _with_existing(
-    own: Rules,
-    specs: Mapping[int, MaskSpec],
-    found: Found,
-    existing: str,
-    plan: Plan | None,
-) -> Rules:
-    rules = dict(own)
-    for i, spec in specs.items():
-        earlier, was_replaced = own.get(i, (None, False))
-        beneath = None if was_replaced else spec_beneath(found.known[i].layer, plan)
-        if existing == "error" and (earlier is not None or beneath is not None):
-            raise ValueError(
-                f"The attention layer {found.known[i]} has a rule already: "
-                f"{beneath if earlier is None else earlier!r}. Pass existing='and' to keep both, "
-                "or existing='replace'."
-            )
-        if existing == "and" and earlier is not None:
-            spec = earlier & spec
-        rules[i] = spec, was_replaced or (existing == "replace" and beneath is not None)
-    return dict(sorted(rules.items()))
-
-
-def _check_layers(model: keras.Model, rules: Rules, found: Found) -> None:
-    inside = tracing.called_in_functions(model)
-    for i, (spec, _) in rules.items():
-        entry = found.known[i]
-        spec.get_config()  # raises for a spec that could not be saved
-        try:
-            check_heads(spec, entry.layer.num_heads)
-        except ValueError as error:
-            raise ValueError(f"In the attention layer {entry}: {error}") from error
-        if id(entry.layer) in inside:
-            raise ValueError(compiled.in_own_function(entry))
+def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
+    """The rule of one layer, joined with one that it has from this model."""
+    layer = entry.layer
+    beneath = combined(layer, rules_in_force(layer))
+    if existing == "error" and beneath is not None:
+        raise ValueError(
+            f"The attention layer {entry} has a rule already: {beneath!r}. Pass existing='and' to "
+            "keep both, or existing='replace'."
+        )
+    owners = {id(model)} | {id(x) for x in getattr(model, "operations", ())}
+    own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
+    replaces = existing == "replace" and beneath is not None
+    if own is not None:
+        spec = own.spec & spec if existing == "and" else spec
+        others = combined(layer, tuple(r for r in rules_in_force(layer) if r is not own))
+        replaces = own.replaces or (replaces and others is not None)
+    spec.get_config()  # raises for a spec that could not be saved
+    try:
+        check_heads(spec, layer.num_heads)
+    except ValueError as error:
+        raise ValueError(f"In the attention layer {entry}: {error}") from error
+    return LayerRule(spec, layer.num_heads, sources_of(entry, spec, model), replaces)

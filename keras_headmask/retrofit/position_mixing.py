@@ -9,7 +9,8 @@ import keras
 from keras import layers
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.selectors import Found, find_attention
+from keras_headmask.retrofit.finding import Found, find_attention
+from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs
 
 # fmt: off
 # Each position by itself, exactly these classes: a subclass may do what it likes.
@@ -17,7 +18,7 @@ _APART = {
     layers.InputLayer, layers.Embedding, layers.Dense, layers.Dropout, layers.GaussianDropout,
     layers.GaussianNoise, layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU,
     layers.ELU, layers.Identity, layers.Masking, layers.Rescaling, layers.Add, layers.Subtract,
-    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum,
+    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum, HeadMaskInputs,
 }
 # Along the last axis alone, if that is the one they were given.
 _ALONG_AN_AXIS = {

@@ -270,10 +270,12 @@ def bind(
     keys: Any,
     query_offset: Any = 0,
     beside: Bound | None = None,
+    prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
     `beside` is what was bound for the same sequences before, and is a part of the result.
+    `prepared` is what leaves prepared before for the whole sequences.
     """
     if queries is None or keys is None:
         raise ValueError(
@@ -300,12 +302,12 @@ def bind(
                 sides[name] = Sides(tensor, tensor)
                 shared.add(name)
         if sides:
-            prepared = dict(leaf.prepare(sides))
+            ready = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
             for name in shared & {n for n, kind in leaf.inputs.items() if "query" in kind.sides}:
-                query, key = prepared[name]
+                query, key = ready[name]
                 query = _query_side(query, query_positions, queries, query_offset)
-                prepared[name] = Sides(query, key)
-            bound[leaf] = prepared
+                ready[name] = Sides(query, key)
+            bound[leaf] = ready
     return Bound(query_positions, key_positions, bound)
 
 

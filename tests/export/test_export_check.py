@@ -15,7 +15,7 @@ import keras_headmask as hm
 from keras_headmask.export import checking, fresh_process
 from keras_headmask.export.interface import interface_of
 from keras_headmask.export.signatures import Plan
-from keras_headmask.retrofit.selectors import find_attention
+from keras_headmask.retrofit.finding import find_attention
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -163,7 +163,7 @@ def test_the_twin_and_the_scores_in_memory():
         hm.apply_head_masks(ours(hm.Window(3, 3)), RULE, existing="and"),
     ):
         interface = interface_of(model, None)
-        specs = tuple(checking.rules_of(model).values())
+        specs = tuple(hm.mask_specs(model).values())
         given = checking.request(interface, (2, 12), specs)
         (case,) = checking.default_cases(interface, [given])
         free = ours(None) if "padding_mask" not in given else stock()

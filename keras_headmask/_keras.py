@@ -17,7 +17,6 @@ from keras.src import backend
 # A tensor's Keras mask: read and handed on, as stock attention does.
 from keras.src.backend import get_keras_mask as get_keras_mask
 from keras.src.backend import set_keras_mask as set_keras_mask
-from keras.src.backend.common import global_state
 
 # Whether Keras runs code for shapes alone: then tensors have no values, and no rule is demanded.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
@@ -33,8 +32,6 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 OVERRIDDEN = {
     "_compute_attention": "attention computes by it, in our layer and under a model's rule",
     "_compute_attention_mask": "our layer merges masks in four dimensions, one for each head",
-    "_convert_inputs_to_tensors": "a model refuses float ids, and keeps 64 bits, before it casts",
-    "_run_through_graph": "`clone_model` runs the graph without the model, so without its rule",
 }
 
 # --- Attention -----------------------------------------------------------------------------------
@@ -116,10 +113,8 @@ def before_dot_product_attention(see: Callable[[], None]) -> None:
 
 # --- Layers and graphs ---------------------------------------------------------------------------
 
-# What a layer runs in place of `call` under a RematScope, and on symbolic tensors.
-REMATERIALIZED_CALL, SYMBOLIC_CALL = "rematerialized_call", "symbolic_call"
-# Where an operation keeps the calls of it; symbolic calls that only trace must not add to them.
-CALLS_OF_OPERATION = "_inbound_nodes", "_outbound_nodes"
+# What a layer runs in place of `call` under a RematScope.
+REMATERIALIZED_CALL = "rematerialized_call"
 # What a graph is made of; swapped as one when a model gets an input.
 GRAPH = (
     "_inputs_struct",
@@ -131,12 +126,6 @@ GRAPH = (
     "_operations",
     "_operations_by_depth",
 )
-# Where Keras and the backends keep a second list of layers that are found by the first one.
-LISTS_OF_MODELS = frozenset({"_operations", "_operations_by_depth", "_layers"})
-LISTS_OF_LAYERS = frozenset({"_modules"})  # PyTorch's
-LISTS_OF_SEQUENTIALS = frozenset({"_functional"})
-NOTES_OF_TENSORFLOW = "_self_"  # how the names begin of what it notes on tracked objects
-CLEAR_LOSSES = "_clear_losses"  # called as a call begins; an error there leaves the call open
 
 
 def layers_of(layer: Any) -> list[keras.Layer]:
@@ -313,11 +302,6 @@ def file_weights_under(name: str, other: str) -> None:
     saving_lib.naming = types.SimpleNamespace(**names)
 
 
-def saves_hdf5() -> bool:
-    """Whether a config is asked for a model in HDF5, which would lose a rule."""
-    return bool(global_state.get_global_attribute("use_legacy_config", False))
-
-
 def has_in_file(store: Any, part: str) -> bool:
     """Whether the file that a layer's weights are read from holds that `part` of the layer."""
     path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
@@ -331,8 +315,6 @@ unpickle_model = Functional._unpickle_model
 
 # --- TensorFlow and PyTorch ----------------------------------------------------------------------
 
-# Where they keep the Python function that they compiled.
-COMPILED_FROM = "_python_function", "_torchdynamo_orig_callable"
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"

@@ -17,9 +17,8 @@ from keras_headmask.attention import looking
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array
 from keras_headmask.export.report import CheckResult
-from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.finding import find_attention, longest_sequence
 from keras_headmask.retrofit.observing import is_restricted, watched
-from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.report import mask_specs
 
 # As `fresh_process.distance` measures.

@@ -23,10 +23,10 @@ from keras_headmask.export.interface import (
     as_tensors,
 )
 from keras_headmask.export.padding import LENGTHS
+from keras_headmask.export.position_mixing import what_mixes
 from keras_headmask.export.precision import computing_in_float32
 from keras_headmask.retrofit.finding import AttentionLayer
 from keras_headmask.retrofit.observing import watched
-from keras_headmask.retrofit.position_mixing import what_mixes
 from keras_headmask.retrofit.report import mask_specs
 
 _DEFAULT = "serving_default"

@@ -13,11 +13,10 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import lift
-from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.masked_layer import rules_in_force
 from keras_headmask.retrofit.observing import called, scores_seen
-from keras_headmask.retrofit.position_mixing import longest_sequence
 from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules.base import MaskSpec
 

@@ -33,66 +33,67 @@ def apply_head_masks(
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
-    The rule is evaluated once per forward, for all layers, and ANDed with whatever masks the model
-    has of its own. It is saved and loaded with the model (`import keras_headmask` before loading).
-    The class stays the model's: a masked `GPT2CausalLM` is one, and generates under the rule.
+    The rule lives in the layers, ANDed with whatever masks the model has of its own. What is built
+    on the result, cut from it, cloned, copied, saved or exported obeys. (`import keras_headmask`
+    before loading a file.) KerasHub's backbones and tasks keep their class; `GPT2CausalLM`
+    generates under the rule.
 
-    What the rule reads is taken from the model's inputs by name. With `add_inputs=True`, a name
-    that the model lacks becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the
-    end of a list of inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads,
-    queries, keys)`.) In cross-attention, a rule that reads `x` on both sides takes the inputs
-    `decoder_x` and `encoder_x` if the model has them, and else `query_x` and `key_x`.
+    What the rule reads is taken from the model's inputs by name, and handed to each masked layer as
+    `head_mask_inputs`, edges of the graph. With `add_inputs=True`, a name that the model lacks
+    becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of
+    inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In
+    cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
+    `encoder_x` if the model has them, and else `query_x` and `key_x`.
 
-    The ids of a rule are read in the order and the dtype of the model's input. A model that
-    reverses, shifts or packs its sequence must get ids in the order that attention sees. An outer
-    model with an int32 input cuts ids of 64 bits before this one gets them: ids that differ by
-    2^32 become one there. Declare the outer input as int64.
+    The ids of a rule are read in the order and the dtype of the model's input: a model that
+    reverses, shifts or packs its sequence must get ids in the order that attention sees, and an
+    int32 input cuts ids of 64 bits, as in any Keras model.
 
-    Attention written by hand is refused where it shows: in a class named for attention, by
-    `dot_product_attention` in the code of a layer or in what that calls, or in the graph. A class
-    of another name that computes with `matmul` and `softmax` escapes the rule, and so do an
-    operation named by a text (`getattr(ops, "dot_product_attention")`) and a call in a function
-    compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it is refused.)
+    Attention written by hand is refused where it shows: a class named for attention,
+    `dot_product_attention` when a layer runs on symbolic tensors, or a softmax before a product in
+    the graph. A class of another name that computes with `matmul` and `softmax` escapes the rule.
 
     Args:
-        model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a
-            subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
-            nested layers and models too. A Sequential model comes back as a functional one.
+        model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
+            `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in nested layers and models
+            too. A Sequential model comes back as a functional one. Without a graph, a subclassed
+            model takes rules on positions alone.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
-            those. Self and cross, and the order, follow from how the model calls its layers.
+            those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            weights stay in place and `model` is used up: what it was is now the result. Keras makes
-            its compiled functions anew, those of models around it too. What you compiled by
-            `jax.jit` or `torch.compile` you must make anew from the result.
+            model itself is masked, in place. Keras makes its compiled functions anew, those of
+            models around it too. What you compiled by `jax.jit` or `torch.compile` you must make
+            anew.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
     Returns:
-        A model with `mask_specs` (the spec of each masked layer, by path), `summary_masks()`, and
-        `unmasked()`, which gives a stock model with the same weights.
+        A Keras model. `mask_specs`, `summary_masks` and `unmasked` of this package take it, and
+        any model that is made of it.
 
     Raises:
-        TypeError: if `model` has no graph, or a spec or selector is of another type.
+        TypeError: if `model` is no Keras model, or has no graph and the rule reads inputs; if a
+            spec or selector is of another type.
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
             unclear whether a layer is self-attention and no regex names it, or, with `copy=False`,
-            a `tf.function` has traced the model.
-        RuntimeError: from the result, when a masked layer runs outside it, or does not use its
-            rule.
+            a `tf.function` has traced the model. From the result, when a masked layer is called
+            without what its rule reads.
+        RuntimeError: from the result, when a masked layer does not use its rule.
 
     >>> import numpy as np
-    >>> from keras_headmask import PerHead, SameSentence
+    >>> from keras_headmask import PerHead, SameSentence, summary_masks
     >>> ids = keras.Input((None,), dtype="int32", name="token_ids")
     >>> x = keras.layers.Embedding(10, 8)(ids)
     >>> model = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
     >>> masked = apply_head_masks(model, PerHead({0: SameSentence(9)}))
-    >>> masked.summary_masks()
+    >>> summary_masks(masked)
     0  attention  MultiHeadAttention  2 heads  self  PerHead({0: SameSentence((9,))})
     >>> masked(np.array([[5, 9, 6, 9]])).shape == (1, 4, 8)
     True
@@ -100,10 +101,9 @@ def apply_head_masks(
     _check_model(model)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
-    if isinstance(mask_spec, str):
-        mask_spec = _from_text(mask_spec)
+    given = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
     found = find_attention(model)
-    specs = specs_by_layer(mask_spec, layers, found)
+    specs = specs_by_layer(given, layers, found)
     rules = {i: _rule(model, found.known[i], spec, existing) for i, spec in specs.items()}
     planned = [(found.known[i], rule) for i, rule in rules.items()]
     _check_graph(model, planned)

@@ -1,6 +1,6 @@
 """Which attention layers a model holds, in which order, and which are out of reach."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -112,6 +112,12 @@ def _is_named_for_attention(layer: Any) -> bool:
     return bool(found) and "mask" not in rest  # one that makes attention masks does not attend
 
 
+def longest_sequence(model: keras.Model) -> int | None:
+    """How long a sequence may be, as far as the layers say (KerasHub's position embeddings)."""
+    sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
+
+
 def numbered(found: Found) -> Iterator[tuple[int | None, AttentionLayer]]:
     """All attention layers, with the numbers by which `layers` names self-attention."""
     number = 0
@@ -121,7 +127,7 @@ def numbered(found: Found) -> Iterator[tuple[int | None, AttentionLayer]]:
         number += counted
 
 
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A line for each row, its cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)

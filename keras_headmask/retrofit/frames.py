@@ -132,7 +132,8 @@ def inputs_of(rule: LayerRule) -> Tensors | None:
     """What `rule` reads in this call: given to its owner, or to the nearest layer that has all."""
     inputs = current().inputs
     own = inputs.get(id(rule.owner))
-    for tensors in ([] if own is None else [own]) + list(reversed(inputs.values())):
+    nearest = list(inputs.values())[::-1]
+    for tensors in nearest if own is None else [own, *nearest]:
         if set(rule.reads) <= tensors.keys():
             return tensors
     return None

@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -40,7 +40,13 @@ class _State:
         self.inside: list[keras.Layer] | None = None
 
 
-class MaskedLayer:
+if TYPE_CHECKING:
+    from keras.layers import Layer as _Layer
+else:
+    _Layer = object
+
+
+class MaskedLayer(_Layer):
     """What a masked layer does beside its own class."""
 
     _stock_class: type
@@ -86,7 +92,7 @@ class MaskedLayer:
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:
-        vars(self)["supports_jit"] = value
+        self.__dict__["supports_jit"] = value
 
     def _check_given(self) -> None:
         for layer in attention_inside(self):
@@ -117,7 +123,7 @@ class MaskedLayer:
         return {"layer": config, "rules": _state(self).waiting or rules_config(rules)}
 
     def __reduce__(self) -> Any:
-        _, arguments = super().__reduce__()
+        arguments = super().__reduce__()[1]
         return _keras.unpickle_model, arguments  # which pickle finds by its name, unlike the class
 
     @classmethod
@@ -145,7 +151,7 @@ def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
 # --- Layers become masked, and stock again --------------------------------------------------------
 
 
-def mask(layer: keras.Layer, kind: type = MaskedLayer) -> None:
+def mask(layer: Any, kind: type = MaskedLayer) -> None:
     """Make `layer` one of its own class and `kind`, without a rule as yet."""
     if isinstance(layer, MaskedLayer):
         return
@@ -155,18 +161,18 @@ def mask(layer: keras.Layer, kind: type = MaskedLayer) -> None:
         vars(layer)[obeying.HOOK] = obeying.hook(layer, lambda: rules_in_force(layer))
 
 
-def unmask(layer: keras.Layer) -> None:
+def unmask(layer: Any) -> None:
     """Make `layer` what it was."""
     if isinstance(layer, MaskedLayer):
         object.__setattr__(layer, "__class__", layer._stock_class)
         for name in (_STATE, obeying.HOOK):
-            vars(layer).pop(name, None)
+            layer.__dict__.pop(name, None)
         if isinstance(layer, PerHeadMaskedMultiHeadAttention):
             own = layer.mask_spec
-            vars(layer)["_restricts"] = own is not None and restricts(own, layer.num_heads)
+            layer.__dict__["_restricts"] = own is not None and restricts(own, layer.num_heads)
 
 
-def add_rule(root: keras.Layer, layer: keras.Layer, rule: LayerRule) -> None:
+def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
     """Let attention `layer`, inside `root` or itself, obey `rule`, in place of its owner's last."""
     for around in _keras.layers_of(root):
         if around is not root and any(x is layer for x in _keras.layers_of(around)):
@@ -177,7 +183,7 @@ def add_rule(root: keras.Layer, layer: keras.Layer, rule: LayerRule) -> None:
     kept = tuple(x for x in state.rules if x.owner is not rule.owner)
     state.rules = (*kept, rule)
     if rule.replaces and isinstance(layer, PerHeadMaskedMultiHeadAttention):
-        vars(layer)["_restricts"] = False
+        layer.__dict__["_restricts"] = False
 
 
 def attention_inside(layer: keras.Layer) -> list[keras.Layer]:

@@ -43,12 +43,12 @@ class HeadMasked(MaskedLayer):
         return unmasked(self)
 
     def _is_filed_inside(self, rule: LayerRule) -> bool:
-        own = any(rule.owner is x for x in getattr(self, "operations", ()))
+        own = any(rule.owner is x for x in _operations(self))
         return not own and is_inside(self, rule.owner)
 
     def get_config(self) -> dict[str, Any]:
         """Beside the rules of its own graph, those that an outer model gave it."""
-        owners = {id(x) for x in self.operations}
+        owners = {id(x) for x in _operations(self)}
         filed = masked_layer.to_file(self)
         own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
         config = {
@@ -77,6 +77,10 @@ class HeadMasked(MaskedLayer):
             "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
             "`model.unmasked()` as a preset and apply the rule again after `from_preset`."
         )
+
+
+def _operations(model: Any) -> list[Any]:
+    return model.operations
 
 
 def masked(model: keras.Model, planned: Planned) -> keras.Model:

@@ -32,11 +32,11 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
                 "key."
             )
     for entry, rule in planned:
-        read = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
-        if read and entry.runs_on_two:
+        ids = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
+        if ids and entry.runs_on_two:
             raise ValueError(
                 f"The attention layer {entry} is called on two sequences, or on one that a "
-                f"further input changes between the calls, and {read} belong to one sequence. Give "
+                f"further input changes between the calls, and {ids} belong to one sequence. Give "
                 "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
                 "call the result on each with its own ids."
             )
@@ -58,8 +58,9 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
 
 def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> str:
     """A leaf of the rules that lacks an input, in code, with one that the model has."""
-    for leaf in (leaf for _, rule in planned for leaf in leaves(rule.spec)):
-        name = getattr(leaf, "input", None)
+    found: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
+    for leaf in found:
+        name: Any = getattr(leaf, "input", None)
         kind = leaf.inputs.get(name)
         if name in new and kind is not None and kind.rank is not None:
             fitting = [

@@ -94,7 +94,9 @@ def _under(layer: Any, rule: LayerRule, compute: Callable, **arguments: Any) -> 
     outside, inputs = all_that_restricts(
         None, None, **_as_argument(attention_mask, lengths), window=causal
     )
-    whole = evaluation.bind(outside, inputs, *sizes, offset, bound) if inputs else bound
+    whole = bound
+    if outside is not None and inputs:
+        whole = evaluation.bind(outside, inputs, *sizes, offset, bound)
     return attend(
         Request(
             query,

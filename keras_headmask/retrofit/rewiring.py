@@ -74,7 +74,8 @@ def _has_edges(model: keras.Model) -> bool:
 
 def _read_by_rules_alone(model: keras.Model) -> set[int]:
     """The ids of inputs that nothing reads but what prepares and hands on for rules."""
-    by_rules, by_others = set(), set()
+    by_rules: set[int] = set()
+    by_others: set[int] = set()
     for node in _keras.nodes(model):
         edges = node.arguments.kwargs.get(_ARGUMENT)
         of_rules = {id(x) for x in keras.tree.flatten(edges)}
@@ -86,8 +87,7 @@ def _read_by_rules_alone(model: keras.Model) -> set[int]:
 
 def _inputs(inputs: Any, new: Mapping[str, Any], gone: set[int]) -> Any:
     if isinstance(inputs, dict):
-        kept = {k: x for k, x in inputs.items() if id(x) not in gone}
-        return {**kept, **new}
+        return {k: x for k, x in inputs.items() if id(x) not in gone} | dict(new)
     if not new and not gone:
         return inputs
     several = inputs if isinstance(inputs, (list, tuple)) else [inputs]

@@ -82,7 +82,7 @@ def select(found: Found, selector: Any) -> list[int]:
         return of_self
     if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
-    if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", 0):
+    if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", False):
         numbers: set[int] = set()
         numbers.update(*(select(found, part) for part in selector))
         if not numbers:
@@ -128,7 +128,7 @@ def _numbers(selector: Any, count: int) -> list[int]:
             "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
             f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."
         )
-    numbers = []
+    numbers: list[int] = []
     for part in str(selector).split(","):
         first, dash, last = part.strip().partition("-")
         if not dash or not first:  # one number, a negative one perhaps

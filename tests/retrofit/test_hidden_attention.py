@@ -213,8 +213,12 @@ class Holder:
         return self.layer(*x)
 
 
+def in_a_space(space, *x):
+    return space.run(*x)
+
+
 WAYS = {
-    "namespace": lambda layer: types.SimpleNamespace(run=layer).run,
+    "namespace": lambda layer: functools.partial(in_a_space, types.SimpleNamespace(run=layer)),
     "partial": lambda layer: functools.partial(layer),
     "bound method": lambda layer: layer.__call__,
     "closure": lambda layer: lambda *x: layer(*x),

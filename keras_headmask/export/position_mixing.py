@@ -1,4 +1,4 @@
-"""What layers say of positions: how many there may be, and whether only attention mixes them.
+"""What layers say of positions: whether only attention mixes them.
 
 If only attention carries something from one to another, padding that a server puts behind an
 example does no harm where it is not attended. What is not known to keep positions apart counts as
@@ -71,9 +71,3 @@ def _keeps_apart(operation: keras.Operation) -> bool:
     if isinstance(operation, keras.Layer):
         return cls in _APART
     return _keras.is_own_op(operation) and cls.__name__ in _OPS
-
-
-def longest_sequence(model: keras.Model) -> int | None:
-    """How long a sequence may be, as far as the layers say (KerasHub's position embeddings)."""
-    sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
-    return min((size for size in sizes if isinstance(size, int)), default=None)

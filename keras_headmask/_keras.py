@@ -32,6 +32,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 OVERRIDDEN = {
     "_compute_attention": "attention computes by it, in our layer and under a model's rule",
     "_compute_attention_mask": "our layer merges masks in four dimensions, one for each head",
+    "_default_save_signature": "TensorFlow would trace a masked model inside another by itself",
 }
 
 # --- Attention -----------------------------------------------------------------------------------

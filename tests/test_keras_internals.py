@@ -329,6 +329,15 @@ def test_a_graph_shows_its_calls():
     assert _keras.made_by(keras.KerasTensor((2,))) == (None, [])
 
 
+@relies_on(
+    "_default_save_signature", breaks="a model that holds a masked one could not be exported"
+)
+def test_tensorflow_asks_each_model_for_a_signature():
+    if BACKEND == "tensorflow":
+        assert callable(graph()._default_save_signature)
+        assert keras.layers.Dense(2)._default_save_signature is None
+
+
 @relies_on("arguments_of", breaks="a cached step would not know its position")
 def test_arguments_of_a_call_by_name():
     layer = attention()

@@ -11,8 +11,10 @@ import html
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
+from keras_headmask import _keras
 from keras_headmask.look import panels
 from keras_headmask.look.drawing import draw
 from keras_headmask.retrofit.finding import find_attention
@@ -27,7 +29,7 @@ _MOST_RULES = 4  # of a model that are drawn
 _MOST_GROUPS = 16  # of heads with one rule, of a spec
 
 
-def _never_raises(show: Callable[..., str]) -> Callable[..., str | None]:
+def _never_raises(show: Callable[..., str | None]) -> Callable[..., str | None]:
     """A look at a value must not stop a notebook."""
 
     @functools.wraps(show)
@@ -159,8 +161,10 @@ _layer_html = _never_raises(_rule_html)
 
 
 @_never_raises
-def _model_html(model: MaskedLayer) -> str:
-    """The layers under a rule, and their rules."""
+def _model_html(model: keras.Model) -> str | None:
+    """The layers under a rule, and their rules; `None` for a model without a masked layer."""
+    if not any(isinstance(layer, MaskedLayer) for layer in _keras.layers_of(model)):
+        return None
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
     for entry in find_attention(model).known:
         if (spec := spec_of(entry.layer)) is not None:
@@ -177,4 +181,4 @@ def _model_html(model: MaskedLayer) -> str:
 def install() -> None:
     """Let every spec and every masked model show itself."""
     MaskSpec._repr_html_ = _spec_html
-    MaskedLayer._repr_html_ = _model_html
+    keras.Model._repr_html_ = _model_html

@@ -94,13 +94,23 @@ class MaskedLayer(_Layer):
     def supports_jit(self, value: bool) -> None:
         self.__dict__["supports_jit"] = value
 
-    def _check_given(self) -> None:
+    @property
+    def _default_save_signature(self) -> Any:
+        """None for a model inside an exported one that cannot run without `head_mask_inputs`."""
+        return None if any(self._asks_for()) else super()._default_save_signature
+
+    def _asks_for(self) -> Iterator[tuple[keras.Layer, LayerRule]]:
+        """Rules inside that read what this layer must be called with, or one around it."""
         for layer in attention_inside(self):
             for rule in rules_in_force(layer):
                 # (A layer inside that hands on what it reads is asked when it runs.)
-                mine = rule.reads and rule.restricts and not is_inside(self, rule.owner)
-                if mine and frames.inputs_of(rule) is None:
-                    raise ValueError(obeying.missing(layer.name, rule))
+                if rule.reads and rule.restricts and not is_inside(self, rule.owner):
+                    yield layer, rule
+
+    def _check_given(self) -> None:
+        for layer, rule in self._asks_for():
+            if frames.inputs_of(rule) is None:
+                raise ValueError(obeying.missing(layer.name, rule))
 
     def _check_used(self, frame: frames.Frame) -> None:
         for layer in attention_inside(self):

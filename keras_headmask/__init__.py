@@ -75,7 +75,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         or_masks,
         to_additive,
     )
-    from keras_headmask.retrofit.apply import apply_head_masks, unmasked
+    from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.retrofit.masked_model import unmasked
     from keras_headmask.retrofit.report import mask_specs, summary_masks
     from keras_headmask.rules import recipes
     from keras_headmask.rules.base import MaskSpec, register_spec
@@ -112,7 +113,8 @@ _HOMES = {
     "look.drawing": "draw",
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
-    "retrofit.apply": "apply_head_masks unmasked",
+    "retrofit.apply": "apply_head_masks",
+    "retrofit.masked_model": "unmasked",
     "retrofit.report": "mask_specs summary_masks",
     "rules": "recipes",
     "rules.base": "MaskSpec register_spec",

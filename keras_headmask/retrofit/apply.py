@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, masked_layer, rewiring
+from keras_headmask.retrofit import compiled
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.frames import LayerRule
@@ -115,30 +115,6 @@ def apply_head_masks(
     known = find_attention(twin).known
     compiled.check_not_traced([known[i].layer for i in rules])
     return masked(twin, [(known[i], rule) for i, rule in rules.items()])
-
-
-def unmasked(model: keras.Model) -> keras.Model:
-    """A stock model with the weights of `model`, without the rules of `apply_head_masks`.
-
-    `model` stays as it is. A layer of `PerHeadMaskedMultiHeadAttention` keeps its own rule.
-
-    Args:
-        model: Any Keras model with masked layers: cut, extended, nested.
-
-    Returns:
-        A copy. Inputs that the rules alone read are gone.
-
-    Raises:
-        ValueError: if the model cannot be copied.
-    """
-    twin = copied(model, find_attention(model))
-    layers = list(_keras.layers_of(twin))
-    for layer in layers:
-        masked_layer.unmask(layer)
-    for layer in reversed(layers):
-        if isinstance(layer, _keras.Functional):
-            rewiring.rewire(layer, {}, drop_inputs=layer is twin)
-    return twin
 
 
 def _from_text(text: str) -> Any:

@@ -23,7 +23,7 @@ from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
 
-_STATE = "_head_masks"
+_STATE = "headmask_state"
 # Where KerasHub's layers are told the position of the first query, the outermost layer first.
 _OFFSETS = "self_attention_cache_update_index", "cache_update_index"
 _CACHES = "self_attention_cache", "cache"

@@ -10,7 +10,8 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, masked_layer, rewiring
+from keras_headmask.retrofit import compiled, masked_layer, report, rewiring
+from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import find_attention
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, is_inside
@@ -26,20 +27,14 @@ class HeadMasked(MaskedLayer):
     @property
     def mask_specs(self) -> dict[str, MaskSpec]:
         """See `keras_headmask.mask_specs`."""
-        from keras_headmask.retrofit.report import mask_specs
-
-        return mask_specs(self)
+        return report.mask_specs(self)
 
     def summary_masks(self, print_fn: Callable[[str], Any] = print) -> None:
         """See `keras_headmask.summary_masks`."""
-        from keras_headmask.retrofit.report import summary_masks
-
-        summary_masks(self, print_fn)
+        report.summary_masks(self, print_fn)
 
     def unmasked(self) -> keras.Model:
         """See `keras_headmask.unmasked`."""
-        from keras_headmask.retrofit.apply import unmasked
-
         return unmasked(self)
 
     def _is_filed_inside(self, rule: LayerRule) -> bool:
@@ -98,6 +93,30 @@ def masked(model: keras.Model, planned: Planned) -> keras.Model:
             masked_layer.mask(model, HeadMasked)
     compiled.drop(model)
     return model
+
+
+def unmasked(model: keras.Model) -> keras.Model:
+    """A stock model with the weights of `model`, without the rules of `apply_head_masks`.
+
+    `model` stays as it is. A layer of `PerHeadMaskedMultiHeadAttention` keeps its own rule.
+
+    Args:
+        model: Any Keras model with masked layers: cut, extended, nested.
+
+    Returns:
+        A copy. Inputs that the rules alone read are gone.
+
+    Raises:
+        ValueError: if the model cannot be copied.
+    """
+    twin = copied(model, find_attention(model))
+    layers = list(_keras.layers_of(twin))
+    for layer in layers:
+        masked_layer.unmask(layer)
+    for layer in reversed(layers):
+        if isinstance(layer, _keras.Functional):
+            rewiring.rewire(layer, {}, drop_inputs=layer is twin)
+    return twin
 
 
 def operation_around(model: keras.Model, layer: keras.Layer) -> keras.Layer:

@@ -372,8 +372,10 @@ def test_each_step_of_a_translation_has_its_place(bart):
         token = ids[:, position : position + 1]
         logits, *_ = masked.call_decoder_with_cache(encoded, padding, token, own, index, cross)
         assert_close(numpy(logits)[:, 0], whole[:, position], depth=14)
-    with pytest.raises(ValueError, match="needs the place of the first token"):
-        masked.call_decoder_with_cache(encoded, padding, token, own, None, cross)
+    caches = {"self_attention_cache": own[:, 0], "cross_attention_cache": cross[:, 0]}
+    layer = masked.backbone.decoder_transformer_layers[0]
+    with pytest.raises(ValueError, match="needs the place of the first token: pass `self_att"):
+        layer(encoded[:, :1], encoder_sequence=encoded, **caches)
 
 
 def test_translation_that_could_not_hold_the_rule_is_refused(bart):

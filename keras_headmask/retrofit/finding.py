@@ -7,7 +7,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.by_hand import softmaxes_of_attention
-from keras_headmask.retrofit.masked_layer import children
+from keras_headmask.retrofit.nesting import children
 from keras_headmask.retrofit.survey import Call, Survey
 
 

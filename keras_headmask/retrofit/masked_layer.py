@@ -8,7 +8,6 @@ that of the stock layer, and the rules.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,10 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, supports_unknown_lengths
-from keras_headmask.retrofit import frames, obeying
+from keras_headmask.retrofit import frames, nesting, obeying
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.retrofit.nesting import is_inside
+from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
 from keras_headmask.rules.heads import restricts
 
 _STATE = "headmask_state"
@@ -149,12 +149,13 @@ def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
     """The position of the first query, where the layer's own arguments name a cache."""
     given = _keras.arguments_of(layer, args, kwargs)
     offset = next((given[name] for name in _OFFSETS if given.get(name) is not None), None)
-    cached = any(given.get(name) is not None for name in _CACHES)
-    if cached and offset is None and frames.current().offset is None:
-        raise ValueError(
-            f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
-            f"`{next((name for name in _OFFSETS if name in given), _OFFSETS[1])}`."
-        )
+    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
+        cached = given.get(cache) is not None
+        if cached and offset is None and frames.current().offset is None:
+            raise ValueError(
+                f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
+                f"`{name}`."
+            )
     return offset
 
 
@@ -201,25 +202,10 @@ def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
     state = vars(layer).get(_STATE)
     if state is not None and state.inside is not None:
         return state.inside
-    found = list(dict.fromkeys(_attention(layer)))
+    found = list(dict.fromkeys(nesting.attention(layer)))
     if state is not None and layer.built:
         state.inside = found
     return found
-
-
-def _attention(layer: keras.Layer) -> Iterator[keras.Layer]:
-    if isinstance(layer, keras.layers.MultiHeadAttention):
-        yield layer
-        return  # its projections are no attention of their own
-    for child in children(layer):
-        yield from _attention(child)
-
-
-def children(layer: keras.Layer) -> list[keras.Layer]:
-    """The layers that `layer` holds, in forward order as far as its graph shows it."""
-    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
-    seen = {id(x) for x in inner}
-    return inner + [x for x in _keras.sublayers(layer) if id(x) not in seen]
 
 
 def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
@@ -235,11 +221,6 @@ def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
 
 def _state(layer: Any) -> _State:
     return vars(layer)[_STATE]
-
-
-def is_inside(layer: Any, owner: Any) -> bool:
-    """Whether `owner` is a layer inside `layer`."""
-    return owner is not layer and any(x is owner for x in _keras.layers_inside(layer))
 
 
 _classes: dict[tuple[type, type], type] = {}
@@ -291,38 +272,6 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
     return config
 
 
-def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
-    """JSON: each rule with the places of its layers, and the names of what it reads."""
-    parts: dict[str, tuple[dict[str, Any], list[int]]] = {}
-    for place, rule in rules:
-        part: dict[str, Any] = {"spec": rule.spec.get_config()}
-        if rule.sources:
-            part["inputs"] = dict(rule.sources)
-        if rule.replaces:
-            part["replaces"] = True
-        _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
-        places.append(place)
-    return [{"layers": places} | part for part, places in parts.values()]
-
-
-def rules_from_config(
-    config: Any, attention: list[keras.Layer], name: str
-) -> Iterator[tuple[keras.Layer, LayerRule]]:
-    """The layers and rules of `rules_config`; the rules have no owner as yet."""
-    for part in config:
-        inputs = part.get("inputs", {}).items()
-        sources = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in inputs}
-        for place in part["layers"]:
-            if place >= len(attention):
-                raise ValueError(
-                    f"The saved rules name attention layer {place}, but '{name}' has "
-                    f"{len(attention)}. Was it saved with another version of its code?"
-                )
-            spec, layer = MaskSpec.from_config(part["spec"]), attention[place]
-            replaces = part.get("replaces", False)
-            yield layer, LayerRule(spec, layer.num_heads, sources, replaces)
-
-
 def wait(layer: keras.Layer, rules: list[dict[str, Any]]) -> None:
     """Let `layer` obey saved rules, once the attention inside it is made."""
     mask(layer)
@@ -344,7 +293,7 @@ def attach(layer: Any, computed: bool = False) -> None:
     state = _state(layer)
     if not state.waiting:
         return
-    attention = list(dict.fromkeys(_attention(layer)))
+    attention = list(dict.fromkeys(nesting.attention(layer)))
     last = max(place for part in state.waiting for place in part["layers"])
     if last >= len(attention) and not layer.built:
         return

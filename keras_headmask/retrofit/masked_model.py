@@ -14,8 +14,10 @@ from keras_headmask.retrofit import compiled, masked_layer, report, rewiring
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import find_attention
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, is_inside
+from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
 from keras_headmask.retrofit.model_inputs import Planned, new_inputs
+from keras_headmask.retrofit.nesting import is_inside
+from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
 from keras_headmask.rules.base import MaskSpec
 
 _FILED_AS = "keras_headmask>HeadMaskedModel"
@@ -48,10 +50,10 @@ class HeadMasked(MaskedLayer):
         own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
         config = {
             "model": masked_layer.stock_config(self, filed),
-            "mask_specs": masked_layer.rules_config(own),
+            "mask_specs": rules_config(own),
         }
         outer = [one for one in filed if one not in own]
-        return config | {"rules": masked_layer.rules_config(outer)} if outer else config
+        return config | {"rules": rules_config(outer)} if outer else config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
@@ -59,7 +61,7 @@ class HeadMasked(MaskedLayer):
             config["model"], custom_objects=custom_objects
         )
         attention = attention_inside(model)
-        rules = list(masked_layer.rules_from_config(config["mask_specs"], attention, model.name))
+        rules = list(rules_from_config(config["mask_specs"], attention, model.name))
         entries = {id(entry.layer): entry for entry in find_attention(model).known}
         model = masked(model, [(entries[id(layer)], rule) for layer, rule in rules])
         if outer := config.get("rules"):

@@ -39,6 +39,7 @@ _RUFF = (sys.executable, "-m", "ruff")
 _SOURCE = (
     ("style: rules", None, (*_RUFF, "check", ".")),
     ("style: layout", None, (*_RUFF, "format", "--check", ".")),
+    ("types", None, (sys.executable, "-m", "mypy")),
 )
 # What each run says first (busy cores take longer), and its passes.
 RUNS = {

@@ -97,9 +97,10 @@ def apply_head_masks(
     _check_model(model)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
+    given: Any = mask_spec
     if isinstance(mask_spec, str):
         try:
-            mask_spec = json.loads(mask_spec)
+            given = json.loads(mask_spec)
         except json.JSONDecodeError as error:
             hint = ""
             if not mask_spec.lstrip().startswith(("{", "[")):
@@ -112,7 +113,7 @@ def apply_head_masks(
                 f"Received: {mask_spec[:80]!r}.{hint}"
             ) from error
     found = find_attention(model)
-    specs = specs_by_layer(mask_spec, layers, found)
+    specs = specs_by_layer(given, layers, found)
     plan = model._head_masks if isinstance(model, HeadMasked) else None
     rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
     _check_layers(model, rules, found)

@@ -159,7 +159,9 @@ class Binding:
         outside, inputs = all_that_restricts(
             None, None, **_as_argument(attention_mask, lengths), window=causal
         )
-        whole = evaluation.bind(outside, inputs, *sizes, offset, bound) if inputs else bound
+        whole = bound
+        if outside is not None and inputs:
+            whole = evaluation.bind(outside, inputs, *sizes, offset, bound)
         return attend(
             Request(
                 query,
@@ -262,16 +264,16 @@ _CONFIG = "get_config"
 _REMAT = "rematerialized_call"
 
 
-def install(plan: Plan, model: keras.Model) -> None:
+def install(plan: Plan, model: Any) -> None:
     """Hook the attention layers of `plan`, and rebind where code may run again for a gradient.
 
     The hooks are attributes of the layer objects: classes, weights and configs stay Keras' own.
     """
     for layer in _keras.layers_inside(model):
         if _keras.remat_mode(layer) is not None:
-            vars(layer)[_REMAT] = _rebinding(plan, layer)
+            layer.__dict__[_REMAT] = _rebinding(plan, layer)
     for layer in _around(plan, model):
-        vars(layer)[_CONFIG] = _guarded_config(plan, layer)
+        layer.__dict__[_CONFIG] = _guarded_config(plan, layer)
     for rule in plan.rules.values():
         inner = looking.held(rule.layer, HOOK)
         if rule.replaces:
@@ -279,8 +281,8 @@ def install(plan: Plan, model: keras.Model) -> None:
                 inner.plan.replaced.add(id(rule.layer))
                 inner = None
             if isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
-                vars(rule.layer)["_restricts"] = False
-        vars(rule.layer)[HOOK] = _hook(plan, rule, inner)
+                rule.layer.__dict__["_restricts"] = False
+        rule.layer.__dict__[HOOK] = _hook(plan, rule, inner)
 
 
 def uninstall(plan: Plan, model: keras.Model) -> None:
@@ -290,13 +292,13 @@ def uninstall(plan: Plan, model: keras.Model) -> None:
     for layer in _around(plan, model):
         guard = vars(layer).pop(_CONFIG)
         if guard.inner is not None:
-            vars(layer)[_CONFIG] = guard.inner
+            layer.__dict__[_CONFIG] = guard.inner
     for rule in plan.rules.values():
         hook = vars(rule.layer).pop(HOOK)
         if hook.inner is not None:
-            vars(rule.layer)[HOOK] = hook.inner
+            rule.layer.__dict__[HOOK] = hook.inner
         if rule.replaces and isinstance(rule.layer, PerHeadMaskedMultiHeadAttention):
-            vars(rule.layer)["_restricts"] = True
+            rule.layer.__dict__["_restricts"] = True
 
 
 def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
@@ -308,11 +310,11 @@ def _around(plan: Plan, model: keras.Model) -> list[keras.Layer]:
     ]
 
 
-def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
+def _guarded_config(plan: Plan, layer: keras.Layer) -> Any:
     """A `get_config` that lets no file, clone or copy of a masked layer drop its rule."""
     inner = vars(layer).get(_CONFIG)
 
-    def get_config() -> dict[str, Any]:
+    def guarded() -> dict[str, Any]:
         if not plan.running.in_config:
             raise RuntimeError(
                 f"The layer '{layer.name}' obeys a rule of the model '{plan.model_name}', which it "
@@ -322,6 +324,7 @@ def _guarded_config(plan: Plan, layer: keras.Layer) -> Callable:
             )
         return getattr(type(layer), _CONFIG)(layer) if inner is None else inner()
 
+    get_config: Any = guarded
     get_config.inner = inner
     return get_config
 
@@ -343,11 +346,11 @@ def _rebinding(plan: Plan, layer: keras.Layer) -> Callable:
     return rematerialized_call
 
 
-def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
+def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Any:
     layer = rule.layer
 
     def obey(*args: Any, **kwargs: Any) -> Any:
-        compute = inner
+        compute: Any = inner
         if inner is None:
             compute = getattr(type(layer), HOOK).__get__(looking.as_seen(layer))
         arguments = attention_arguments(*args, **kwargs)
@@ -365,9 +368,10 @@ def _hook(plan: Plan, rule: LayerRule, inner: Callable | None) -> Callable:
 
     @looking.asks
     @functools.wraps(attention_arguments, assigned=())  # whose signature it has
-    def compute_attention(*args: Any, **kwargs: Any) -> Any:
+    def attention(*args: Any, **kwargs: Any) -> Any:
         return looking.run(layer, HOOK, obey, *args, **kwargs)
 
+    compute_attention: Any = attention
     compute_attention.plan, compute_attention.rule = plan, rule
     compute_attention.inner = inner
     return compute_attention

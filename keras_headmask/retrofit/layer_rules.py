@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -84,11 +84,11 @@ def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -
                 "key."
             )
     for rule in rules:
-        read = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
-        if read and rule.entry.runs_on_two:
+        ids = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
+        if ids and rule.entry.runs_on_two:
             raise ValueError(
                 f"The attention layer {rule.entry} is called on two sequences, or on one that a "
-                f"further input changes between the calls, and {read} belong to one sequence. Give "
+                f"further input changes between the calls, and {ids} belong to one sequence. Give "
                 "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
                 "call the result on each with its own ids."
             )
@@ -110,8 +110,9 @@ def check_inputs(model: keras.Model, rules: list[LayerRule], add_inputs: bool) -
 
 def _example(model: keras.Model, rules: list[LayerRule], new: Mapping[str, Any]) -> str:
     """A leaf of the rules that lacks an input, in code, with one that the model has."""
-    for leaf in (leaf for rule in rules for leaf in leaves(rule.spec)):
-        name = getattr(leaf, "input", None)
+    found: list[Any] = [leaf for rule in rules for leaf in leaves(rule.spec)]
+    for leaf in found:
+        name = getattr(leaf, "input", "")
         kind = leaf.inputs.get(name)
         if name in new and kind is not None and kind.rank is not None:
             fitting = [
@@ -207,7 +208,7 @@ def numbered(found: Found) -> Iterator[tuple[int | None, AttentionLayer]]:
         number += counted
 
 
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A line for each row, its cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
@@ -222,7 +223,7 @@ def spec_beneath(layer: keras.Layer, plan: Any = None) -> MaskSpec | None:
     hook = looking.held(layer, HOOK)
     if hook is not None and hook.plan is plan:
         hook = hook.inner
-    specs = []
+    specs: list[MaskSpec] = []
     while hook is not None:
         specs.insert(0, hook.rule.spec)
         if hook.rule.replaces:

@@ -7,7 +7,7 @@ model, and the rules, which are applied again when it is loaded.
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ from keras_headmask.rules.base import MaskSpec
 def masked(model: keras.Model, rules: list[LayerRule]) -> keras.Model:
     """`model` itself, a stock one of ours alone, under `rules`."""
     plan = Plan(model.name, rules)
-    vars(model).update(_head_masks=plan, _stock=stock.Stock(model))
+    model.__dict__.update(_head_masks=plan, _stock=stock.Stock(model))
     if new := new_inputs(model, rules):
         stock.add_inputs(model, new)
     install(plan, model)
@@ -48,7 +48,7 @@ def unhooked(model: keras.Model) -> keras.Model:
     """`model` itself, without the rules it may have."""
     if isinstance(model, HeadMasked):
         uninstall(model._head_masks, model)
-        vars(model).update(model._stock.graph)
+        model.__dict__.update(model._stock.graph)
         object.__setattr__(model, "__class__", type(model).__bases__[1])
     return model
 
@@ -60,7 +60,13 @@ def _stock_config(model: keras.Model) -> dict[str, Any]:
         return stock.config_of(model._stock.seen_through(model))
 
 
-class HeadMasked:
+if TYPE_CHECKING:  # it stands before a model's own class
+    from keras import Model as _Model
+else:
+    _Model = object
+
+
+class HeadMasked(_Model):
     """What a masked model does beside its own class: see `apply_head_masks`."""
 
     _head_masks: Plan
@@ -76,7 +82,7 @@ class HeadMasked:
 
     @supports_jit.setter
     def supports_jit(self, value: bool) -> None:
-        vars(self)["supports_jit"] = value
+        self.__dict__["supports_jit"] = value
 
     @property
     def mask_specs(self) -> dict[str, MaskSpec]:
@@ -123,7 +129,9 @@ class HeadMasked:
         given = {t.name: x for t, x in zip(self.inputs, flat_inputs, strict=True)}
         _refuse_floats(given, self)
         wide_ids = self._head_masks.running.wide_ids
-        for tensor in self.inputs if wide_ids is not None else ():
+        if wide_ids is None:
+            return super()._convert_inputs_to_tensors(flat_inputs)
+        for tensor in self.inputs:
             x = given[tensor.name]
             dtype = getattr(x, "dtype", None)
             is_wide = dtype is not None and keras.backend.standardize_dtype(dtype) == "int64"

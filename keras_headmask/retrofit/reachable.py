@@ -132,8 +132,8 @@ def _parts(value: Any, home: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, keras.Layer):
         return
     if isinstance(value, Mapping):
-        pairs = list(itertools.islice(value.items(), _looked_at(value)))
-        yield from ((f"[{key!r}]", part) for key, part in pairs if not isinstance(part, _PLAIN))
+        items = list(itertools.islice(value.items(), _looked_at(value)))
+        yield from ((f"[{key!r}]", part) for key, part in items if not isinstance(part, _PLAIN))
     elif isinstance(value, _CONTAINERS):
         pairs = enumerate(itertools.islice(value, _looked_at(value)))
         yield from ((f"[{i}]", part) for i, part in pairs if not isinstance(part, _PLAIN))

@@ -226,7 +226,7 @@ def _is_attention_by_name(layer: keras.Layer) -> bool:
     return bool(found) and "mask" not in rest  # one that makes attention masks does not attend
 
 
-def _calls_the_hook(cls: type) -> bool:
+def _calls_the_hook(cls: Any) -> bool:
     """Whether `call` runs `_compute_attention`, as far as its code shows.
 
     A class that hides it better fails in its first forward, where its rule is not used.
@@ -307,7 +307,7 @@ def select(found: Found, selector: Any) -> list[int]:
         return of_self
     if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
-    if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", 0):
+    if isinstance(selector, (tuple, list, range)) or bool(getattr(selector, "ndim", 0)):
         numbers: set[int] = set()
         numbers.update(*(select(found, part) for part in selector))
         if not numbers:
@@ -353,7 +353,7 @@ def _numbers(selector: Any, count: int) -> list[int]:
             "Layers are named by None (all self-attention), a number, an inclusive range '0-3', a "
             f"regex on layer paths, or a tuple or list of those. Received: {selector!r}."
         )
-    numbers = []
+    numbers: list[int] = []
     for part in str(selector).split(","):
         first, dash, last = part.strip().partition("-")
         if not dash or not first:  # one number, a negative one perhaps

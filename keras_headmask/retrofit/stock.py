@@ -156,7 +156,7 @@ def moved(model: keras.Model) -> keras.Model:
     return new
 
 
-def empty(cls: type) -> tuple[keras.Model, set[str]]:
+def empty(cls: Any) -> tuple[keras.Model, set[str]]:
     """A model without parts, and the names of the attributes that belong to the object itself."""
     new = cls.__new__(cls)
     return new, {name for name, value in vars(new).items() if callable(value)}  # Keras' wrappers

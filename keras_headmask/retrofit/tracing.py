@@ -293,7 +293,7 @@ class _Apart(collections.UserList):
         self._usual, self._copy, self._thread = usual, list(usual), threading.get_ident()
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Any:  # type: ignore[override]  # which list it is depends on the thread
         return self._copy if threading.get_ident() == self._thread else self._usual
 
 

@@ -23,9 +23,11 @@ check: $(VENV)/.test
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 
-# What takes too long for every day: each benchmark, on tiny sizes.
+# What takes too long for every day: each benchmark on tiny sizes, and all tests on JAX and PyTorch.
 long: $(VENV)/.test
 	$(RUN) -m pytest -m long tests
+	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
 
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs

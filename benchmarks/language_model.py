@@ -17,10 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-
 from benchmarks import machine, measure, report
 
 FULL, WINDOWS = "all heads causal", "all heads a window"
@@ -66,6 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
     add("--page", type=Path, help="put the table into this page, docs/performance.md")
     add("--quick", action="store_true", help="tiny: the figures say nothing")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     if options.page:
         report.put_between(options.page, START, END, table(options.out))
         return

@@ -14,9 +14,7 @@ def _files(*names):
 _CONTRACT = (
     "-k",
     "not fresh_process",
-    *_files(
-        "layer/test_layer", "attention/test_attention", "layer/test_parity", "layer/test_routes"
-    ),
+    *_files("layer/test_layer", "attention/test_attention", "layer/test_parity"),
 )
 # What a mask is and what attention under it gives. The longest come first, for two workers.
 _LAWS = (
@@ -24,14 +22,12 @@ _LAWS = (
     "tests/rules",
     *_files("attention/test_attention", "test_golden", "test_layout", "test_public_names"),
 )
-# What depends on the backend. For the rest TensorFlow is enough.
+# What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
     "tests/attention",
     "tests/layer",
     *_files("rules/test_evaluation", "rules/test_coverage", "test_masks", "test_golden"),
-    *_files("test_keras_internals", "test_tolerance", "export/test_other_targets"),
-    *_files("retrofit/test_retrofit", "retrofit/test_masked_model", "retrofit/test_backbones"),
-    *_files("retrofit/test_tasks", "retrofit/test_subclassed", "retrofit/test_threads"),
+    *_files("test_keras_internals", "retrofit/test_retrofit", "retrofit/test_masked_model"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
 _RUFF = (sys.executable, "-m", "ruff")
@@ -39,6 +35,7 @@ _RUFF = (sys.executable, "-m", "ruff")
 _SOURCE = (
     ("style: rules", None, (*_RUFF, "check", ".")),
     ("style: layout", None, (*_RUFF, "format", "--check", ".")),
+    ("types", None, (sys.executable, "-m", "mypy")),
 )
 # What each run says first (busy cores take longer), and its passes.
 RUNS = {

@@ -2,8 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
-
-from keras_headmask.masks import Tensor
+from typing import Any
 
 EXTRA = "assets.extra"  # where TensorFlow Serving looks for what is no graph and no variable
 _MOST = 1000  # what TF Serving takes
@@ -22,7 +21,7 @@ def check_installed() -> None:
         ) from error
 
 
-def write(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
+def write(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Write `(signature, inputs by name)` pairs into a version."""
     import tensorflow as tf
     from tensorflow_serving.apis import model_pb2, predict_pb2, prediction_log_pb2

@@ -12,7 +12,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 
-pytestmark = pytest.mark.tensorflow
+pytestmark = [pytest.mark.tensorflow, pytest.mark.long]  # it compiles C++
 SHAPES = [(1, 1), (2, 6), (5, 17), (1, 129), (2, 300)]
 
 

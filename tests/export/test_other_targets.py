@@ -24,7 +24,9 @@ NEEDS = {
     "openvino": ["openvino", "scipy"],
     "litert": ["ai_edge_litert"],
 }
-LENGTHS = pytest.mark.parametrize("length", [None, 300], ids=["any length", "300"])
+LENGTHS = pytest.mark.parametrize(
+    "length", [None, pytest.param(300, marks=pytest.mark.long)], ids=["any length", "300"]
+)
 
 
 @pytest.fixture(params=SUFFIX)

@@ -253,12 +253,12 @@ def table(folder: Path) -> str:
     of_arm, ratios = losses_of(losses) if losses else {}, times.get("ratios", {})
     lines = ["| heads | held-out loss | by seed | time of a step |", "|---|---|---|---|"]
     for name in (STOCK, STOCK_XLA, FULL, WINDOWS, MIXTURE, REPEATS):
-        told = ["-", "-"]
+        cells = ["-", "-"]
         if name in of_arm:
             by_seed = ", ".join(f"{loss:.3f}" for loss in of_arm[name])
-            told = [f"{statistics.mean(of_arm[name]):.3f}", by_seed]
+            cells = [f"{statistics.mean(of_arm[name]):.3f}", by_seed]
         ratio = f"{ratios[name]:.2f}" if name in ratios else "-"
-        lines.append(f"| {' | '.join([name, *told, ratio])} |")
+        lines.append(f"| {' | '.join([name, *cells, ratio])} |")
     origins = [
         f"{what}: {report.where(record)}; {record['date']}; `{record['command']}`."
         for what, record in (("Loss", losses), ("Time", times))

@@ -3,8 +3,8 @@
 Names are read as TensorFlow Serving reads them, by number: the folder "0003" is version 3.
 
 A version is written in a hidden sibling and appears by one rename. The writer holds a lock on that
-sibling, which the system drops when the process dies: so the next writer can tell what was left
-behind from what is still being written. It removes only what a writer marked and made.
+sibling, which the system drops when the process dies: so the next writer knows what was left
+behind and what is still being written. It removes only what a writer marked and made.
 """
 
 import contextlib

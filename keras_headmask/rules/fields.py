@@ -28,13 +28,24 @@ def limits_of(annotation: Any) -> Limits | None:
     return next((x for x in metadata if isinstance(x, Limits)), None)
 
 
+@functools.cache
+def types_of(cls: Any) -> dict[str, Any]:
+    """The annotations of a dataclass, those that are text evaluated, too."""
+    try:
+        return typing.get_type_hints(cls, include_extras=True)
+    except Exception:  # text that names what is not there, in a class made inside a function, say
+        return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
 def check_fields(spec: Any) -> None:
     """Check each field of a spec under construction that has `Limits`, or `Limits` or None."""
+    cls: Any = type(spec)
+    types = types_of(cls)
     for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        options = () if value is None else typing.get_args(field.type)
-        for annotation in (field.type, *options):
-            if (limits := limits_of(annotation)) and limits.check:
+        value, annotation = getattr(spec, field.name), types[field.name]
+        options = () if value is None else typing.get_args(annotation)
+        for option in (annotation, *options):
+            if (limits := limits_of(option)) and limits.check:
                 object.__setattr__(spec, field.name, limits.check(value, field.name))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from keras_headmask.rules import config
-from keras_headmask.rules.fields import RULE, limits_of
+from keras_headmask.rules.fields import RULE, limits_of, types_of
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -73,13 +73,9 @@ def _of_kind(kind: str, cls: Any) -> dict[str, Any]:
 
 
 def of_fields(cls: Any) -> dict[str, dict[str, Any]]:
-    try:
-        hints = typing.get_type_hints(cls, include_extras=True)
-    except NameError:  # of a class made inside a function: nothing is known
-        hints = {}
-    schemas = {}
+    types, schemas = types_of(cls), {}
     for field in dataclasses.fields(cls):
-        schemas[field.name] = _of_type(hints.get(field.name, Any))
+        schemas[field.name] = _of_type(types[field.name])
         if field.default is not dataclasses.MISSING:
             schemas[field.name] |= {"default": config.to_json(field.default)}
         elif field.default_factory is not dataclasses.MISSING:

@@ -59,6 +59,7 @@ __all__ = [
     "from_torch",
     "lint",
     "make_mask",
+    "mask_specs",
     "not_mask",
     "or_masks",
     "plot",
@@ -66,7 +67,9 @@ __all__ = [
     "recipes",
     "register_spec",
     "schema",
+    "summary_masks",
     "to_additive",
+    "unmasked",
     "write_serving_config",
 ]
 
@@ -88,6 +91,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.retrofit.masked_model import unmasked
+    from keras_headmask.retrofit.report import mask_specs, summary_masks
     from keras_headmask.rules.evaluation import make_mask
     from keras_headmask.rules.json_schema import schema
 
@@ -102,6 +107,8 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
+    "retrofit.masked_model": "unmasked",
+    "retrofit.report": "mask_specs summary_masks",
     "rules.evaluation": "make_mask",
     "rules.json_schema": "schema",
 }

@@ -66,7 +66,7 @@ def test_a_keras_file_loads_and_answers_as_it_did(folder):
     ids = arrays(folder, "mask_inputs")["token_ids"]
     wanted = arrays(folder, "outputs")["output_0"]
     assert_close(numpy(model(ids)), wanted)
-    assert list(model.mask_specs.values()) == [hm.Window(1, 0)]
+    assert hm.Window(1, 0) in hm.mask_specs(model).values()
 
 
 @pytest.mark.tensorflow

@@ -23,6 +23,7 @@ _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 _rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
 _wanted_scores: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
+_operations: ContextVar[Callable[[], None] | None] = ContextVar("operations", default=None)
 _LOCK = threading.Lock()  # of putting doors up and taking them down
 
 
@@ -46,6 +47,26 @@ def are_rules_off() -> bool:
 def scores_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
     """Let attention `layer` compute without a flash kernel, which returns no probabilities."""
     return holding(_wanted_scores, _wanted_scores.get() | {id(layer)})
+
+
+@contextlib.contextmanager
+def operations_seen(see: Callable[[], None] | None) -> Iterator[None]:
+    """Call `see` when `dot_product_attention` computes; `None` ends that inside."""
+    token = _operations.set(see)
+    try:
+        yield
+    finally:
+        _operations.reset(token)
+
+
+def operation_runs() -> None:
+    """Called when Keras' `dot_product_attention` computes, or ours."""
+    see = _operations.get()
+    if see is not None:
+        see()
+
+
+_keras.before_dot_product_attention(operation_runs)
 
 
 def uses_flash(layer: Any) -> bool:

@@ -6,9 +6,13 @@ from typing import Any
 import keras
 
 from keras_headmask.export.report import installed_versions
-from keras_headmask.retrofit.layer_rules import aligned, numbered
-from keras_headmask.retrofit.observing import rules_of
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
+from keras_headmask.retrofit.finding import (
+    AttentionLayer,
+    aligned,
+    find_attention,
+    numbered,
+)
+from keras_headmask.retrofit.report import mask_specs
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.terminal import in_one_line
@@ -16,7 +20,7 @@ from keras_headmask.rules.terminal import in_one_line
 
 def information(model: keras.Model) -> dict[str, Any]:
     """Everything that `as_text` says, as plain JSON."""
-    found, rules = find_attention(model), rules_of(model)
+    found, rules = find_attention(model), mask_specs(model)
     inputs = getattr(model, "inputs", None) or ()
     return {
         "name": model.name,

@@ -17,9 +17,8 @@ from keras_headmask.export.interface import Arrays, Interface, answer, as_array,
 from keras_headmask.export.report import CheckResult
 from keras_headmask.export.signatures import DEFAULT, Signature
 from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.finding import find_attention, longest_sequence
 from keras_headmask.retrofit.observing import Seen, is_restricted, watched
-from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import find_attention
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.

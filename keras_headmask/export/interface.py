@@ -13,7 +13,7 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.observing import rules_of
+from keras_headmask.retrofit.report import mask_specs
 from keras_headmask.rules.base import MaskSpec
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -95,7 +95,7 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
 
     if not model.built:
         call({name: ops.ones([n or 2 for n in x.shape], x.dtype) for name, x in inputs.items()})
-    return Interface(model, inputs, call, shapes, arguments, as_returned, rules_of(model))
+    return Interface(model, inputs, call, shapes, arguments, as_returned, mask_specs(model))
 
 
 def _names_of_inputs(graph: _keras.Functional) -> list[str]:

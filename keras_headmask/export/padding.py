@@ -17,11 +17,11 @@ from keras_headmask.export.interface import (
     answer,
     distance,
 )
+from keras_headmask.export.position_mixing import what_mixes
 from keras_headmask.export.precision import TOLERANCES, computing_in
 from keras_headmask.export.signatures import Signature
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.observing import keys_limited
-from keras_headmask.retrofit.position_mixing import what_mixes
 
 LENGTHS = "lengths"  # the input that says how long each example really is
 _SHORT = 8  # positions; enough to see whether two axes must be of one length

@@ -31,7 +31,8 @@ from keras_headmask.export.signatures import (
     write,
 )
 from keras_headmask.export.warmup import EXTRA, check_installed
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.selectors import select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 

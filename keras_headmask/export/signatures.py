@@ -13,8 +13,8 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import Input, Interface, Tensors
+from keras_headmask.retrofit.finding import AttentionLayer
 from keras_headmask.retrofit.observing import watched
-from keras_headmask.retrofit.selectors import AttentionLayer
 
 DEFAULT = "serving_default"
 

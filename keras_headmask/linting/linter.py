@@ -14,7 +14,7 @@ import numpy as np
 from keras_headmask.linting import input_checks, model_facts, rule_checks
 from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
 from keras_headmask.linting.subject import Subject, key_side, marks_padding
-from keras_headmask.retrofit.position_mixing import longest_sequence
+from keras_headmask.retrofit.finding import longest_sequence
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 

@@ -12,10 +12,11 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import Mask, lift
-from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.masked_layer import rules_in_force
 from keras_headmask.retrofit.observing import called, scores_seen
-from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
+from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules.base import MaskSpec
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.
@@ -66,15 +67,17 @@ def has_rules(model: Any) -> bool:
     return has_graph and bool(_rules(model) or _own(model))
 
 
-def _rules(model: Any) -> list[Any]:
-    return list(model._head_masks.rules.values()) if isinstance(model, HeadMasked) else []
+def _rules(model: Any) -> list[tuple[AttentionLayer, LayerRule]]:
+    """The layers that have a rule by `apply_head_masks`, and the last of their rules."""
+    known = find_attention(model).known
+    return [(x, rules[-1]) for x in known if (rules := rules_in_force(x.layer))]
 
 
 def _own(model: Any) -> list[AttentionLayer]:
     """The layers that were built with a rule, and have no other by `apply_head_masks`."""
-    ruled = {id(rule.layer) for rule in _rules(model)}
-    known = (x for x in find_attention(model).known if id(x.layer) not in ruled)
-    return [x for x in known if getattr(x.layer, "_restricts", False)]
+    known = find_attention(model).known
+    free = (x for x in known if not rules_in_force(x.layer))
+    return [x for x in free if getattr(x.layer, "_restricts", False)]
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
@@ -86,7 +89,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
-            for layer in [rule.layer for rule in rules] + [entry.layer for entry in own]:
+            for layer in [entry.layer for entry, _ in rules] + [entry.layer for entry in own]:
                 keep = functools.partial(_keep, arriving, id(layer))
                 stack.enter_context(scores_seen(layer, keep))
                 stack.enter_context(called(layer, functools.partial(_keep, given, id(layer))))
@@ -97,10 +100,13 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
     paddings, found = _paddings(graph, tensors), []
-    for rule in rules:
-        entry, spec = rule.entry, model.mask_specs[rule.entry.path]
-        values = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
-        found.append(MaskedLayer(entry, spec, values, arriving.get(id(rule.layer)), paddings))
+    for entry, rule in rules:
+        spec = spec_of(entry.layer)
+        if spec is not None:
+            is_whole = spec.inputs.keys() <= rule.sources.keys()
+            values = rule.given(tensors) if is_whole and set(rule.reads) <= tensors.keys() else None
+            seen = arriving.get(id(entry.layer))
+            found.append(MaskedLayer(entry, spec, values, seen, paddings))
     for entry in own:
         key, spec = id(entry.layer), entry.layer.mask_spec
         values = given.get(key, {}).get("mask_inputs") or {}
@@ -115,11 +121,13 @@ def _keep(seen: dict[int, Any], layer: int, arguments: Any, _probabilities: Any 
 def unread_inputs(model: Any) -> list[str]:
     """Inputs that neither a layer nor a rule reads."""
     graph = _keras.functional_of(model)
-    calls = (call for operation in graph.operations for call in _keras.calls_of(operation))
-    by_layers = {id(tensor) for call in calls for tensor in call.input_tensors}
-    sources = [source for rule in _rules(model) for source in rule.sources.values()]
-    by_rules = set(keras.tree.flatten(sources))
-    return [t.name for t in graph.inputs if id(t) not in by_layers and t.name not in by_rules]
+    read = {
+        id(tensor)
+        for operation in graph.operations
+        for node in _keras.calls_of(operation)
+        for tensor in node.input_tensors
+    }
+    return [t.name for t in graph.inputs if id(t) not in read]
 
 
 def _checked(graph: Any, inputs: Any) -> dict[str, np.ndarray]:

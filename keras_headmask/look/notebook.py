@@ -11,10 +11,14 @@ import html
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 
+from keras_headmask import _keras
 from keras_headmask.look import drawing, panels
-from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.masked_layer import MaskedLayer
+from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -23,7 +27,7 @@ _MOST_RULES = 4  # of a model that are drawn
 _MOST_GROUPS = 16  # of heads with one rule, of a spec
 
 
-def _or_none(show: Callable[..., str], *values: Any) -> str | None:
+def _or_none(show: Callable[..., str | None], *values: Any) -> str | None:
     """A look at a value must not stop a notebook, whatever an unusual spec or model raises."""
     with contextlib.suppress(Exception):
         return show(*values)
@@ -123,12 +127,14 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
     return ids[None]
 
 
-def _model_html(model: Any) -> str:
-    """The layers under a rule, and their rules."""
-    heads = {rule.entry.path: rule.heads for rule in model._head_masks.rules.values()}
+def _model_html(model: keras.Model) -> str | None:
+    """The layers under a rule, and their rules; `None` for a model without a masked layer."""
+    if not any(isinstance(layer, MaskedLayer) for layer in _keras.layers_of(model)):
+        return None
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
-    for path, spec in model.mask_specs.items():
-        layers.setdefault((spec, heads[path]), []).append(path)
+    for entry in find_attention(model).known:
+        if (spec := spec_of(entry.layer)) is not None:
+            layers.setdefault((spec, entry.layer.num_heads), []).append(entry.path)
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]
     for number, ((spec, num_heads), paths) in enumerate(layers.items()):
         parts.append(_pre(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
@@ -139,6 +145,6 @@ def _model_html(model: Any) -> str:
 
 def install() -> None:
     """Let every spec and every masked model show itself."""
-    shows: dict[Any, Callable[..., str]] = {MaskSpec: _rule_html, HeadMasked: _model_html}
+    shows: dict[Any, Callable[..., str | None]] = {MaskSpec: _rule_html, keras.Model: _model_html}
     for cls, show in shows.items():
         cls._repr_html_ = lambda value, show=show: _or_none(show, value)

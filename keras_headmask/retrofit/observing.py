@@ -17,13 +17,12 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit.layer_rules import (
-    HOOK,
-    attention_arguments,
-    rules_at_work,
-    spec_beneath,
-)
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
+from keras_headmask.retrofit import frames
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.masked_layer import rules_in_force
+from keras_headmask.retrofit.obeying import HOOK, attention_arguments
+from keras_headmask.retrofit.report import spec_of
+from keras_headmask.retrofit.selectors import select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
@@ -75,7 +74,7 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
             f"be below that. Received: {call}."
         )
     scores, allowed = kept[call]
-    spec = spec_beneath(entry.layer)
+    spec = spec_of(entry.layer)
     return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
 
 
@@ -137,11 +136,11 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 
 
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
-    """What the rules of masked models allow in the forward now running; `None` without a rule."""
-    mask = None
-    for rule, binding in rules_at_work(layer):
-        given, offset = rule.given(binding.tensors), binding.query_offset
-        made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset)
+    """What the rules of `apply_head_masks` allow in the call now running; `None` without one."""
+    mask, offset = None, frames.current().offset
+    for rule in rules_in_force(layer):
+        given = rule.given(frames.inputs_of(rule) or {})
+        made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset or 0)
         mask = masks.and_masks(mask, made)
     return mask
 
@@ -149,16 +148,10 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 # --- For exports ----------------------------------------------------------------------------------
 
 
-def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
-    """The rule of each attention layer that has one, by the layer's path."""
-    specs = {e.path: spec_beneath(e.layer) for e in find_attention(model).known}
-    return {path: spec for path, spec in specs.items() if spec is not None}
-
-
 def is_restricted(model: keras.Model) -> bool:
     """Whether any rule in `model` keeps any head from any key."""
     return any(
-        (spec := spec_beneath(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
+        (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
         for entry in find_attention(model).known
     )
 

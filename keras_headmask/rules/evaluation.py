@@ -135,10 +135,12 @@ def bind(
     keys: Length | None,
     query_offset: Length = 0,
     beside: Bound | None = None,
+    prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
     `beside` is what was bound for the same sequences before, and is a part of the result.
+    `prepared` is what leaves prepared before for the whole sequences.
     """
     if queries is None or keys is None:
         raise ValueError(
@@ -165,7 +167,7 @@ def bind(
                 sides[name] = Sides(tensor, tensor)
                 shared |= {name} if "query" in kind.sides else set()
         if sides:
-            bound[leaf] = dict(leaf.prepare(sides))
+            bound[leaf] = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):

@@ -83,7 +83,7 @@ def _operations(model: Any) -> list[Any]:
 def masked(model: keras.Model, planned: Planned) -> keras.Model:
     """`model` itself under the rules of `planned`; a Sequential one becomes functional."""
     if isinstance(model, keras.Sequential) and _keras.functional_of(model) is not None:
-        model = keras.Model(model.inputs, model.outputs, name=model.name)
+        model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
     has_graph = isinstance(model, _keras.Functional)
     new = new_inputs(model, planned) if has_graph else {}
     for entry, rule in planned:

@@ -144,10 +144,19 @@ def test_a_task_on_it(masked):
     assert abs(before - after).max() < 1e-5
 
 
-def test_the_summary_shows_where_the_inputs_of_the_rule_flow(masked):
+def test_the_summary_shows_where_the_inputs_of_the_rule_flow(masked, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # Keras' summary is as wide as the terminal
     lines = []
     masked.summary(print_fn=lambda line, **_: lines.append(line), line_length=200)
     text = "\n".join(lines)
     first, second = (text.index(f"transformer_layer_{i} ") for i in (0, 1))
     assert "HeadMaskInputs" in text
     assert "head_mask_inputs" in text[first:second]
+
+
+def test_plot_model_shows_where_the_inputs_of_the_rule_flow(masked):
+    dot = keras.utils.model_to_dot(masked)
+    names = {node.get_name(): node.get_label() for node in dot.get_nodes()}
+    edges = {(names[e.get_source()], names[e.get_destination()]) for e in dot.get_edges()}
+    readers = [to for start, to in edges if "HeadMaskInputs" in start]
+    assert len(readers) == len(hm.mask_specs(masked)) == 6

@@ -14,9 +14,8 @@ from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import Mask, lift
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.masked_layer import rules_in_force
+from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
 from keras_headmask.retrofit.observing import called, scores_seen
-from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules.base import MaskSpec
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.

@@ -17,8 +17,7 @@ import numpy as np
 from keras_headmask import _keras
 from keras_headmask.look import drawing, panels
 from keras_headmask.retrofit.finding import find_attention
-from keras_headmask.retrofit.masked_layer import MaskedLayer
-from keras_headmask.retrofit.report import spec_of
+from keras_headmask.retrofit.masked_layer import MaskedLayer, spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 

@@ -11,10 +11,9 @@ from keras_headmask.retrofit import compiled
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.masked_layer import all_rules, rules_in_force
+from keras_headmask.retrofit.masked_layer import all_rules, combined, rules_in_force
 from keras_headmask.retrofit.masked_model import masked
 from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
-from keras_headmask.retrofit.report import combined
 from keras_headmask.retrofit.selectors import specs_by_layer
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec

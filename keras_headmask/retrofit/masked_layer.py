@@ -8,6 +8,7 @@ that of the stock layer, and the rules.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from keras_headmask.retrofit import frames, nesting, obeying
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
 
 _STATE = "headmask_state"
@@ -217,6 +219,18 @@ def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
     rules = all_rules(layer)
     last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
     return rules[last:]
+
+
+def spec_of(layer: keras.Layer) -> MaskSpec | None:
+    """All that an attention layer obeys: its own rule, unless that is replaced, and others."""
+    return combined(layer, rules_in_force(layer))
+
+
+def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
+    own = getattr(layer, "mask_spec", None)
+    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
+    specs += [rule.spec for rule in rules]
+    return functools.reduce(operator.and_, specs) if specs else None
 
 
 def _state(layer: Any) -> _State:

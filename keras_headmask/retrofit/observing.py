@@ -19,9 +19,8 @@ from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit import frames
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
-from keras_headmask.retrofit.masked_layer import rules_in_force
+from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
 from keras_headmask.retrofit.obeying import HOOK, attention_arguments
-from keras_headmask.retrofit.report import spec_of
 from keras_headmask.retrofit.selectors import select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec

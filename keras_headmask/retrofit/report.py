@@ -1,15 +1,12 @@
 """What the attention layers of a model obey: any model, one that was cut or extended, too."""
 
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_headmask.retrofit.finding import aligned, find_attention, numbered
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.masked_layer import rules_in_force
+from keras_headmask.retrofit.masked_layer import spec_of
 from keras_headmask.rules.base import MaskSpec
 
 
@@ -50,15 +47,3 @@ def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) ->
         rows.append((place, entry.path, type(entry.layer).__name__, heads, entry.kind, spec))
     for line in aligned(rows):
         print_fn(line)
-
-
-def spec_of(layer: keras.Layer) -> MaskSpec | None:
-    """All that an attention layer obeys: its own rule, unless that is replaced, and others."""
-    return combined(layer, rules_in_force(layer))
-
-
-def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
-    own = getattr(layer, "mask_spec", None)
-    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
-    specs += [rule.spec for rule in rules]
-    return functools.reduce(operator.and_, specs) if specs else None

@@ -87,7 +87,7 @@ RULE = hm.PerHead({0: hm.recipes.sentences(ENDS, SPECIAL)})
 
 stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
 masked = hm.apply_head_masks(stock, RULE)
-hm.summary_masks(masked)
+masked.summary_masks()
 
 # %% [markdown]
 """

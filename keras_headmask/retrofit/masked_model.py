@@ -4,6 +4,7 @@ It keeps its class by one made for it. Its config is that of the stock model, wh
 stock graph, and the rules, which are applied again when it is loaded.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,8 +88,9 @@ def masked(model: keras.Model, planned: Planned) -> keras.Model:
     has_graph = isinstance(model, _keras.Functional)
     new = new_inputs(model, planned) if has_graph else {}
     for entry, rule in planned:
-        root = operation_around(model, entry.layer) if has_graph else model
-        masked_layer.add_rule(root, entry.layer, _owned(rule, root))
+        roots = operations_around(model, entry.layer) if has_graph else [model]
+        for root in roots:  # a layer may stand in several, each of which hands it what it reads
+            masked_layer.add_rule(root, entry.layer, dataclasses.replace(rule, owner=roots[0]))
     if has_graph:
         rewiring.rewire(model, new)
         if not _keras.is_plain_functional(model):
@@ -121,17 +123,10 @@ def unmasked(model: keras.Model) -> keras.Model:
     return twin
 
 
-def operation_around(model: keras.Model, layer: keras.Layer) -> keras.Layer:
-    """The layer in the graph of `model` that is `layer`, or holds it."""
-    return next(
-        x
-        for x in model.operations
-        if isinstance(x, keras.Layer) and any(inner is layer for inner in _keras.layers_of(x))
-    )
-
-
-def _owned(rule: LayerRule, owner: keras.Layer) -> LayerRule:
-    return LayerRule(rule.spec, rule.num_heads, rule.sources, rule.replaces, owner)
+def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
+    """The layers in the graph of `model` that are `layer`, or hold it."""
+    operations = [x for x in model.operations if isinstance(x, keras.Layer)]
+    return [x for x in operations if any(inner is layer for inner in _keras.layers_of(x))]
 
 
 # The name under which masked models of any class are filed; known before the first one is made.

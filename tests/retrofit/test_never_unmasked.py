@@ -59,6 +59,9 @@ def test_a_masked_layer_alone_obeys(way):
     reads = hm.apply_head_masks(one_layer(), hm.SameSentence(9)).get_layer("attention")
     with pytest.raises(ValueError, match=r"reads \['token_ids'\], and was called without them"):
         reads(x, x)
+    symbolic = keras.Input((7, 8))
+    with pytest.raises(ValueError, match="and was called without them"):
+        reads(symbolic, symbolic)  # while a model is made, not in its first `fit`
     given = {"token_ids": TOKENS}
     alone = way(reads)
     y = numpy(alone(x, x, head_mask_inputs=given))

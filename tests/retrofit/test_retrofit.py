@@ -223,6 +223,20 @@ def test_a_sequential_model():
         hm.apply_head_masks(lazy, CHUNK)
 
 
+def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    first = Block(name="first")
+    second = Block(first.attention, name="second")
+    model = keras.Model(ids, [first(x), second(x)])
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    changed = TOKENS.copy()
+    changed[0, -1] = 3
+    for before, after in zip(masked(TOKENS), masked(changed), strict=True):
+        moved = abs(numpy(before) - numpy(after))[0].max(-1)
+        assert moved[: TOKENS[0].tolist().index(9) + 1].max() == 0 < moved[-1]
+
+
 def test_nested_models_and_shared_layers():
     inner = stack(2)
     ids = keras.Input((None,), dtype="int32", name="token_ids")

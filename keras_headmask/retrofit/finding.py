@@ -63,6 +63,8 @@ def find_attention(model: keras.Model) -> Found:
             found.unknown.append(entry)
         elif isinstance(layer, keras.layers.MultiHeadAttention):
             found.known.append(entry)
+    # The class that attends says more than a layer around it, which was seen to.
+    found.unknown.sort(key=lambda entry: not _is_named_for_attention(entry.layer))
     if all(id(entry.layer) in calls for entry in found.known):
         order = {layer: number for number, layer in enumerate(calls)}
         found.known.sort(key=lambda entry: order[id(entry.layer)])

@@ -69,6 +69,18 @@ def test_a_masked_layer_alone_obeys(way):
     assert abs(y - numpy(layer(x, x))).max() > 1e-3
 
 
+def test_a_layer_that_makes_its_attention_in_build_obeys_from_its_first_call():
+    x = keras.Input((7, 8))
+    stock = keras.Model(x, keras_hub.layers.TransformerEncoder(16, 2, name="encoder")(x))
+    layer = hm.apply_head_masks(stock, CHUNK).get_layer("encoder")
+    fresh = type(layer).from_config(layer.get_config())
+    values = normal(2, 7, 8)
+    changed = values.copy()
+    changed[:, 6] += 1
+    moved = abs(numpy(fresh(values)) - numpy(fresh(changed)))
+    assert moved[:, :6].max() == 0 < moved[:, 6].max()
+
+
 def test_an_attention_layer_taken_from_inside_obeys():
     inner = hm.apply_head_masks(stack(1), CHUNK).get_layer("block_0").attention
     x = keras.Input((7, 8))

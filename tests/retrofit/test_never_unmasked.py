@@ -70,6 +70,8 @@ def test_a_masked_layer_alone_obeys(way):
 
 
 def test_a_layer_that_makes_its_attention_in_build_obeys_from_its_first_call():
+    import keras_hub
+
     x = keras.Input((7, 8))
     stock = keras.Model(x, keras_hub.layers.TransformerEncoder(16, 2, name="encoder")(x))
     layer = hm.apply_head_masks(stock, CHUNK).get_layer("encoder")

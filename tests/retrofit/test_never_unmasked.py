@@ -69,11 +69,24 @@ def test_a_masked_layer_alone_obeys(way):
     assert abs(y - numpy(layer(x, x))).max() > 1e-3
 
 
-def test_a_layer_that_makes_its_attention_in_build_obeys_from_its_first_call():
-    import keras_hub
+@keras.saving.register_keras_serializable("test_never_unmasked")
+class BuiltLate(layers.Layer):
+    """Its attention is made in `build`, and a config does not build it."""
 
+    def build(self, shape):
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+    def get_build_config(self):
+        return None
+
+
+def test_a_layer_that_makes_its_attention_in_build_obeys_from_its_first_call():
     x = keras.Input((7, 8))
-    stock = keras.Model(x, keras_hub.layers.TransformerEncoder(16, 2, name="encoder")(x))
+    stock = keras.Model(x, BuiltLate(name="encoder")(x))
     layer = hm.apply_head_masks(stock, CHUNK).get_layer("encoder")
     fresh = type(layer).from_config(layer.get_config())
     values = normal(2, 7, 8)

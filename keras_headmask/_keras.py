@@ -180,6 +180,11 @@ def nodes(graph: Functional) -> Iterator[Any]:
         yield from graph._nodes_by_depth[depth]
 
 
+def is_whole(graph: Functional) -> bool:
+    """Whether its layers still know all calls of a graph, which `run_anew` of another forgets."""
+    return all(any(x is node for x in calls_of(node.operation)) for node in nodes(graph))
+
+
 def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
@@ -192,6 +197,11 @@ def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         return layer._call_signature.bind_partial(*args, **kwargs).arguments
     except TypeError:
         return {}
+
+
+def has_argument(layer: Any, name: str) -> bool:
+    """Whether calls of `layer` take an argument of that name."""
+    return name in layer._call_signature.parameters
 
 
 def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled
+from keras_headmask.retrofit import compiled, nesting
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.frames import LayerRule
@@ -55,8 +55,8 @@ def apply_head_masks(
     Args:
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
             `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in nested layers and models
-            too. A Sequential model comes back as a functional one. Without a graph, a subclassed
-            model takes rules on positions alone.
+            too. A Sequential model whose rule reads inputs comes back as a functional one. Without
+            a graph, a subclassed model takes rules on positions alone.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
@@ -105,7 +105,7 @@ def apply_head_masks(
     specs = specs_by_layer(given, layers, found)
     rules = {i: _rule(model, found.known[i], spec, existing) for i, spec in specs.items()}
     planned = [(found.known[i], rule) for i, rule in rules.items()]
-    _check_graph(model, planned)
+    _check_graph(model, planned, copy)
     check_inputs(model, planned, add_inputs)  # before any change
     if not copy:
         compiled.drop_all_that_run([entry.layer for entry, _ in planned])
@@ -137,7 +137,13 @@ def _check_model(model: Any) -> None:
             f"`model` must be a Keras model. Received: {model!r}. A layer takes a rule by "
             "`PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
         )
-    has_none = not model.built or not _keras.functional_of(model)
+    graph = _keras.functional_of(model)
+    if isinstance(graph, _keras.Functional) and not _keras.is_whole(graph):
+        raise ValueError(
+            f"The graph of '{model.name}' is older than a rule that `copy=False` gave to its "
+            "layers. Build the model anew, on tensors of the masked one."
+        )
+    has_none = not model.built or not graph
     if isinstance(model, keras.Sequential) and has_none:
         raise ValueError(
             f"The Sequential model '{model.name}' has no graph yet: start it with a keras.Input, "
@@ -145,16 +151,28 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_graph(model: keras.Model, planned: Planned) -> None:
+def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
     """Raise where a rule reads inputs and no graph can hand them on."""
     reads = sorted({name for _, rule in planned for name in rule.spec.inputs})
-    if reads and not isinstance(_keras.functional_of(model), _keras.Functional):
+    graph = _keras.functional_of(model)
+    if reads and not copy and isinstance(model, keras.Sequential):
+        raise ValueError(
+            f"The rule reads {reads}, which a Sequential model cannot hand on to its layers: pass "
+            "copy=True, which returns a functional model. Rules on positions alone hold in place."
+        )
+    if reads and not isinstance(graph, _keras.Functional):
         raise TypeError(
             f"`{type(model).__name__}` is a subclassed model without a graph, and the rule reads "
             f"{reads}, which its code cannot hand on. Make the model functional, or use "
             "PerHeadMaskedMultiHeadAttention in its code and call it with `mask_inputs`. Rules on "
             "positions alone hold in any model."
         )
+
+
+def _is_around(rule: LayerRule, model: keras.Model) -> bool:
+    """Whether a model that holds `model` gave the rule."""
+    has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
+    return (has_graph and rule.owner is model) or nesting.is_inside(rule.owner, model)
 
 
 def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
@@ -165,6 +183,12 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         raise ValueError(
             f"The attention layer {entry} has a rule already: {beneath!r}. Pass existing='and' to "
             "keep both, or existing='replace'."
+        )
+    if any(rule.replaces and _is_around(rule, model) for rule in all_rules(layer)):
+        raise ValueError(
+            f"The rule of the attention layer {entry} was replaced by a model around "
+            f"'{model.name}', where a rule of '{model.name}' would not hold. Give the rule to the "
+            "model around it."
         )
     owners = {id(model)} | {id(x) for x in getattr(model, "operations", ())}
     own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)

@@ -7,6 +7,7 @@ frame belongs to one call in one thread, so a model may run in many threads at o
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -58,11 +59,17 @@ class LayerRule:
             for name, source in self.sources.items()
         }
 
+    @functools.cached_property
+    def _prepared_names(self) -> list[tuple[MaskSpec, dict[str, Sides]]]:
+        return [
+            (leaf, {name: prepared_names(leaf, name, self.sources) for name in leaf.inputs})
+            for leaf in leaves(self.spec)
+        ]
+
     def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
         """What was prepared before for leaves of the spec: see `HeadMaskInputs`."""
         found = {}
-        for leaf in leaves(self.spec):
-            names = {name: prepared_names(leaf, name, self.sources) for name in leaf.inputs}
+        for leaf, names in self._prepared_names:
             sides = [side for pair in names.values() for side in pair if side is not None]
             if sides and all(side in tensors for side in sides):
                 found[leaf] = {
@@ -79,11 +86,12 @@ def names_in(source: Source) -> list[str]:
 def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
     """The names of what is prepared for an input of a leaf, one for each side."""
     source = sources[name]
+    config = json.dumps(leaf.get_config(), sort_keys=True)  # two classes may look alike in a repr
     if isinstance(source, str):
-        return Sides(f"{leaf!r} of {source}", f"{leaf!r} of {source}")
+        return Sides(f"{config} of {source}", f"{config} of {source}")
     of_both = ", ".join(names_in(source))
     sides = zip(source, ("queries", "keys"), strict=True)
-    return Sides(*(None if s is None else f"{leaf!r} of {of_both}: {side}" for s, side in sides))
+    return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
 
 
 class Frame(NamedTuple):

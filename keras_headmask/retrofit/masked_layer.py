@@ -37,7 +37,9 @@ class _State:
 
     def __init__(self) -> None:
         self.rules: tuple[LayerRule, ...] = ()  # of attention: what it obeys, the innermost first
-        self.waiting: list[dict[str, Any]] = []  # rules in a config, for attention not made yet
+        # Rules in a config that wait for their attention, and how much there will be of it.
+        self.waiting: list[dict[str, Any]] = []
+        self.awaited = 0
         self.stock: Any = None  # one stand-in for all times: files know it by its id
         self.inside: list[keras.Layer] | None = None
 
@@ -56,11 +58,13 @@ class MaskedLayer(_Layer):
     def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
         offset = _offset(self, args, kwargs)
         with frames.opened(self, head_mask_inputs, offset) as frame:
+            symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+            computes = not symbolic and not _keras.in_symbolic_scope()
+            if computes and _state(self).waiting and self.built:
+                super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)
             self._check_given()
             outputs = super().__call__(*args, **kwargs)
-            symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
-            computes = not symbolic and not _keras.in_symbolic_scope()
             attach(self, computes)
             if computes:
                 self._check_used(frame)
@@ -132,7 +136,11 @@ class MaskedLayer(_Layer):
     def get_config(self) -> dict[str, Any]:
         rules = to_file(self)
         config = stock_config(self, rules)
-        return {"layer": config, "rules": _state(self).waiting or rules_config(rules)}
+        state = _state(self)
+        if state.waiting:
+            return {"layer": config, "rules": state.waiting, "attention": state.awaited}
+        count = len(attention_inside(self))
+        return {"layer": config, "rules": rules_config(rules), "attention": count}
 
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
@@ -140,10 +148,12 @@ class MaskedLayer(_Layer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
+        stock = getattr(cls, "_stock_class", None)  # which may be registered nowhere
+        known = {} if stock is None else {stock.__name__: stock}
         layer = keras.saving.deserialize_keras_object(
-            config["layer"], custom_objects=custom_objects
+            config["layer"], custom_objects=known | dict(custom_objects or {})
         )
-        wait(layer, config["rules"])
+        wait(layer, config["rules"], config["attention"])
         return layer
 
 
@@ -152,7 +162,7 @@ def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
     given = _keras.arguments_of(layer, args, kwargs)
     offset = next((given[name] for name in _OFFSETS if given.get(name) is not None), None)
     for cache, name in zip(_CACHES, _OFFSETS, strict=True):
-        cached = given.get(cache) is not None
+        cached = given.get(cache) is not None and _keras.has_argument(layer, name)
         if cached and offset is None and frames.current().offset is None:
             raise ValueError(
                 f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
@@ -193,8 +203,10 @@ def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
     if not isinstance(root, MaskedLayer):
         mask(root)
     state = _state(layer)
-    kept = tuple(x for x in state.rules if x.owner is not rule.owner)
-    state.rules = (*kept, rule)
+    kept = [x for x in state.rules if x.owner is not rule.owner]
+    around = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
+    kept.insert(next(around, len(kept)), rule)  # the innermost first, as files have them
+    state.rules = tuple(kept)
     if rule.replaces and isinstance(layer, PerHeadMaskedMultiHeadAttention):
         layer.__dict__["_restricts"] = False
 
@@ -205,7 +217,7 @@ def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
     if state is not None and state.inside is not None:
         return state.inside
     found = list(dict.fromkeys(nesting.attention(layer)))
-    if state is not None and layer.built:
+    if state is not None and layer.built and not state.waiting:
         state.inside = found
     return found
 
@@ -234,7 +246,7 @@ def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | Non
 
 
 def _state(layer: Any) -> _State:
-    return vars(layer)[_STATE]
+    return vars(layer).setdefault(_STATE, _State())  # `clone_model` calls the class itself
 
 
 _classes: dict[tuple[type, type], type] = {}
@@ -286,10 +298,10 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
     return config
 
 
-def wait(layer: keras.Layer, rules: list[dict[str, Any]]) -> None:
-    """Let `layer` obey saved rules, once the attention inside it is made."""
+def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
+    """Let `layer` obey saved rules, once the `count` attention layers inside it are made."""
     mask(layer)
-    _state(layer).waiting = list(rules)
+    _state(layer).waiting, _state(layer).awaited = list(rules), count
     build = layer.build
 
     @functools.wraps(build)
@@ -308,12 +320,17 @@ def attach(layer: Any, computed: bool = False) -> None:
     if not state.waiting:
         return
     attention = list(dict.fromkeys(nesting.attention(layer)))
-    last = max(place for part in state.waiting for place in part["layers"])
-    if last >= len(attention) and not layer.built:
-        return
-    for one, rule in list(rules_from_config(state.waiting, attention, layer.name)):
-        add_rule(layer, one, dataclasses.replace(rule, owner=layer))
+    if len(attention) < state.awaited and not computed:
+        return  # (What is there is not numbered yet: a layer before it may still be made.)
+    if len(attention) != state.awaited:
+        raise ValueError(
+            f"The saved rules of '{layer.name}' number {state.awaited} attention layers, and it "
+            f"has {len(attention)}. Was it saved with another version of its code?"
+        )
+    rules = list(rules_from_config(state.waiting, attention, layer.name))
     state.waiting = []
+    for one, rule in rules:
+        add_rule(layer, one, dataclasses.replace(rule, owner=layer))
     if computed:
         raise RuntimeError(
             f"The layer '{layer.name}' made its attention while it ran, so its rule did not hold. "

@@ -54,7 +54,8 @@ class HeadMasked(MaskedLayer):
             "mask_specs": rules_config(own),
         }
         outer = [one for one in filed if one not in own]
-        return config | {"rules": rules_config(outer)} if outer else config
+        count = {"attention": len(attention_inside(self))}
+        return config | count | {"rules": rules_config(outer)} if outer else config
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
@@ -66,7 +67,7 @@ class HeadMasked(MaskedLayer):
         entries = {id(entry.layer): entry for entry in find_attention(model).known}
         model = masked(model, [(entries[id(layer)], rule) for layer, rule in rules])
         if outer := config.get("rules"):
-            masked_layer.wait(model, outer)
+            masked_layer.wait(model, outer, config["attention"])
         return model
 
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
@@ -82,13 +83,21 @@ def _operations(model: Any) -> list[Any]:
 
 
 def masked(model: keras.Model, planned: Planned) -> keras.Model:
-    """`model` itself under the rules of `planned`; a Sequential one becomes functional."""
-    if isinstance(model, keras.Sequential) and _keras.functional_of(model) is not None:
+    """`model` itself under the rules of `planned`.
+
+    A Sequential one becomes functional where its rules read inputs, which are edges of a graph.
+    """
+    if isinstance(model, keras.Sequential) and any(rule.reads for _, rule in planned):
         model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
     has_graph = isinstance(model, _keras.Functional)
     new = new_inputs(model, planned) if has_graph else {}
     for entry, rule in planned:
-        roots = operations_around(model, entry.layer) if has_graph else [model]
+        graph = _keras.functional_of(model)
+        roots = (
+            operations_around(graph, entry.layer)
+            if isinstance(graph, _keras.Functional)
+            else [model]
+        )
         for root in roots:  # a layer may stand in several, each of which hands it what it reads
             masked_layer.add_rule(root, entry.layer, dataclasses.replace(rule, owner=roots[0]))
     if has_graph:

@@ -26,15 +26,18 @@ def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False
         return
     tensors = {tensor.name: tensor for tensor in model.inputs} | dict(new)
     of_rules = _read_by_rules_alone(model) if drop_inputs else set()
-    prepares = prepared_inputs.layer_for(rule for read in rules.values() for rule in read)
+    prepares = prepared_inputs.layer_for(
+        rule for read in rules.values() for rule in read if set(rule.reads) <= tensors.keys()
+    )
     made: dict[str, Any] = {}
     if prepares is not None:
         made = prepares({name: tensors[name] for name in prepared_inputs.names_read(prepares)})
 
     def call(operation: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = {k: v for k, v in kwargs.items() if k != _ARGUMENT}
+        kwargs = dict(kwargs)
+        before = kwargs.pop(_ARGUMENT, None) or {}
         if read := rules[id(operation)]:
-            kwargs[_ARGUMENT] = _given(read, tensors, made)
+            kwargs[_ARGUMENT] = _given(read, tensors, made, before)
         return operation(*args, **kwargs)
 
     outputs = _keras.run_anew(model, call)
@@ -58,14 +61,22 @@ def rules_read(model: keras.Model, operation: Any) -> list[LayerRule]:
     return [rule for rule in found if rule.reads and id(rule.owner) in owners]
 
 
-def _given(rules: list[LayerRule], tensors: Mapping[str, Any], made: Mapping[str, Any]) -> Any:
-    names = {name for rule in rules for name in rule.reads}
+def _given(
+    rules: list[LayerRule],
+    tensors: Mapping[str, Any],
+    made: Mapping[str, Any],
+    before: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a masked layer is called with: the tensors `before`, and what they lack."""
+    given = {name: tensors[name] for rule in rules for name in rule.reads if name not in before}
+    given |= {name: x for rule in rules for name, x in before.items() if name in rule.reads}
     for rule in rules:
-        for leaf in leaves(rule.spec):
-            for name in leaf.inputs:
-                pair = prepared_inputs.prepared_names(leaf, name, rule.sources)
-                names |= {side for side in pair if side in made}
-    return {name: tensors[name] if name in tensors else made[name] for name in sorted(names)}
+        if all(given[name] is tensors.get(name) for name in rule.reads):  # of which `made` is made
+            for leaf in leaves(rule.spec):
+                for name in leaf.inputs:
+                    pair = prepared_inputs.prepared_names(leaf, name, rule.sources)
+                    given |= {side: made[side] for side in pair if side in made}
+    return dict(sorted(given.items()))
 
 
 def _has_edges(model: keras.Model) -> bool:

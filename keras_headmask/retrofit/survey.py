@@ -6,7 +6,7 @@ once more as Keras runs a layer to infer shapes: on symbolic tensors, in the cal
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
 import keras
@@ -39,10 +39,13 @@ class Survey:
             self._read(graph)
 
     def _read(self, graph: Any) -> None:
-        runs: dict[int, list[Any]] = {}
+        runs: dict[int, list[Any]] = {}  # by attention layer: the calls of what it stands in
+        read: set[int] = set()
         for node in _keras.nodes(graph):
-            operation, first = node.operation, id(node.operation) not in runs
-            runs.setdefault(id(operation), []).append(node)
+            operation, first = node.operation, id(node.operation) not in read
+            read.add(id(operation))
+            for layer in _attention(operation):
+                runs.setdefault(id(layer), []).append(node)
             inner = _keras.functional_of(operation)
             if isinstance(operation, keras.layers.MultiHeadAttention):
                 before = len(self.calls)
@@ -55,9 +58,9 @@ class Survey:
                     self._read(inner)
             elif isinstance(operation, keras.Layer) and _runs_code_of_others(operation):
                 self._run(operation, node)
-        for nodes in runs.values():
+        for layer_id, nodes in runs.items():
             if not all(map(_follows, nodes, nodes[1:])):
-                self.on_two |= {id(x) for x in _attention(nodes[0].operation)}
+                self.on_two.add(layer_id)
 
     def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
         given = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
@@ -158,13 +161,25 @@ def _attention(layer: Any) -> list[keras.Layer]:
 
 
 def _follows(earlier: Any, later: Any) -> bool:
-    """Whether a call goes on with the sequence that an earlier one gave, by the first operands."""
-    seen: set[int] = set()
-    tensor = later.input_tensors[0]
-    while id(tensor) not in seen:
-        seen.add(id(tensor))
-        if any(tensor is x for x in earlier.outputs):
-            return True
-        _, read = _keras.made_by(tensor)
-        tensor = read[0] if read else tensor
-    return False
+    """Whether a call is on the sequence of an earlier one, by the first operands.
+
+    It has the same, or one made of what the earlier call gave and of no further input.
+    """
+    before, now = (call.input_tensors[0] for call in (earlier, later))
+    given = {id(x) for x in earlier.outputs}
+    behind = _inputs_behind(now, given)
+    return now is before or (bool(behind & given) and behind - given <= _inputs_behind(before))
+
+
+def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
+    """The ids of the inputs that a tensor of a graph is made of, back to those of `ends`."""
+    waiting, seen, found = [tensor], set(), set()
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            read = [] if id(tensor) in ends else _keras.made_by(tensor)[1]
+            waiting += read
+            if not read:
+                found.add(id(tensor))
+    return found

@@ -1,14 +1,15 @@
 """A masked model never loses its rule in silence, nor does any attention escape one."""
 
 import copy
+import dataclasses
 import pickle
 
 import keras
 import numpy as np
 import pytest
 from contract import normal, numpy
-from keras import layers
-from small_models import CHUNK, TOKENS, leak, one_layer, stack
+from keras import layers, ops
+from small_models import CHUNK, TOKENS, Block, leak, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -74,7 +75,7 @@ class BuiltLate(layers.Layer):
     """Its attention is made in `build`, and a config does not build it."""
 
     def build(self, shape):
-        self.attention = layers.MultiHeadAttention(2, 4)
+        self.attention = layers.MultiHeadAttention(2, 4, name="self_attention")
         self.attention.build(shape, shape)
 
     def call(self, x):
@@ -420,3 +421,88 @@ def test_ids_of_64_bits():
     given, wide = normal(1, 4, 8), np.array([[5, 5 + 2**32, 6, 5]])
     expected = numpy(masked([given, np.array([[5, 7, 6, 5]])]))
     assert_close(numpy(outer([given, wide])), expected)
+
+
+# --- Made again: which attention, which tensors, which rule ---------------------------------------
+
+
+@keras.saving.register_keras_serializable("test_never_unmasked")
+class AfterABlock(layers.Layer):
+    """Without `build`: a config says it is built before the block inside has made its attention."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = BuiltLate(name="inner")
+        self.other = layers.MultiHeadAttention(2, 4, name="other_self_attention")
+
+    def call(self, x):
+        x = self.inner(x)
+        return ops.concatenate([x, 0 * self.other(x, x)], axis=-1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rule_stays_with_its_attention_when_others_are_made_later(way, tmp_path):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model(ids, AfterABlock(name="block")(x))
+    rule = hm.SameSentence(9)
+    masked = hm.apply_head_masks(model, rule, layers="block/inner.*")
+    again = WAYS[way](masked, tmp_path / "model.keras")
+    again.set_weights(masked.get_weights())
+    specs = {path.split("block/")[1]: spec for path, spec in hm.mask_specs(again).items()}
+    assert specs["inner/self_attention"] in (rule, rule & hm.Full())
+    assert specs.get("other_self_attention", hm.Full()) == hm.Full()
+    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+
+
+def test_edges_given_by_hand_stay_when_another_layer_gets_a_rule():
+    masked = hm.apply_head_masks(one_layer(), hm.SameSentence(9))
+    embedding, attention = masked.get_layer("embedding"), masked.get_layer("attention")
+    question, answer = (
+        keras.Input((None,), dtype="int32", name=name) for name in ("token_ids", "answer_ids")
+    )
+    x = embedding(answer)
+    first = attention(x, x, head_mask_inputs={"token_ids": answer})
+    y = embedding(question)
+    model = keras.Model([question, answer], [first, layers.MultiHeadAttention(2, 4)(y, y)])
+    both = hm.apply_head_masks(model, CHUNK, layers="multi_head.*")
+    given = [TOKENS[:, ::-1].copy(), TOKENS]
+    for one in (model, both):
+        np.testing.assert_array_equal(numpy(one(given)[0]), numpy(masked(TOKENS)))
+
+
+def test_specs_that_look_alike_do_not_share_what_is_prepared():
+    @hm.register_spec("test_never_unmasked_ends")
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Ends(hm.SameSentence):
+        def __repr__(self):
+            return "Ends()"
+
+    model = stack(2)
+    masked = hm.apply_head_masks(model, {"0": Ends(9), "1": Ends(4)})
+    plain = hm.apply_head_masks(model, {"0": hm.SameSentence(9), "1": hm.SameSentence(4)})
+    np.testing.assert_array_equal(numpy(masked(TOKENS)), numpy(plain(TOKENS)))
+
+
+def test_a_model_class_is_cloned_under_its_rule():
+    class Trainer(keras.Model):
+        pass
+
+    model = one_layer()
+    masked = hm.apply_head_masks(Trainer(model.input, model.output), hm.SameSentence(9))
+    again = keras.models.clone_model(masked)
+    again.set_weights(masked.get_weights())
+    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+    assert hm.mask_specs(again) == hm.mask_specs(masked)
+
+
+def test_a_layer_of_a_class_registered_nowhere_is_cloned():
+    class Local(Block):
+        pass
+
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    model = keras.Model(ids, Local(name="block")(layers.Embedding(12, 8)(ids)))
+    masked = hm.apply_head_masks(model, hm.SameSentence(9))
+    again = keras.models.clone_model(masked)
+    again.set_weights(masked.get_weights())
+    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))

@@ -223,6 +223,46 @@ def test_a_sequential_model():
         hm.apply_head_masks(lazy, CHUNK)
 
 
+def test_a_sequential_model_in_place():
+    stock = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32", name="token_ids"),
+            layers.Embedding(12, 8),
+            Block(name="block"),
+        ]
+    )
+    before = numpy(stock(TOKENS))
+    with pytest.raises(ValueError, match=r"which a Sequential model cannot hand on.*copy=True"):
+        hm.apply_head_masks(stock, hm.SameSentence(9), copy=False)
+    np.testing.assert_array_equal(numpy(stock(TOKENS)), before)
+    stock.compile("adam", "mse")
+    assert hm.apply_head_masks(stock, CHUNK, copy=False) is stock
+    assert leak(stock) == 0
+    assert stock.compiled
+    stock.fit(TOKENS, before, verbose=0)
+
+
+def test_a_rule_beneath_one_that_replaced_it_is_refused():
+    inner = hm.apply_head_masks(one_layer(), hm.Window(5, 5))
+    outer = keras.Model(inner.input, inner(inner.input))
+    outer = hm.apply_head_masks(outer, hm.Window(3, 3), existing="replace")
+    inside = next(x for x in outer.layers if isinstance(x, keras.Model))
+    for existing in ("and", "replace"):
+        with pytest.raises(ValueError, match=r"was replaced by a model around"):
+            hm.apply_head_masks(inside, hm.Window(1, 1), existing=existing, copy=False)
+    assert list(hm.mask_specs(outer).values()) == [hm.Window(3, 3)]
+
+
+def test_a_graph_older_than_the_rule_of_its_layers_takes_none():
+    model = stack(2)
+    old = keras.Model(model.input, model.get_layer("block_0").output)
+    hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    given = numpy(model(TOKENS))
+    with pytest.raises(ValueError, match="is older than a rule that `copy=False` gave"):
+        hm.apply_head_masks(old, CHUNK, existing="replace", copy=False)
+    np.testing.assert_array_equal(numpy(model(TOKENS)), given)
+
+
 def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)

@@ -262,3 +262,51 @@ def test_files_name_layers_by_their_attributes(tmp_path):
     assert list(hm.mask_specs(again)) == ["one/b", "one/a", "two/a"]
     given = [normal(2, 7, 8), normal(2, 5, 8, seed=1)]
     np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
+
+
+# --- One sequence, or several ---------------------------------------------------------------------
+
+
+def of_two_texts(outputs):
+    first, second = (keras.Input((7,), dtype="int32", name=x) for x in ("token_ids", "answer_ids"))
+    embedding = layers.Embedding(12, 8)
+    return keras.Model([first, second], outputs(embedding(first), embedding(second)))
+
+
+def inside(layer):
+    x = keras.Input((7, 8))
+    return keras.Model(x, layer(x, x))
+
+
+def mixed(x, y):
+    shared = attention("shared")
+    z = shared(x, x)
+    z = ops.concatenate([z[:, :1], y[:, 1:]], axis=1)
+    return shared(z, z)
+
+
+def in_two_models(x, y):
+    shared = attention("shared")
+    return [inside(shared)(x), inside(shared)(y)]
+
+
+def inside_and_directly(x, y):
+    shared = attention("shared")
+    return [inside(shared)(x), shared(y, y)]
+
+
+@pytest.mark.parametrize("outputs", [mixed, in_two_models, inside_and_directly])
+def test_attention_that_runs_on_two_sequences_takes_no_ids_of_one(outputs):
+    model = of_two_texts(outputs)
+    with pytest.raises(ValueError, match="is called on two sequences, or on one that a further"):
+        hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    assert not hm.mask_specs(model)
+
+
+def test_a_residual_sum_goes_on_with_one_sequence():
+    shared = attention("shared")
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    y = x + shared(x, x)
+    model = keras.Model(ids, x + shared(y, y))
+    assert hm.mask_specs(hm.apply_head_masks(model, hm.SameSentence(9)))

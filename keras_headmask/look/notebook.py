@@ -77,26 +77,24 @@ def _picture(
     numbers = [abs(value) for name, value in fields if isinstance(value, int) and name != "seed"]
     length = min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
     caption = f"over {length} positions"
-    read = sorted({name for leaf in parts for name in leaf.inputs})
+    read = sorted({name for rule, _ in groups for name in rule.inputs})
     made_up = {name: _made_up(spec, name, length) for name in read}
     if made_up:
         names = ", ".join(f"`{name}`" for name in made_up)
         caption += f"; {names} {'is' if len(made_up) == 1 else 'are'} made up"
-    given = [{name: made_up[name] for name in rule.inputs} for rule, _ in groups]
     try:
         from keras_headmask.look.figures import masks_figure
     except ImportError:
-        texts = [caption] if made_up else []
-        for (rule, heads), inputs in zip(groups, given, strict=True):
-            cells = drawing.draw(rule, length, mask_inputs=inputs)
-            texts.append(f"{panels.head_names(heads, others)}:\n{cells}")
-        return _pre(texts)
+        masks_figure = None
+    longest = drawing.LONGEST if masks_figure is None else panels.LONGEST_IN_PICTURES
     shown = []
-    for (rule, heads), inputs in zip(groups, given, strict=True):
-        longest = panels.LONGEST_IN_PICTURES
+    for rule, heads in groups:
+        inputs = {name: made_up[name] for name in rule.inputs}
         drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=longest)
         shown.append(panels.Panel(heads, drawn.panels[0].cells))
     whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
+    if masks_figure is None:
+        return _pre([caption, drawing.text_of(whole)])
     data = base64.b64encode(masks_figure(whole, [caption]).png(dpi=80)).decode()
     return f'<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
 
@@ -112,15 +110,14 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
     if name == "padding_mask":
         return (positions < 3 * length // 4)[None]
     is_last = positions % run == run - 1
-    readers = [leaf for leaf in leaves(spec) if name in leaf.inputs]
-    looked_for = {i for leaf in readers for i in leaf.ids_of_interest}
-    if not looked_for:
+    readers = [x for x in leaves(spec) if name in x.inputs and x.ids_of_interest]
+    if not readers:
         return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
+    ends = [leaf.ids_of_interest[0] for leaf in readers if not leaf.opens]
+    flagged = dict.fromkeys(leaf.ids_of_interest for leaf in readers if leaf.opens)
+    special = [next((i for i in few if i not in ends), few[0]) for few in flagged]
     # Most tokens are of another id: they obey what the rule says of the rest.
-    ids = np.full(length, max(looked_for) + 1)
-    ends = [leaf.ids_of_interest[0] for leaf in readers if hasattr(leaf, "end_ids")]
-    others = dict.fromkeys(leaf.ids_of_interest for leaf in readers if not hasattr(leaf, "end_ids"))
-    special = [next((i for i in few if i not in ends), few[0]) for few in others]
+    ids = np.full(length, max(i for leaf in readers for i in leaf.ids_of_interest) + 1)
     ids[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
     if ends:
         ids[: len(special)] = special

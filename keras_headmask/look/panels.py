@@ -1,6 +1,8 @@
 """What is drawn of a rule: heads with equal masks once, long sequences as tiles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +21,6 @@ _MOST_CELLS = 2**25
 _MOST_POSITIONS = 2**24
 
 Labels: TypeAlias = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Place: TypeAlias = tuple[slice, slice]  # rows and columns of tiles
 
 
 class Panel(NamedTuple):
@@ -96,18 +97,12 @@ def panels_of(
     if tile == (1, 1):  # every pair is looked at
         known = [np.full((queries, keys), Coverage.SOME, np.int8) for _ in groups]
     else:
-        sizes = (queries, keys, *tile, query_offset)
-        known = [coverage(rule, *sizes).astype(np.int8) for rule, _ in groups]
+        known = [coverage(rule, queries, keys, *tile, query_offset) for rule, _ in groups]
     unclear, of_a_tile = sum((cells == Coverage.SOME).sum() for cells in known), tile[0] * tile[1]
-    if unclear and of_a_tile > _MOST_PAIRS_OF_A_TILE:
+    if unclear * of_a_tile > _MOST_PAIRS_IN_ALL or (unclear and of_a_tile > _MOST_PAIRS_OF_A_TILE):
         raise ValueError(
-            f"Tiles of {tile[0]} x {tile[1]} positions are too large to look into. Draw fewer "
-            "positions, or pass a smaller `tile_size`."
-        )
-    if unclear * of_a_tile > _MOST_PAIRS_IN_ALL:
-        raise ValueError(
-            f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
-            f"for {queries} queries and {keys} keys. Draw fewer positions."
+            f"{unclear} tiles of {tile[0]} x {tile[1]} pairs of positions are too many to look "
+            "into. Draw fewer positions, or pass a smaller `tile_size`."
         )
     folded: dict[Any, tuple[list[int], np.ndarray]] = {}
     for (rule, heads), of_rule in zip(groups, known, strict=True):
@@ -135,33 +130,23 @@ def _cells(
     Also a hash for each head of its own part of a whole mask; 0 where the heads share one.
     """
     cells, seen = np.repeat(known[None], len(heads), axis=0), [0] * len(heads)
-    for place in _unclear(known == Coverage.SOME, max(1, _MOST_PAIRS // (tile[0] * tile[1]))):
+    side = max(1, math.isqrt(_MOST_PAIRS // (tile[0] * tile[1])))  # of a square of tiles
+    for place in itertools.product(*(range(0, size, side) for size in known.shape)):
+        square = tuple(slice(start, start + side) for start in place)
+        if not (known[square] == Coverage.SOME).any():
+            continue
         rows, columns = (
-            slice(x.start * size, x.stop * size) for x, size in zip(place, tile, strict=True)
+            slice(start * size, (start + side) * size)
+            for start, size in zip(place, tile, strict=True)
         )
         cuts = evaluation.Cuts(_cut(rows), _cut(columns), _cut(slice(example, example + 1)))
         allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))[0]
         shape = bound.query_positions[rows].shape[0], bound.key_positions[columns].shape[0]
         allowed = np.broadcast_to(allowed, (len(allowed), *shape))
-        cells[:, *place] = summarised(allowed, tile)
+        cells[:, *square] = summarised(allowed, tile)
         if len(allowed) > 1:
             seen = [hash((s, x.tobytes())) for s, x in zip(seen, allowed, strict=True)]
     return cells, seen
-
-
-def _unclear(unclear: np.ndarray, most: int, top: int = 0, left: int = 0) -> Iterator[Place]:
-    """Rectangles of at most `most` tiles that hold all of the unclear ones; found by halving."""
-    high, wide = unclear.shape
-    if not unclear.any():
-        return
-    if high * wide <= most:
-        yield slice(top, top + high), slice(left, left + wide)
-    elif high >= wide:
-        yield from _unclear(unclear[: high // 2], most, top, left)
-        yield from _unclear(unclear[high // 2 :], most, top + high // 2, left)
-    else:
-        yield from _unclear(unclear[:, : wide // 2], most, top, left)
-        yield from _unclear(unclear[:, wide // 2 :], most, top, left + wide // 2)
 
 
 def _cut(place: slice) -> Callable[[Any, int], Any]:
@@ -171,12 +156,15 @@ def _cut(place: slice) -> Callable[[Any, int], Any]:
 
 def summarised(allowed: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
     """`Coverage` of the tiles of a boolean mask `(..., queries, keys)`."""
-    some = every = allowed
-    for axis, size in zip((-2, -1), tile, strict=True):
-        starts = np.arange(0, every.shape[axis], size)
-        some = np.logical_or.reduceat(some, starts, axis=axis)
-        every = np.logical_and.reduceat(every, starts, axis=axis)
+    some, every = (reduced(f, allowed, tile) for f in (np.logical_or, np.logical_and))
     return some.astype(np.int8) + every
+
+
+def reduced(function: np.ufunc, values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+    """What `function`, such as `np.maximum`, makes of each tile of `(..., queries, keys)`."""
+    for axis, size in zip((-2, -1), tile, strict=True):
+        values = function.reduceat(values, np.arange(0, values.shape[axis], size), axis=axis)
+    return values
 
 
 def check_example(example: int, batch: int) -> None:
@@ -238,11 +226,9 @@ def _sides(tokens: Any) -> Labels:
 def _texts(tokens: Any) -> list[str] | None:
     if tokens is None:
         return None
-    try:
-        labels = None if isinstance(tokens, (str, bytes, Mapping)) else list(tokens)
-    except TypeError:
-        labels = None
-    if labels is None or any(getattr(label, "ndim", 0) for label in labels):
+    is_list = np.iterable(tokens) and not isinstance(tokens, (str, bytes, Mapping))
+    labels = list(tokens) if is_list else []
+    if not is_list or any(getattr(label, "ndim", 0) for label in labels):
         raise TypeError(
             "`tokens` must be a list of labels, one for each position of one example, or a pair of "
             "lists (query_tokens, key_tokens): tokenizer.tokenize(text), or text.split()."

@@ -1,6 +1,5 @@
 """Rules and attention as figures."""
 
-import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,12 @@ from keras_headmask.look import panels
 from keras_headmask.retrofit import observing
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.coverage import Coverage
 from keras_headmask.rules.per_head import head_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LONGEST = panels.LONGEST_IN_PICTURES
-_panels_of = functools.partial(panels.panels_of, longest=_LONGEST, called="hm.plot")
 
 
 def plot(
@@ -65,9 +62,9 @@ def plot(
     ['head 0', 'heads 1-11']
     """
     figures = _figures()
-    drawn = _panels_of(
-        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
-    )
+    size = (queries, keys, num_heads)
+    given = (mask_inputs, query_offset, example, tokens, tile_size)
+    drawn = panels.panels_of(spec, *size, *given, longest=_LONGEST, called="hm.plot")
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")
     return figures.masks_figure(drawn, words.sentences(spec, drawn.num_heads))
@@ -128,7 +125,17 @@ def plot_attention(
     seen = observing.observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.scores.shape
     panels.check_example(example, batch)
-    chosen = _chosen(heads, count, seen.spec)
+    if heads is None:
+        chosen = list(range(count))
+        if seen.spec is not None:
+            chosen.sort(key=lambda head: words.sees_everything(seen.spec.for_head(head)))
+    else:
+        numbers = tuple(heads) if isinstance(heads, (list, range, set)) else heads
+        chosen = list(dict.fromkeys(head_numbers(numbers)))
+        if not chosen or max(chosen) >= count:
+            raise ValueError(
+                f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
+            )
     labels = panels.labels_of(tokens, queries, keys)
     tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
     probabilities, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
@@ -136,26 +143,9 @@ def plot_attention(
     pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
     caption = [] if seen.spec is None else words.sentences(seen.spec, count)
     caption += [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
-    if tile != (1, 1):
-        allowed, outside = (panels.summarised(x, tile) != Coverage.NONE for x in (allowed, outside))
-        for axis, size in zip((-2, -1), tile, strict=True):
-            starts = np.arange(0, probabilities.shape[axis], size)
-            probabilities = np.maximum.reduceat(probabilities, starts, axis=axis)
+    allowed, outside = (panels.reduced(np.logical_or, x, tile) for x in (allowed, outside))
+    probabilities = panels.reduced(np.maximum, probabilities, tile)
     return figures.attention_figure(probabilities, allowed, outside, chosen, tile, labels, caption)
-
-
-def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
-    if heads is None:
-        chosen = list(range(count))
-        if spec is not None:
-            chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
-        return chosen
-    chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
-    if not chosen or max(chosen) >= count:
-        raise ValueError(
-            f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
-        )
-    return list(dict.fromkeys(chosen))
 
 
 def _figures() -> types.ModuleType:

@@ -65,7 +65,7 @@ def of_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
 def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
     """The ids that show a padding mask to be inverted: they vary only where it is false."""
     for name, value in subject.given.items():
-        ids = key_side(value, dtype=None)
+        ids = key_side(value)
         if ids is None or ids.shape != padding.shape or ids.dtype == bool:
             continue
         shown, hidden = np.unique(ids[padding]), np.unique(ids[~padding])

@@ -6,13 +6,13 @@ each leaf that reads it is tried as true and as false, so what is found holds wh
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from keras_headmask.linting import input_checks, model_facts, rule_checks
-from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
+from keras_headmask.linting.findings import Finding, Findings
 from keras_headmask.linting.subject import Subject, key_side, marks_padding
 from keras_headmask.retrofit.finding import AttentionLayer, longest_sequence
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -67,7 +67,7 @@ def lint(
                 "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
-        return _sorted(_of_a_model(rule, entries, mask_inputs))
+        return Findings(_of_a_model(rule, entries, mask_inputs))
     if not isinstance(rule, MaskSpec) and hasattr(rule, "layers"):
         raise TypeError(
             "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
@@ -83,7 +83,7 @@ def lint(
     for name in filter(marks_padding, given):
         kind, side = rule.inputs.get(name), key_side(given[name])
         if side is not None and (kind is None or kind.rank):
-            marks[name] = side
+            marks[name] = side.astype(bool)
     unread = sorted(given.keys() - rule.inputs.keys() - marks.keys())  # the lint reads those
     findings = [input_checks.never_read(name, False) for name in unread]
     usable, odd = input_checks.whole_numbers(rule, given)
@@ -97,11 +97,7 @@ def lint(
     findings += [*odd, *input_checks.absent_ids(subject), *rule_checks.of_positions(subject)]
     if padding is not None:
         findings += input_checks.of_padding(subject, padding, name, None)
-    return _sorted(findings)
-
-
-def _sorted(findings: Iterable[Finding]) -> Findings:
-    return Findings(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+    return Findings(findings)
 
 
 def _of_a_model(

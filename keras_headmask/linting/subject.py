@@ -151,12 +151,10 @@ def sides_of(value: Any) -> list[np.ndarray | None]:
     return [None if side is None else np.asarray(side) for side in tensors]
 
 
-def key_side(value: Any, dtype: str | None = "bool") -> np.ndarray | None:
+def key_side(value: Any) -> np.ndarray | None:
     """The key side of a mask input, if it is `(batch, length)`."""
     side = sides_of(value)[-1]
-    if side is None or side.ndim != 2:
-        return None
-    return side if dtype is None else side.astype(dtype)
+    return None if side is None or side.ndim != 2 else side
 
 
 def numbers_of(flags: np.ndarray) -> tuple[int, ...]:

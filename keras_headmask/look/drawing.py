@@ -8,7 +8,6 @@ import numpy as np
 from keras_headmask.look import panels
 from keras_headmask.rules.base import MaskSpec
 
-LONGEST = 64  # positions that are drawn one by one
 _WIDEST = 100  # characters; wider headings stand on end
 _SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
 
@@ -68,9 +67,10 @@ def draw(
     no    0 0  1 1
     .     0 0  1 1
     """
-    size = (queries, keys, num_heads)
-    given = (mask_inputs, query_offset, example, tokens, tile_size)
-    return text_of(panels.panels_of(spec, *size, *given, longest=LONGEST))
+    drawn = panels.panels_of(
+        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
+    )
+    return text_of(drawn)
 
 
 def text_of(drawn: panels.Panels) -> str:
@@ -78,7 +78,7 @@ def text_of(drawn: panels.Panels) -> str:
     lines = []
     if drawn.tile != (1, 1):
         lines.append("tiles of {} x {} positions: 1 all, + some, 0 none".format(*drawn.tile))
-    rows, columns = panels.shown(drawn.labels, drawn.tile)
+    rows, columns = drawn.labels
     for panel in drawn.panels:
         if len(drawn.panels) > 1:
             lines.append(f"{panels.head_names(panel.heads, drawn.others)}:")

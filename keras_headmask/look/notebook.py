@@ -83,19 +83,18 @@ def _picture(
         names = ", ".join(f"`{name}`" for name in made_up)
         caption += f"; {names} {'is' if len(made_up) == 1 else 'are'} made up"
     try:
-        from keras_headmask.look.figures import masks_figure
+        from keras_headmask.look import figures
     except ImportError:
-        masks_figure = None
-    longest = drawing.LONGEST if masks_figure is None else panels.LONGEST_IN_PICTURES
-    shown = []
+        figures = None  # type: ignore[assignment]  # without matplotlib
+    called, shown = "hm.plot" if figures else "hm.draw", []
     for rule, heads in groups:
         inputs = {name: made_up[name] for name in rule.inputs}
-        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=longest)
+        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, called=called)
         shown.append(panels.Panel(heads, drawn.panels[0].cells))
     whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
-    if masks_figure is None:
+    if figures is None:
         return _pre([caption, drawing.text_of(whole)])
-    data = base64.b64encode(masks_figure(whole, [caption]).png(dpi=80)).decode()
+    data = base64.b64encode(figures.masks_figure(whole, [caption]).png(dpi=80)).decode()
     return f'<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
 
 

@@ -13,7 +13,7 @@ from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
 
-LONGEST_IN_PICTURES = 128  # positions that are drawn one by one
+_LONGEST = {"hm.draw": 64, "hm.plot": 128}  # positions that are drawn one by one
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
 _MOST_PAIRS_IN_ALL = 2**30
@@ -24,7 +24,10 @@ Labels: TypeAlias = tuple[list[str] | None, list[str] | None]  # of queries, of 
 
 
 class Panel(NamedTuple):
-    """A mask, and the heads that obey it. `cells`: `Coverage` of each tile, `(rows, columns)`."""
+    """A mask, and the heads that obey it. `cells`: `Coverage` of each tile, `(rows, columns)`.
+
+    Or the probabilities of a head, in each tile the largest.
+    """
 
     heads: tuple[int, ...]
     cells: np.ndarray
@@ -55,11 +58,9 @@ def panels_of(
     example: int = 0,
     tokens: Any = None,
     tile_size: int | None = None,
-    *,
-    longest: int,
     called: str = "hm.draw",
 ) -> Panels:
-    """See `draw`. More than `longest` positions become tiles; `called` is named in hints."""
+    """See `draw`. `called` is the function that draws: a picture shows more positions than text."""
     check_spec(spec, "spec", f"{called}(SPEC, ...)")
     query_offset = evaluation.checked_offset(query_offset)
     if not isinstance(query_offset, int):
@@ -76,7 +77,8 @@ def panels_of(
             raise ValueError(
                 f"`{name}` of a drawing must be at most {_MOST_POSITIONS}. Received: {length}."
             )
-    labels = labels_of(tokens, queries, keys, query_offset)
+    tile = tile_of(queries, keys, tile_size, called)
+    labels = labels_of(tokens, queries, keys, tile, query_offset)
     num_heads = words.enough_heads(spec) if num_heads is None else num_heads
     groups = head_groups(spec, num_heads)
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
@@ -86,7 +88,6 @@ def panels_of(
     batch = max((int(value.shape[0]) for value in values if value is not None), default=1)
     if batch != 1:  # else it serves every example
         check_example(example, batch)
-    tile = tile_of(queries, keys, tile_size, longest)
     count = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
     if count > _MOST_CELLS:
         raise ValueError(
@@ -175,13 +176,14 @@ def check_example(example: int, batch: int) -> None:
         )
 
 
-def tile_of(queries: int, keys: int, tile_size: int | None, longest: int) -> tuple[int, int]:
+def tile_of(queries: int, keys: int, tile_size: int | None, called: str) -> tuple[int, int]:
     """The size of tiles, in positions of queries and of keys: powers of 2 unless it is given.
 
-    A side of more than `longest` positions becomes at most half as many tiles.
+    A side of too many positions becomes at most half as many tiles as are drawn one by one.
     """
     if tile_size is not None:
         return (config.whole_number(tile_size, "tile_size", at_least=1),) * 2
+    longest = _LONGEST[called]
     # The next power of 2 from 2 * n / longest on.
     high, wide = (1 << ((2 * n - 1) // longest).bit_length() for n in (queries, keys))
     return high if queries > longest else 1, wide if keys > longest else 1
@@ -199,8 +201,13 @@ def head_names(heads: Sequence[int], others: int | None = None) -> str:
     return f"head{'s' if len(heads) > 1 else ''} {text}"
 
 
-def labels_of(tokens: Any, queries: int, keys: int, query_offset: int = 0) -> Labels:
-    """The labels of queries and keys, out of one sequence of tokens for both or a pair."""
+def labels_of(
+    tokens: Any, queries: int, keys: int, tile: tuple[int, int], query_offset: int = 0
+) -> Labels:
+    """The labels of queries and keys, out of one sequence of tokens for both or a pair.
+
+    Tiles have none. Long ones are shortened in the middle, since many begin alike.
+    """
     query, key = _sides(tokens)
     is_shared = query is not None and query is key and len(query) == keys
     if query is not None and is_shared and 0 <= query_offset <= keys - queries:
@@ -212,7 +219,7 @@ def labels_of(tokens: Any, queries: int, keys: int, query_offset: int = 0) -> La
                 "Where queries and keys are different sequences, pass a pair (query_tokens, "
                 "key_tokens)."
             )
-    return query, key
+    return query if tile[0] == 1 else None, key if tile[1] == 1 else None
 
 
 def _sides(tokens: Any) -> Labels:
@@ -234,15 +241,5 @@ def _texts(tokens: Any) -> list[str] | None:
             "lists (query_tokens, key_tokens): tokenizer.tokenize(text), or text.split()."
         )
     texts = [x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in labels]
-    return [text if text.isprintable() else repr(text)[1:-1] for text in texts]
-
-
-def shown(labels: Labels, tile: tuple[int, int]) -> Labels:
-    """The labels of single positions, shortened in the middle, since many begin alike."""
-    query, key = (
-        None
-        if names is None or size > 1
-        else [name if len(name) <= 16 else f"{name[:11]}…{name[-4:]}" for name in names]
-        for names, size in zip(labels, tile, strict=True)
-    )
-    return query, key
+    texts = [text if text.isprintable() else repr(text)[1:-1] for text in texts]
+    return [text if len(text) <= 16 else f"{text[:11]}…{text[-4:]}" for text in texts]

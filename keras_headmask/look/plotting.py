@@ -1,5 +1,6 @@
 """Rules and attention as figures."""
 
+import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from keras_headmask.rules.per_head import head_numbers
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LONGEST = panels.LONGEST_IN_PICTURES
+_panels_of = functools.partial(panels.panels_of, called="hm.plot")
 
 
 def plot(
@@ -62,9 +63,9 @@ def plot(
     ['head 0', 'heads 1-11']
     """
     figures = _figures()
-    size = (queries, keys, num_heads)
-    given = (mask_inputs, query_offset, example, tokens, tile_size)
-    drawn = panels.panels_of(spec, *size, *given, longest=_LONGEST, called="hm.plot")
+    drawn = _panels_of(
+        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
+    )
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")
     return figures.masks_figure(drawn, words.sentences(spec, drawn.num_heads))
@@ -126,9 +127,9 @@ def plot_attention(
     batch, count, queries, keys = seen.scores.shape
     panels.check_example(example, batch)
     if heads is None:
-        chosen = list(range(count))
-        if seen.spec is not None:
-            chosen.sort(key=lambda head: words.sees_everything(seen.spec.for_head(head)))
+        chosen, spec = list(range(count)), seen.spec
+        if spec is not None:
+            chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
     else:
         numbers = tuple(heads) if isinstance(heads, (list, range, set)) else heads
         chosen = list(dict.fromkeys(head_numbers(numbers)))
@@ -136,8 +137,8 @@ def plot_attention(
             raise ValueError(
                 f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
             )
-    labels = panels.labels_of(tokens, queries, keys)
-    tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
+    tile = panels.tile_of(queries, keys, tile_size, "hm.plot")
+    labels = panels.labels_of(tokens, queries, keys, tile)
     probabilities, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
     outside = ~allowed & (probabilities > 0)
     pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
@@ -145,7 +146,10 @@ def plot_attention(
     caption += [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
     allowed, outside = (panels.reduced(np.logical_or, x, tile) for x in (allowed, outside))
     probabilities = panels.reduced(np.maximum, probabilities, tile)
-    return figures.attention_figure(probabilities, allowed, outside, chosen, tile, labels, caption)
+    of_heads = zip(chosen, probabilities, strict=True)
+    shown = [panels.Panel((head,), cells) for head, cells in of_heads]
+    drawn = panels.Panels(shown, count, tile, labels, query_offset=0)
+    return figures.attention_figure(drawn, allowed, outside, caption)
 
 
 def _figures() -> types.ModuleType:

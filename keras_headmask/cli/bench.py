@@ -82,14 +82,8 @@ def compare(
         name: {"median": statistics.median(taken), "least": min(taken), "greatest": max(taken)}
         for name, taken in _interleaved(calls, repetitions).items()
     }
-    return {
-        "words": words,
-        "batch": batch,
-        "queries": queries,
-        "heads": num_heads,
-        "key_dim": key_dim,
-        "repetitions": repetitions,
-        "seed": seed,
+    sizes = {"batch": batch, "queries": queries, "heads": num_heads, "key_dim": key_dim}
+    return {"words": words, **sizes, "repetitions": repetitions, "seed": seed} | {
         "made_up": made_up,
         "allowed_share": float(mask.mean()),  # of all pairs of a query and a key
         **times,  # milliseconds of one forward
@@ -104,7 +98,9 @@ def compare(
 
 def as_text(found: Mapping[str, Any]) -> str:
     """What `compare` found, for a reader."""
-    made_up = f", with {', '.join(found['made_up'])} made up (seed {found['seed']})"
+    pairs = f"{found['allowed_share']:.1%} of all pairs are allowed"
+    if found["made_up"]:
+        pairs += f", with {', '.join(found['made_up'])} made up (seed {found['seed']})"
     layer, stock = (
         "{median:9.2f} ms  ({least:.2f} to {greatest:.2f})".format_map(found[name])
         for name in ("layer", "stock")
@@ -115,7 +111,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     lines = [
         found["words"],
         "{batch} x {queries} positions, {heads} heads of {key_dim}".format_map(found),
-        f"{found['allowed_share']:.1%} of all pairs are allowed{made_up * bool(found['made_up'])}",
+        pairs,
         f"float32 on {found['backend']}, {found['cores'] or '?'} cores",
         f"stock Keras, fed the mask  {stock}",
         f"the layer with the rule    {layer}",

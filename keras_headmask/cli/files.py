@@ -3,7 +3,6 @@
 Each error names the file, or the text, and what to do.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -31,7 +30,7 @@ def read_json(source: str) -> Any:
 def read_rule(source: str) -> MaskSpec:
     """The rule in `source`: see `read_json`."""
     config = read_json(source)
-    import_keras()  # which registers the kinds
+    hm.register_all()
     return MaskSpec.from_config(config)
 
 
@@ -65,7 +64,7 @@ def read_tokens(source: str | None) -> Any:
 def load_model(path: str, unsafe: bool = False) -> "keras.Model":
     """The model in a .keras file, not compiled."""
     saved_by(path)  # which also checks that it is such a file
-    import_keras()
+    hm.register_all()
     import keras
 
     try:
@@ -96,20 +95,6 @@ def saved_by(path: str) -> str:
                 f"'{path}' is not a .keras file, as `model.save(\"model.keras\")` of Keras 3 "
                 f"writes it: {error}"
             ) from error
-
-
-def import_keras() -> None:
-    """Import all that files may name, or say what to install."""
-    try:
-        hm.register_all()
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        if not missing or importlib.util.find_spec(missing) is not None:
-            raise  # it is installed, and broken
-        raise ImportError(
-            f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
-            "another backend of Keras by the environment variable KERAS_BACKEND."
-        ) from error
 
 
 def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:

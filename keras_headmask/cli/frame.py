@@ -5,7 +5,7 @@ Answers go to standard output, all else to standard error, so that `--json` is r
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -77,6 +77,12 @@ def _said(error: Exception) -> str | None:
     if not isinstance(error, _USUAL):
         return None
     said = str(error).strip() or type(error).__name__
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ImportError) and missing and importlib.util.find_spec(missing) is None:
+        said = (
+            f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
+            "another backend of Keras by the environment variable KERAS_BACKEND."
+        )
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE))
     return in_one_line(said + next(hints, ""))
 

@@ -131,7 +131,7 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
     if options["warmup"]:
         check_installed()
     files.saved_by(model)
-    files.import_keras()
+    hm.register_all()
     import keras
 
     backend = keras.backend.backend()

@@ -87,7 +87,8 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
         with written_whole(output) as file:
             figure.savefig(file)
         text = f"Wrote {in_one_line(output)}"
-    shown = [{"heads": x.heads, "rows": drawing.signs_of(x.cells)} for x in drawn.panels]
+    rows = [["".join(row) for row in drawing.SIGNS[x.cells]] for x in drawn.panels]
+    shown = [{"heads": x.heads, "rows": y} for x, y in zip(drawn.panels, rows, strict=True)]
     found = {"heads": drawn.num_heads, "tile": drawn.tile, "panels": shown, "file": output}
     return Answer(text, found)
 
@@ -153,7 +154,7 @@ def schema() -> Answer:
     keras-headmask schema > rule.schema.json
     keras-headmask schema --import my_specs.py > rule.schema.json
     """
-    files.import_keras()  # which registers the kinds
+    hm.register_all()
     found = hm.schema()
     return Answer(json.dumps(found, indent=2), found)
 

@@ -24,7 +24,7 @@ _OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
 
 
 @dataclasses.dataclass
-class MaskedLayer:
+class SeenLayer:
     """An attention layer, its rule, and one forward: mask inputs, lengths, other masks, padding.
 
     `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
@@ -57,7 +57,7 @@ def layers_under_rules(model: Any) -> list[AttentionLayer]:
 
 def seen_in_a_forward(
     model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
-) -> tuple[list[MaskedLayer], str]:
+) -> tuple[list[SeenLayer], str]:
     """The layers of `entries` as one forward shows them; and why it does not, if it fails."""
     problem, graph = "", _keras.functional_of(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
@@ -84,7 +84,7 @@ def seen_in_a_forward(
             given |= rule.given(tensors) if set(rule.reads) <= tensors.keys() else {}
         spec: Any = spec_of(entry.layer)
         given = {name: given[name] for name in spec.inputs if name in given}
-        layer = MaskedLayer(entry, spec, given)
+        layer = SeenLayer(entry, spec, given)
         if (arguments := arriving.get(entry.path)) is not None:
             queries, keys = layer.lengths = tuple(arguments[x].shape[1] for x in ("query", "key"))
             if arguments["attention_mask"] is not None:

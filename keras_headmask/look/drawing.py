@@ -9,7 +9,7 @@ from keras_headmask.look import panels
 from keras_headmask.rules.base import MaskSpec
 
 _WIDEST = 100  # characters; wider headings stand on end
-_SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
+SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
 
 
 def draw(
@@ -82,7 +82,7 @@ def text_of(drawn: panels.Panels) -> str:
     for panel in drawn.panels:
         if len(drawn.panels) > 1:
             lines.append(f"{panels.head_names(panel.heads, drawn.others)}:")
-        table, heading = _SIGNS[panel.cells].tolist(), 0  # lines of the heading
+        table, heading = SIGNS[panel.cells].tolist(), 0  # lines of the heading
         if columns is not None:
             widths = [max(1, len(name)) for name in columns]
             if sum(widths) + len(widths) <= _WIDEST:
@@ -96,8 +96,3 @@ def text_of(drawn: panels.Panels) -> str:
         cells = (" ".join(row) for row in table)
         lines += [(x.ljust(width) + y).rstrip() for x, y in zip(names, cells, strict=True)]
     return "\n".join(lines)
-
-
-def signs_of(cells: np.ndarray) -> list[str]:
-    """A row of signs for each row of cells, as `draw` has them."""
-    return ["".join(row) for row in _SIGNS[cells].tolist()]

@@ -1,4 +1,4 @@
-"""Specs and masked models show themselves in a notebook.
+"""Specs and models under rules show themselves in a notebook.
 
 `install` puts the methods on their classes, since drawing stands above both. IPython falls back to
 `repr` where they return `None`.
@@ -14,10 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_headmask import _keras
 from keras_headmask.look import drawing, panels
 from keras_headmask.retrofit.finding import find_attention
-from keras_headmask.retrofit.masked_layer import MaskedLayer
 from keras_headmask.retrofit.report import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
@@ -124,13 +122,13 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
 
 
 def _model_html(model: keras.Model) -> str | None:
-    """The layers under a rule, and their rules; `None` for a model without a masked layer."""
-    if not any(isinstance(layer, MaskedLayer) for layer in _keras.layers_of(model)):
-        return None
+    """The layers under a rule, and their rules; `None` for a model without one."""
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
     for entry in find_attention(model).known:
         if (spec := spec_of(entry.layer)) is not None:
             layers.setdefault((spec, entry.layer.num_heads), []).append(entry.path)
+    if not layers:
+        return None
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]
     for number, ((spec, num_heads), paths) in enumerate(layers.items()):
         parts.append(_pre(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
@@ -140,7 +138,7 @@ def _model_html(model: keras.Model) -> str | None:
 
 
 def install() -> None:
-    """Let every spec and every masked model show itself."""
+    """Let every spec and every model under rules show itself."""
     shows: dict[Any, Callable[..., str | None]] = {MaskSpec: _rule_html, keras.Model: _model_html}
     for cls, show in shows.items():
         cls._repr_html_ = lambda value, show=show: _or_none(show, value)

@@ -136,15 +136,13 @@ def _cells(
         square = tuple(slice(start, start + side) for start in place)
         if not (known[square] == Coverage.SOME).any():
             continue
-        rows, columns = (
-            slice(start * size, (start + side) * size)
-            for start, size in zip(place, tile, strict=True)
-        )
+        rows, columns = (slice(x.start * n, x.stop * n) for x, n in zip(square, tile, strict=True))
         cuts = evaluation.Cuts(_cut(rows), _cut(columns), _cut(slice(example, example + 1)))
         allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))[0]
         shape = bound.query_positions[rows].shape[0], bound.key_positions[columns].shape[0]
         allowed = np.broadcast_to(allowed, (len(allowed), *shape))
-        cells[:, *square] = summarised(allowed, tile)
+        some, every = (reduced(f, allowed, tile) for f in (np.logical_or, np.logical_and))
+        cells[:, *square] = some.astype(np.int8) + every  # as `Coverage` counts
         if len(allowed) > 1:
             seen = [hash((s, x.tobytes())) for s, x in zip(seen, allowed, strict=True)]
     return cells, seen
@@ -153,12 +151,6 @@ def _cells(
 def _cut(place: slice) -> Callable[[Any, int], Any]:
     """Cut `place` out of an axis; one of size 1 serves every place."""
     return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
-
-
-def summarised(allowed: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """`Coverage` of the tiles of a boolean mask `(..., queries, keys)`."""
-    some, every = (reduced(f, allowed, tile) for f in (np.logical_or, np.logical_and))
-    return some.astype(np.int8) + every
 
 
 def reduced(function: np.ufunc, values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:

@@ -6,7 +6,6 @@
 
 import base64
 import contextlib
-import dataclasses
 import html
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -70,8 +69,8 @@ def _picture(
     others: int | None,
 ) -> str:
     """The rules of `groups`, at a length at which their largest number is seen."""
-    parts: set[Any] = {leaf for rule, _ in groups for leaf in leaves(rule)}
-    fields = [(f.name, getattr(leaf, f.name)) for leaf in parts for f in dataclasses.fields(leaf)]
+    parts = {leaf for rule, _ in groups for leaf in leaves(rule) if not leaf.inputs}
+    fields = [(name, value) for leaf in parts for name, value in vars(leaf).items()]
     numbers = [abs(value) for name, value in fields if isinstance(value, int) and name != "seed"]
     length = min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
     caption = f"over {length} positions"

@@ -568,6 +568,30 @@ def test_made_up_ids_are_ends_special_and_neither(shown):
 
 
 @once
+def test_what_is_made_up_for_a_spec_of_ones_own(shown):
+    """Its fields have other names: it is asked by its members alone."""
+    from keras_headmask.look.notebook import _rule_html
+
+    @dataclasses.dataclass(frozen=True)
+    class UpTo(hm.MaskSpec):
+        stop: int
+        like = property(lambda self: hm.SameSentence(self.stop))
+        inputs = property(lambda self: self.like.inputs)
+        ids_of_interest = property(lambda self: (self.stop,))
+
+        def prepare(self, inputs):
+            return self.like.prepare(inputs)
+
+        def allowed(self, query_positions, key_positions, inputs):
+            return self.like.allowed(query_positions, key_positions, inputs)
+
+    for spec in (UpTo(9), hm.SameSentence(9)):
+        _rule_html(spec & ~hm.KeyIn("token_ids", 4), num_heads=2)
+    theirs, ours = (cells(figure.axes[0]) for figure in shown)
+    np.testing.assert_array_equal(theirs, ours)
+
+
+@once
 def test_a_whole_mask_is_not_made_up(shown):
     x = keras.Input((7, 8), name="x")
     mask = keras.Input((None, None), dtype="bool", name="pairs")

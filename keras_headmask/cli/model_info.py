@@ -15,7 +15,7 @@ from keras_headmask.retrofit.finding import (
 from keras_headmask.retrofit.report import mask_specs
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 
 def information(model: keras.Model) -> dict[str, Any]:

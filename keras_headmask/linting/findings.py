@@ -3,7 +3,7 @@
 import dataclasses
 
 from keras_headmask.rules import words
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 SEVERITIES = ("error", "warning", "info")
 

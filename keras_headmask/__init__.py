@@ -120,7 +120,7 @@ def __getattr__(name: str) -> object:
         home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
-    if (call := config.known_recipes().get(name)) is not None:
+    if (call := config.RECIPES.get(name)) is not None:
         raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

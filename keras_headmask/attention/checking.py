@@ -11,7 +11,7 @@ from keras_headmask import masks
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.given import Lengths
+from keras_headmask.rules.evaluation import Lengths
 
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 

@@ -19,8 +19,7 @@ from keras_headmask.export.report import installed_versions
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
-from keras_headmask.rules.terminal import in_one_line
-from keras_headmask.rules.words import enough_heads
+from keras_headmask.rules.words import enough_heads, in_one_line
 
 _WARM_UP = 2
 TOLERANCE = 1e-4  # of outputs of size 1, in float32

@@ -19,7 +19,7 @@ import click
 
 import keras_headmask as hm
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.terminal import in_one_line, shown
+from keras_headmask.rules.words import in_one_line, shown
 from keras_headmask.server.served_versions import reason
 
 FOUND, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

@@ -14,7 +14,7 @@ from keras_headmask.export.report import installed_versions
 from keras_headmask.export.versions import written_whole
 from keras_headmask.export.warmup import check_installed
 from keras_headmask.rules import words
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 if TYPE_CHECKING:
     import keras

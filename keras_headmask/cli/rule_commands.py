@@ -18,7 +18,7 @@ from keras_headmask.cli.frame import (
     unsafe_option,
 )
 from keras_headmask.export.versions import written_whole
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 # What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 _PICTURES = (".png", ".svg", ".pdf")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from keras_headmask.rules import words
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 _SEVERITIES = ("error", "warning", "info")
 

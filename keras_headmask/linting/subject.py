@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.masks import Mask
-from keras_headmask.rules import config, evaluation, words
+from keras_headmask.rules import evaluation, fields, words
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import head_groups
 
@@ -44,7 +44,7 @@ class Subject:
         self.given = dict(given or {})
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
-                config.whole_number(length, name, at_least=1)
+                fields.whole_number(length, name, at_least=1)
         of_queries, of_keys = (self._length(side) for side in (0, -1))
         readers = [leaf for leaf in leaves(spec) if leaf.inputs]
         self.unknown = [leaf for leaf in readers if not self.has(leaf)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from keras import ops, tree
 
-from keras_headmask.rules import config, evaluation, words
+from keras_headmask.rules import evaluation, fields, words
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
@@ -73,7 +73,7 @@ def panels_of(
     if keys is None:
         keys = queries if of_keys is None else len(of_keys)
     for name, length in (("queries", queries), ("keys", keys)):
-        if config.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
+        if fields.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
             raise ValueError(
                 f"`{name}` of a drawing must be at most {_MOST_POSITIONS}. Received: {length}."
             )
@@ -174,7 +174,7 @@ def tile_of(queries: int, keys: int, tile_size: int | None, called: str) -> tupl
     A side of too many positions becomes at most half as many tiles as are drawn one by one.
     """
     if tile_size is not None:
-        return (config.whole_number(tile_size, "tile_size", at_least=1),) * 2
+        return (fields.whole_number(tile_size, "tile_size", at_least=1),) * 2
     longest = _LONGEST[called]
     # The next power of 2 from 2 * n / longest on.
     high, wide = (1 << ((2 * n - 1) // longest).bit_length() for n in (queries, keys))

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from keras_headmask.export.tf_serving import check_model_name
-from keras_headmask.rules.terminal import in_one_line, shown
+from keras_headmask.rules.words import in_one_line, shown
 from keras_headmask.server.served_versions import ServedVersions
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)

@@ -15,7 +15,7 @@ from keras_headmask.attention import attend, tiles_python
 from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.export import samples, signatures
 from keras_headmask.rules import config, evaluation
-from keras_headmask.rules.base import Compound
+from keras_headmask.rules.algebra import Compound
 
 CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
 LEAVES = [
@@ -40,7 +40,7 @@ LEAVES = [
 ]
 OURS = {
     cls
-    for cls in config.known_kinds().values()
+    for cls in config.KINDS.values()
     if cls.__module__.startswith("keras_headmask.") and not issubclass(cls, Compound)
 }
 LENGTH = 300

@@ -7,47 +7,23 @@ import keras
 import numpy as np
 
 from keras_headmask import _keras
-from keras_headmask.export.interface import PADDING, Arrays, Input, Interface
+from keras_headmask.export.interface import LENGTHS, PADDING, Arrays, Interface, answer
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec, leaves
 
-_SIDES = ("query", "key", "decoder", "encoder")
+_SIDES = ("", "query_", "key_", "decoder_", "encoder_")
 
 
 def request(interface: Interface, item: Any) -> Arrays:
     """One request: inputs by name as arrays, or a sample for a pair (batch, length)."""
-    if isinstance(item, Mapping):
-        return _checked(interface, item)
-    if not is_pair(item):
-        raise TypeError(
-            "An example must be a dict of arrays by input name, or a pair (batch, length), from 1. "
-            f"Received: {item!r}."
-        )
-    check_length(interface, item)
-    return sample(interface, interface.rules.values(), *item)
-
-
-def length_of(interface: Interface, given: Arrays) -> int:
-    return next((given[k].shape[1] for k, x in interface.inputs.items() if x.is_sequence), 1)
-
-
-def is_pair(item: Any) -> bool:
-    """Whether `item` is (batch, length), whole numbers from 1."""
-    pair = isinstance(item, (tuple, list)) and len(item) == 2
-    return pair and all(type(size) is int and size > 0 for size in item)
-
-
-def check_length(interface: Interface, pair: Sequence[int]) -> None:
-    """Raise if no input can have the length of (batch, length)."""
-    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
-    if sizes and not sizes & {None, pair[1]}:
-        raise ValueError(
-            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
-            f"inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of such a length."
-        )
-
-
-def _checked(interface: Interface, item: Mapping[str, Any]) -> Arrays:
+    if not isinstance(item, Mapping):
+        if not is_pair(item):
+            raise TypeError(
+                "An example must be a dict of arrays by input name, or a pair (batch, length), "
+                f"from 1. Received: {item!r}."
+            )
+        check_length(interface, item)
+        return sample(interface, interface.rules.values(), *item)
     if item.keys() != interface.inputs.keys():
         raise ValueError(
             f"An example must have the inputs {sorted(interface.inputs)}. Received: {sorted(item)}."
@@ -64,6 +40,29 @@ def _checked(interface: Interface, item: Mapping[str, Any]) -> Arrays:
                 f"{dtype} of shape {shape}."
             )
     return given
+
+
+def size_of(interface: Interface, given: Arrays) -> tuple[int, int]:
+    """(batch, length): the length of the first sequence, else of any second axis."""
+    inputs = sorted(interface.inputs.items(), key=lambda item: not item[1].is_sequence)
+    lengths = (given[name].shape[1] for name, x in inputs if len(x.shape) > 1)
+    return len(given[inputs[0][0]]), next(lengths, 1)
+
+
+def is_pair(item: Any) -> bool:
+    """Whether `item` is (batch, length), whole numbers from 1."""
+    pair = isinstance(item, (tuple, list)) and len(item) == 2
+    return pair and all(type(size) is int and size > 0 for size in item)
+
+
+def check_length(interface: Interface, pair: Sequence[int]) -> None:
+    """Raise if no input can have the length of (batch, length)."""
+    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
+    if sizes and not sizes & {None, pair[1]}:
+        raise ValueError(
+            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
+            f"inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of such a length."
+        )
 
 
 def _as_array(value: Any) -> np.ndarray:
@@ -92,50 +91,41 @@ def sample(
     """
     rng = np.random.default_rng([seed, batch, length])
     all_leaves = [leaf for spec in specs for leaf in leaves(spec)]
-    made = {}
+    made: Arrays = {}
     for name, x in interface.inputs.items():
+        if x.dtype == "string":
+            raise TypeError(
+                f"The input {name!r} holds text, of which no examples can be made up. Pass some, "
+                "check=[{name: array, ...}, ...], or check=False."
+            )
+        batch = x.shape[0] or batch
         shape = [batch, *(length if size is None else size for size in x.shape[1:])]
-        readers = [leaf for leaf in all_leaves if _reads(leaf, name)]
-        made[name] = _one(name, x, shape, readers, interface.model, rng)
+        # A leaf reads an input also under the name of one side of cross-attention.
+        named = [(leaf, {s + read for s in _SIDES for read in leaf.inputs}) for leaf in all_leaves]
+        readers = [leaf for leaf, names in named if name in names]
+        if "float" in x.dtype:
+            value: np.ndarray = rng.normal(size=shape)
+        elif len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
+            value = (rng.random(shape) < 0.5) | np.eye(shape[2], shape[3], dtype=bool)
+        elif name == PADDING and len(shape) == 2:
+            keep = np.maximum(1, shape[1] - np.arange(batch) * shape[1] // (4 * batch))
+            value = np.arange(shape[1])[None, :] < keep[:, None]
+        elif x.dtype == "bool":
+            value = rng.random(shape) < 0.5
+        else:
+            value = _ids(readers, _ids_below(interface.model, name), shape, rng)
+        made[name] = value.astype(x.dtype if x.dtype != "bfloat16" else "float32")
     return made
 
 
-def _one(
-    name: str,
-    x: Input,
-    shape: list[int],
-    readers: list[MaskSpec],
-    model: keras.Model,
-    rng: np.random.Generator,
+def _ids(
+    readers: list[MaskSpec], below: int | None, shape: list[int], rng: np.random.Generator
 ) -> np.ndarray:
-    if x.dtype == "string":
-        raise TypeError(
-            f"The input {name!r} holds text, of which no examples can be made up. Pass some, "
-            "check=[{name: array, ...}, ...], or check=False."
-        )
-    if "float" in x.dtype:
-        return rng.normal(size=shape).astype(x.dtype if x.dtype != "bfloat16" else "float32")
-    if len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
-        mask = rng.random(shape) < 0.5
-        return (mask | np.eye(shape[2], shape[3], dtype=bool)).astype(x.dtype)
-    if name == PADDING and len(shape) == 2:
-        keep = np.maximum(1, shape[1] - np.arange(shape[0]) * shape[1] // (4 * shape[0]))
-        return (np.arange(shape[1])[None, :] < keep[:, None]).astype(x.dtype)
-    if x.dtype == "bool":
-        return rng.random(shape) < 0.5
-    below = _ids_below(model, name)
     if below is None and any(leaf.reads_segments for leaf in readers):
-        return np.cumsum(rng.random(shape) < 0.25, axis=-1).astype(x.dtype)
+        return np.cumsum(rng.random(shape) < 0.25, axis=-1)
     ids = rng.integers(0, 2 if below is None else below, shape)
     wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
-    if wanted:
-        ids = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), ids)
-    return ids.astype(x.dtype)
-
-
-def _reads(leaf: MaskSpec, name: str) -> bool:
-    """Whether a leaf reads an input, also under the name of one side of cross-attention."""
-    return any(name in (read, *(f"{side}_{read}" for side in _SIDES)) for read in leaf.inputs)
+    return np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), ids) if wanted else ids
 
 
 def _ids_below(model: keras.Model, name: str) -> int | None:
@@ -159,3 +149,32 @@ def _sizes_of_embeddings(graph: _keras.Functional, tensor: Tensor) -> Iterator[i
                 for layer in _keras.layers_of(operation):
                     if isinstance(layer, keras.layers.Embedding):
                         yield layer.input_dim
+
+
+def padded_cases(interface: Interface, length: int) -> Iterator[tuple[Arrays, Arrays]]:
+    """A request padded as by TensorFlow Serving, with first elements, and one with others.
+
+    Each with the right answer: what the examples give alone, and 0 past their lengths.
+    """
+    inputs, rules = interface.inputs.items(), interface.rules.values()
+    given = sample(interface, rules, 3, length)
+    lengths = np.array([length, length - length // 3, max(1, length // 2)], "int32")
+    # Where an input holds the positions of an example itself.
+    real = [
+        {name: (slice(i, i + 1), *(slice(size or n) for size in x.shape[1:])) for name, x in inputs}
+        for i, n in enumerate(lengths)
+    ]
+    wanted = {name: np.zeros_like(x) for name, x in answer(interface, given).items()}
+    for i, place in enumerate(real):
+        alone = answer(interface, {name: given[name][place[name]] for name, _ in inputs})
+        for name, value in alone.items():
+            wanted[name][(slice(i, i + 1), *map(slice, value.shape[1:]))] = value
+    for filler in (None, sample(interface, rules, 3, length, seed=1)):
+        request = {}
+        for name, x in inputs:
+            first = given[name][(slice(None), *(slice(1) for _ in x.shape[1:]))]
+            padded = np.broadcast_to(first, given[name].shape) if filler is None else filler[name]
+            request[name] = padded.copy()
+            for place in real:
+                request[name][place[name]] = given[name][place[name]]
+        yield request | {LENGTHS: lengths}, wanted

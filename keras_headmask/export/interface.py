@@ -84,7 +84,12 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
         inputs, by_name = _of_subclassed(model, given)
         names_of = {name: name for name in inputs}
         arguments = names_of if by_name else {"inputs": names_of}
-    _check_names(inputs)
+    for name in inputs:
+        if keyword.iskeyword(name) or name == "self" or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"The input {name!r} has a name that is reserved in Python or that TensorFlow would "
+                "change. Use letters, digits and _: keras.Input(..., name='token_ids')."
+            )
     structure: Any = None  # of what the last call returned
 
     def call(given: Tensors) -> Tensors:
@@ -123,10 +128,9 @@ def _of_subclassed(
     if given is None:
         raise ValueError(
             f"`{type(model).__name__}` is a subclassed model, without a graph that names its "
-            f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict from names to "
-            'keras.InputSpec, with None for batch and length: {"x": keras.InputSpec(shape=(None, '
-            'None, 32), dtype="float32"), ...}. Names of the call\'s arguments are passed as such; '
-            "else the call gets one dict."
+            f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict of arguments of "
+            'the call (or of what it gets as one dict), with None for batch and length: {"x": '
+            'keras.InputSpec(shape=(None, None, 32), dtype="float32"), ...}.'
         )
     named = {name: given[name] for name in parameters if name in given}
     if 0 < len(named) < len(given):
@@ -153,19 +157,6 @@ def _given_inputs(input_signature: Any) -> dict[str, Input]:
     return {name: _input(spec) for name, spec in input_signature.items()}
 
 
-def _check_names(inputs: dict[str, Input]) -> None:
-    for name in inputs:
-        if keyword.iskeyword(name) or name == "self":
-            reason = "is reserved in Python. Use another"
-        elif not _NAME.fullmatch(name):
-            reason = "TensorFlow would change in the signature. Use letters, digits and _"
-        else:
-            continue
-        raise ValueError(
-            f"The input {name!r} has a name that {reason}: keras.Input(..., name='token_ids')."
-        )
-
-
 def _named_outputs(outputs: Any) -> Tensors:
     """A dict keeps its keys; else `output_0`, `output_1`, ..., as in Keras' own export."""
     if not isinstance(outputs, Mapping):
@@ -174,8 +165,7 @@ def _named_outputs(outputs: Any) -> Tensors:
     for name, x in outputs.items():
         if not isinstance(name, str):
             raise ValueError(
-                f"The keys of a dict of outputs must be text, the outputs' names. Received: "
-                f"{name!r}."
+                f"Keys of a dict of outputs must be text, the outputs' names. Received: {name!r}."
             )
         if not hasattr(x, "shape"):
             raise ValueError(

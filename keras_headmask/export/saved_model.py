@@ -236,9 +236,8 @@ def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
     if largest > limit:
         warnings.warn(
             f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches up to "
-            f"{limit} rows refuses it, and with it the whole version. Warm up with {limit} rows at "
-            f"most, or write the server's files with `write_serving_config(..., "
-            f"max_batch_size={largest})`.",
+            f"{limit} rows refuses it and the whole version. Use at most {limit}, or "
+            f"`write_serving_config(..., max_batch_size={largest})`.",
             stacklevel=3,
         )
 

@@ -257,7 +257,7 @@ class _Gate:
         What is too large is read to its end and thrown away, since many clients look for an answer
         only when they have sent all.
         """
-        limits, refusal, size, more = self._limits, None, 0, True
+        limits, size, is_full, more = self._limits, 0, False, True
         try:
             async with asyncio.timeout(limits.read_seconds):
                 while more:
@@ -265,20 +265,18 @@ class _Gate:
                     part = message.get("body", b"")
                     more = message.get("more_body", False)  # also false where the client has gone
                     size += len(part)
-                    if size > limits.request_bytes:
-                        text = f"The request is larger than {limits.request_bytes} bytes."
-                        refusal = HTTPException(413, text)
-                    elif refusal is None and self._held() + len(part) > limits.bytes_in_all:
-                        text = (
-                            f"The requests in progress hold {limits.bytes_in_all} bytes, the most "
-                            "they may together. Try again later."
-                        )
-                        refusal = HTTPException(503, text, {"retry-after": "1"})
+                    is_full = is_full or self._held() + len(part) > limits.bytes_in_all
                     body += part
-                    if refusal is not None:
+                    if is_full or size > limits.request_bytes:
                         body.clear()
         except TimeoutError:
             text = f"The request did not arrive whole in {limits.read_seconds} seconds."
             raise HTTPException(408, text, {"connection": "close"}) from None
-        if refusal is not None:
-            raise refusal
+        if size > limits.request_bytes:
+            raise HTTPException(413, f"The request is larger than {limits.request_bytes} bytes.")
+        if is_full:
+            text = (
+                f"The requests in progress hold {limits.bytes_in_all} bytes, the most they may "
+                "together. Try again later."
+            )
+            raise HTTPException(503, text, {"retry-after": "1"})

@@ -100,7 +100,7 @@ def serve(
         versions = ServedVersions(base, report)
         limits = http_limits.Limits(**given, bytes_in_all=4 * given["request_bytes"])
         app = kserve_app.create_app(versions, name, limits)
-        server = http_limits.server(app, limits, host=host, port=port, log_level="warning")
+        server = http_limits.Server(app, limits, host=host, port=port, log_level="warning")
         # uvicorn acts on these and raises them again, which would end the process with an error.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)

@@ -89,8 +89,18 @@ def read_v1(body: Any, signatures: Mapping[str, Signature]) -> Predict:
             f"tensors), not {'both' if 'inputs' in body else 'neither'}."
         )
     signature = _signature(signatures, body.get("signature_name", DEFAULT_SIGNATURE))
-    instances = body.get("instances")
-    given = _columns(instances, signature) if "instances" in body else body["inputs"]
+    given, rows = body.get("inputs"), None
+    if "instances" in body:
+        given = body["instances"]
+        if not isinstance(given, list) or not given:
+            raise BadRequest(
+                f"`instances` must be a list of at least one row. Received: {_shown(given)}."
+            )
+        rows = len(given)
+        if any(isinstance(row, dict) for row in given):
+            for i, row in enumerate(given):
+                _check_names(row, signature, f"`instances[{i}]`")
+            given = {name: [row[name] for row in given] for name in signature.inputs}
     if not isinstance(given, dict):
         if len(signature.inputs) != 1:
             raise BadRequest(
@@ -99,24 +109,9 @@ def read_v1(body: Any, signatures: Mapping[str, Signature]) -> Predict:
             )
         given = dict.fromkeys(signature.inputs, given)
     _check_names(given, signature)
-    arrays = {}
-    for name, value in given.items():
-        values = _elements(name, value)
-        arrays[name] = _array(name, values, values.shape, signature.inputs[name])
-    return _predict(signature, arrays, None if instances is None else len(instances))
-
-
-def _columns(instances: Any, signature: Signature) -> Any:
-    """`instances` as a list for each input; as they are if none of them is an object."""
-    if not isinstance(instances, list) or not instances:
-        raise BadRequest(
-            f"`instances` must be a list of at least one row. Received: {_shown(instances)}."
-        )
-    if not any(isinstance(row, dict) for row in instances):
-        return instances
-    for i, row in enumerate(instances):
-        _check_names(row, signature, f"`instances[{i}]`")
-    return {name: [row[name] for row in instances] for name in signature.inputs}
+    values = {name: _elements(name, value) for name, value in given.items()}
+    shapes = {name: array.shape for name, array in values.items()}
+    return _predict(signature, values, shapes, rows)
 
 
 def write_v1(predict: Predict, outputs: Arrays) -> dict[str, Any]:
@@ -132,14 +127,13 @@ def write_v1(predict: Predict, outputs: Arrays) -> dict[str, Any]:
                 f"Output `{name}` has shape {array.shape}, not one entry for each of the "
                 f"{predict.rows} `instances`. Ask with `inputs`."
             )
-    lists = {name: array.tolist() for name, array in outputs.items()}
-    key = "outputs" if predict.rows is None else "predictions"
+    lists: Any = {name: array.tolist() for name, array in outputs.items()}
     if len(lists) == 1:
-        return {key: next(iter(lists.values()))}
-    if predict.rows is None:
-        return {key: lists}
-    rows = zip(*lists.values(), strict=True)
-    return {key: [dict(zip(lists, row, strict=True)) for row in rows]}
+        (lists,) = lists.values()
+    elif predict.rows is not None:
+        rows = zip(*lists.values(), strict=True)
+        lists = [dict(zip(outputs, row, strict=True)) for row in rows]
+    return {"outputs" if predict.rows is None else "predictions": lists}
 
 
 # --- V2 -----------------------------------------------------------------------------------------
@@ -158,28 +152,27 @@ def read_v2(request: Any, signatures: Mapping[str, Signature]) -> Predict:
         names = [tensor.name for tensor in request.inputs]
         raise BadRequest(f"Each input must have a name of its own. Received: {names}")
     _check_names(given, signature)
-    arrays = {}
+    values, shapes = {}, {}
     for name, tensor in given.items():
-        wanted, shape = signature.inputs[name], tuple(tensor.shape)
-        if tensor.datatype != wanted.datatype:
+        datatype, shape = signature.inputs[name].datatype, tuple(tensor.shape)
+        if tensor.datatype != datatype:
             raise BadRequest(
-                f"Input `{name}` must have datatype {wanted.datatype}. Received: {tensor.datatype}."
+                f"Input `{name}` must have datatype {datatype}. Received: {tensor.datatype}."
             )
         if not all(0 <= size < 2**31 for size in shape):
             raise BadRequest(f"Input `{name}`: sizes must lie in [0, 2**31). Received: {shape}.")
-        values = _elements(name, tensor.data)
-        if values.size != math.prod(shape):
+        values[name], shapes[name] = _elements(name, tensor.data), shape
+        if values[name].size != math.prod(shape):
             raise BadRequest(
                 f"Input `{name}` of shape {shape} must hold {math.prod(shape)} elements. "
-                f"Received: {values.size}."
+                f"Received: {values[name].size}."
             )
-        arrays[name] = _array(name, values, shape, wanted)
     outputs = [output.name for output in request.request_outputs or ()]
     if unknown := sorted(set(outputs) - signature.outputs.keys()):
         raise BadRequest(
             f"`outputs` must be among {sorted(signature.outputs)}. Received also: {unknown}."
         )
-    return _predict(signature, arrays, outputs=outputs)
+    return _predict(signature, values, shapes, outputs=outputs)
 
 
 def write_v2(array: np.ndarray) -> tuple[np.ndarray, str]:
@@ -261,13 +254,19 @@ def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor
 
 
 def _predict(
-    signature: Signature, arrays: Arrays, rows: Any = None, outputs: Any = None
+    signature: Signature,
+    values: Arrays,
+    shapes: Mapping[str, tuple[int, ...]],
+    rows: int | None = None,
+    outputs: list[str] | None = None,
 ) -> Predict:
     """Inputs whose batch is open must agree on it, or the server could not batch the request."""
+    inputs = signature.inputs
+    arrays = {name: _array(name, x, shapes[name], inputs[name]) for name, x in values.items()}
     sizes = {
         name: array.shape[0]
         for name, array in arrays.items()
-        if array.ndim and (signature.inputs[name].shape or (None,))[0] is None
+        if array.ndim and (inputs[name].shape or (None,))[0] is None
     }
     if len(set(sizes.values())) > 1:
         raise BadRequest(

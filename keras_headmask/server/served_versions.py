@@ -1,5 +1,6 @@
 """The newest version of a SavedModel that loads, watched for a newer one."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.export.versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, tensors_of, version_folders
 from keras_headmask.server.predict_requests import Arrays, BadRequest, Signature, Tensor
 
 
@@ -101,11 +102,8 @@ def _state(folder: pathlib.Path) -> list[Any]:
     """What changes when a file of the version is written: so a copy in progress is tried again."""
     files = []
     for path in sorted(folder.rglob("*")):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:  # between listing it and looking at it
-            continue
-        files.append((path, stat.st_size, stat.st_mtime_ns))
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            files.append((path, path.stat().st_size, path.stat().st_mtime_ns))
     return files
 
 
@@ -136,13 +134,8 @@ def _load(version: int, folder: pathlib.Path, report: Callable[[str], Any]) -> S
 def _signature(name: str, function: Any, definition: Any) -> Signature:
     import tensorflow as tf
 
-    def tensor(info: Any) -> Tensor:
-        shape = tf.TensorShape(info.tensor_shape)
-        sizes = None if shape.rank is None else tuple(shape.as_list())
-        return Tensor(tf.dtypes.as_dtype(info.dtype).name, sizes)
-
     inputs, outputs = (
-        {key: tensor(info) for key, info in sorted(infos.items())}
+        {key: Tensor(*tensor) for key, tensor in tensors_of(infos).items()}
         for infos in (definition.inputs, definition.outputs)
     )
 

@@ -87,8 +87,8 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     for name in inputs:
         if keyword.iskeyword(name) or name == "self" or not _NAME.fullmatch(name):
             raise ValueError(
-                f"The input {name!r} has a name that is reserved in Python or that TensorFlow would "
-                "change. Use letters, digits and _: keras.Input(..., name='token_ids')."
+                f"The input {name!r} has a name that is reserved in Python, or that TensorFlow "
+                "would change. Use letters, digits and _: keras.Input(..., name='token_ids')."
             )
     structure: Any = None  # of what the last call returned
 

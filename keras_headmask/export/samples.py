@@ -1,6 +1,6 @@
 """Requests to try a model on: given, or random, with something for its rules to decide."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -22,7 +22,12 @@ def request(interface: Interface, item: Any) -> Arrays:
                 "An example must be a dict of arrays by input name, or a pair (batch, length), "
                 f"from 1. Received: {item!r}."
             )
-        check_length(interface, item)
+        sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
+        if sizes and not sizes & {None, item[1]}:
+            raise ValueError(
+                f"(batch, length) {tuple(item)} asks for the length {item[1]}, and the sizes of "
+                f"the inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of that length."
+            )
         return sample(interface, interface.rules.values(), *item)
     if item.keys() != interface.inputs.keys():
         raise ValueError(
@@ -53,16 +58,6 @@ def is_pair(item: Any) -> bool:
     """Whether `item` is (batch, length), whole numbers from 1."""
     pair = isinstance(item, (tuple, list)) and len(item) == 2
     return pair and all(type(size) is int and size > 0 for size in item)
-
-
-def check_length(interface: Interface, pair: Sequence[int]) -> None:
-    """Raise if no input can have the length of (batch, length)."""
-    sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
-    if sizes and not sizes & {None, pair[1]}:
-        raise ValueError(
-            f"(batch, length) {tuple(pair)} asks for the length {pair[1]}, and the sizes of the "
-            f"inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of such a length."
-        )
 
 
 def _as_array(value: Any) -> np.ndarray:

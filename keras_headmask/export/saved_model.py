@@ -11,29 +11,13 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.export import (
-    checking,
-    graph_scan,
-    padding,
-    samples,
-    signatures,
-    tf_serving,
-    versions,
-)
-from keras_headmask.export import (
-    warmup as warmup_files,
-)
+from keras_headmask.export import checking, padding, samples, signatures, tf_serving, versions
 from keras_headmask.export.fresh_process import milliseconds_since
-from keras_headmask.export.interface import (
-    LENGTHS,
-    Arrays,
-    Interface,
-    answer,
-    as_tensors,
-    interface_of,
-)
+from keras_headmask.export.graph_scan import scan
+from keras_headmask.export.interface import Arrays, Interface, answer, as_tensors, interface_of
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
+from keras_headmask.export.warmup import EXTRA, check_installed, write_records
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.selectors import select
 
@@ -125,17 +109,17 @@ def export_saved_model(
         base = versions.checked_base(base_path)
         versions.checked_version(version, base)
         interface = interface_of(model, input_signature)
-        buckets = _checked_buckets(xla_buckets, interface)
+        in_buckets = _in_buckets(xla_buckets, interface)
         entries, left_out = _with_scores(model, scores)
         with versions.being_written(base) as folder:
-            extra = folder / warmup_files.EXTRA
+            extra = folder / EXTRA
             given = [] if check is False else checking.requests(interface, check)
             requests = [samples.request(interface, item) for item in warm]
             _warn_of_large_batches(requests, tf_serving.batch_limit(base))
             reference = [answer(interface, one) for one in given if precision is not None]
             interface = signatures.keeping_dtypes(interface, precision)
             with computing_in(model, precision):
-                asked = signatures.signatures_of(interface, entries, buckets)
+                asked = signatures.signatures_of(interface, entries, in_buckets)
                 if padded:
                     length = max((samples.size_of(interface, one)[1] for one in given), default=8)
                     if reason := padding.why_not_padded(interface, length):
@@ -144,13 +128,13 @@ def export_saved_model(
                         asked["serve_padded"] = padding.padded(interface)
                 with _timed(took, "trace"):
                     traced = {name: signatures.traced(name, x) for name, x in asked.items()}
-                graphs = graph_scan.scan(traced)
+                graphs = scan(traced)
                 with _timed(took, "write"):
                     signatures.write(interface, traced, folder)
                 extra.mkdir(exist_ok=True)
                 records = _records(interface, requests, "serve_padded" in asked)
                 if records:
-                    warmup_files.write(extra, records)
+                    write_records(extra, records)
                 result = None
                 if check is not False:
                     tolerance = tolerance_of(model, precision)
@@ -228,7 +212,7 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
             "False to leave the check out."
         )
     if warm:
-        warmup_files.check_installed()
+        check_installed()
 
 
 def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
@@ -242,17 +226,17 @@ def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
         )
 
 
-def _checked_buckets(buckets: Any, interface: Interface) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
+    """A request of each shape that XLA compiles a signature for, by the signature's name."""
+    found = {}
     for bucket in _listed("xla_buckets", buckets):
         if not samples.is_pair(bucket):
             raise ValueError(
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
-        samples.check_length(interface, bucket)
-        found.append(tuple(bucket))
-    if found and any(x.dtype == "string" for x in interface.inputs.values()):
-        raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
+        if any(x.dtype == "string" for x in interface.inputs.values()):
+            raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
+        found["{}{}x{}".format(signatures.XLA, *bucket)] = samples.request(interface, bucket)
     return found
 
 
@@ -286,5 +270,5 @@ def _records(
         if is_padded:
             batch, length = samples.size_of(interface, given)
             lengths = keras.ops.full((batch,), length, "int32")
-            records.append(("serve_padded", tensors | {LENGTHS: lengths}))
+            records.append(("serve_padded", tensors | {padding.LENGTHS: lengths}))
     return records

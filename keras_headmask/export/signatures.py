@@ -11,16 +11,19 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only
-from keras_headmask.export.interface import Input, Interface, Tensors
+from keras_headmask.export.interface import Arrays, Input, Interface, Tensors
 from keras_headmask.retrofit.finding import AttentionLayer
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 
 
 def signatures_of(
-    interface: Interface, entries: list[AttentionLayer], buckets: list[tuple[int, int]]
+    interface: Interface, entries: list[AttentionLayer], in_buckets: Mapping[str, Arrays]
 ) -> dict[str, Interface]:
-    """The signatures of any export, by name; `serve_scores` for the attention of `entries`."""
+    """The signatures of any export, by name; `serve_scores` for the attention of `entries`.
+
+    `in_buckets`: requests whose shapes those for XLA have, by name.
+    """
     from keras_headmask.retrofit.observing import watched
 
     def serve_scores(given: Tensors) -> Tensors:
@@ -31,12 +34,9 @@ def signatures_of(
     signatures = {DEFAULT: interface}
     if entries:
         signatures["serve_scores"] = interface._replace(call=serve_scores)
-    for batch, length in buckets:
-        inputs = {
-            name: Input((batch, *(length if n is None else n for n in x.shape[1:])), x.dtype)
-            for name, x in interface.inputs.items()
-        }
-        signatures[f"{XLA}{batch}x{length}"] = interface._replace(inputs=inputs)
+    for name, given in in_buckets.items():
+        inputs = {key: Input(given[key].shape, x.dtype) for key, x in interface.inputs.items()}
+        signatures[name] = interface._replace(inputs=inputs)
     return signatures
 
 

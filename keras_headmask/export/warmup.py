@@ -21,7 +21,7 @@ def check_installed() -> None:
         ) from error
 
 
-def write(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def write_records(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Write `(signature, inputs by name)` pairs into a version."""
     import tensorflow as tf
     from tensorflow_serving.apis import model_pb2, predict_pb2, prediction_log_pb2

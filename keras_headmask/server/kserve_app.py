@@ -207,15 +207,14 @@ class _Gate:
     def __init__(self, app: ASGIApp, versions: ServedVersions, limits: Limits):
         self._app, self._versions, self._limits = app, versions, limits
         self._bodies: dict[int, bytearray] = {}  # from their first byte to the end of their answer
+        self._held = lambda: sum(map(len, list(self._bodies.values())))
         _HELD.set_function(self._held)
-
-    def _held(self) -> int:
-        return sum(map(len, list(self._bodies.values())))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        body = self._bodies[id(scope)] = bytearray()
+        body = bytearray()
+        self._bodies[id(body)] = body
         code, unread = 500, True  # the status where an exception passes all handlers
 
         async def replay() -> Message:
@@ -232,24 +231,19 @@ class _Gate:
 
         with _IN_PROGRESS.track_inprogress():
             try:
-                inner = self._without_version(scope)
+                if match := _VERSIONED.fullmatch(scope["path"]):  # to a header instead of the path
+                    model, version, rest = match.groups(default="")
+                    if version != str(self._versions.current.version):
+                        raise HTTPException(404, f"Version {version} is not served.")
+                    headers = [*scope["headers"], (_ASKED_VERSION.encode(), version.encode())]
+                    scope = {**scope, "path": model + rest, "headers": headers}
                 await self._read(receive, body)
-                await self._app(inner, replay, counted)
+                await self._app(scope, replay, counted)
             except HTTPException as error:
                 await (await _refuse(None, error))(scope, receive, counted)
             finally:
-                del self._bodies[id(scope)]
+                del self._bodies[id(body)]
                 _REQUESTS.labels(code).inc()
-
-    def _without_version(self, scope: Scope) -> Scope:
-        """`scope` with the version in a header instead of the path."""
-        if (match := _VERSIONED.fullmatch(scope["path"])) is None:
-            return scope
-        model, version, rest = match.groups(default="")
-        if version != str(self._versions.current.version):
-            raise HTTPException(404, f"Version {version} is not served.")
-        header = (_ASKED_VERSION.encode(), version.encode())
-        return {**scope, "path": model + rest, "headers": [*scope["headers"], header]}
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
         """Fill `body`.

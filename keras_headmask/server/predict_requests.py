@@ -109,9 +109,7 @@ def read_v1(body: Any, signatures: Mapping[str, Signature]) -> Predict:
             )
         given = dict.fromkeys(signature.inputs, given)
     _check_names(given, signature)
-    values = {name: _elements(name, value) for name, value in given.items()}
-    shapes = {name: array.shape for name, array in values.items()}
-    return _predict(signature, values, shapes, rows)
+    return _predict(signature, {name: _elements(name, x) for name, x in given.items()}, rows)
 
 
 def write_v1(predict: Predict, outputs: Arrays) -> dict[str, Any]:
@@ -152,7 +150,7 @@ def read_v2(request: Any, signatures: Mapping[str, Signature]) -> Predict:
         names = [tensor.name for tensor in request.inputs]
         raise BadRequest(f"Each input must have a name of its own. Received: {names}")
     _check_names(given, signature)
-    values, shapes = {}, {}
+    values = {}
     for name, tensor in given.items():
         datatype, shape = signature.inputs[name].datatype, tuple(tensor.shape)
         if tensor.datatype != datatype:
@@ -161,18 +159,19 @@ def read_v2(request: Any, signatures: Mapping[str, Signature]) -> Predict:
             )
         if not all(0 <= size < 2**31 for size in shape):
             raise BadRequest(f"Input `{name}`: sizes must lie in [0, 2**31). Received: {shape}.")
-        values[name], shapes[name] = _elements(name, tensor.data), shape
-        if values[name].size != math.prod(shape):
+        elements = _elements(name, tensor.data)
+        if elements.size != math.prod(shape):
             raise BadRequest(
                 f"Input `{name}` of shape {shape} must hold {math.prod(shape)} elements. "
-                f"Received: {values[name].size}."
+                f"Received: {elements.size}."
             )
+        values[name] = elements.reshape(shape)
     outputs = [output.name for output in request.request_outputs or ()]
     if unknown := sorted(set(outputs) - signature.outputs.keys()):
         raise BadRequest(
             f"`outputs` must be among {sorted(signature.outputs)}. Received also: {unknown}."
         )
-    return _predict(signature, values, shapes, outputs=outputs)
+    return _predict(signature, values, outputs=outputs)
 
 
 def write_v2(array: np.ndarray) -> tuple[np.ndarray, str]:
@@ -217,16 +216,16 @@ def _elements(name: str, value: Any) -> np.ndarray:
     return values
 
 
-def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor) -> np.ndarray:
+def _array(name: str, values: np.ndarray, wanted: Tensor) -> np.ndarray:
     """An array of the wanted shape and dtype; nothing is cut off or rounded to infinity."""
     if wanted.shape is not None and not (
-        len(shape) == len(wanted.shape)
-        and all(want in (None, size) for want, size in zip(wanted.shape, shape, strict=True))
+        values.ndim == len(wanted.shape)
+        and all(want in (None, size) for want, size in zip(wanted.shape, values.shape, strict=True))
     ):
         sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
         raise BadRequest(
             f"Input `{name}` must have rank {len(wanted.shape)}, shape ({sizes}). "
-            f"Received: {shape}."
+            f"Received: {values.shape}."
         )
     dtype = np.dtype("O" if wanted.dtype == "string" else wanted.dtype)
     allowed, words = next(types for kinds, types in _JSON_TYPES.items() if dtype.kind in kinds)
@@ -241,7 +240,7 @@ def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor
                 f"{rule} lie in [{limits.min}, {limits.max}]. Received: {least} to {most}."
             )
     if words == "strings":
-        values = np.vectorize(str.encode, otypes=[object])(values)
+        return np.vectorize(str.encode, otypes=[object])(values)
     if words == "numbers":
         try:
             with np.errstate(over="ignore"):
@@ -250,19 +249,15 @@ def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor
             values = np.array(np.inf)
         if not np.isfinite(values.astype("float64")).all():
             raise BadRequest(f"{rule} be finite in {wanted.dtype}.")
-    return values.astype(dtype).reshape(shape)
+    return values.astype(dtype)
 
 
 def _predict(
-    signature: Signature,
-    values: Arrays,
-    shapes: Mapping[str, tuple[int, ...]],
-    rows: int | None = None,
-    outputs: list[str] | None = None,
+    signature: Signature, values: Arrays, rows: int | None = None, outputs: list[str] | None = None
 ) -> Predict:
     """Inputs whose batch is open must agree on it, or the server could not batch the request."""
     inputs = signature.inputs
-    arrays = {name: _array(name, x, shapes[name], inputs[name]) for name, x in values.items()}
+    arrays = {name: _array(name, x, inputs[name]) for name, x in values.items()}
     sizes = {
         name: array.shape[0]
         for name, array in arrays.items()

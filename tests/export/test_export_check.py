@@ -73,7 +73,7 @@ def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, 
         return {"milliseconds": [1] * len(tried), "load_milliseconds": 1}, answers
 
     monkeypatch.setattr(checking, "run_fresh", run_fresh)
-    signatures = signatures_of(interface, [entry], [])
+    signatures = signatures_of(interface, [entry], {})
     with pytest.raises(RuntimeError, match=r"has 0\.3 at a key that the rule forbids"):
         checking.checked(tmp_path, interface, signatures, given, [], 1e-4, {})
     short, long = [c for c in cases if c.signature == "serve_scores"]

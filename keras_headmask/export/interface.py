@@ -175,9 +175,6 @@ def _named_outputs(outputs: Any) -> Tensors:
     return dict(outputs)
 
 
-# --- On arrays ------------------------------------------------------------------------------------
-
-
 def answer(interface: Interface, given: Arrays) -> Arrays:
     """What the model in memory gives, on the CPU, as the fresh process does."""
     with keras.device("cpu:0"):

@@ -73,9 +73,6 @@ def _kind(dtype: str) -> str:
     return next((kind for kind in ("float", "int") if kind in dtype), dtype)
 
 
-# --- Made up --------------------------------------------------------------------------------------
-
-
 def sample(
     interface: Interface, specs: Iterable[MaskSpec], batch: int, length: int, seed: int = 0
 ) -> Arrays:

@@ -6,6 +6,7 @@ application of their own, which `keras_headmask.server` runs.
 """
 
 import asyncio
+import functools
 import re
 import uuid
 from typing import Any
@@ -35,7 +36,7 @@ from keras_headmask.server.predict_requests import (
     write_v1,
     write_v2,
 )
-from keras_headmask.server.served_versions import Served, ServedVersions
+from keras_headmask.server.served_versions import ServedVersions
 
 # Beside those that KServe keeps: `request_predict_seconds` and others, by model.
 _REQUESTS = Counter("keras_headmask_requests", "Requests answered, by HTTP status", ["code"])
@@ -99,24 +100,16 @@ class _ServedModel(Model):
             payload.id or str(uuid.uuid4()), self.name, tensors, model_version=version
         )
 
-    def get_input_types(self) -> list[dict[str, Any]]:
-        return self._types("inputs")
-
-    def get_output_types(self) -> list[dict[str, Any]]:
-        return self._types("outputs")
-
     def _types(self, side: str) -> list[dict[str, Any]]:
         """Of the default signature: V2's metadata describe one."""
         signatures = self._versions.current.signatures
         signature = signatures.get(DEFAULT_SIGNATURE) or next(iter(signatures.values()))
-        return [
-            {
-                "name": name,
-                "datatype": tensor.datatype,
-                "shape": [-1 if size is None else size for size in tensor.shape or ()],
-            }
-            for name, tensor in getattr(signature, side).items()
-        ]
+        tensors = getattr(signature, side).items()
+        shapes = {name: [-1 if n is None else n for n in x.shape or ()] for name, x in tensors}
+        return [{"name": k, "datatype": x.datatype, "shape": shapes[k]} for k, x in tensors]
+
+    get_input_types = functools.partialmethod(_types, "inputs")
+    get_output_types = functools.partialmethod(_types, "outputs")
 
 
 class _DataPlane(DataPlane):
@@ -139,42 +132,33 @@ class _DataPlane(DataPlane):
 def _add_routes(app: FastAPI, name: str, versions: ServedVersions) -> None:
     """Status and metadata in TensorFlow Serving's words, and what clients may not do."""
 
-    def current(model_name: str) -> Served:
-        if model_name != name:
-            raise ModelNotFound(model_name)
-        return versions.current
-
-    @app.get("/v1/models/{model_name}")
-    async def status(model_name: str) -> dict[str, Any]:
-        states = [(current(model_name).version, "AVAILABLE", "OK", "")]
+    @app.get(f"/v1/models/{name}")
+    async def status() -> dict[str, Any]:
+        states = [(versions.current.version, "AVAILABLE", "OK", "")]
         states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
-        return {
-            "name": name,  # this and the next as KServe has it
-            "ready": True,
-            "model_version_status": [
-                {
-                    "version": str(number),
-                    "state": state,
-                    "status": {"error_code": code, "error_message": message},
-                }
-                for number, state, code, message in sorted(states, reverse=True)
-            ],
-        }
+        shown = [
+            {
+                "version": str(number),
+                "state": state,
+                "status": {"error_code": code, "error_message": message},
+            }
+            for number, state, code, message in sorted(states, reverse=True)
+        ]
+        # The first two as KServe has it.
+        return {"name": name, "ready": True, "model_version_status": shown}
 
-    @app.get("/v1/models/{model_name}/metadata")
-    async def metadata(model_name: str) -> dict[str, Any]:
-        served = current(model_name)
-        definitions = {
-            key: json_format.MessageToDict(
-                definition,
-                preserving_proto_field_name=True,
-                always_print_fields_with_no_presence=True,
-            )
-            for key, definition in served.definitions.items()
-        }
+    @app.get(f"/v1/models/{name}/metadata")
+    async def metadata() -> dict[str, Any]:
+        served = versions.current
+        as_dict = functools.partial(
+            json_format.MessageToDict,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        signatures = {key: as_dict(definition) for key, definition in served.definitions.items()}
         return {
             "model_spec": {"name": name, "signature_name": "", "version": str(served.version)},
-            "metadata": {"signature_def": {"signature_def": definitions}},
+            "metadata": {"signature_def": {"signature_def": signatures}},
         }
 
     @app.post("/v1/models/{model_name}:explain")

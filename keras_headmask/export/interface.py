@@ -200,20 +200,19 @@ def distance(got: Arrays, wanted: Arrays) -> float:
     """
     if got.keys() != wanted.keys():
         return float("inf")
-    return max((_apart(got[name], value) for name, value in wanted.items()), default=0.0)
-
-
-def _apart(got: np.ndarray, wanted: np.ndarray) -> float:
-    if got.shape != wanted.shape:
-        return float("inf")
-    if wanted.dtype.kind == "S":
-        return 0.0 if (got == wanted).all() else float("inf")
-    is_whole = wanted.dtype.kind in "biu"
-    got, wanted = got.astype("complex128"), wanted.astype("complex128")
-    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
-    size = np.abs(wanted)
-    largest = size[size < _LARGE].max(initial=1)
-    unit = 1 if is_whole else np.where(size < _LARGE, largest, size)
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(got - wanted) / unit
-    return float(np.nan_to_num(np.where(same, 0, apart), nan=np.inf).max(initial=0))
+    furthest = 0.0
+    for name, right in wanted.items():
+        if got[name].shape != right.shape:
+            return float("inf")
+        if right.dtype.kind == "S":
+            furthest = max(furthest, 0.0 if (got[name] == right).all() else float("inf"))
+            continue
+        one, other = got[name].astype("complex128"), right.astype("complex128")
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        size = np.abs(other)
+        largest = size[size < _LARGE].max(initial=1)
+        unit = 1 if right.dtype.kind in "biu" else np.where(size < _LARGE, largest, size)
+        with np.errstate(invalid="ignore"):
+            apart = np.where(same, 0, np.abs(one - other) / unit)
+        furthest = max(furthest, float(np.nan_to_num(apart, nan=np.inf).max(initial=0)))
+    return furthest

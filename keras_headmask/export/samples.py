@@ -33,17 +33,25 @@ def request(interface: Interface, item: Any) -> Arrays:
         raise ValueError(
             f"An example must have the inputs {sorted(interface.inputs)}. Received: {sorted(item)}."
         )
-    given = {name: _as_array(item[name]) for name in interface.inputs}
+    given = {}
     for name, x in interface.inputs.items():
-        shape, dtype = given[name].shape, given[name].dtype
-        sizes_fit = len(shape) == len(x.shape) and all(
-            size in (None, have) for size, have in zip(x.shape, shape, strict=True)
+        array = np.asarray(item[name])
+        if array.dtype.kind == "O" and all(isinstance(part, (str, bytes)) for part in array.flat):
+            parts = [part.encode() if isinstance(part, str) else part for part in array.flat]
+            array = np.array(parts, "S").reshape(array.shape)
+        elif array.dtype.kind == "U":  # text as the bytes of UTF-8, as TensorFlow has it
+            array = np.char.encode(array, "utf-8")
+        sizes_fit = array.ndim == len(x.shape) and all(
+            size in (None, have) for size, have in zip(x.shape, array.shape, strict=True)
         )
-        if not sizes_fit or _kind("string" if dtype.kind == "S" else dtype.name) != _kind(x.dtype):
+        dtypes = ["string" if array.dtype.kind == "S" else array.dtype.name, x.dtype]
+        kinds = {next((k for k in ("float", "int") if k in dtype), dtype) for dtype in dtypes}
+        if not sizes_fit or len(kinds) > 1:
             raise ValueError(
                 f"The example's {name!r} must be {x.dtype} of shape {x.shape}. Received: "
-                f"{dtype} of shape {shape}."
+                f"{array.dtype} of shape {array.shape}."
             )
+        given[name] = array
     return given
 
 
@@ -60,19 +68,6 @@ def is_pair(item: Any) -> bool:
     return pair and all(type(size) is int and size > 0 for size in item)
 
 
-def _as_array(value: Any) -> np.ndarray:
-    """As an array; text as the bytes of UTF-8, as TensorFlow has it."""
-    array = np.asarray(value)
-    if array.dtype.kind == "O" and all(isinstance(item, (str, bytes)) for item in array.flat):
-        items = [item.encode() if isinstance(item, str) else item for item in array.flat]
-        return np.array(items, "S").reshape(array.shape)
-    return np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
-
-
-def _kind(dtype: str) -> str:
-    return next((kind for kind in ("float", "int") if kind in dtype), dtype)
-
-
 def sample(
     interface: Interface, specs: Iterable[MaskSpec], batch: int, length: int, seed: int = 0
 ) -> Arrays:
@@ -83,6 +78,8 @@ def sample(
     """
     rng = np.random.default_rng([seed, batch, length])
     all_leaves = [leaf for spec in specs for leaf in leaves(spec)]
+    graph = _keras.functional_of(interface.model)
+    tensors = graph.inputs if isinstance(graph, _keras.Functional) else []
     made: Arrays = {}
     for name, x in interface.inputs.items():
         if x.dtype == "string":
@@ -95,6 +92,9 @@ def sample(
         # A leaf reads an input also under the name of one side of cross-attention.
         named = [(leaf, {s + read for s in _SIDES for read in leaf.inputs}) for leaf in all_leaves]
         readers = [leaf for leaf, names in named if name in names]
+        embeddings = (_sizes_of_embeddings(graph, t) for t in tensors if t.name == name)
+        below = min((n for sizes in embeddings for n in sizes), default=None)
+        wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
         if "float" in x.dtype:
             value: np.ndarray = rng.normal(size=shape)
         elif len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
@@ -104,32 +104,18 @@ def sample(
             value = np.arange(shape[1])[None, :] < keep[:, None]
         elif x.dtype == "bool":
             value = rng.random(shape) < 0.5
+        elif below is None and any(leaf.reads_segments for leaf in readers):
+            value = np.cumsum(rng.random(shape) < 0.25, axis=-1)
         else:
-            value = _ids(readers, _ids_below(interface.model, name), shape, rng)
+            value = rng.integers(0, 2 if below is None else below, shape)
+            if wanted:
+                value = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), value)
         made[name] = value.astype(x.dtype if x.dtype != "bfloat16" else "float32")
     return made
 
 
-def _ids(
-    readers: list[MaskSpec], below: int | None, shape: list[int], rng: np.random.Generator
-) -> np.ndarray:
-    if below is None and any(leaf.reads_segments for leaf in readers):
-        return np.cumsum(rng.random(shape) < 0.25, axis=-1)
-    ids = rng.integers(0, 2 if below is None else below, shape)
-    wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
-    return np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), ids) if wanted else ids
-
-
-def _ids_below(model: keras.Model, name: str) -> int | None:
-    """The size of the smallest embedding that reads an input of a functional graph."""
-    graph = _keras.functional_of(model)
-    if not isinstance(graph, _keras.Functional):
-        return None
-    tensors = [tensor for tensor in graph.inputs if tensor.name == name]
-    return min((n for tensor in tensors for n in _sizes_of_embeddings(graph, tensor)), default=None)
-
-
 def _sizes_of_embeddings(graph: _keras.Functional, tensor: Tensor) -> Iterator[int]:
+    """The sizes of all embeddings that may read an input of a functional graph."""
     for operation in graph.operations:
         for node in _keras.calls_of(operation):
             places = [i for i, x in enumerate(node.input_tensors) if x is tensor]

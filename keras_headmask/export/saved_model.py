@@ -115,7 +115,14 @@ def export_saved_model(
             extra = folder / EXTRA
             given = [] if check is False else checking.requests(interface, check)
             requests = [samples.request(interface, item) for item in warm]
-            _warn_of_large_batches(requests, tf_serving.batch_limit(base))
+            largest = max((len(x) for one in requests for x in one.values()), default=0)
+            if largest > (limit := tf_serving.batch_limit(base)):
+                warnings.warn(
+                    f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches "
+                    f"up to {limit} rows refuses it and the whole version. Use at most {limit}, or "
+                    f"`write_serving_config(..., max_batch_size={largest})`.",
+                    stacklevel=2,
+                )
             reference = [answer(interface, one) for one in given if precision is not None]
             interface = signatures.keeping_dtypes(interface, precision)
             with computing_in(model, precision):
@@ -213,17 +220,6 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
         )
     if warm:
         check_installed()
-
-
-def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
-    largest = max((len(x) for given in requests for x in given.values()), default=0)
-    if largest > limit:
-        warnings.warn(
-            f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches up to "
-            f"{limit} rows refuses it and the whole version. Use at most {limit}, or "
-            f"`write_serving_config(..., max_batch_size={largest})`.",
-            stacklevel=3,
-        )
 
 
 def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:

@@ -57,7 +57,45 @@ def create_app(versions: ServedVersions, name: str, limits: Limits) -> FastAPI:
     _VERSION.labels(name).set_function(lambda: versions.current.version)
     _BROKEN.labels(name).set_function(lambda: len(versions.failures))
 
-    _add_routes(app, name, versions)  # before KServe's, since the first route that fits is taken
+    # Before KServe's, since the first route that fits is taken: status and metadata in TensorFlow
+    # Serving's words, and what clients may not do.
+    @app.get(f"/v1/models/{name}")
+    async def status() -> dict[str, Any]:
+        states = [(versions.current.version, "AVAILABLE", "OK", "")]
+        states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
+        shown = [
+            {
+                "version": str(number),
+                "state": state,
+                "status": {"error_code": code, "error_message": message},
+            }
+            for number, state, code, message in sorted(states, reverse=True)
+        ]
+        # The first two as KServe has it.
+        return {"name": name, "ready": True, "model_version_status": shown}
+
+    @app.get(f"/v1/models/{name}/metadata")
+    async def metadata() -> dict[str, Any]:
+        served = versions.current
+        as_dict = functools.partial(
+            json_format.MessageToDict,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        signatures = {key: as_dict(definition) for key, definition in served.definitions.items()}
+        return {
+            "model_spec": {"name": name, "signature_name": "", "version": str(served.version)},
+            "metadata": {"signature_def": {"signature_def": signatures}},
+        }
+
+    @app.post("/v1/models/{model_name}:explain")
+    @app.post("/v2/repository/models/{model_name}/{action}")
+    async def refused() -> None:
+        raise BadRequest(
+            "This server explains nothing, and loads or unloads nothing on request: a version is "
+            "loaded when its folder appears. Ask with `:predict`."
+        )
+
     data_plane = _DataPlane(model_registry=repository)
     app.add_api_route("/", data_plane.live, methods=["GET"])
     app.add_api_route("/metrics", metrics_handler, methods=["GET"])
@@ -127,47 +165,6 @@ class _DataPlane(DataPlane):
 
     def encode(self, model_name: str, response: Any, headers: Any, req_attributes: Any) -> Any:
         return super().encode(model_name, response, {}, {})
-
-
-def _add_routes(app: FastAPI, name: str, versions: ServedVersions) -> None:
-    """Status and metadata in TensorFlow Serving's words, and what clients may not do."""
-
-    @app.get(f"/v1/models/{name}")
-    async def status() -> dict[str, Any]:
-        states = [(versions.current.version, "AVAILABLE", "OK", "")]
-        states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
-        shown = [
-            {
-                "version": str(number),
-                "state": state,
-                "status": {"error_code": code, "error_message": message},
-            }
-            for number, state, code, message in sorted(states, reverse=True)
-        ]
-        # The first two as KServe has it.
-        return {"name": name, "ready": True, "model_version_status": shown}
-
-    @app.get(f"/v1/models/{name}/metadata")
-    async def metadata() -> dict[str, Any]:
-        served = versions.current
-        as_dict = functools.partial(
-            json_format.MessageToDict,
-            preserving_proto_field_name=True,
-            always_print_fields_with_no_presence=True,
-        )
-        signatures = {key: as_dict(definition) for key, definition in served.definitions.items()}
-        return {
-            "model_spec": {"name": name, "signature_name": "", "version": str(served.version)},
-            "metadata": {"signature_def": {"signature_def": signatures}},
-        }
-
-    @app.post("/v1/models/{model_name}:explain")
-    @app.post("/v2/repository/models/{model_name}/{action}")
-    async def refused() -> None:
-        raise BadRequest(
-            "This server explains nothing, and loads or unloads nothing on request: a version is "
-            "loaded when its folder appears. Ask with `:predict`."
-        )
 
 
 # --- Errors and limits ----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
 
 def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Tensor]]:
     """What rules allow, where they forbid anything, and all probabilities, in memory, by path."""
-    from keras_headmask.retrofit.observing import watched
+    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
 
     with watched(find_attention(interface.model).known, with_rules=True) as seen:
         answer(interface, given)

@@ -55,7 +55,7 @@ class Interface(NamedTuple):
 
 def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
-    from keras_headmask.retrofit.observing import is_restricted
+    from keras_headmask.retrofit.observing import is_restricted  # needs all of retrofit/
     from keras_headmask.retrofit.report import mask_specs
 
     graph, shapes, by_name = _keras.functional_of(model), None, False

@@ -24,7 +24,7 @@ def signatures_of(
 
     `in_buckets`: requests whose shapes those for XLA have, by name.
     """
-    from keras_headmask.retrofit.observing import watched
+    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
 
     def serve_scores(given: Tensors) -> Tensors:
         with watched(entries) as seen:

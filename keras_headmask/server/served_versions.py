@@ -62,25 +62,25 @@ class ServedVersions:
     def check(self) -> None:
         """Take up the newest version that loads, if it is not the current one."""
         folders = version_folders(self.base_path)
-        # A new dictionary each time, since another thread may be reading the old one.
-        self.failures = {v: why for v, why in self.failures.items() if v in folders}
+        failures = {v: why for v, why in self.failures.items() if v in folders}
         for version, folder in folders.items():
             if hasattr(self, "current") and version == self.current.version:
-                return
+                break
             state = _state(folder)
-            if version in self.failures and state == self._tried[version]:
+            if version in failures and state == self._tried[version]:
                 continue
+            failures.pop(version, None)
             try:
-                served = _load(version, folder, self._report)
+                # One assignment: a request has either the old or the new.
+                self.current = _load(version, folder, self._report)
             except Exception as error:  # whatever a damaged folder makes TensorFlow raise
                 self._tried[version] = state
-                self.failures = {**self.failures, version: f"{type(error).__name__}: {error}"}
-                self._report(f"Version {version} does not load. {self.failures[version]}")
-                continue
-            self.failures = {v: why for v, why in self.failures.items() if v != version}
-            self.current = served  # one assignment: a request has either the old or the new
-            self._report(f"Serving version {version}")
-            return
+                failures[version] = f"{type(error).__name__}: {error}"
+                self._report(f"Version {version} does not load. {failures[version]}")
+            else:
+                self._report(f"Serving version {version}")
+                break
+        self.failures = failures  # a new dictionary, since another thread may be reading the old
 
     def watch(self, seconds: float) -> None:
         """Call `check` every so many seconds, in a thread of its own, until `close`."""

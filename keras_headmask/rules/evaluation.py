@@ -328,7 +328,21 @@ def bind(
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
                     query = ops.take(query, beside.query_positions, axis=1)
                     bound[leaf][name] = Sides(query, key)
+            for name, value in bound[leaf].items():
+                if isinstance(value, Sides):
+                    bound[leaf][name] = Sides(*map(_of_length, value, (queries, keys)))
     return beside._replace(leaf_inputs=bound)
+
+
+def _of_length(side: Tensor | None, length: Length) -> Tensor | None:
+    """`side`; if its length shows only when a graph runs, one that has `length` or raises.
+
+    (Cut into tiles, ids that are too long would be read as if they fitted.)
+    """
+    known = side is None or (side.shape[1] is not None and as_int(length) is not None)
+    if known or keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
+        return side
+    return ops.reshape(side, (ops.shape(side)[0], length, *side.shape[2:]))
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:

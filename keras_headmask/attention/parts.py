@@ -8,7 +8,7 @@ from keras import ops
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Bound, Cuts
+from keras_headmask.rules.protocol import Bound, Cuts
 
 
 class Part(NamedTuple):

@@ -13,8 +13,7 @@ import tensorflow as tf
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec, leaves_under_or
-from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.protocol import Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
 
 
 class Flagged(NamedTuple):

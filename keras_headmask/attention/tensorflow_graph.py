@@ -14,8 +14,7 @@ from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.protocol import Sides
+from keras_headmask.rules.protocol import Bound, Sides
 
 
 def shared(attend: Callable) -> Callable:

@@ -19,7 +19,8 @@ from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import WHOLE, Cuts, allowed_tile
+from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
 class Plan(NamedTuple):

@@ -23,7 +23,8 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
-from keras_headmask.rules.evaluation import WHOLE, Cuts, allowed_tile
+from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.protocol import WHOLE, Cuts
 
 _DEAD = 1e30  # the log-sum of a fully masked row: exp(logit - _DEAD) is 0
 

@@ -17,7 +17,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.protocol import InputType, Sides
+from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, InputType, Sides
 
 _MOST_OFFSET = 2**30  # positions are int32
 _PAIR = "pair (query_side, key_side)"
@@ -30,29 +30,6 @@ class Lengths(NamedTuple):
     heads: int
     queries: int | None
     keys: int | None
-
-
-class Bound(NamedTuple):
-    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
-
-    query_positions: Tensor
-    key_positions: Tensor
-    leaf_inputs: dict[MaskSpec, dict[str, Any]]  # by the leaf that reads them
-
-
-def _whole(tensor: Tensor, axis: int) -> Tensor:
-    return tensor
-
-
-class Cuts(NamedTuple):
-    """How to cut a tile out: functions of a tensor and its axis of queries, keys or examples."""
-
-    queries: Callable[[Tensor, int], Tensor] = _whole
-    keys: Callable[[Tensor, int], Tensor] = _whole
-    batch: Callable[[Tensor, int], Tensor] = _whole
-
-
-WHOLE = Cuts()
 
 
 def make_mask(
@@ -218,7 +195,8 @@ def _check_sides(
             f"`{place}` must be one tensor, or a {_PAIR}. Received: {len(pair)} tensors."
         )
     batch = lengths.batch
-    for side, tensor in zip(("query", "key"), pair or (value, value), strict=True):
+    query, key = pair or (value, value)
+    for side, tensor in (("key", key), ("query", query)):
         if side not in kind.sides:
             continue
         if tensor is None:

@@ -1,5 +1,6 @@
 """The values that a spec and those who ask it hand one another: inputs, tiles, answers."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
@@ -23,6 +24,29 @@ class Sides(NamedTuple):
 
     query: Any
     key: Any
+
+
+class Bound(NamedTuple):
+    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
+
+    query_positions: Tensor
+    key_positions: Tensor
+    leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
+
+
+def _whole(tensor: Tensor, axis: int) -> Tensor:
+    return tensor
+
+
+class Cuts(NamedTuple):
+    """How to cut a tile out: functions of a tensor and its axis of queries, keys or examples."""
+
+    queries: Callable[[Tensor, int], Tensor] = _whole
+    keys: Callable[[Tensor, int], Tensor] = _whole
+    batch: Callable[[Tensor, int], Tensor] = _whole
+
+
+WHOLE = Cuts()
 
 
 class Tiles(NamedTuple):

@@ -74,8 +74,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
-    from keras_headmask.attention.attend import dense_scope
-    from keras_headmask.attention.function import dot_product_attention
+    from keras_headmask.attention.attend import dense_scope, dot_product_attention
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
@@ -97,8 +96,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
-    "attention.attend": "dense_scope",
-    "attention.function": "dot_product_attention",
+    "attention.attend": "dense_scope dot_product_attention",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
     "layer": "PerHeadMaskedMultiHeadAttention",

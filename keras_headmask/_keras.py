@@ -41,24 +41,19 @@ OVERRIDDEN = {
 COMPUTE_ATTENTION = "_compute_attention"
 ATTENTION_ARGUMENTS = {*inspect.signature(keras.layers.MultiHeadAttention).parameters} - {"kwargs"}
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
-# What a subclass may override to mask or to attend by itself; before 3.15 there is no window.
-ATTENTION_HOOKS = tuple(
-    name
-    for name in (
-        COMPUTE_ATTENTION,
-        "_compute_attention_mask",
-        "_compute_causal_mask",
-        "_compute_sliding_window_mask",
-        "_masked_softmax",
-    )
-    if hasattr(keras.layers.MultiHeadAttention, name)
+# What a subclass may override to mask or to attend by itself.
+ATTENTION_HOOKS = (
+    COMPUTE_ATTENTION,
+    "_compute_attention_mask",
+    "_compute_causal_mask",
+    "_compute_sliding_window_mask",
+    "_masked_softmax",
 )
 
 
 def stock_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that Keras' layer takes, and set ones that an older Keras refuses."""
-    newer = "use_gate", "sliding_window"  # since Keras 3.14 and 3.15
-    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS or (k in newer and v)}
+    """Those of `arguments` that Keras' layer takes."""
+    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS}
 
 
 def flash(layer: Any) -> bool:
@@ -73,22 +68,11 @@ def has_own_softmax(layer: Any) -> bool:
 
 def gate(layer: Any) -> Any:
     """The projection of the query that multiplies the context (`use_gate=True`), or `None`."""
-    return layer._gate_dense if getattr(layer, "_use_gate", False) else None
+    return layer._gate_dense if layer._use_gate else None
 
 
-def sliding_window(layer: Any) -> int | None:
-    """How near keys must be, the query itself counted; our layer turns it into a `Window`."""
-    return getattr(layer, "_sliding_window", None)
-
-
-def causal_mask(layer: Any, query: Any, value: Any) -> Any:
-    return layer._compute_causal_mask(query, value)
-
-
-def sliding_window_mask(layer: Any, query: Any, value: Any) -> Any:
-    return layer._compute_sliding_window_mask(query, value)
-
-
+# How near keys must be, the query itself counted; our layer turns it into a `Window`.
+sliding_window = operator.attrgetter("_sliding_window")
 # By what logits are multiplied; a subclass may have changed it.
 scale = operator.attrgetter("_inverse_sqrt_key_dim")
 # What drops probabilities: its seed is the layer's, in every implementation.
@@ -301,9 +285,7 @@ def file_weights_under(name: str, other: str) -> None:
 def has_in_file(store: Any, part: str) -> bool:
     """Whether the file that a layer's weights are read from holds that `part` of the layer."""
     path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
-    if path.startswith("/"):  # not from a file
-        return False
-    return store.has_path(path) if hasattr(store, "has_path") else path in store.h5_file
+    return not path.startswith("/") and store.has_path(path)  # else not from a file
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.

@@ -317,7 +317,9 @@ def _of_length(side: Tensor | None, length: Length) -> Tensor | None:
 
     (Cut into tiles, ids that are too long would be read as if they fitted.)
     """
-    known = side is None or (side.shape[1] is not None and as_int(length) is not None)
+    if side is None:
+        return None
+    known = side.shape[1] is not None and as_int(length) is not None
     if known or keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
         return side
     return ops.reshape(side, (ops.shape(side)[0], length, *side.shape[2:]))

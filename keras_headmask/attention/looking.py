@@ -22,7 +22,7 @@ from keras_headmask.attention.tuning import holding
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 _rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
-_wanted_scores: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
+_wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
 _operations: ContextVar[Callable[[], None] | None] = ContextVar("operations", default=None)
 _LOCK = threading.Lock()  # of putting doors up and taking them down
 
@@ -65,9 +65,9 @@ def are_rules_off() -> bool:
     return _rules_off.get()
 
 
-def scores_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
+def probabilities_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
     """Let attention `layer` compute without a flash kernel, which returns no probabilities."""
-    return holding(_wanted_scores, _wanted_scores.get() | {id(layer)})
+    return holding(_wanted_probabilities, _wanted_probabilities.get() | {id(layer)})
 
 
 def operations_seen(see: Callable[[], None] | None) -> AbstractContextManager:
@@ -86,7 +86,7 @@ _keras.before_dot_product_attention(operation_runs)
 
 
 def uses_flash(layer: Any) -> bool:
-    return _keras.flash(layer) and id(layer) not in _wanted_scores.get()
+    return _keras.flash(layer) and id(layer) not in _wanted_probabilities.get()
 
 
 def as_seen(layer: Any) -> Any:

@@ -73,7 +73,7 @@ def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Te
         answer(interface, given)
     allowed = {one.path: as_array(one.allowed) for one in seen if one.allowed is not None}
     forbidding = {path: mask for path, mask in allowed.items() if not mask.all()}
-    return forbidding, {one.path: one.scores for one in seen}
+    return forbidding, {one.path: one.probabilities for one in seen}
 
 
 def mass_outside(allowed: Arrays, probabilities: Mapping[str, Tensor]) -> float | None:

@@ -29,7 +29,7 @@ def signatures_of(
     def serve_scores(given: Tensors) -> Tensors:
         with watched(entries) as seen:
             interface.call(given)
-        return {one.path: ops.cast(one.scores, "float32") for one in seen}
+        return {one.path: ops.cast(one.probabilities, "float32") for one in seen}
 
     signatures = {DEFAULT: interface}
     if entries:

@@ -15,7 +15,7 @@ from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import Mask, lift
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
-from keras_headmask.retrofit.observing import called, scores_seen
+from keras_headmask.retrofit.observing import called, probabilities_seen
 from keras_headmask.rules.base import MaskSpec
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.
@@ -67,7 +67,7 @@ def seen_in_a_forward(
         with contextlib.ExitStack() as stack:
             for entry in entries:
                 keep = functools.partial(_keep, arriving, entry.path)
-                stack.enter_context(scores_seen(entry.layer, keep))
+                stack.enter_context(probabilities_seen(entry.layer, keep))
                 keep = functools.partial(_keep, calls, entry.path)
                 stack.enter_context(called(entry.layer, keep))
             flat = [tensors[tensor.name] for tensor in graph.inputs]
@@ -96,7 +96,7 @@ def seen_in_a_forward(
     return found, problem
 
 
-def _keep(seen: dict[str, Any], path: str, arguments: Any, _scores: Any = None) -> None:
+def _keep(seen: dict[str, Any], path: str, arguments: Any, _probabilities: Any = None) -> None:
     seen[path] = arguments
 
 

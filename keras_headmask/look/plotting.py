@@ -124,7 +124,7 @@ def plot_attention(
     """
     figures = _figures()
     seen = observing.observe(model, inputs, layer, call)
-    batch, count, queries, keys = seen.scores.shape
+    batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
     if heads is None:
         chosen, spec = list(range(count)), seen.spec
@@ -139,7 +139,7 @@ def plot_attention(
             )
     tile = panels.tile_of(queries, keys, tile_size, "hm.plot")
     labels = panels.labels_of(tokens, queries, keys, tile)
-    probabilities, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
+    probabilities, allowed = (x[example][chosen] for x in (seen.probabilities, seen.allowed))
     outside = ~allowed & (probabilities > 0)
     pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
     caption = [] if seen.spec is None else words.sentences(seen.spec, count)

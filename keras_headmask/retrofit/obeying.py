@@ -89,8 +89,8 @@ def _under(layer: Any, rule: LayerRule, compute: Callable, **arguments: Any) -> 
     if _is_left_to(layer, compute):
         mask = make_mask()
         merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
-        context, scores = compute(**merged | {"attention_mask": mask})
-        return masks.zero_dead_rows(context, mask), scores
+        context, probabilities = compute(**merged | {"attention_mask": mask})
+        return masks.zero_dead_rows(context, mask), probabilities
     outside, inputs = all_that_restricts(
         None, None, **_as_argument(attention_mask, lengths), window=causal
     )

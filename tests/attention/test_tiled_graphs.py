@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keras import ops
 from strategies import FEW, cases
 from tiled_contract import (
+    ALWAYS,
     BACKEND,
     FLAGS,
     LONG,
@@ -372,3 +373,23 @@ def test_unknown_lengths_off_tensorflow_graphs():
         ValueError, match="`tiled=True` is not possible here: outside TensorFlow graphs"
     ):
         call()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("length", [6, 8])
+def test_ids_of_another_length_are_refused_when_the_graph_runs(length):
+    """Cut into tiles, ids that are too long would be read as if they fitted."""
+    import tensorflow as tf
+
+    operand, ids = tf.TensorSpec((2, None, 3, 4)), tf.TensorSpec((2, None), "int32")
+
+    @tf.function(input_signature=[operand, operand, operand, ids])
+    def call(query, key, value, ids):
+        spec, inputs = hm.SameSegment("ids"), {"ids": ids}
+        return hm.dot_product_attention(query, key, value, mask_spec=spec, mask_inputs=inputs)
+
+    qkv = operands(2, 7, 7, 3)
+    with tuned(**ALWAYS):
+        assert call(*qkv, np.zeros((2, 7), "int32")).shape == (2, 7, 3, 4)
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            call(*qkv, np.zeros((2, length), "int32"))

@@ -27,7 +27,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import Tuning
+from keras_headmask.attention.tuning import Tuning, tuned
 from keras_headmask.rules import evaluation
 
 BLOCKS_OF_3 = Tuning(tensorflow_block=3, one_flagged_in=4)

@@ -308,21 +308,22 @@ def bind(
                     bound[leaf][name] = Sides(query, key)
             for name, value in bound[leaf].items():
                 if isinstance(value, Sides):
-                    bound[leaf][name] = Sides(*map(_of_length, value, (queries, keys)))
+                    positions = beside.query_positions, beside.key_positions
+                    bound[leaf][name] = Sides(*map(_of_length, value, positions))
     return beside._replace(leaf_inputs=bound)
 
 
-def _of_length(side: Tensor | None, length: Length) -> Tensor | None:
-    """`side`; if its length shows only when a graph runs, one that has `length` or raises.
+def _of_length(side: Tensor | None, positions: Tensor) -> Tensor | None:
+    """`side`; if its length shows only when a graph runs, one that is as long as `positions`.
 
-    (Cut into tiles, ids that are too long would be read as if they fitted.)
+    Else the graph raises: cut into tiles, ids that are too long would be read as if they fitted. (A
+    reshape or a sum with zeros would say so as well, but TensorFlow removes these.)
     """
-    if side is None:
-        return None
-    known = side.shape[1] is not None and as_int(length) is not None
-    if known or keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
+    if side is None or None not in (side.shape[1], positions.shape[0]):
         return side
-    return ops.reshape(side, (ops.shape(side)[0], length, *side.shape[2:]))
+    if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
+        return side
+    return ops.where(positions[None] >= -_MOST_OFFSET, side, ops.zeros_like(side))
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:

@@ -59,6 +59,7 @@ __all__ = [
     "from_torch",
     "lint",
     "make_mask",
+    "mask_specs",
     "not_mask",
     "or_masks",
     "plot",
@@ -66,13 +67,14 @@ __all__ = [
     "recipes",
     "register_spec",
     "schema",
+    "summary_masks",
     "to_additive",
+    "unmasked",
     "write_serving_config",
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
-    from keras_headmask.attention.attend import dense_scope
-    from keras_headmask.attention.function import dot_product_attention
+    from keras_headmask.attention.attend import dense_scope, dot_product_attention
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
@@ -88,12 +90,13 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.retrofit.masked_model import unmasked
+    from keras_headmask.retrofit.report import mask_specs, summary_masks
     from keras_headmask.rules.evaluation import make_mask
     from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
-    "attention.attend": "dense_scope",
-    "attention.function": "dot_product_attention",
+    "attention.attend": "dense_scope dot_product_attention",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
     "layer": "PerHeadMaskedMultiHeadAttention",
@@ -102,6 +105,8 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
+    "retrofit.masked_model": "unmasked",
+    "retrofit.report": "mask_specs summary_masks",
     "rules.evaluation": "make_mask",
     "rules.json_schema": "schema",
 }
@@ -113,7 +118,7 @@ def __getattr__(name: str) -> object:
         home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
-    if (call := config.known_recipes().get(name)) is not None:
+    if (call := config.RECIPES.get(name)) is not None:
         raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -4,18 +4,20 @@ None is public interface: any release may rename one. `tests/test_keras_internal
 is relied on, so a new Keras fails there first. No other file may touch such a name.
 """
 
+import contextlib
+import functools
 import inspect
 import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
+from keras.src import backend
 
 # A tensor's Keras mask: read and passed on, as stock attention does.
 from keras.src.backend import get_keras_mask as get_keras_mask
 from keras.src.backend import set_keras_mask as set_keras_mask
-from keras.src.backend.common import global_state
 
 # Whether Keras runs code for shapes alone: then tensors have no values, and no rule is demanded.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
@@ -31,8 +33,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 OVERRIDDEN = {
     "_compute_attention": "attention computes by it, in our layer and under a model's rule",
     "_compute_attention_mask": "our layer merges masks in four dimensions, one for each head",
-    "_convert_inputs_to_tensors": "a model refuses float ids, and keeps 64 bits, before it casts",
-    "_run_through_graph": "`clone_model` runs the graph without the model, so without its rule",
+    "_default_save_signature": "TensorFlow would trace a masked model inside another by itself",
 }
 
 # --- Attention -----------------------------------------------------------------------------------
@@ -40,24 +41,19 @@ OVERRIDDEN = {
 COMPUTE_ATTENTION = "_compute_attention"
 ATTENTION_ARGUMENTS = {*inspect.signature(keras.layers.MultiHeadAttention).parameters} - {"kwargs"}
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
-# What a subclass may override to mask or to attend by itself; before 3.15 there is no window.
-ATTENTION_HOOKS = tuple(
-    name
-    for name in (
-        COMPUTE_ATTENTION,
-        "_compute_attention_mask",
-        "_compute_causal_mask",
-        "_compute_sliding_window_mask",
-        "_masked_softmax",
-    )
-    if hasattr(keras.layers.MultiHeadAttention, name)
+# What a subclass may override to mask or to attend by itself.
+ATTENTION_HOOKS = (
+    COMPUTE_ATTENTION,
+    "_compute_attention_mask",
+    "_compute_causal_mask",
+    "_compute_sliding_window_mask",
+    "_masked_softmax",
 )
 
 
 def stock_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that Keras' layer takes, and set ones that an older Keras refuses."""
-    newer = "use_gate", "sliding_window"  # since Keras 3.14 and 3.15
-    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS or (k in newer and v)}
+    """Those of `arguments` that Keras' layer takes."""
+    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS}
 
 
 def flash(layer: Any) -> bool:
@@ -72,33 +68,33 @@ def has_own_softmax(layer: Any) -> bool:
 
 def gate(layer: Any) -> Any:
     """The projection of the query that multiplies the context (`use_gate=True`), or `None`."""
-    return layer._gate_dense if getattr(layer, "_use_gate", False) else None
+    return layer._gate_dense if layer._use_gate else None
 
 
-def sliding_window(layer: Any) -> int | None:
-    """How near keys must be, the query itself counted; our layer turns it into a `Window`."""
-    return getattr(layer, "_sliding_window", None)
-
-
-def causal_mask(layer: Any, query: Any, value: Any) -> Any:
-    return layer._compute_causal_mask(query, value)
-
-
-def sliding_window_mask(layer: Any, query: Any, value: Any) -> Any:
-    return layer._compute_sliding_window_mask(query, value)
-
-
+# How near keys must be, the query itself counted; our layer turns it into a `Window`.
+sliding_window = operator.attrgetter("_sliding_window")
 # By what logits are multiplied; a subclass may have changed it.
 scale = operator.attrgetter("_inverse_sqrt_key_dim")
 # What drops probabilities: its seed is the layer's, in every implementation.
 dropout_layer = operator.attrgetter("_dropout_layer")
 
+
+def before_dot_product_attention(see: Callable[[], None]) -> None:
+    """Call `see` whenever `keras.ops.dot_product_attention` computes: it is no layer."""
+    usual = backend.nn.dot_product_attention
+
+    @functools.wraps(usual)
+    def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        see()
+        return usual(*args, **kwargs)
+
+    backend.nn.dot_product_attention = dot_product_attention
+
+
 # --- Layers and graphs ---------------------------------------------------------------------------
 
-# What a layer runs in place of `call` under a RematScope, and on symbolic tensors.
-REMATERIALIZED_CALL, SYMBOLIC_CALL = "rematerialized_call", "symbolic_call"
-# Where an operation keeps the calls of it; symbolic calls that only trace must not add to them.
-CALLS_OF_OPERATION = "_inbound_nodes", "_outbound_nodes"
+# What a layer runs in place of `call` under a RematScope.
+REMATERIALIZED_CALL = "rematerialized_call"
 # What a graph is made of; swapped as one when a model gets an input.
 GRAPH = (
     "_inputs_struct",
@@ -110,12 +106,6 @@ GRAPH = (
     "_operations",
     "_operations_by_depth",
 )
-# Where Keras and the backends keep a second list of layers that are found by the first one.
-LISTS_OF_MODELS = frozenset({"_operations", "_operations_by_depth", "_layers"})
-LISTS_OF_LAYERS = frozenset({"_modules"})  # PyTorch's
-LISTS_OF_SEQUENTIALS = frozenset({"_functional"})
-NOTES_OF_TENSORFLOW = "_self_"  # how the names begin of what it notes on tracked objects
-CLEAR_LOSSES = "_clear_losses"  # called as a call begins; an error there leaves the call open
 
 
 # A layer and all tracked layers inside: where attention, and what holds it, is found; and without
@@ -133,6 +123,36 @@ def sublayers(layer: Any) -> Iterable[keras.Layer]:
     return vars(layer).get("_layers", ())
 
 
+def all_weights(layer: Any) -> list[Any]:
+    """Every variable that Keras tracks in `layer`, seeds and metrics, too."""
+    found = list(layer.variables)
+    for inner in layer._flatten_layers():
+        found += inner.variables
+    return found
+
+
+@contextlib.contextmanager
+def weights_watched(read: list[Any]) -> Iterator[None]:
+    """Note the variables that are read, while Keras infers shapes."""
+
+    class Watching(keras.StatelessScope):
+        def get_current_value(self, variable: Any) -> Any:
+            read.append(variable)
+            return outer.get_current_value(variable)
+
+        def add_update(self, update: Any) -> None:
+            outer.add_update(update)
+
+    outer = backend.common.stateless_scope.get_stateless_scope()
+    with Watching():
+        yield
+
+
+def is_plain_functional(model: Any) -> bool:
+    """Whether Keras files a model by its graph, and not by a config of its class."""
+    return type(model) is Functional
+
+
 def functional_of(model: Any) -> Any:
     """The functional model inside a Sequential, `None` before it is built; else `model`."""
     return model._functional if isinstance(model, keras.Sequential) else model
@@ -144,15 +164,79 @@ def nodes(graph: Functional) -> Iterator[Any]:
         yield from graph._nodes_by_depth[depth]
 
 
+def is_whole(graph: Functional) -> bool:
+    """Whether its layers still know all calls of a graph, which `run_anew` of another forgets."""
+    return all(any(x is node for x in calls_of(node.operation)) for node in nodes(graph))
+
+
 def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
     return operation, [] if operation is None else calls_of(operation)[index].input_tensors
 
 
-def flat_inputs(model: Functional, inputs: Any) -> list[Any]:
-    """`inputs` of a model's call as tensors, in the order of `model.inputs`."""
-    return model._standardize_inputs(inputs)
+def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call of `layer` by name; empty if they do not fit, which Keras says."""
+    try:
+        return layer._call_signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+
+
+def has_argument(layer: Any, name: str) -> bool:
+    """Whether calls of `layer` take an argument of that name."""
+    return name in layer._call_signature.parameters
+
+
+def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:
+    """Note in the graph that the last symbolic call of `layer` had `more` arguments."""
+    node = layer._inbound_nodes[-1]
+    known = node.arguments
+    node.arguments = type(known)(*known.args, **known.kwargs | more)
+    for tensor in node.input_tensors[len(known.keras_tensors) :]:
+        operation = made_by(tensor)[0]
+        if operation is not None:
+            operation._outbound_nodes.append(node)
+
+
+def run_anew(graph: Functional, call: Any) -> Any:
+    """The outputs of `graph`, each operation called anew by `call(operation, args, kwargs)`.
+
+    A new call takes the place of the old one, so that `layer.output` is the new tensor.
+    """
+    places: dict[int, list[tuple[Any, int]]] = {}
+    for node in nodes(graph):
+        if not node.is_input:
+            calls = node.operation._inbound_nodes
+            places.setdefault(id(node.operation), []).append((node, calls.index(node)))
+    before = {key: len(found[0][0].operation._inbound_nodes) for key, found in places.items()}
+
+    def operation_fn(operation: Any) -> Any:
+        return lambda *args, **kwargs: call(operation, args, kwargs)
+
+    outputs = graph._run_through_graph(graph.inputs, operation_fn=operation_fn)
+    for key, found in places.items():
+        calls = found[0][0].operation._inbound_nodes
+        made = calls[before[key] :]
+        del calls[before[key] :]
+        for (old, place), new in zip(found, made, strict=True):
+            calls[place] = new
+            for tensor in old.input_tensors:
+                outbound = made_by(tensor)[0]._outbound_nodes
+                outbound[:] = [node for node in outbound if node is not old]
+            for tensor in new.outputs:
+                tensor._keras_history = tensor._keras_history._replace(node_index=place)
+    return outputs
+
+
+def track(model: Functional, layer: Any) -> None:
+    """Let `model` hold a layer that its graph has got."""
+    model._tracker.track(layer)
+
+
+def untrack(model: Functional, layer: Any) -> None:
+    """Let `model` go of a layer that its graph has no more."""
+    model._layers[:] = [x for x in model._layers if x is not layer]
 
 
 def set_remat_mode(layer: Any, mode: Any) -> None:
@@ -177,6 +261,11 @@ def is_own_layer(operation: Any) -> bool:
 # --- Files ---------------------------------------------------------------------------------------
 
 
+def filed_name(cls: type) -> str:
+    """The name under which a registered class is filed."""
+    return GLOBAL_CUSTOM_NAMES[cls]
+
+
 def file_under(cls: type, name: str) -> None:
     """Save objects of `cls` under `name`, without registering the class for that name."""
     GLOBAL_CUSTOM_NAMES[cls] = name
@@ -193,17 +282,10 @@ def file_weights_under(name: str, other: str) -> None:
     saving_lib.naming = types.SimpleNamespace(**names)
 
 
-def saves_hdf5() -> bool:
-    """Whether a config is asked for a model in HDF5, which would lose a rule."""
-    return bool(global_state.get_global_attribute("use_legacy_config", False))
-
-
 def has_in_file(store: Any, part: str) -> bool:
     """Whether the file that a layer's weights are read from holds that `part` of the layer."""
     path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
-    if path.startswith("/"):  # not from a file
-        return False
-    return store.has_path(path) if hasattr(store, "has_path") else path in store.h5_file
+    return not path.startswith("/") and store.has_path(path)  # else not from a file
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.
@@ -211,8 +293,6 @@ unpickle_model = Functional._unpickle_model
 
 # --- TensorFlow and PyTorch ----------------------------------------------------------------------
 
-# Where they keep the Python function that they compiled.
-COMPILED_FROM = "_python_function", "_torchdynamo_orig_callable"
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"

@@ -8,9 +8,14 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import checking, looking
+from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
-from keras_headmask.attention.checking import is_zero, supports_unknown_lengths
+from keras_headmask.attention.checking import (
+    checked_call,
+    checked_tiled,
+    is_zero,
+    supports_unknown_lengths,
+)
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -129,7 +134,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             self._restricts = heads.restricts(mask_spec, num_heads)
             mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec
-        self._tiled = checking.checked_tiled(tiled)
+        self._tiled = checked_tiled(tiled)
         self._missed_weights = False  # whether a file held weights before it was built
 
     def __repr__(self) -> str:
@@ -205,22 +210,35 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         key = value if key is None else key
         if masks.has_shape_alone(query):
             mask_inputs = self._with_stand_ins(mask_inputs, query, value)
-        window = self._window(use_causal_mask)
         given = attention_mask, query_mask, value_mask, key_mask
         outside: dict[str, Any] = dict(zip(_MASKS, given, strict=True))
+        window = self._window(use_causal_mask)
         asked = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
-        offset = checking.checked_call(query, value, *asked, **outside)
+        offset = checked_call(query, value, *asked, outside)
         if len(query.shape) != 3:
-            rest = attention_mask, return_attention_scores, training, use_causal_mask
-            return self._call_stock(query, value, key, query_mask, value_mask, key_mask, *rest)
+            # Stock's `call`, for several axes, takes Keras masks off, which are put back.
+            kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
+            _keras.set_keras_mask(query, query_mask)  # where stock looks for it
+            rest = query_mask, value_mask, key_mask, attention_mask
+            try:
+                return super().call(
+                    query, value, key, *rest, return_attention_scores, training, use_causal_mask
+                )
+            finally:
+                for tensor, mask in reversed(kept):
+                    _keras.set_keras_mask(tensor, mask)
         operands = self.query_dense(query), self.key_dense(key), self.value_dense(value)
         spec = None if looking.are_rules_off() or not self._restricts else self._mask_spec
         rule = merged = None
-        if self._has_hooks():
-            outside["use_causal_mask"] = use_causal_mask
-            merged = self._merged(query, value, spec, mask_inputs, offset, outside)
-        else:
+        if not self._has_hooks():
             rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
+        else:  # everything that restricts, ANDed: what comes from outside after the spec
+            if spec is not None:
+                merged = self._mask(spec, mask_inputs, query, value, offset)
+            outside["use_causal_mask"] = use_causal_mask
+            if not is_zero(offset):  # which a subclass with Keras' own signature does not know
+                outside["query_offset"] = offset
+            merged = masks.and_masks(merged, self._compute_attention_mask(query, value, **outside))
         if rule is None:
             context, scores = self._compute_attention(
                 *operands, merged, training, return_attention_scores
@@ -243,18 +261,6 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         if query_mask is not None:
             _keras.set_keras_mask(output, query_mask)
         return (output, scores) if return_attention_scores else output
-
-    def _call_stock(
-        self, query: Tensor, value: Tensor, key: Tensor, query_mask: Tensor | None, *rest: Any
-    ) -> Any:
-        """Stock's `call`, for several axes; it takes Keras masks off, which are put back."""
-        kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
-        _keras.set_keras_mask(query, query_mask)  # where stock looks for it
-        try:
-            return super().call(query, value, key, query_mask, *rest)
-        finally:
-            for tensor, mask in reversed(kept):
-                _keras.set_keras_mask(tensor, mask)
 
     def _with_stand_ins(self, mask_inputs: Any, query: Tensor, value: Tensor) -> Any:
         """`mask_inputs`, with zeros for those that a loading Keras leaves out of a model's call.
@@ -290,17 +296,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             return None
         return Window(before=reach, after=0 if use_causal_mask else reach)
 
-    def _merged(
-        self, query: Tensor, value: Tensor, spec: Any, inputs: Any, offset: Length, outside: dict
-    ) -> Mask | None:
-        """Everything that restricts, ANDed: what comes from outside after the spec."""
-        mask = None
-        if spec is not None:
-            bound = evaluation.bind(spec, inputs, ops.shape(query)[1], ops.shape(value)[1], offset)
-            mask = evaluation.mask_of_all_heads(spec, bound, self.num_heads)
-        if not is_zero(offset):  # which a subclass with Keras' own signature does not know
-            outside = outside | {"query_offset": offset}
-        return masks.and_masks(mask, self._compute_attention_mask(query, value, **outside))
+    def _mask(self, spec: MaskSpec, inputs: Any, query: Tensor, value: Tensor, offset: Any) -> Mask:
+        bound = evaluation.bind(spec, inputs, ops.shape(query)[1], ops.shape(value)[1], offset)
+        return evaluation.mask_of_all_heads(spec, bound, self.num_heads)
 
     def _compute_attention_mask(
         self,
@@ -314,25 +312,16 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         query_offset: Length = 0,
     ) -> Mask | None:
         """What Keras merges here, each lifted to rank 4 before it meets the others."""
+        of_tokens = query_mask, value_mask, key_mask
+        stock = super()._compute_attention_mask
         if len(query.shape) != 3:
-            return super()._compute_attention_mask(
-                query, value, query_mask, value_mask, key_mask, attention_mask, use_causal_mask
-            )
-        parts = [None if attention_mask is None else masks.lift(attention_mask, "attention_mask")]
-        if query_mask is not None:
-            parts.append(masks.as_bool(query_mask, "query_mask")[:, None, :, None])
-        for name, mask in (("value_mask", value_mask), ("key_mask", key_mask)):
-            if mask is not None:
-                parts.append(masks.as_bool(mask, name)[:, None, None, :])
-        if is_zero(query_offset):  # Keras' own hooks know no offset
-            if use_causal_mask:
-                parts.append(_keras.causal_mask(self, query, value))
-            if _keras.sliding_window(self) is not None:
-                parts.append(_keras.sliding_window_mask(self, query, value))
-        elif (window := self._window(use_causal_mask)) is not None:
-            queries, keys = ops.shape(query)[1], ops.shape(value)[1]
-            parts.append(evaluation.make_mask(window, queries, keys, query_offset=query_offset))
-        return masks.and_masks(*parts)
+            return stock(query, value, *of_tokens, attention_mask, use_causal_mask)
+        if is_zero(query_offset):  # Keras' own hooks know no other
+            merged = stock(query, value, *of_tokens, use_causal_mask=use_causal_mask)
+            return masks.and_masks(attention_mask, merged)
+        window = self._window(use_causal_mask)
+        rule, inputs = all_that_restricts(None, None, attention_mask, *of_tokens, window)
+        return None if rule is None else self._mask(rule, inputs, query, value, query_offset)
 
     @looking.asking
     def _compute_attention(
@@ -343,34 +332,24 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         attention_mask: Mask | None = None,
         training: bool | None = None,
         return_attention_scores: bool = False,
-        use_causal_mask: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
         flags = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
-            new = (True,) if use_causal_mask else ()  # Keras before 3.15 has no such argument
-            return stock(query, key, value, attention_mask, *flags, *new)
-        if use_causal_mask:
-            causal = evaluation.make_mask(Window(after=0), ops.shape(query)[1], ops.shape(key)[1])
-            attention_mask = masks.and_masks(attention_mask, causal)
-        if self._is_left_to_stock(query, attention_mask, return_attention_scores):
+            return stock(query, key, value, attention_mask, *flags)
+        # To stock's fused kernel go those with nothing to mask. Not in float16, where TensorFlow's
+        # would round logits to at most 65504; nor with values of another size than keys, which
+        # JAX's refuses.
+        fused = attention_mask is None and not return_attention_scores and self.dropout == 0
+        fused = fused and self.value_dim == self.key_dim
+        fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
+        if fused or looking.uses_flash(self) or _keras.has_own_softmax(self):
             context, scores = stock(query, key, value, attention_mask, *flags)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
         more = {"scale": _keras.scale(self)} | dropout_of(self, training)
         return attend(Request(query, key, value, make_mask=lambda: attention_mask, **more))
-
-    def _is_left_to_stock(self, query: Tensor, mask: Mask | None, return_scores: bool) -> bool:
-        """Flash attention, a softmax of a subclass's own, the fused kernel with nothing to mask.
-
-        Not in float16, where TensorFlow's kernel would round logits to at most 65504; nor with
-        values of another size than keys, which JAX's kernel refuses.
-        """
-        if looking.uses_flash(self) or _keras.has_own_softmax(self):
-            return True
-        fused = not return_scores and self.dropout == 0 and self.value_dim == self.key_dim
-        return fused and mask is None and keras.backend.standardize_dtype(query.dtype) != "float16"
 
     def compute_output_shape(
         self, query_shape: Any, value_shape: Any = None, key_shape: Any = None
@@ -387,7 +366,7 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         outside = {name: given[name] for name in _MASKS}
         window = self._window(given["use_causal_mask"])
         asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
-        checking.checked_call(query, value, *asked, **outside)
+        checked_call(query, value, *asked, outside)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)

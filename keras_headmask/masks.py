@@ -120,22 +120,19 @@ def lift(mask: Any, name: str = "mask") -> Mask:
     return mask if rank == 4 else ops.expand_dims(mask, 1)
 
 
-def check_shape(
-    mask: Tensor,
-    name: str,
-    batch: int | None,
-    heads: int | None,
-    queries: int | None,
-    keys: int | None,
-) -> None:
-    """Each known size of `mask` must be 1 or the one given; `None` is a size not known yet."""
+def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
+    """Each known size of `mask` must be 1 or the one in `lengths`, which are (B, H, T, S).
+
+    `None` is a size not known yet.
+    """
     shape = tuple(mask.shape)
-    axes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
-    named = {2: ("queries", "keys"), 3: ("batch", "queries", "keys"), 4: tuple(axes)}
+    wanted = dict(zip(("batch", "heads", "queries", "keys"), lengths, strict=True))
+    named = {2: ("queries", "keys"), 3: ("batch", "queries", "keys"), 4: tuple(wanted)}
     if len(shape) not in named:
         lift(mask, name)  # raises
-    for size, axis in zip(shape, named[len(shape)], strict=True):
-        if not fits(size, axes[axis]):
+    axes = named[len(shape)]
+    for size, axis in zip(shape, axes, strict=True):
+        if not fits(size, wanted[axis]):
             hint = ""
             if len(shape) == 3:
                 hint = (
@@ -144,9 +141,8 @@ def check_shape(
                 )
             counted = "examples" if axis == "batch" else axis
             raise ValueError(
-                f"`{name}` has {size} {counted} where the attention has {axes[axis]} (1 "
-                f"broadcasts). Received: shape {shape}, read as ({', '.join(named[len(shape)])})."
-                f"{hint}"
+                f"`{name}` has {size} {counted} where the attention has {wanted[axis]} (1 "
+                f"broadcasts). Received: shape {shape}, read as ({', '.join(axes)}).{hint}"
             )
 
 
@@ -255,19 +251,17 @@ def from_torch(mask: Tensor, num_heads: int | None = None) -> Mask:
     shape = tuple(allowed.shape)
     if len(shape) == 2:
         return allowed[None, None]
+    problem = ""
     if len(shape) != 3:
+        problem = "that is neither"
+    elif num_heads is None:
+        problem = "pass `num_heads`"
+    elif shape[0] is not None and shape[0] % num_heads:
+        problem = f"{shape[0]} is no multiple of num_heads={num_heads}"
+    if problem:
         raise ValueError(
             "A torch `attn_mask` has shape (queries, keys) or (batch * heads, queries, keys). "
-            f"Received: shape {shape}."
-        )
-    if num_heads is None:
-        raise ValueError(
-            f"A torch mask of shape {shape} is (batch * heads, queries, keys): pass `num_heads`."
-        )
-    if shape[0] is not None and shape[0] % num_heads:
-        raise ValueError(
-            f"The first axis of a torch mask is batch * heads: {shape[0]} is no multiple of "
-            f"num_heads={num_heads}."
+            f"Received: shape {shape}: {problem}."
         )
     sizes = ops.shape(allowed)
     return ops.reshape(allowed, (-1, num_heads, sizes[1], sizes[2]))

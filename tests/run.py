@@ -24,10 +24,10 @@ _LAWS = (
 )
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
-    "tests/attention",
-    "tests/layer",
-    *_files("rules/test_evaluation", "rules/test_coverage", "test_masks", "test_golden"),
-    *_files("test_keras_internals", "retrofit/test_retrofit", "retrofit/test_masked_model"),
+    *_files("attention/test_attention", "attention/test_attend", "attention/test_tiled"),
+    *_files("layer/test_layer", "layer/test_parity", "rules/test_evaluation", "test_masks"),
+    *_files("test_golden", "test_keras_internals", "retrofit/test_retrofit"),
+    *_files("retrofit/test_never_unmasked"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
 _RUFF = (sys.executable, "-m", "ruff")

@@ -56,7 +56,7 @@ def test_the_newest_rules_hold_every_kind():
             for part in value:
                 yield from kinds(part)
 
-    ours = {k for k, c in config.known_kinds().items() if c.__module__.startswith("keras_headmask")}
+    ours = {k for k, c in config.KINDS.items() if c.__module__.startswith("keras_headmask")}
     assert set(kinds(configs(FORMATS[-1]))) >= ours
 
 
@@ -66,7 +66,7 @@ def test_a_keras_file_loads_and_answers_as_it_did(folder):
     ids = arrays(folder, "mask_inputs")["token_ids"]
     wanted = arrays(folder, "outputs")["output_0"]
     assert_close(numpy(model(ids)), wanted)
-    assert list(model.mask_specs.values()) == [hm.Window(1, 0)]
+    assert hm.Window(1, 0) in hm.mask_specs(model).values()
 
 
 @pytest.mark.tensorflow

@@ -53,7 +53,7 @@ found = [name for name in late if f"keras_headmask.{name}" in sys.modules]
 assert not found, found
 assert hm.PerHead({0: hm.Window()})._repr_html_()
 import keras
-assert keras.saving.load_model(sys.argv[1]).mask_specs
+assert hm.mask_specs(keras.saving.load_model(sys.argv[1]))
 """
 
 

@@ -1,11 +1,13 @@
-"""The one dispatcher: how to compute what the function, the layer or a retrofitted layer asks for.
+"""The one dispatcher, and `hm.dot_product_attention`: attention for a layer of one's own.
 
-A `Request` says what is wanted; `attend` alone decides whether all logits are computed, by the
-definition in `dense`, or tiles of them, and by which implementation.
+A `Request` says what the function, the layer or a retrofitted layer asks for; `attend` alone
+decides whether all logits are computed, by the definition in `dense`, or tiles of them, and by
+which implementation.
 """
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,15 +17,118 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask.attention import dense, parts, tiles_python
-from keras_headmask.attention.finite import in_xla
+from keras_headmask import masks
+from keras_headmask._keras import in_xla
+from keras_headmask.attention import dense, looking, parts
+from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.parts import Part
-from keras_headmask.attention.tuning import Tuning, current_tuning, holding
+from keras_headmask.attention.tuning import current_tuning, holding
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
+
+_CALLED = "hm.dot_product_attention(query, key, value, ...)"
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    mask_spec: MaskSpec | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    scale: float | None = None,
+    query_offset: Length | None = None,
+    dropout: float = 0.0,
+    return_scores: bool = False,
+    bias: Tensor | None = None,
+    seed: Any = None,
+    tiled: bool | None = None,
+) -> Any:
+    """`softmax(query @ key^T * scale + bias)` over the allowed keys, times `value`.
+
+    Args:
+        query: `(B, T, H, D)`.
+        key: `(B, S, H, D)`.
+        value: `(B, S, H, Dv)`.
+        mask: Boolean or integer, True = may attend: `(T, S)`, `(B, T, S)` or
+            `(B or 1, H or 1, T, S)`.
+        mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
+        mask_inputs: The tensors that `mask_spec` reads, by name.
+        scale: Factor of the logits; `1 / sqrt(D)` by default.
+        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`). Left out it
+            is 0, with a warning where a rule on positions meets fewer queries than keys: a step
+            with a cache of keys needs it.
+        dropout: Share of the probabilities set to 0, the rest scaled up; applied whenever it is
+            above 0, so pass 0 at inference.
+        return_scores: Whether to return the probabilities, before dropout, too.
+        bias: Float tensor added to the logits, broadcastable to `(B, H, T, S)`. It grades the
+            allowed keys; no bias can open a hidden one.
+        seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
+        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
+            (`False`). By default the faster of the two, by size and rule. Returned probabilities
+            and a bias need all logits, and so do symbolic Keras tensors; where nothing restricts
+            there is nothing to skip. Dense and tiled attention draw different dropouts from one
+            seed.
+
+    Returns:
+        The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
+        probabilities `(B, H, T, S)`.
+
+    Raises:
+        TypeError: for a float mask or mask input.
+        ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, or
+            `tiled=True` where tiling is not possible.
+
+    >>> import numpy as np
+    >>> from keras_headmask import Window
+    >>> x = np.ones((1, 3, 2, 4), "float32")
+    >>> _, scores = dot_product_attention(x, x, x, mask_spec=Window(after=0), return_scores=True)
+    >>> print(ops.convert_to_numpy(scores[0, 0]).round(2))
+    [[1.   0.   0.  ]
+     [0.5  0.5  0.  ]
+     [0.33 0.33 0.33]]
+    """
+    query, key, value = (masks.as_tensor(x) for x in (query, key, value))
+    check_operands(query=query, key=key, value=value)
+    batch, queries, heads, size = query.shape
+    lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
+    if mask is not None:
+        masks.check_shape(masks.as_bool(mask), "mask", *lengths)
+    if mask_spec is not None:
+        check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
+    query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
+    tiled = checked_tiled(tiled)
+    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
+    looking.operation_runs()
+    rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
+    bound = None
+    if rule is not None:
+        length_q, length_k = ops.shape(query)[1], ops.shape(key)[1]
+        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset)
+    request = Request(
+        query,
+        key,
+        value,
+        rule,
+        bound,
+        scale=1 / math.sqrt(size) if scale is None else scale,
+        query_offset=query_offset,
+        dropout=dropout,
+        seed=seed,
+        bias=bias,
+        wants_probabilities=return_scores,
+        tiled=tiled,
+    )
+    context, probabilities = attend(request)
+    return (context, probabilities) if return_scores else context
+
+
+# --- For whoever asks ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,6 +229,11 @@ def dense_scope() -> AbstractContextManager[bool]:
 # --- Dense or tiled ------------------------------------------------------------------------------
 
 
+def _has_loops() -> bool:
+    """Whether TensorFlow's loops, of sizes that the run decides, are possible here."""
+    return keras.backend.backend() == "tensorflow" and not in_xla()
+
+
 def _is_tiled(request: Request) -> bool:
     queries, keys = sizes = request.query.shape[1], request.key.shape[1]
     if request.rule is None or 0 in sizes or _in_dense_scope.get():
@@ -141,29 +251,22 @@ def _is_tiled(request: Request) -> bool:
         )
     if request.tiled and obstacle:
         raise ValueError(f"`tiled=True` is not possible here: {obstacle}")
-    if request.tiled is not None:
-        return request.tiled
-    return obstacle is None and _is_worth_it(request, current_tuning())
-
-
-def _has_loops() -> bool:
-    """Whether TensorFlow's loops, of sizes that the run decides, are possible here."""
-    return keras.backend.backend() == "tensorflow" and not in_xla()
-
-
-def _is_worth_it(request: Request, tuning: Tuning) -> bool:
-    """Whether tiles are likely faster, by what was measured on a CPU."""
-    queries, keys = request.query.shape[1], request.key.shape[1]
-    if None in (queries, keys):
+    if request.tiled is not None or obstacle:
+        return bool(request.tiled)
+    # Whether tiles are likely faster, by what was measured on a CPU.
+    if None in sizes:
         return True
+    tuning = current_tuning()
     if queries * keys < tuning.fewest_pairs:
         return False
     if _has_loops():
         return True
     # Elsewhere a tile costs more to start, and only what positions show is skipped.
+    from keras_headmask.attention import tiles_python
+
     shares = []
-    for part in _parts(_of_all(request, tuning)):
-        plan = tiles_python.plan_of(part, queries, keys, request.query_offset)
+    for part in _parts(request):
+        plan = tiles_python.plan_of(part, queries, keys, offset)
         shares.extend([plan.share(keys)] * len(part.heads))
     return sum(shares) / len(shares) <= tuning.most_computed
 
@@ -176,51 +279,43 @@ def _tiled(request: Request) -> Tensor:
     given = request.query, request.key, request.value
     is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
     operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
-    of_all = _of_all(request, current_tuning())
-    if request.dropout:
-        batch = ops.shape(request.query)[0]
-        drop = parts.dropout(request.dropout, request.seed, batch, len(of_all.heads), of_all.bound)
-        of_all = of_all._replace(dropout=drop)
-    tiles = functools.partial(_by_tiles, of_all, operands, request.query_offset)
+    tiles = functools.partial(_by_tiles, request, operands)
     if not _has_loops() or request.dropout:
         return ops.cast(tiles(), request.value.dtype)
     from keras_headmask.attention import head_by_head
 
+    heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
+    assert request.rule is not None
+    of_all = Part(request.rule, heads, request.bound, request.scale, tuning)
     by_head = functools.partial(head_by_head.attend, of_all, *operands)
     queries, keys = (x.shape[1] for x in operands[:2])
     if None in (queries, keys):
         pairs = ops.shape(operands[0])[1] * ops.shape(operands[1])[1]
-        context = ops.cond(pairs <= of_all.tuning.most_pairs_by_head, by_head, tiles)
+        context = ops.cond(pairs <= tuning.most_pairs_by_head, by_head, tiles)
     else:
-        context = by_head() if queries * keys <= of_all.tuning.most_pairs_by_head else tiles()
+        context = by_head() if queries * keys <= tuning.most_pairs_by_head else tiles()
     return ops.cast(context, request.value.dtype)
 
 
-def _of_all(request: Request, tuning: Tuning) -> Part:
-    assert request.rule is not None
-    heads = tuple(range(request.query.shape[2]))
-    return Part(request.rule, heads, request.bound, request.scale, tuning)
-
-
-def _parts(of_all: Part) -> list[Part]:
+def _parts(request: Request) -> list[Part]:
     """Heads with equal rules together."""
-    return [
-        of_all._replace(
-            rule=rule,
-            heads=heads,
-            is_local=rule.is_local,
-            dropout=of_all.dropout and of_all.dropout.for_heads(heads),
-        )
-        for rule, heads in head_groups(of_all.rule, len(of_all.heads))
-    ]
+    rest = request.bound, request.scale, current_tuning()
+    groups = head_groups(request.rule, request.query.shape[2])
+    return [Part(rule, heads, *rest) for rule, heads in groups]
 
 
-def _by_tiles(of_all: Part, operands: list[Tensor], query_offset: Length) -> Tensor:
+def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
     queries, keys = operands[0].shape[1], operands[1].shape[1]
-    known = None not in (queries, keys) and isinstance(query_offset, int)
+    known = None not in (queries, keys) and isinstance(request.query_offset, int)
+    if request.dropout:
+        batch, heads = ops.shape(request.query)[0], request.query.shape[2]
+        drawn = parts.dropout(request.dropout, request.seed, batch, heads, request.bound)
     contexts: list[Tensor] = []
     order: list[int] = []
-    for part in _parts(of_all):
+    for part in _parts(request):
+        if request.dropout:
+            rows = ops.take(drawn.rows, list(part.heads), axis=1)
+            part = part._replace(dropout=drawn._replace(rows=rows))
         of_part = [parts.of_heads(x, part.heads, axis=2) for x in operands]
         # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph
         # of one size. Unrolled in Python, the same tiles train in less time if they are few.
@@ -230,7 +325,9 @@ def _by_tiles(of_all: Part, operands: list[Tensor], query_offset: Length) -> Ten
 
             contexts.append(tiles_tensorflow.attend(part, *of_part))
         else:
-            plan = tiles_python.plan_of(part, queries, keys, query_offset)
+            from keras_headmask.attention import tiles_python
+
+            plan = tiles_python.plan_of(part, queries, keys, request.query_offset)
             contexts.append(tiles_python.attend(part, plan, *of_part))
         order.extend(part.heads)
     context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)

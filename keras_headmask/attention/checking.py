@@ -11,16 +11,15 @@ from keras_headmask import masks
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.given import Lengths
 
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 
 
-def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+def check_operands(**operands: Tensor) -> None:
     """Floats of shape `(batch, length, heads, size)` that agree."""
-    operands = {"query": query, "key": key, "value": value}
     received = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-    if any(len(x.shape) != 4 for x in operands.values()):
+    query, key, value = operands.values()
+    if any(len(x.shape) != 4 for x in (query, key, value)):
         raise ValueError(
             "`query`, `key` and `value` must have shape (batch, length, heads, size). "
             f"Received: {received}."
@@ -28,7 +27,8 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
     if any("float" not in dtype for dtype in dtypes.values()):
         raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    same = ((0, operands.values()), (1, (key, value)), (2, operands.values()), (3, (query, key)))
+    every = query, key, value
+    same = ((0, every), (1, (key, value)), (2, every), (3, (query, key)))
     if any(len({x.shape[axis] for x in those} - {None}) > 1 for axis, those in same):
         raise ValueError(
             "`query` (B, T, H, D), `key` (B, S, H, D) and `value` (B, S, H, Dv) do not fit. "
@@ -50,16 +50,15 @@ def checked_call(
     window: MaskSpec | None,
     mask_inputs: Mapping[str, Any] | None,
     query_offset: Length | None,
-    attention_mask: Tensor | None,
-    **of_tokens: Tensor | None,
+    outside: Mapping[str, Tensor | None],
 ) -> Length:
     """The `query_offset` of a layer's call, 0 by default, if nothing is wrong with the call.
 
-    `of_tokens` are Keras masks, by the names of the layer's arguments.
+    `outside` are the masks beside the rule, by the names of the layer's arguments.
     """
+    attention_mask = outside["attention_mask"]
     if attention_mask is not None:
-        attention_mask = masks.as_tensor(attention_mask)
-        masks.as_bool(attention_mask, "attention_mask")
+        attention_mask = masks.as_bool(attention_mask, "attention_mask")
     if len(query.shape) != 3:
         offset = evaluation.checked_offset(0 if query_offset is None else query_offset)
         if spec is not None or mask_inputs or not is_zero(offset):
@@ -70,13 +69,20 @@ def checked_call(
                 "arguments out."
             )
         return offset
-    lengths = Lengths(query.shape[0], num_heads, query.shape[1], value.shape[1])
+    lengths = evaluation.Lengths(query.shape[0], num_heads, query.shape[1], value.shape[1])
     both = window if spec is None else spec if window is None else spec & window
     offset = evaluation.given_offset(query_offset, both, lengths.queries, lengths.keys)
-    for name, mask in of_tokens.items():
-        if mask is not None:
-            length = lengths.queries if name == "query_mask" else lengths.keys
-            _check_keras_mask(name, masks.as_tensor(mask), (lengths.batch, length))
+    for name, axis in (("query_mask", "queries"), ("value_mask", "keys"), ("key_mask", "keys")):
+        if outside[name] is None:
+            continue
+        mask, wanted = masks.as_tensor(outside[name]), (lengths.batch, getattr(lengths, axis))
+        if len(mask.shape) != 2 or not all(map(masks.fits, mask.shape, wanted)):
+            raise ValueError(
+                f"`{name}` must have shape (batch, length) = {wanted}, true at real tokens. "
+                f"Received: shape {tuple(mask.shape)}. A mask with an axis of queries is an "
+                "`attention_mask`."
+            )
+        masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
     if attention_mask is not None:
         masks.check_shape(attention_mask, "attention_mask", *lengths)
     evaluation.check_inputs(spec, mask_inputs, lengths, offset)
@@ -85,16 +91,6 @@ def checked_call(
 
 def is_zero(offset: Length) -> bool:
     return isinstance(offset, int) and offset == 0
-
-
-def _check_keras_mask(name: str, mask: Tensor, wanted: tuple[int | None, int | None]) -> None:
-    if len(mask.shape) != 2 or not all(map(masks.fits, mask.shape, wanted)):
-        raise ValueError(
-            f"`{name}` must have shape (batch, length) = ({wanted[0]}, {wanted[1]}), true at real "
-            f"tokens. Received: shape {tuple(mask.shape)}. A mask with an axis of queries is an "
-            "`attention_mask`."
-        )
-    masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
 
 
 def supports_unknown_lengths(holder: keras.Layer) -> bool:

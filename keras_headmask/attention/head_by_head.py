@@ -15,7 +15,7 @@ from keras_headmask.attention.parts import Part, in_order, of_heads
 from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
-    masked_logits,
+    logits_of,
     shared,
     times,
 )
@@ -43,14 +43,14 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _context(allowed: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> tuple:
-    logits, alive = _logits(allowed, query, key)
+    logits, alive = logits_of(query, key, allowed)
     return (alive_or_0(alive, tf.matmul(tf.nn.softmax(logits), value)),)
 
 
 def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
     """Those of the queries (times the scale), keys and values."""
     query, key, value, upstream, context = operands
-    logits, _ = _logits(allowed, query, key)
+    logits, _ = logits_of(query, key, allowed)
     probabilities = tf.nn.softmax(logits)
     if allowed is not None:  # a row whose logits overflow is NaN, but not where keys are hidden
         probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
@@ -61,12 +61,6 @@ def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
         tf.matmul(d_logits, query, transpose_a=True),
         tf.matmul(probabilities, upstream, transpose_a=True),
     )
-
-
-def _logits(allowed: Mask | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The logits, -inf where hidden, and which queries see something (`None`: all do)."""
-    logits = tf.matmul(query, key, transpose_b=True)
-    return (logits, None) if allowed is None else masked_logits(logits, allowed)
 
 
 def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tensor], Mask]:

@@ -22,16 +22,38 @@ from keras_headmask.attention.tuning import holding
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 _rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
-_wanted_scores: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
+_wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
+_operations: ContextVar[Callable[[], None] | None] = ContextVar("operations", default=None)
 _LOCK = threading.Lock()  # of putting doors up and taking them down
 
 
 @contextlib.contextmanager
 def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
-    """Let `override(usual, ...)` be called for `holder.name(...)`, `usual` being that method."""
-    now, key = _overrides.get(), (id(holder), name)
-    with holding(_overrides, {**now, key: (*now.get(key, ()), override)}), _door(holder, name):
-        yield
+    """Let `override(usual, ...)` be called for `holder.name(...)`, `usual` being that method.
+
+    One door serves all who look at once, and goes with the last of them. It is put among the
+    attributes past the trackers of Keras and TensorFlow.
+    """
+    now, key, own = _overrides.get(), (id(holder), name), vars(holder)
+    with _LOCK:
+        door = own.get(name)
+        if not isinstance(door, _Door):
+            door = None
+            if not getattr(getattr(holder, name), "asks", False):
+                door = own[name] = _Door(holder, name)
+        if door is not None:
+            door.looks += 1
+    try:
+        with holding(_overrides, {**now, key: (*now.get(key, ()), override)}):
+            yield
+    finally:
+        with _LOCK:
+            if door is not None:
+                door.looks -= 1
+                if not door.looks and own.get(name) is door:
+                    del own[name]
+                    if door.held is not None:
+                        own[name] = door.held
 
 
 def rules_off() -> AbstractContextManager[bool]:
@@ -43,13 +65,28 @@ def are_rules_off() -> bool:
     return _rules_off.get()
 
 
-def scores_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
+def probabilities_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
     """Let attention `layer` compute without a flash kernel, which returns no probabilities."""
-    return holding(_wanted_scores, _wanted_scores.get() | {id(layer)})
+    return holding(_wanted_probabilities, _wanted_probabilities.get() | {id(layer)})
+
+
+def operations_seen(see: Callable[[], None] | None) -> AbstractContextManager:
+    """Call `see` when `dot_product_attention` computes; `None` ends that inside."""
+    return holding(_operations, see)
+
+
+def operation_runs() -> None:
+    """Called when Keras' `dot_product_attention` computes, or ours."""
+    see = _operations.get()
+    if see is not None:
+        see()
+
+
+_keras.before_dot_product_attention(operation_runs)
 
 
 def uses_flash(layer: Any) -> bool:
-    return _keras.flash(layer) and id(layer) not in _wanted_scores.get()
+    return _keras.flash(layer) and id(layer) not in _wanted_probabilities.get()
 
 
 def as_seen(layer: Any) -> Any:
@@ -92,8 +129,7 @@ def asking(method: Callable) -> Callable:
     @asks
     @functools.wraps(method)
     def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        usual = functools.partial(method, self)
-        return run(self, method.__name__, usual, *args, **kwargs)
+        return run(self, method.__name__, functools.partial(method, self), *args, **kwargs)
 
     return ask
 
@@ -124,30 +160,3 @@ class _Door:
         if usual is None:
             usual = getattr(type(self.holder), self.name).__get__(as_seen(self.holder))
         return run(self.holder, self.name, usual, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _door(holder: Any, name: str) -> Iterator[None]:
-    """One door for all who look at once, gone with the last of them.
-
-    It is put among the attributes past the trackers of Keras and TensorFlow.
-    """
-    own = vars(holder)
-    with _LOCK:
-        door = own.get(name)
-        if not isinstance(door, _Door):
-            door = None
-            if not getattr(getattr(holder, name), "asks", False):
-                door = own[name] = _Door(holder, name)
-        if door is not None:
-            door.looks += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            if door is not None:
-                door.looks -= 1
-                if not door.looks and own.get(name) is door:
-                    del own[name]
-                    if door.held is not None:
-                        own[name] = door.held

@@ -8,27 +8,27 @@ from keras import ops
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import Bound, Cuts
+from keras_headmask.rules.protocol import Bound, Cuts
 
 
 class Part(NamedTuple):
-    """The heads that obey one rule, and its prepared mask inputs.
-
-    `is_local`: a query sees few keys, so that hardly any tile is without a hidden pair.
-    """
+    """The heads that obey one rule, and its prepared mask inputs."""
 
     rule: MaskSpec
     heads: tuple[int, ...]
     bound: Bound
     scale: float
     tuning: Tuning
-    is_local: bool = False
     dropout: "Dropout | None" = None
 
     @property
     def tile(self) -> int:
         """How many queries (or keys, in a backward pass) make a tile."""
-        return self.tuning.local_tile if self.is_local else self.tuning.wide_tile
+        return self.tuning.local_tile if self.rule.is_local else self.tuning.wide_tile
+
+    def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
+        """`probabilities` of one tile after dropout."""
+        return probabilities if self.dropout is None else self.dropout.apply(probabilities, cuts)
 
 
 def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
@@ -78,9 +78,6 @@ class Dropout(NamedTuple):
         scale = ops.cast(1 / (1 - self.rate), probabilities.dtype)
         return probabilities * ops.where(kept, scale, ops.zeros_like(scale))
 
-    def for_heads(self, heads: tuple[int, ...]) -> "Dropout":
-        return self._replace(rows=ops.take(self.rows, list(heads), axis=1))
-
 
 def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
@@ -95,12 +92,9 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
 
 def _mixed(number: Tensor) -> Tensor:
     """A permutation of the 32-bit integers after which neighbours have nothing in common."""
-    for bits, factor in ((16, _FIRST), (15, _SECOND)):
-        number = _folded(number, bits) * factor
-    return _folded(number, 16)
-
-
-def _folded(number: Tensor, bits: int) -> Tensor:
-    """`number` XOR itself shifted right, zeros shifted in: what backends share has a sign."""
-    shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
-    return ops.bitwise_xor(number, shifted)
+    for bits, factor in ((16, _FIRST), (15, _SECOND), (16, None)):
+        # XOR itself shifted right, zeros shifted in: the integers that backends share have a sign.
+        shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
+        number = ops.bitwise_xor(number, shifted)
+        number = number if factor is None else number * factor
+    return number

@@ -6,15 +6,15 @@ Along one axis of the matrix of logits go tiles; along the other, blocks are kep
 by themselves.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec, leaves_under_or
-from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.protocol import Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
 
 
 class Flagged(NamedTuple):
@@ -39,39 +39,79 @@ class Ranges(NamedTuple):
     runs: Tensor
     needs_mask: Tensor | None
     of_examples: bool
-    rows: Any  # Flagged | None
+    rows: Flagged | None
     others: Flagged | None
 
 
-def tiles(bound: Bound, queries: Tensor, keys: Tensor, size: dict[str, int]) -> Tiles:
-    query_first = tf.range(0, queries, size["query"])
-    key_first = tf.range(0, keys, size["key"])
-    query_last = tf.minimum(query_first + size["query"], queries) - 1
-    key_last = tf.minimum(key_first + size["key"], keys) - 1
+def ranges_of(
+    rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, by_key: bool, batch: Length
+) -> Ranges:
+    """What each step of the loop over queries (or over keys), `tile` of them at once, looks at."""
+    queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
+    block = tuning.tensorflow_block
+    of_query, of_key = (block, tile) if by_key else (tile, block)
+    taken_out, flags_on = _flags(rule, bound, tuning)
+    query_first, key_first = tf.range(0, queries, of_query), tf.range(0, keys, of_key)
+    query_last = tf.minimum(query_first + of_query, queries) - 1
+    key_last = tf.minimum(key_first + of_key, keys) - 1
     offset = tf.reduce_min(bound.query_positions)
     on_queries = (query_first + offset)[:, None], (query_last + offset)[:, None]
-    return Tiles(*on_queries, key_first[None], key_last[None])
+    spans = {
+        leaf: {
+            name: Sides(
+                _span(sides.query, of_query, 2, taken_out.get(leaf)),
+                _span(sides.key, of_key, 1, taken_out.get(leaf)),
+            )
+            for name, sides in inputs.items()
+        }
+        for leaf, inputs in bound.leaf_inputs.items()
+        if all(isinstance(value, Sides) for value in inputs.values())
+    }
+    full = [tf.shape(query_first)[0], tf.shape(key_first)[0]]
+
+    def over_all(of_tiles: Tensor) -> Tensor:
+        """`(B or 1, rows, columns)`: rows of what goes by tiles, columns of what goes by blocks."""
+        examples, known = 1, 1
+        if of_tiles.shape.rank != 2:
+            examples, known = tf.shape(of_tiles)[0], of_tiles.shape[0]
+        whole = tf.ensure_shape(tf.broadcast_to(of_tiles, [examples, *full]), [known, None, None])
+        return tf.transpose(whole, (0, 2, 1)) if by_key else whole
+
+    tiles = Tiles(*on_queries, key_first[None], key_last[None])
+    possible, certain = map(over_all, coverage.bounds(rule, tiles, spans))
+    blocks = _runs(possible, rule.may_leave_gaps(list(taken_out)))
+    runs = tf.minimum(blocks * block, queries if by_key else keys)
+    needs_mask = None if taken_out or rule.is_local else _needs_mask(blocks, certain)
+    of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
+    batch = batch if of_examples else 1
+    if of_examples:  # it may still be 1 when run
+        runs = tf.broadcast_to(runs, [batch, *tf.unstack(tf.shape(runs)[1:])])
+        if needs_mask is not None:
+            needs_mask = tf.broadcast_to(needs_mask, [batch, tf.shape(runs)[1]])
+
+    def flagged(flags: Tensor | None) -> Flagged | None:
+        if flags is None:
+            return None
+        flags = tf.broadcast_to(flags, [batch, tf.shape(flags)[1]])
+        where = tf.cast(tf.where(flags), tf.int32)
+        counts = tf.reduce_sum(tf.cast(flags, tf.int32), 1)
+        return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))
+
+    rows, others = ("key", "query") if by_key else ("query", "key")
+    both = flagged(flags_on.get(rows)), flagged(flags_on.get(others))
+    return Ranges(runs, needs_mask, of_examples, *both)
 
 
-def over_all(tiles: Tensor, full: list, by_key: bool) -> Tensor:
-    """`(B or 1, rows, columns)`: rows of what goes by tiles, columns of what goes by blocks."""
-    batch = [1] if tiles.shape.rank == 2 else [tf.shape(tiles)[0]]
-    static = 1 if tiles.shape.rank == 2 else tiles.shape[0]
-    tiles = tf.ensure_shape(tf.broadcast_to(tiles, [*batch, *full]), [static, None, None])
-    return tf.transpose(tiles, (0, 2, 1)) if by_key else tiles
-
-
-def runs(possible: Mask, two: bool) -> Tensor:
+def _runs(possible: Mask, two: bool) -> Tensor:
     """First and last block of each row, `(..., 2)`; with `two`, cut at the first gap: 4."""
     count = tf.shape(possible)[-1]
     number = tf.range(count)
-    some = tf.reduce_any(possible, -1)
 
     def first_true(x: Tensor) -> Tensor:
         return tf.argmax(tf.cast(x, tf.int32), -1, tf.int32)
 
     start = first_true(possible)
-    stop = tf.where(some, count - first_true(possible[..., ::-1]), start)
+    stop = tf.where(tf.reduce_any(possible, -1), count - first_true(possible[..., ::-1]), start)
     if not two:
         return tf.stack([start, stop], -1)
     ended = ~possible & (number >= start[..., None])
@@ -81,30 +121,13 @@ def runs(possible: Mask, two: bool) -> Tensor:
     return tf.stack([start, gap, after, stop], -1)
 
 
-def needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
+def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
     number = tf.range(tf.shape(certain)[-1])
     looked_at = tf.zeros_like(certain)
     for i in range(0, blocks.shape[-1], 2):
         looked_at |= (number >= blocks[..., i, None]) & (number < blocks[..., i + 1, None])
     return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
-
-
-def spans(
-    bound: Bound, size: dict[str, int], few: dict[MaskSpec, Tensor]
-) -> dict[MaskSpec, dict[str, Sides]]:
-    """The least and greatest value of each mask input, per tile or block, for each leaf."""
-    return {
-        leaf: {
-            name: Sides(
-                _span(sides.query, size["query"], 2, few.get(leaf)),
-                _span(sides.key, size["key"], 1, few.get(leaf)),
-            )
-            for name, sides in inputs.items()
-        }
-        for leaf, inputs in bound.leaf_inputs.items()
-        if all(isinstance(value, Sides) for value in inputs.values())
-    }
 
 
 def _span(values: Tensor | None, size: int, axis: int, few: Tensor | None = None) -> Span | None:
@@ -123,18 +146,18 @@ def _span(values: Tensor | None, size: int, axis: int, few: Tensor | None = None
     return Span(low, high if few is None else tf.where(few, tf.zeros_like(high), high))
 
 
-def flags(
-    rule: MaskSpec, bound: Bound, side: str, tuning: Tuning
-) -> tuple[dict[MaskSpec, Tensor], Tensor | None]:
-    """The leaves that open whole columns (rows) where they are true, and where one of them is.
+def _flags(
+    rule: MaskSpec, bound: Bound, tuning: Tuning
+) -> tuple[dict[MaskSpec, Tensor], dict[str, Tensor]]:
+    """The leaves that open whole columns or rows where they are true, and where, by side.
 
     A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
     (query) among the flagged. With each leaf goes whether its flags are few enough to take out.
     """
     leaves: dict[MaskSpec, Tensor] = {}
-    flagged = None
+    flagged: dict[str, Tensor] = {}
     for leaf in dict.fromkeys(leaves_under_or(rule)):
-        if leaf.opens != side:
+        if (side := leaf.opens) is None:
             continue
         read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]
         if [flag.dtype for flag in read] != [tf.bool]:
@@ -144,14 +167,5 @@ def flags(
         few = count <= tuning.most_flagged
         few &= count * tuning.one_flagged_in <= tf.shape(of_leaf)[1]
         leaves[leaf] = few
-        flagged = of_leaf & few if flagged is None else flagged | (of_leaf & few)
+        flagged[side] = flagged[side] | (of_leaf & few) if side in flagged else of_leaf & few
     return leaves, flagged
-
-
-def positions(flags: Tensor | None, batch: Length) -> Flagged | None:
-    if flags is None:
-        return None
-    flags = tf.broadcast_to(flags, [batch, tf.shape(flags)[1]])
-    where = tf.cast(tf.where(flags), tf.int32)
-    counts = tf.reduce_sum(tf.cast(flags, tf.int32), 1)
-    return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))

@@ -14,25 +14,21 @@ from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules.evaluation import Bound
-from keras_headmask.rules.protocol import Sides
+from keras_headmask.rules.protocol import Bound, Sides
 
 
 def shared(attend: Callable) -> Callable:
     """Let `attend(part, query, key, value)` be one function in a graph for all equal `Part`s."""
 
-    def widened(part: Any, *operands: Tensor) -> Tensor:
-        return attend(part._replace(bound=_widened(part.bound)), *operands)
-
     @functools.wraps(attend)
     @tf.autograph.experimental.do_not_convert
     def call(part: Any, *operands: Tensor) -> Tensor:
-        if tf.executing_eagerly() or part.dropout is not None:
-            return widened(part, *operands)
         bound = part.bound
+        if tf.executing_eagerly() or part.dropout is not None:
+            return attend(part._replace(bound=_widened(bound)), *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
-        function = _shared(widened, part._replace(bound=None), names, is_forward_only())
+        function = _shared(attend, part._replace(bound=None), names, is_forward_only())
         return function(bound.query_positions, bound.key_positions, values, *operands)
 
     return call
@@ -53,7 +49,7 @@ def _shared(attend: Callable, part: Any, names: tuple, forward_only: bool) -> Ca
             leaf: dict(zip(of_leaf, given, strict=True))
             for (leaf, of_leaf), given in zip(names, values, strict=True)
         }
-        return attend(part._replace(bound=Bound(queries, keys, inputs)), *operands)
+        return attend(part._replace(bound=_widened(Bound(queries, keys, inputs))), *operands)
 
     return function
 
@@ -80,9 +76,7 @@ def _widened(bound: Bound) -> Bound:
     return bound._replace(leaf_inputs=inputs)
 
 
-def computed_again(
-    forward: Callable, backward: Callable, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
+def computed_again(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:
     """`forward(query, key, value)`, with `backward` for a gradient that keeps no logits.
 
     `backward` takes the operands, the gradient of the context and the context. Neither is called
@@ -109,16 +103,21 @@ def computed_again(
 
         return context, gradient
 
-    if is_forward_only():
-        return attention(query, key, value)[0]
-    return tf.custom_gradient(attention)(query, key, value)
+    return (
+        attention(*operands)[0] if is_forward_only() else tf.custom_gradient(attention)(*operands)
+    )
 
 
-def masked_logits(logits: Tensor, allowed: Mask, whole_rows: bool = True) -> tuple[Tensor, Tensor]:
-    """`logits`, -inf where hidden, and which rows see something.
+def logits_of(
+    queries: Tensor, keys: Tensor, allowed: Mask | None, whole_rows: bool = True
+) -> tuple[Tensor, Mask | None]:
+    """The logits, -inf where hidden, and which rows see something (`None`: all do).
 
     With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN.
     """
+    logits = tf.matmul(queries, keys, transpose_b=True)
+    if allowed is None:
+        return logits, None
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     hidden = tf.constant(finite.HIDDEN, logits.dtype)
     if whole_rows:
@@ -131,5 +130,5 @@ def times(probabilities: Tensor, gradients: Tensor) -> Tensor:
     return tf.math.multiply_no_nan(gradients, probabilities)
 
 
-def alive_or_0(alive: Tensor | None, rows: Tensor) -> Tensor:
+def alive_or_0(alive: Mask | None, rows: Tensor) -> Tensor:
     return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))

@@ -19,7 +19,8 @@ from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import WHOLE, Cuts, allowed_tile
+from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
 class Plan(NamedTuple):
@@ -60,15 +61,11 @@ def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) ->
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
     backend = keras.backend.backend()
     if backend == "jax" or is_forward_only():
-        # JAX' custom gradients cannot read what is traced outside of them, as mask inputs are;
-        # `remat`, which computes again what a gradient needs, can.
-        again = keras.remat if backend == "jax" else None
-        query, key, value = finite.marked(query, key, value)
-        return _forward(part, plan, query, key, value, again)
+        return _forward(part, plan, *finite.marked(query, key, value))
 
     @ops.custom_gradient
-    def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Callable]:
-        marked = finite.marked(query, key, value)
+    def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
+        marked = finite.marked(*operands)
         context = _forward(part, plan, *marked)
         # On torch, a result that its own gradient keeps would never be freed.
         kept = (context, *marked) if backend == "tensorflow" else None
@@ -76,41 +73,35 @@ def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) ->
         def backward(*arguments: Tensor, upstream: Tensor | None = None) -> tuple:
             # TensorFlow passes the gradient alone, torch the operands too.
             upstream = arguments[0] if upstream is None else upstream
-            return _gradient(part, plan, kept, query, key, value, upstream)
+            return _gradient(part, plan, kept, *operands, upstream)
 
         return context, backward
 
     return attention(query, key, value)
 
 
-def _forward(
-    part: Part,
-    plan: Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    computed_again: Callable[[Callable], Callable] | None = None,
-) -> Tensor:
+def _forward(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     queries = _split(_heads_first(query) * part.scale, plan.tile)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
 
     def attended(number: int, queries: Tensor, *blocks: Tensor) -> Tensor:
         half = len(blocks) // 2
         tile = _Tile.of(part, plan, number, queries, blocks[:half])
-        probabilities = tile.dropped(tile.probabilities)
+        probabilities = part.dropped(tile.probabilities, tile.cuts)
         return tile.alive_or_0(ops.einsum("bhts,bhsd->bhtd", probabilities, _joined(blocks[half:])))
 
     contexts = []
     for number, rows in enumerate(queries):
         blocks = [of[i] for of in (keys, values) for i in plan.blocks(number)]
-        of_tile = functools.partial(attended, number)
-        contexts.append((computed_again(of_tile) if computed_again else of_tile)(rows, *blocks))
+        of_tile: Callable = functools.partial(attended, number)
+        # JAX' custom gradients cannot read what is traced outside of them, as mask inputs are;
+        # `remat`, which computes again what a gradient needs, can.
+        of_tile = keras.remat(of_tile) if keras.backend.backend() == "jax" else of_tile
+        contexts.append(of_tile(rows, *blocks))
     return _heads_first(ops.concatenate(contexts, axis=2))
 
 
-def _gradient(
-    part: Part, plan: Plan, kept: tuple | None, *operands: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> tuple:
     """The gradients of the queries, keys and values, given these and that of the context.
 
     `kept`, if not `None`, is the context and the operands it was made of. Logits of the very same
@@ -143,7 +134,8 @@ def _gradient(
         # A row whose logits overflow is NaN, which hidden keys must not get.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
-        d_probabilities = tile.dropped(ops.einsum("bhtd,bhsd->bhts", d_context, tile_values))
+        d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
+        d_probabilities = part.dropped(d_probabilities, tile.cuts)
         if delta is None:  # a hidden value may let its gradient overflow
             d_probabilities = tile.allowed_or_0(d_probabilities)
             of_tile = ops.sum(tile.probabilities * d_probabilities, axis=-1, keepdims=True)
@@ -152,7 +144,8 @@ def _gradient(
         d_logits = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
         d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_logits, tile_keys) * part.scale)
         d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_logits, queries)
-        d_tile_values = ops.einsum("bhts,bhtd->bhsd", tile.dropped(tile.probabilities), d_context)
+        kept_probabilities = part.dropped(tile.probabilities, tile.cuts)
+        d_tile_values = ops.einsum("bhts,bhtd->bhsd", kept_probabilities, d_context)
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
             for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
                 of_blocks[block].append(d_block)
@@ -175,7 +168,6 @@ class _Tile(NamedTuple):
     nothing. `allowed` is `None` where no pair is hidden.
     """
 
-    part: Part
     cuts: Cuts
     keys: Tensor
     probabilities: Tensor
@@ -208,9 +200,9 @@ class _Tile(NamedTuple):
             alive = ops.any(allowed, axis=-1, keepdims=True)
             hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
             logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))
-        tile = cls(part, cuts, keys, ops.softmax(logits, axis=-1), alive, allowed)
+        tile = cls(cuts, keys, ops.softmax(logits, axis=-1), alive, allowed)
         if is_jax:
-            return tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
+            tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         return tile
 
     def allowed_or_0(self, pairs: Tensor) -> Tensor:
@@ -218,10 +210,6 @@ class _Tile(NamedTuple):
 
     def alive_or_0(self, rows: Tensor) -> Tensor:
         return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))
-
-    def dropped(self, probabilities: Tensor) -> Tensor:
-        dropout = self.part.dropout
-        return probabilities if dropout is None else dropout.apply(probabilities, self.cuts)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

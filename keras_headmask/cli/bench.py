@@ -4,7 +4,7 @@ import functools
 import os
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +19,7 @@ from keras_headmask.export.report import installed_versions
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
-from keras_headmask.rules.terminal import in_one_line
-from keras_headmask.rules.words import enough_heads
+from keras_headmask.rules.words import enough_heads, in_one_line
 
 _WARM_UP = 2
 TOLERANCE = 1e-4  # of outputs of size 1, in float32
@@ -42,17 +41,17 @@ def compare(
     gets the finished mask, `(batch, heads, queries, queries)`: making it is not counted. Mask
     inputs that are not given are made up. "difference" is the largest between the two outputs where
     every head sees a key (Keras averages the values where none does); `None` without such a query.
-
-    Raises:
-        ValueError: for mask inputs and heads that do not fit, and for lengths at which the
-            logits of Keras' own layer do not fit in memory.
     """
     num_heads = num_heads or max(8, enough_heads(spec))
     words = spec.describe(num_heads)
     _check_memory(batch, num_heads, queries)
     given = dict(mask_inputs or {})
     made_up = sorted(spec.inputs.keys() - given.keys())
-    given |= _samples(spec, made_up, batch, num_heads, queries, seed)
+    shapes = {2: (None, None), None: (None, num_heads, None, None)}
+    types = {name: spec.inputs[name] for name in made_up}
+    inputs = {name: Input(shapes[x.rank], x.dtype) for name, x in types.items()}
+    interface = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
+    given |= samples.sample(interface, [spec], batch, queries, seed)
     mask = keras.ops.convert_to_numpy(make_mask(spec, queries, queries, num_heads, given or None))
     if mask.shape[0] not in (1, batch):
         raise ValueError(
@@ -77,25 +76,18 @@ def compare(
     }
 
     alive = np.all(np.any(mask, axis=-1), axis=1)  # (batch, queries)
-    outputs = [keras.ops.convert_to_numpy(call())[alive] for call in calls.values()]
-    apart = np.abs(outputs[0] - outputs[1])
+    ours, theirs = (keras.ops.convert_to_numpy(call())[alive] for call in calls.values())
     times = {
         name: {"median": statistics.median(taken), "least": min(taken), "greatest": max(taken)}
         for name, taken in _interleaved(calls, repetitions).items()
     }
-    return {
-        "words": words,
-        "batch": batch,
-        "queries": queries,
-        "heads": num_heads,
-        "key_dim": key_dim,
-        "repetitions": repetitions,
-        "seed": seed,
+    sizes = {"batch": batch, "queries": queries, "heads": num_heads, "key_dim": key_dim}
+    return {"words": words, **sizes, "repetitions": repetitions, "seed": seed} | {
         "made_up": made_up,
         "allowed_share": float(mask.mean()),  # of all pairs of a query and a key
         **times,  # milliseconds of one forward
         "ratio": times["layer"]["median"] / times["stock"]["median"],
-        "difference": float(apart.max()) if apart.size else None,
+        "difference": float(np.abs(ours - theirs).max()) if alive.any() else None,
         "backend": keras.backend.backend(),
         "cores": os.cpu_count(),
         "rule": spec,
@@ -109,8 +101,8 @@ def as_text(found: Mapping[str, Any]) -> str:
     if found["made_up"]:
         pairs += f", with {', '.join(found['made_up'])} made up (seed {found['seed']})"
     layer, stock = (
-        f"{x['median']:9.2f} ms  ({x['least']:.2f} to {x['greatest']:.2f})"
-        for x in (found["layer"], found["stock"])
+        "{median:9.2f} ms  ({least:.2f} to {greatest:.2f})".format_map(found[name])
+        for name in ("layer", "stock")
     )
     differ = "outputs not compared: every query has a head that sees nothing"
     if found["difference"] is not None:
@@ -139,11 +131,10 @@ def _interleaved(
     ) as shown:
         for number in shown:
             for name in names if number % 2 else reversed(names):  # neither is always the second
-                start = time.perf_counter()
+                start = timeit.default_timer()
                 keras.ops.convert_to_numpy(calls[name]()[:1, :1, :1])  # waits for accelerators
-                if number >= _WARM_UP:
-                    taken[name].append(1000 * (time.perf_counter() - start))
-    return taken
+                taken[name].append(1000 * (timeit.default_timer() - start))
+    return {name: times[_WARM_UP:] for name, times in taken.items()}
 
 
 def _compiled(function: Callable) -> Callable:
@@ -161,18 +152,6 @@ def _compiled(function: Callable) -> Callable:
 
         return torch.no_grad()(function)
     return function
-
-
-def _samples(
-    spec: MaskSpec, names: list[str], batch: int, num_heads: int, length: int, seed: int
-) -> dict[str, Any]:
-    inputs = {}
-    for name in names:
-        kind = spec.inputs[name]
-        shape = (None, None) if kind.rank is not None else (None, num_heads, None, None)
-        inputs[name] = Input(shape, kind.dtype)
-    interface = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
-    return samples.sample(interface, [spec], batch, length, seed)
 
 
 def _check_memory(batch: int, num_heads: int, length: int) -> None:

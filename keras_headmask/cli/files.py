@@ -3,18 +3,16 @@
 Each error names the file, or the text, and what to do.
 """
 
-import importlib.util
 import json
 import os
 import pathlib
-import sys
 import zipfile
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 
-import keras_headmask
+import keras_headmask as hm
 from keras_headmask.rules.base import MaskSpec
 
 if TYPE_CHECKING:
@@ -25,23 +23,15 @@ def read_json(source: str) -> Any:
     """The JSON in a file, on standard input for "-", or in `source` itself if it starts so."""
     if source.strip().startswith(("{", "[")):
         return _parsed(source, "the text")
-    if source == "-":
-        return _parsed(sys.stdin.buffer.read(), "standard input")
     with _readable(source) as file:
-        return _parsed(file.read(), f"'{source}'")
+        return _parsed(file.read(), "standard input" if source == "-" else f"'{source}'")
 
 
 def read_rule(source: str) -> MaskSpec:
     """The rule in `source`: see `read_json`."""
-    return _spec(read_json(source))
-
-
-def read_rules(source: str) -> Any:
-    """The rule in `source`, or the rules by selectors of layers: `{"0-3": rule, "4": rule}`."""
     config = read_json(source)
-    if isinstance(config, Mapping) and config and "kind" not in config:
-        return {layers: _spec(rule) for layers, rule in config.items()}
-    return _spec(config)
+    hm.register_all()
+    return MaskSpec.from_config(config)
 
 
 def read_tensors(source: str | None) -> dict[str, Any] | None:
@@ -52,7 +42,7 @@ def read_tensors(source: str | None) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise ValueError(
             'Mask inputs are an object of lists by name, such as {"token_ids": [5, 9, 4]}. '
-            f"Received: {_shortened(values)}."
+            f"Received: {json.dumps(values):.80}."
         )
     return {name: _tensor(name, value) for name, value in values.items()}
 
@@ -66,7 +56,7 @@ def read_tokens(source: str | None) -> Any:
         return source.split()
     tokens = read_json(source)
     if not isinstance(tokens, list):
-        raise ValueError(f"Tokens are a JSON list. Received: {_shortened(tokens)}.")
+        raise ValueError(f"Tokens are a JSON list. Received: {json.dumps(tokens):.80}.")
     is_pair = len(tokens) == 2 and all(isinstance(side, list) for side in tokens)
     return tuple(tokens) if is_pair else tokens
 
@@ -74,14 +64,14 @@ def read_tokens(source: str | None) -> Any:
 def load_model(path: str, unsafe: bool = False) -> "keras.Model":
     """The model in a .keras file, not compiled."""
     saved_by(path)  # which also checks that it is such a file
-    import_keras()
+    hm.register_all()
     import keras
 
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=not unsafe)
     except Exception as error:  # whatever the classes in a file raise
         reason = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
-        raise ValueError(f"'{path}' does not load: {reason}{_way_out(reason)}") from error
+        raise ValueError(f"'{path}' does not load: {reason}") from error
     if not isinstance(model, keras.Model):
         raise ValueError(f"'{path}' holds a {type(model).__name__}, not a model.")
     return model
@@ -97,7 +87,7 @@ def saved_by(path: str) -> str:
             if not isinstance(metadata, dict) or not isinstance(metadata.get("keras_version"), str):
                 raise ValueError(
                     "metadata.json must be an object with a text `keras_version`. Received: "
-                    f"{_shortened(metadata)}."
+                    f"{json.dumps(metadata):.80}."
                 )
             return metadata["keras_version"]
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -105,20 +95,6 @@ def saved_by(path: str) -> str:
                 f"'{path}' is not a .keras file, as `model.save(\"model.keras\")` of Keras 3 "
                 f"writes it: {error}"
             ) from error
-
-
-def import_keras() -> None:
-    """Import all that files may name, or say what to install."""
-    try:
-        keras_headmask.register_all()
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0]
-        if not missing or importlib.util.find_spec(missing) is not None:
-            raise  # it is installed, and broken
-        raise ImportError(
-            f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
-            "another backend of Keras by the environment variable KERAS_BACKEND."
-        ) from error
 
 
 def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
@@ -142,7 +118,7 @@ def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
 
 def _readable(path: str) -> Any:
     try:
-        return open(path, "rb")
+        return click.open_file(path, "rb")
     except OSError as error:
         raise OSError(f"Cannot read '{path}': {error.strerror}.") from error
 
@@ -164,20 +140,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _spec(config: Any) -> MaskSpec:
-    import_keras()  # which registers the kinds
-    try:
-        return MaskSpec.from_config(config)
-    except ValueError as error:
-        raise ValueError(f"{error}{_way_out(str(error))}") from error
-
-
 def _tensor(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         if not value or not value.keys() <= {"query", "key"}:
             raise ValueError(
                 f'`{name}` has a list for queries and one for keys, {{"query": [...], "key": '
-                f"[...]}}. Received: {_shortened(sorted(value))}."
+                f"[...]}}. Received: {json.dumps(sorted(value)):.80}."
             )
         return tuple(_tensor(name, value[x]) if x in value else None for x in ("query", "key"))
     try:
@@ -187,19 +155,6 @@ def _tensor(name: str, value: Any) -> Any:
     if array.dtype.kind not in "iubf" or not isinstance(value, list):
         raise ValueError(
             f"`{name}` must be a list of whole numbers or booleans, or of lists of one length. "
-            f"Received: {_shortened(value)}."
+            f"Received: {json.dumps(value):.80}."
         )
     return array
-
-
-def _shortened(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 80 else f"{text[:77]}..."
-
-
-def _way_out(reason: str) -> str:
-    if "lambda" in reason.lower():
-        return " If you trust the file: --unsafe."
-    if "Could not locate" in reason or "unknown kind" in reason:
-        return " Here: --import MODULE."
-    return ""

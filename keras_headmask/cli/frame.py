@@ -4,11 +4,11 @@ Answers go to standard output, all else to standard error, so that `--json` is r
 """
 
 import contextlib
-import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import pathlib
+import re
 import runpy
 import sys
 import traceback
@@ -17,17 +17,22 @@ from typing import Any, NamedTuple
 
 import click
 
+import keras_headmask as hm
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.terminal import in_one_line, shown
+from keras_headmask.rules.words import in_one_line, shown
 from keras_headmask.server.served_versions import reason
 
 FOUND, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 # What the library and the system raise for arguments and files that are not usable.
 _USUAL = (TypeError, ValueError, OSError, RuntimeError, ImportError, MemoryError)
+_HINTS = {  # for what messages of the library hold
+    "does not load: .*lambda": " If you trust the file: --unsafe.",
+    "Could not locate|unknown kind": " Here: --import MODULE.",
+}
 
 
 class Answer(NamedTuple):
-    """What a command answers: to a reader, and as JSON (or what makes it, if it is asked for)."""
+    """What a command answers: to a reader, and as JSON."""
 
     text: str
     data: Any
@@ -71,11 +76,33 @@ def _said(error: Exception) -> str | None:
         return error.message
     if not isinstance(error, _USUAL):
         return None
-    return in_one_line(str(error).strip() or type(error).__name__)
+    said = str(error).strip() or type(error).__name__
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ImportError) and missing and importlib.util.find_spec(missing) is None:
+        said = (
+            f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
+            "another backend of Keras by the environment variable KERAS_BACKEND."
+        )
+    hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE))
+    return in_one_line(said + next(hints, ""))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hm.__version__, message="%(prog)s %(version)s")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def cli(debug: bool) -> None:
+    """See, check and apply rules that say what each attention head may attend to.
+
+    RULE is a JSON file, the JSON itself, or - for standard input. MODEL is a .keras file.
+
+    Exit codes: 0 all is well; 1 something was found, or a check failed; 2 the arguments or files
+    are not usable; 130 interrupted.
+    """
+    Commands.debug = debug
 
 
 def command(function: Callable[..., Answer]) -> click.Command:
-    """A command with `--json` and `--import`."""
+    """A command of `cli` with `--json` and `--import`."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
     @click.option(
@@ -93,14 +120,13 @@ def command(function: Callable[..., Answer]) -> click.Command:
     def run(context: click.Context, as_json: bool, **arguments: Any) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # what models print
             answer = function(**arguments)
-            data = answer.data() if as_json and callable(answer.data) else answer.data
         try:
-            click.echo(_as_json(data) if as_json else shown(answer.text))
+            click.echo(_as_json(answer.data) if as_json else shown(answer.text))
         except BrokenPipeError:
             sys.exit(CLOSED_PIPE)
         context.exit(answer.exit_code)
 
-    return click.command()(run)
+    return cli.command()(run)
 
 
 def _import(context: click.Context, parameter: click.Parameter, modules: Iterable[str]) -> None:
@@ -129,9 +155,7 @@ def _as_json(data: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, MaskSpec):
         return value.get_config()
-    if isinstance(value, pathlib.Path):
-        return str(value)
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value) if isinstance(value, pathlib.Path) else vars(value)  # of a dataclass
 
 
 def on_a_terminal() -> bool:

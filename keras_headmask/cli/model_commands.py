@@ -2,15 +2,22 @@
 
 import contextlib
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
+import keras_headmask as hm
 from keras_headmask.cli import files
 from keras_headmask.cli.frame import Answer, CheckFailed, command, progress, unsafe_option
+from keras_headmask.export.report import installed_versions
 from keras_headmask.export.versions import written_whole
 from keras_headmask.export.warmup import check_installed
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules import words
+from keras_headmask.rules.words import in_one_line
+
+if TYPE_CHECKING:
+    import keras
 
 # What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 
@@ -39,12 +46,8 @@ def info(model: str, unsafe: bool) -> Answer:
     keras-headmask info masked.keras
     """
     saved_by = files.saved_by(model)
-    loaded = files.load_model(model, unsafe)
-    from keras_headmask.cli import model_info
-
-    found = model_info.information(loaded)
-    source = in_one_line(f"{model}, saved by Keras {saved_by}")
-    text = f"{source}: {model_info.as_text(found)}"
+    found = information(files.load_model(model, unsafe))
+    text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(found)}"
     return Answer(text, {"file": model, "saved_by_keras": saved_by, **found})
 
 
@@ -70,15 +73,7 @@ def info(model: str, unsafe: bool) -> Answer:
 )
 @click.option("--force", is_flag=True, help="Overwrite OUT.keras.")
 @unsafe_option
-def apply(
-    model: str,
-    rule: str,
-    output: str,
-    layers: tuple[str, ...],
-    force: bool,
-    unsafe: bool,
-    **options: Any,
-) -> Answer:
+def apply(model: str, rule: str, output: str, force: bool, unsafe: bool, **given: Any) -> Answer:
     """Write MODEL under RULE to a new .keras file.
 
     RULE may also be an object of rules by layers: {"0-3": {...}, "decoder.*cross": {...}}.
@@ -89,23 +84,20 @@ def apply(
     """
     files.check_output(output, (".keras",), overwrite=force)
     files.saved_by(model)
-    rules = files.read_rules(rule)
-    from keras_headmask.cli import model_info
-    from keras_headmask.retrofit.apply import apply_head_masks
-
+    rules = files.read_json(rule)
     progress("loading")
     loaded = files.load_model(model, unsafe)
     progress("applying")
+    layers = given.pop("layers") or None
     try:
-        masked = apply_head_masks(loaded, rules, layers or None, copy=False, **options)
+        masked = hm.apply_head_masks(loaded, rules, layers, copy=False, **given)
     except ValueError as error:  # in the words of the command
         raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
     progress("writing")
     with written_whole(output) as file:
         masked.save(file)
-    found = model_info.information(masked)
-    text = f"Wrote {in_one_line(output)}: {model_info.as_text(found)}"
-    return Answer(text, {"file": output, **found})
+    found = information(masked)
+    return Answer(f"Wrote {in_one_line(output)}: {as_text(found)}", {"file": output, **found})
 
 
 @command
@@ -139,11 +131,8 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
     if options["warmup"]:
         check_installed()
     files.saved_by(model)
-    files.import_keras()
+    hm.register_all()
     import keras
-
-    from keras_headmask.attention.attend import dense_scope
-    from keras_headmask.export.saved_model import export_saved_model
 
     backend = keras.backend.backend()
     if backend != "tensorflow":
@@ -155,8 +144,76 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
     loaded = files.load_model(model, unsafe)
     progress("exporting")
     try:
-        with dense_scope() if dense else contextlib.nullcontext():
-            report = export_saved_model(loaded, base, **options)
+        with hm.dense_scope() if dense else contextlib.nullcontext():
+            report = hm.export_saved_model(loaded, base, **options)
     except RuntimeError as error:  # what the check found
         raise CheckFailed(str(error)) from error
     return Answer(str(report), report)
+
+
+# --- What a model holds ---------------------------------------------------------------------------
+
+
+def information(model: "keras.Model") -> dict[str, Any]:
+    """The attention layers of `model`, their heads and rules, as JSON has them."""
+    from keras_headmask.retrofit.finding import find_attention, numbered
+    from keras_headmask.retrofit.report import spec_of
+
+    found, layers = find_attention(model), []
+    for number, entry in numbered(found):
+        heads = getattr(entry.layer, "num_heads", None)
+        spec = spec_of(entry.layer) if entry in found.known else None
+        layers.append(
+            {
+                "number": number,
+                "reachable": entry in found.known,
+                "path": entry.path,
+                "class": type(entry.layer).__name__,
+                "heads": heads,
+                "kind": entry.kind,
+                "rule": spec,
+                "words": None if spec is None else spec.describe(heads),
+                "mask_inputs": [] if spec is None else sorted(spec.inputs),
+            }
+        )
+    inputs = getattr(model, "inputs", None) or ()
+    return {
+        "name": model.name,
+        "class": type(model).__name__,
+        "parameters": model.count_params() if model.built else None,
+        "inputs": [{"name": x.name, "dtype": x.dtype, "shape": list(x.shape)} for x in inputs],
+        "attention": layers,
+        "versions": installed_versions(),
+    }
+
+
+def as_text(info: Mapping[str, Any]) -> str:
+    """What `information` holds, for a reader."""
+    from keras_headmask.retrofit.finding import aligned
+
+    size = "" if info["parameters"] is None else f", {info['parameters']:,} parameters"
+    lines = [f"{info['class']} '{info['name']}'{size}"]
+    for x in info["inputs"]:
+        shape = ", ".join("?" if size is None else str(size) for size in x["shape"])
+        lines.append(f"  input {x['name']}: {x['dtype']} ({shape})")
+    rows: list[tuple[str, ...]] = []
+    by_rule: dict[Any, list[dict[str, Any]]] = {}
+    for layer in info["attention"]:
+        number = "-" if layer["number"] is None else str(layer["number"])
+        heads = f"{layer['heads'] or '?'} heads"
+        reach = "" if layer["reachable"] else "no rule reaches this class"
+        path = in_one_line(layer["path"])
+        rows.append((number, path, layer["class"], heads, layer["kind"], reach))
+        if layer["reachable"]:
+            by_rule.setdefault((layer["words"], layer["rule"]), []).append(layer)
+    lines += aligned(rows) or ["No attention layers."]
+    for layers in by_rule.values():
+        numbers = [layer["number"] for layer in layers if layer["number"] is not None]
+        names = [words.numbers_in_words(numbers)] if numbers else []
+        names += [layer["path"] for layer in layers if layer["number"] is None]
+        plural = "s" if len(layers) > 1 else ""
+        lines.append(f"Layer{plural} {', '.join(names)}: {layers[0]['words'] or 'no rule'}")
+        if layers[0]["mask_inputs"]:
+            lines.append(f"  reads {', '.join(layers[0]['mask_inputs'])}")
+    lines.append(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
+    return "\n".join(map(in_one_line, lines))

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+import keras_headmask as hm
 from keras_headmask.cli import files
 from keras_headmask.cli.frame import (
     AT_LEAST_ONE,
@@ -17,8 +18,7 @@ from keras_headmask.cli.frame import (
     unsafe_option,
 )
 from keras_headmask.export.versions import written_whole
-from keras_headmask.rules import json_schema
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
 # What imports Keras is imported inside the commands, so that `--help` and errors come at once.
 _PICTURES = (".png", ".svg", ".pdf")
@@ -51,14 +51,7 @@ def _lengths(function: Any) -> Any:
     "-o", "--output", metavar="FILE", help=f"Draw a picture: a {', '.join(_PICTURES)} file."
 )
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-def draw(
-    rule: str,
-    inputs: str | None,
-    tokens: str | None,
-    output: str | None,
-    force: bool,
-    **arguments: Any,
-) -> Answer:
+def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given: Any) -> Answer:
     """Draw the mask that RULE makes: 1 may attend, 0 hidden.
 
     Sequences of more than 64 positions are drawn as tiles: 1 all pairs, + some, 0 none.
@@ -78,33 +71,26 @@ def draw(
     spec = files.read_rule(rule)
     mask_inputs = files.read_tensors(inputs) or {}
     if missing := sorted(spec.inputs.keys() - mask_inputs.keys()):
-        given = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
+        received = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
         raise ValueError(
             f"RULE reads {', '.join(missing)}: pass it by --inputs "
-            f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{given}"
+            f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{received}"
         )
-    arguments |= {"spec": spec, "mask_inputs": mask_inputs, "tokens": files.read_tokens(tokens)}
+    given |= {"mask_inputs": mask_inputs, "tokens": files.read_tokens(given["tokens"])}
     from keras_headmask.look import drawing, panels
-    from keras_headmask.look.plotting import plot
 
+    drawn = panels.panels_of(spec, **given, called="hm.draw" if output is None else "hm.plot")
     if output is None:
-        text = drawing.draw(**arguments)
+        text = drawing.text_of(drawn)
     else:
-        figure = plot(**arguments)
+        figure = hm.plot(spec, **given)
         with written_whole(output) as file:
             figure.savefig(file)
         text = f"Wrote {in_one_line(output)}"
-
-    def data() -> dict[str, Any]:
-        drawn = panels.panels_of(**arguments, longest=drawing.LONGEST)
-        return {
-            "heads": drawn.num_heads,
-            "tile": drawn.tile,
-            "panels": [{"heads": p.heads, "rows": drawing.signs_of(p.cells)} for p in drawn.panels],
-            "file": output,
-        }
-
-    return Answer(text, data)
+    rows = [["".join(row) for row in drawing.SIGNS[x.cells]] for x in drawn.panels]
+    shown = [{"heads": x.heads, "rows": y} for x, y in zip(drawn.panels, rows, strict=True)]
+    found = {"heads": drawn.num_heads, "tile": drawn.tile, "panels": shown, "file": output}
+    return Answer(text, found)
 
 
 @command
@@ -113,14 +99,7 @@ def draw(
 @_lengths
 @click.option("--strict", is_flag=True, help="Fail on warnings, too.")
 @unsafe_option
-def lint(
-    rule: str | None,
-    model: str | None,
-    inputs: str | None,
-    strict: bool,
-    unsafe: bool,
-    **sizes: Any,
-) -> Answer:
+def lint(rule: str | None, model: str | None, strict: bool, unsafe: bool, **given: Any) -> Answer:
     """Say what is likely wrong with RULE or with a model's rules.
 
     --model MODEL alone checks the rules in that model; with RULE it checks RULE in that model.
@@ -135,19 +114,15 @@ def lint(
     """
     subject: Any
     if model is not None:
-        rules = None if rule is None else files.read_rules(rule)
+        rules = None if rule is None else files.read_json(rule)
         subject = files.load_model(model, unsafe)
         if rules is not None:
-            from keras_headmask.retrofit.apply import apply_head_masks
-
-            subject = apply_head_masks(subject, rules, None, "replace", copy=False, add_inputs=True)
+            subject = hm.apply_head_masks(subject, rules, None, "replace", False, add_inputs=True)
     elif rule is not None:
         subject = files.read_rule(rule)
     else:
         raise click.UsageError("Give a RULE, or --model MODEL.")
-    from keras_headmask.linting import linter
-
-    findings = linter.lint(subject, mask_inputs=files.read_tensors(inputs), **sizes)
+    findings = hm.lint(subject, mask_inputs=files.read_tensors(given.pop("inputs")), **given)
     severities = ("error", "warning") if strict else ("error",)
     code = FOUND if any(finding.severity in severities for finding in findings) else 0
     return Answer(str(findings), {"findings": list(findings)}, code)
@@ -165,8 +140,8 @@ def describe(rule: str, num_heads: int | None) -> Answer:
     """
     spec = files.read_rule(rule)
     words = spec.describe(num_heads)
-    data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
-    return Answer(in_one_line(words), data)
+    found = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
+    return Answer(in_one_line(words), found)
 
 
 @command
@@ -179,9 +154,9 @@ def schema() -> Answer:
     keras-headmask schema > rule.schema.json
     keras-headmask schema --import my_specs.py > rule.schema.json
     """
-    files.import_keras()  # which registers the kinds
-    data = json_schema.schema()
-    return Answer(json.dumps(data, indent=2), data)
+    hm.register_all()
+    found = hm.schema()
+    return Answer(json.dumps(found, indent=2), found)
 
 
 @command
@@ -195,7 +170,7 @@ def schema() -> Answer:
 @inputs_option
 @click.option("--repetitions", type=AT_LEAST_ONE, default=20, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def bench(rule: str, inputs: str | None, **arguments: Any) -> Answer:
+def bench(rule: str, inputs: str | None, **given: Any) -> Answer:
     """Time a layer under RULE beside stock Keras.
 
     Stock Keras is fed the same mask ready made. One forward of self-attention with projections, in
@@ -209,6 +184,6 @@ def bench(rule: str, inputs: str | None, **arguments: Any) -> Answer:
     spec = files.read_rule(rule)
     from keras_headmask.cli import bench
 
-    found = bench.compare(spec, mask_inputs=files.read_tensors(inputs), **arguments)
-    fails = found["difference"] is not None and found["difference"] > bench.TOLERANCE
+    found = bench.compare(spec, mask_inputs=files.read_tensors(inputs), **given)
+    fails = (found["difference"] or 0) > bench.TOLERANCE
     return Answer(bench.as_text(found), found, FOUND if fails else 0)

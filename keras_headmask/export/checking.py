@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.attention import looking
-from keras_headmask.export import fresh_process, padding, samples
+from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
 from keras_headmask.export.report import CheckResult
-from keras_headmask.export.signatures import DEFAULT, Signature
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.observing import Seen, is_restricted, watched
-from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import find_attention
+from keras_headmask.retrofit.finding import find_attention, longest_sequence
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.
@@ -60,24 +57,23 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
                     ) from error
                 longest = length = length // 2
         made.append(given)
-    if is_restricted(interface.model):
+    if interface.is_restricted:
         most = min(longest, _LONGEST_LOOK)
-        while not any(map(forbids, looked_at(interface, made[-1]))) and 2 * length <= most:
+        while 2 * length <= most and not looked_at(interface, made[-1])[0]:
             length *= 2
             made[-1] = samples.sample(interface, rules, 1, length)
     return made
 
 
-def looked_at(interface: Interface, given: Arrays) -> list[Seen]:
-    """The probabilities of every attention layer and what its rule allows, in memory."""
+def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Tensor]]:
+    """What rules allow, where they forbid anything, and all probabilities, in memory, by path."""
+    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
+
     with watched(find_attention(interface.model).known, with_rules=True) as seen:
         answer(interface, given)
-    return list(seen)
-
-
-def forbids(one: Seen) -> bool:
-    """Whether the rule of a layer forbids anything in this run of it."""
-    return one.allowed is not None and not as_array(one.allowed).all()
+    allowed = {one.path: as_array(one.allowed) for one in seen if one.allowed is not None}
+    forbidding = {path: mask for path, mask in allowed.items() if not mask.all()}
+    return forbidding, {one.path: one.probabilities for one in seen}
 
 
 def mass_outside(allowed: Arrays, probabilities: Mapping[str, Tensor]) -> float | None:
@@ -92,7 +88,7 @@ def mass_outside(allowed: Arrays, probabilities: Mapping[str, Tensor]) -> float 
 def checked(
     folder: pathlib.Path,
     interface: Interface,
-    signatures: Mapping[str, Signature],
+    signatures: Mapping[str, Interface],
     given: Sequence[Arrays],
     reference: Sequence[Arrays],
     tolerance: float,
@@ -104,39 +100,35 @@ def checked(
         RuntimeError: if it must not be published.
     """
     wanted = [answer(interface, one) for one in given]
-    cases = [Case(DEFAULT, *pair) for pair in zip(given, wanted, strict=True)]
+    cases = [Case("serving_default", *pair) for pair in zip(given, wanted, strict=True)]
     twins: list[Arrays] = []
-    if is_restricted(interface.model):
+    if interface.is_restricted:
         with looking.rules_off():
             twins = [answer(interface, one) for one in given]
     in_memory = None
     for one in given:  # a rule may forbid nothing in the short ones
-        seen = looked_at(interface, one) if interface.rules else []
-        allowed = {x.path: as_array(x.allowed) for x in seen if forbids(x)}
-        mass = mass_outside(allowed, {x.path: x.scores for x in seen})
-        in_memory = _largest((in_memory, mass))
+        allowed, probabilities = looked_at(interface, one) if interface.rules else ({}, {})
+        in_memory = _largest((in_memory, mass_outside(allowed, probabilities)))
         if "serve_scores" in signatures:
             cases.append(Case("serve_scores", one, allowed=allowed))
-    if "serve_padded" in signatures:
-        length = max(samples.length_of(interface, one) for one in given)
-        cases.append(Case("serve_padded", *padding.padded_case(interface, length)))
     for name, signature in signatures.items():
-        if signature.bucket is not None:
-            one = samples.request(interface, signature.bucket)
+        if name == "serve_padded":
+            length = max(samples.size_of(interface, one)[1] for one in given)
+            cases.append(Case(name, *next(samples.padded_cases(interface, length))))
+        elif name.startswith("serve_xla_"):
+            one = samples.sample(signature, interface.rules.values(), 1, 1)  # of its fixed sizes
             cases.append(Case(name, one, answer(interface, one)))
 
     found, answers = run_fresh(folder, cases)
-    errors: dict[str, float] = {}
-    served = None
+    served, errors = None, {}
     for case, got in zip(cases, answers, strict=True):
         served = _largest((served, mass_outside(case.allowed, got)))
         if case.answer is not None:
-            kind = "XLA" if case.signature.startswith("serve_xla") else case.signature
-            errors[kind] = max(errors.get(kind, 0.0), distance(got, case.answer))
+            errors[case.signature] = distance(got, case.answer)  # one case of all but the first
     mass_seen_in = "serve_scores" if served is not None else "the model in memory"
     result = CheckResult(
-        shapes=tuple(_batch_and_length(one) for one in given),
-        error=errors[DEFAULT],
+        shapes=tuple(samples.size_of(interface, one) for one in given),
+        error=max(map(distance, answers, wanted)),
         tolerance=tolerance,
         milliseconds=tuple(found["milliseconds"][: len(given)]),
         load_milliseconds=found["load_milliseconds"],
@@ -144,7 +136,7 @@ def checked(
         mass_outside=in_memory if served is None else served,
         mass_seen_in=None if in_memory is None else mass_seen_in,
         padded_error=errors.get("serve_padded"),
-        compiled_error=errors.get("XLA"),
+        compiled_error=_largest(x for name, x in errors.items() if name.startswith("serve_xla_")),
         precision_error=_largest(map(distance, wanted, reference)),
         graphs=graphs,
     )
@@ -178,12 +170,6 @@ def _problems(result: CheckResult) -> Iterator[str]:
         )
     if result.mass_outside is not None and result.mass_outside > _MOST_OUTSIDE:
         yield f"its attention has {result.mass_outside:.2g} at a key that the rule forbids."
-
-
-def _batch_and_length(given: Arrays) -> tuple[int, int]:
-    shapes = [x.shape for x in given.values()]
-    batch, *rest = next((shape for shape in shapes if len(shape) > 1), shapes[0])
-    return batch, rest[0] if rest else 1
 
 
 def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> tuple[dict[str, Any], list[Arrays]]:

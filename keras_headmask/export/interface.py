@@ -13,12 +13,12 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.observing import rules_of
 from keras_headmask.rules.base import MaskSpec
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _LARGE = 1e4  # from here on an output's element is compared with itself alone
 PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
+LENGTHS = "lengths"  # the input of `serve_padded` that says how long each example really is
 Tensors = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
 Shape = tuple[int | None, ...]
@@ -37,7 +37,7 @@ class Input(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """A model as a function of named inputs.
+    """A model, or a signature of its export, as a function of named inputs.
 
     `arguments` are the inputs' names in the structures that the model's own call takes, by
     parameter. `as_returned` turns named outputs into what that call returns.
@@ -50,14 +50,22 @@ class Interface(NamedTuple):
     arguments: dict[str, Any]
     as_returned: Callable[[Tensors], Any]
     rules: Mapping[str, MaskSpec] = {}  # of each attention layer that has one, by path
+    is_restricted: bool = False  # whether they keep any head from any key
 
 
 def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
+    from keras_headmask.retrofit.observing import is_restricted  # needs all of retrofit/
+    from keras_headmask.retrofit.report import mask_specs
+
     graph, shapes, by_name = _keras.functional_of(model), None, False
     given = None if input_signature is None else _given_inputs(input_signature)
     if isinstance(graph, _keras.Functional):
-        names = _names_of_inputs(graph)
+        # The keys of a dict of inputs, else the tensors' names.
+        struct, names = graph.input, [tensor.name for tensor in graph.inputs]
+        if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
+            keys = {id(tensor): key for key, tensor in struct.items()}
+            names = [keys[id(tensor)] for tensor in graph.inputs]
         inputs = {name: _input(x) for name, x in zip(names, graph.inputs, strict=True)}
         if given is not None and given.keys() != inputs.keys():
             raise ValueError(
@@ -65,7 +73,7 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
                 f"Received: {sorted(given)}."
             )
         inputs |= given or {}
-        arguments = {"inputs": keras.tree.pack_sequence_as(graph.input, names)}
+        arguments = {"inputs": keras.tree.pack_sequence_as(struct, names)}
         shapes = {name: tuple(x.shape) for name, x in _named_outputs(graph.output).items()}
     elif isinstance(model, keras.Sequential):
         raise ValueError(
@@ -74,10 +82,14 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
         )
     else:
         inputs, by_name = _of_subclassed(model, given)
-        arguments = {name: name for name in inputs}
-        if not by_name:
-            arguments = {"inputs": arguments}
-    _check_names(inputs)
+        names_of = {name: name for name in inputs}
+        arguments = names_of if by_name else {"inputs": names_of}
+    for name in inputs:
+        if keyword.iskeyword(name) or name == "self" or not _NAME.fullmatch(name):
+            raise ValueError(
+                f"The input {name!r} has a name that is reserved in Python, or that TensorFlow "
+                "would change. Use letters, digits and _: keras.Input(..., name='token_ids')."
+            )
     structure: Any = None  # of what the last call returned
 
     def call(given: Tensors) -> Tensors:
@@ -89,22 +101,14 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
 
     def as_returned(named: Tensors) -> Any:
         if isinstance(structure, Mapping):
-            return {name: named[name] for name in structure}
+            return named
         flat = [named[f"output_{i}"] for i in range(len(named))]
         return keras.tree.pack_sequence_as(structure, flat)
 
     if not model.built:
         call({name: ops.ones([n or 2 for n in x.shape], x.dtype) for name, x in inputs.items()})
-    return Interface(model, inputs, call, shapes, arguments, as_returned, rules_of(model))
-
-
-def _names_of_inputs(graph: _keras.Functional) -> list[str]:
-    """The keys of a dict of inputs, else the tensors' names, in the order of `graph.inputs`."""
-    struct = graph.input
-    if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
-        keys = {id(tensor): key for key, tensor in struct.items()}
-        return [keys[id(tensor)] for tensor in graph.inputs]
-    return [tensor.name for tensor in graph.inputs]
+    rules = mask_specs(model), is_restricted(model)
+    return Interface(model, inputs, call, shapes, arguments, as_returned, *rules)
 
 
 def _input(spec: Any) -> Input:
@@ -124,10 +128,9 @@ def _of_subclassed(
     if given is None:
         raise ValueError(
             f"`{type(model).__name__}` is a subclassed model, without a graph that names its "
-            f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict from names to "
-            'keras.InputSpec, with None for batch and length: {"x": keras.InputSpec(shape=(None, '
-            'None, 32), dtype="float32"), ...}. Names of the call\'s arguments are passed as such; '
-            "else the call gets one dict."
+            f"inputs. Its call takes {parameters}. Pass `input_signature`, a dict of arguments of "
+            'the call (or of what it gets as one dict), with None for batch and length: {"x": '
+            'keras.InputSpec(shape=(None, None, 32), dtype="float32"), ...}.'
         )
     named = {name: given[name] for name in parameters if name in given}
     if 0 < len(named) < len(given):
@@ -154,41 +157,22 @@ def _given_inputs(input_signature: Any) -> dict[str, Input]:
     return {name: _input(spec) for name, spec in input_signature.items()}
 
 
-def _check_names(inputs: dict[str, Input]) -> None:
-    for name in inputs:
-        if keyword.iskeyword(name) or name == "self":
-            reason = "is reserved in Python. Use another"
-        elif not _NAME.fullmatch(name):
-            reason = "TensorFlow would change in the signature. Use letters, digits and _"
-        else:
-            continue
-        raise ValueError(
-            f"The input {name!r} has a name that {reason}: keras.Input(..., name='token_ids')."
-        )
-
-
 def _named_outputs(outputs: Any) -> Tensors:
     """A dict keeps its keys; else `output_0`, `output_1`, ..., as in Keras' own export."""
-    if isinstance(outputs, Mapping):
-        named = dict(outputs)
-    else:
+    if not isinstance(outputs, Mapping):
         several = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        named = {f"output_{i}": x for i, x in enumerate(several)}
-    for name, x in named.items():
+        outputs = {f"output_{i}": x for i, x in enumerate(several)}
+    for name, x in outputs.items():
         if not isinstance(name, str):
             raise ValueError(
-                f"The keys of a dict of outputs must be text, the outputs' names. Received: "
-                f"{name!r}."
+                f"Keys of a dict of outputs must be text, the outputs' names. Received: {name!r}."
             )
         if not hasattr(x, "shape"):
             raise ValueError(
                 f"The output {name!r} holds several tensors: a signature gives one tensor for "
                 "each name. Return a flat dict, list or tensor."
             )
-    return named
-
-
-# --- On arrays ------------------------------------------------------------------------------------
+    return dict(outputs)
 
 
 def answer(interface: Interface, given: Arrays) -> Arrays:
@@ -199,8 +183,8 @@ def answer(interface: Interface, given: Arrays) -> Arrays:
 
 
 def as_tensors(interface: Interface, given: Arrays) -> Tensors:
-    dtypes = {name: x.dtype for name, x in interface.inputs.items()}
-    return {name: ops.convert_to_tensor(x, dtypes.get(name)) for name, x in given.items()}
+    inputs = interface.inputs
+    return {name: ops.convert_to_tensor(x, inputs[name].dtype) for name, x in given.items()}
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -216,20 +200,19 @@ def distance(got: Arrays, wanted: Arrays) -> float:
     """
     if got.keys() != wanted.keys():
         return float("inf")
-    return max((_apart(got[name], value) for name, value in wanted.items()), default=0.0)
-
-
-def _apart(got: np.ndarray, wanted: np.ndarray) -> float:
-    if got.shape != wanted.shape:
-        return float("inf")
-    if wanted.dtype.kind == "S":
-        return 0.0 if (got == wanted).all() else float("inf")
-    is_whole = wanted.dtype.kind in "biu"
-    got, wanted = got.astype("complex128"), wanted.astype("complex128")
-    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
-    size = np.abs(wanted)
-    largest = size[size < _LARGE].max(initial=1)
-    unit = 1 if is_whole else np.where(size < _LARGE, largest, size)
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(got - wanted) / unit
-    return float(np.nan_to_num(np.where(same, 0, apart), nan=np.inf).max(initial=0))
+    furthest = 0.0
+    for name, right in wanted.items():
+        if got[name].shape != right.shape:
+            return float("inf")
+        if right.dtype.kind == "S":
+            furthest = max(furthest, 0.0 if (got[name] == right).all() else float("inf"))
+            continue
+        one, other = got[name].astype("complex128"), right.astype("complex128")
+        same = (one == other) | (np.isnan(one) & np.isnan(other))
+        size = np.abs(other)
+        largest = size[size < _LARGE].max(initial=1)
+        unit = 1 if right.dtype.kind in "biu" else np.where(size < _LARGE, largest, size)
+        with np.errstate(invalid="ignore"):
+            apart = np.where(same, 0, np.abs(one - other) / unit)
+        furthest = max(furthest, float(np.nan_to_num(apart, nan=np.inf).max(initial=0)))
+    return furthest

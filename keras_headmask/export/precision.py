@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -14,14 +14,6 @@ from keras_headmask import _keras
 PRECISIONS = ("float16", "bfloat16")
 # How far rounding may move outputs, as `interface.distance` measures it.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1.5e-1}
-
-
-def check_precision(precision: Any) -> None:
-    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
-        raise ValueError(
-            f"`precision` must be one of {PRECISIONS}, or None for that of the model. "
-            f"Received: {precision!r}."
-        )
 
 
 def tolerance_of(model: keras.Model, precision: str | None) -> float:
@@ -38,24 +30,38 @@ def computing_in(model: keras.Model, precision: str | None) -> Iterator[None]:
     any precision. Layers with integer weights or of float64 stay as they are, and so do those of
     float32 in a model of mixed precision.
 
-    With `"float32"`, layers of half precision compute in it, so that little is rounding.
+    With `"float32"`, layers of half precision compute in it, so that little is rounding. It holds
+    for this caller alone: other threads run the model as it is.
     """
-    kept = {"float64"}
-    if any(layer.compute_dtype in PRECISIONS for layer in _keras.layers_of(model)):
-        kept.add("float32")
-
-    def policy(layer: keras.Layer) -> keras.DTypePolicy | None:
-        if precision is None or layer.compute_dtype in kept:
-            return None
+    layers = _keras.layers_of(model) if precision is not None else []
+    half = {layer for layer in layers if layer.compute_dtype in PRECISIONS}
+    kept = {"float64", "float32"} if half else {"float64"}
+    policies: dict[keras.Layer, keras.DTypePolicy] = {}
+    for layer in layers:
+        if layer.compute_dtype in kept or layer.quantization_mode is not None:
+            continue
         if precision == "float32":
-            half = layer.compute_dtype in PRECISIONS
-            return _ComputingInFloat32(layer.dtype_policy.name) if half else None
-        ends_in_softmax = getattr(layer, "activation", None) is keras.activations.softmax
-        is_softmax = isinstance(layer, keras.layers.Softmax) or ends_in_softmax
-        return keras.DTypePolicy("float32" if is_softmax else f"mixed_{precision}")
-
-    with _policies(model, policy):
+            if layer in half:
+                policies[layer] = _ComputingInFloat32(layer.dtype_policy.name)
+        else:
+            ends_in_softmax = getattr(layer, "activation", None) is keras.activations.softmax
+            is_softmax = isinstance(layer, keras.layers.Softmax) or ends_in_softmax
+            policies[layer] = keras.DTypePolicy("float32" if is_softmax else f"mixed_{precision}")
+    token = _chosen.set({**_chosen.get(), **{id(x): policy for x, policy in policies.items()}})
+    with _LOCK:
+        for layer in policies:
+            if type(layer.dtype_policy) is not _OfTheCaller:
+                _keras.set_policy(layer, _OfTheCaller(layer))
+            layer.dtype_policy.exports += 1
+    try:
         yield
+    finally:
+        _chosen.reset(token)
+        with _LOCK:
+            for layer in policies:
+                layer.dtype_policy.exports -= 1
+                if not layer.dtype_policy.exports:
+                    _keras.set_policy(layer, layer.dtype_policy.own)
 
 
 class _ComputingInFloat32(keras.DTypePolicy):
@@ -84,30 +90,3 @@ _chosen: ContextVar[Mapping[int, keras.DTypePolicy]] = ContextVar(
     "policies", default=MappingProxyType({})
 )
 _LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def _policies(
-    model: keras.Model, choose: Callable[[keras.Layer], keras.DTypePolicy | None]
-) -> Iterator[None]:
-    """Policies for this caller alone: other threads run the model as it is."""
-    policies = {
-        layer: policy
-        for layer in _keras.layers_of(model)
-        if layer.quantization_mode is None and (policy := choose(layer)) is not None
-    }
-    token = _chosen.set({**_chosen.get(), **{id(x): policy for x, policy in policies.items()}})
-    with _LOCK:
-        for layer in policies:
-            if type(layer.dtype_policy) is not _OfTheCaller:
-                _keras.set_policy(layer, _OfTheCaller(layer))
-            layer.dtype_policy.exports += 1
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
-        with _LOCK:
-            for layer in policies:
-                layer.dtype_policy.exports -= 1
-                if not layer.dtype_policy.exports:
-                    _keras.set_policy(layer, layer.dtype_policy.own)

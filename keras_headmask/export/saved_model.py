@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pathlib
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,26 +11,15 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.export import checking, graph_scan, padding, samples, tf_serving, versions
-from keras_headmask.export import warmup as warmup_files
+from keras_headmask.export import checking, padding, samples, signatures, tf_serving, versions
 from keras_headmask.export.fresh_process import milliseconds_since
-from keras_headmask.export.interface import (
-    Arrays,
-    Interface,
-    answer,
-    as_tensors,
-    interface_of,
-)
-from keras_headmask.export.precision import check_precision, computing_in, tolerance_of
+from keras_headmask.export.graph_scan import scan
+from keras_headmask.export.interface import Arrays, Interface, answer, as_tensors, interface_of
+from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
-from keras_headmask.export.signatures import (
-    DEFAULT,
-    keeping_dtypes,
-    signatures_of,
-    write,
-)
-from keras_headmask.export.warmup import EXTRA, check_installed
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
+from keras_headmask.export.warmup import EXTRA, check_installed, write_records
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.selectors import select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 
@@ -121,41 +109,47 @@ def export_saved_model(
         base = versions.checked_base(base_path)
         versions.checked_version(version, base)
         interface = interface_of(model, input_signature)
-        buckets = _checked_buckets(xla_buckets, interface)
+        in_buckets = _in_buckets(xla_buckets, interface)
         entries, left_out = _with_scores(model, scores)
         with versions.being_written(base) as folder:
+            extra = folder / EXTRA
             given = [] if check is False else checking.requests(interface, check)
             requests = [samples.request(interface, item) for item in warm]
-            _warn_of_large_batches(requests, tf_serving.batch_limit(base))
-            reference = []
-            if precision is not None:
-                reference = [answer(interface, one) for one in given]
-                interface = keeping_dtypes(interface, precision)
+            largest = max((len(x) for one in requests for x in one.values()), default=0)
+            if largest > (limit := tf_serving.batch_limit(base)):
+                warnings.warn(
+                    f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches "
+                    f"up to {limit} rows refuses it and the whole version. Use at most {limit}, or "
+                    f"`write_serving_config(..., max_batch_size={largest})`.",
+                    stacklevel=2,
+                )
+            reference = [answer(interface, one) for one in given if precision is not None]
+            interface = signatures.keeping_dtypes(interface, precision)
             with computing_in(model, precision):
-                signatures = signatures_of(interface, entries, buckets)
+                asked = signatures.signatures_of(interface, entries, in_buckets)
                 if padded:
-                    length = max((samples.length_of(interface, one) for one in given), default=8)
+                    length = max((samples.size_of(interface, one)[1] for one in given), default=8)
                     if reason := padding.why_not_padded(interface, length):
                         left_out["serve_padded"] = reason
                     else:
-                        signatures["serve_padded"] = padding.padded(interface)
+                        asked["serve_padded"] = padding.padded(interface)
                 with _timed(took, "trace"):
-                    for signature in signatures.values():
-                        signature.trace()
-                graphs = graph_scan.scan({name: x.traced for name, x in signatures.items()})
+                    traced = {name: signatures.traced(name, x) for name, x in asked.items()}
+                graphs = scan(traced)
                 with _timed(took, "write"):
-                    write(interface, signatures, folder)
-                records = _warm_up(interface, requests, "serve_padded" in signatures)
+                    signatures.write(interface, traced, folder)
+                extra.mkdir(exist_ok=True)
+                records = _records(interface, requests, "serve_padded" in asked)
                 if records:
-                    warmup_files.write(folder / EXTRA, records)
+                    write_records(extra, records)
                 result = None
                 if check is not False:
                     tolerance = tolerance_of(model, precision)
                     with _timed(took, "check"):
                         result = checking.checked(
-                            folder, interface, signatures, given, reference, tolerance, graphs
+                            folder, interface, asked, given, reference, tolerance, graphs
                         )
-            described = {name: x.described() for name, x in signatures.items()}
+            described = {name: signatures.described(x, traced[name]) for name, x in asked.items()}
             contents = {
                 "format_version": FORMAT_VERSION,
                 "versions": installed_versions(),
@@ -164,10 +158,9 @@ def export_saved_model(
                 "signatures": described,
                 "left_out": left_out,
             }
-            (folder / EXTRA).mkdir(exist_ok=True)
             text = json.dumps(contents, indent=2) + "\n"
-            (folder / EXTRA / "keras_headmask.json").write_text(text, encoding="utf-8")
-            sizes = _sizes(folder)
+            (extra / "keras_headmask.json").write_text(text, encoding="utf-8")
+            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             number = versions.publish(folder, base, version)
     return ExportReport(
         path=base / str(number),
@@ -177,7 +170,11 @@ def export_saved_model(
         rules=dict(interface.rules),
         precision=precision,
         warmup_records=len(records),
-        bytes=sizes,
+        bytes={
+            "graph": sizes[folder / "saved_model.pb"],
+            "variables": sum(n for path, n in sizes.items() if path.parent.name == "variables"),
+            "total": sum(sizes.values()),
+        },
         milliseconds=took,
         check=result,
     )
@@ -209,7 +206,11 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
         )
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
-    check_precision(precision)
+    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
+        raise ValueError(
+            f"`precision` must be one of {PRECISIONS}, or None for that of the model. "
+            f"Received: {precision!r}."
+        )
     if not isinstance(padded, bool):
         raise TypeError(f"`padded` must be True or False. Received: {padded!r}.")
     if check == []:
@@ -221,29 +222,17 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
         check_installed()
 
 
-def _warn_of_large_batches(requests: Sequence[Arrays], limit: int) -> None:
-    largest = max((len(x) for given in requests for x in given.values()), default=0)
-    if largest > limit:
-        warnings.warn(
-            f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches up to "
-            f"{limit} rows refuses it, and with it the whole version. Warm up with {limit} rows at "
-            f"most, or write the server's files with `write_serving_config(..., "
-            f"max_batch_size={largest})`.",
-            stacklevel=3,
-        )
-
-
-def _checked_buckets(buckets: Any, interface: Interface) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
+    """A request of each shape that XLA compiles a signature for, by the signature's name."""
+    found = {}
     for bucket in _listed("xla_buckets", buckets):
         if not samples.is_pair(bucket):
             raise ValueError(
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
-        samples.check_length(interface, bucket)
-        found.append(tuple(bucket))
-    if found and any(x.dtype == "string" for x in interface.inputs.values()):
-        raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
+        if any(x.dtype == "string" for x in interface.inputs.values()):
+            raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
+        found["{}{}x{}".format(signatures.XLA, *bucket)] = samples.request(interface, bucket)
     return found
 
 
@@ -265,24 +254,17 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer],
     return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
 
 
-def _warm_up(
+def _records(
     interface: Interface, requests: Sequence[Arrays], is_padded: bool
 ) -> list[tuple[str, Any]]:
-    """Records for the signatures that run anywhere: a failing one fails the whole version."""
+    """Warm-up for the signatures that run anywhere: a failing one fails the whole version."""
     records = []
     for given in requests:
         answer(interface, given)  # raises what the model refuses
         tensors = as_tensors(interface, given)
-        records.append((DEFAULT, tensors))
+        records.append((signatures.DEFAULT, tensors))
         if is_padded:
-            batch, length = len(next(iter(given.values()))), samples.length_of(interface, given)
+            batch, length = samples.size_of(interface, given)
             lengths = keras.ops.full((batch,), length, "int32")
             records.append(("serve_padded", tensors | {padding.LENGTHS: lengths}))
     return records
-
-
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    sizes = {p: p.stat().st_size for p in folder.rglob("*") if p.is_file()}
-    variables = sum(n for p, n in sizes.items() if p.parent.name == "variables")
-    graph = sizes[folder / "saved_model.pb"]
-    return {"graph": graph, "variables": variables, "total": sum(sizes.values())}

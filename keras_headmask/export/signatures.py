@@ -1,6 +1,5 @@
-"""The signatures of an export: what each computes, traced and written."""
+"""The signatures of an export, each an `Interface`: made, traced and written."""
 
-import dataclasses
 import functools
 import inspect
 import pathlib
@@ -12,70 +11,60 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only
-from keras_headmask.export.interface import Input, Interface, Tensors
-from keras_headmask.retrofit.observing import watched
-from keras_headmask.retrofit.selectors import AttentionLayer
+from keras_headmask.export.interface import Arrays, Input, Interface, Tensors
+from keras_headmask.retrofit.finding import AttentionLayer
 
-DEFAULT = "serving_default"
-
-
-@dataclasses.dataclass
-class Signature:
-    """A function of named tensors."""
-
-    function: Callable[[Tensors], Tensors]
-    inputs: dict[str, Input]
-    bucket: tuple[int, int] | None = None  # (batch, length) for which XLA compiles it
-    traced: Any = None  # the concrete function, after `trace()`
-
-    def trace(self) -> None:
-        import tensorflow as tf
-
-        jit_compile = None if self.bucket is None else True
-        function = tf.function(self.function, autograph=False, jit_compile=jit_compile)
-        with forward_only():
-            self.traced = function.get_concrete_function(_specs(self.inputs))
-
-    def described(self) -> dict[str, Any]:
-        """The inputs and outputs: (dtype, shape) by name."""
-        outputs = self.traced.structured_outputs.items()
-        return {
-            "inputs": {name: (x.dtype, x.shape) for name, x in self.inputs.items()},
-            "outputs": {name: (x.dtype.name, tuple(x.shape)) for name, x in outputs},
-        }
+DEFAULT, XLA = "serving_default", "serve_xla_"
 
 
 def signatures_of(
-    interface: Interface, entries: list[AttentionLayer], buckets: list[tuple[int, int]]
-) -> dict[str, Signature]:
-    """The signatures of any export, by name; `serve_scores` for the attention of `entries`."""
-    signatures = {DEFAULT: Signature(interface.call, interface.inputs)}
-    if entries:
-        signatures["serve_scores"] = Signature(_scores(interface, entries), interface.inputs)
-    for batch, length in buckets:
-        inputs = {
-            name: Input((batch, *(length if n is None else n for n in x.shape[1:])), x.dtype)
-            for name, x in interface.inputs.items()
-        }
-        name = f"serve_xla_{batch}x{length}"
-        signatures[name] = Signature(interface.call, inputs, (batch, length))
-    return signatures
+    interface: Interface, entries: list[AttentionLayer], in_buckets: Mapping[str, Arrays]
+) -> dict[str, Interface]:
+    """The signatures of any export, by name; `serve_scores` for the attention of `entries`.
 
+    `in_buckets`: requests whose shapes those for XLA have, by name.
+    """
+    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
 
-def _scores(interface: Interface, entries: list[AttentionLayer]) -> Callable[[Tensors], Tensors]:
     def serve_scores(given: Tensors) -> Tensors:
         with watched(entries) as seen:
             interface.call(given)
-        return {one.path: ops.cast(one.scores, "float32") for one in seen}
+        return {one.path: ops.cast(one.probabilities, "float32") for one in seen}
 
-    return serve_scores
+    signatures = {DEFAULT: interface}
+    if entries:
+        signatures["serve_scores"] = interface._replace(call=serve_scores)
+    for name, given in in_buckets.items():
+        inputs = {key: Input(given[key].shape, x.dtype) for key, x in interface.inputs.items()}
+        signatures[name] = interface._replace(inputs=inputs)
+    return signatures
 
 
-def keeping_dtypes(interface: Interface, precision: str) -> Interface:
+def traced(name: str, signature: Interface) -> Any:
+    """The concrete function of a signature."""
+    import tensorflow as tf
+
+    jit_compile = True if name.startswith(XLA) else None
+    function = tf.function(signature.call, autograph=False, jit_compile=jit_compile)
+    with forward_only():
+        return function.get_concrete_function(_specs(signature))
+
+
+def described(signature: Interface, function: Any) -> dict[str, Any]:
+    """The inputs and outputs of a signature: (dtype, shape) by name."""
+    outputs = function.structured_outputs.items()
+    return {
+        "inputs": {name: (x.dtype, x.shape) for name, x in signature.inputs.items()},
+        "outputs": {name: (x.dtype.name, tuple(x.shape)) for name, x in outputs},
+    }
+
+
+def keeping_dtypes(interface: Interface, precision: str | None) -> Interface:
     """`interface` with outputs of half precision cast to the dtypes that they have now."""
-    now = Signature(interface.call, interface.inputs)
-    now.trace()
-    dtypes = {name: x.dtype.name for name, x in now.traced.structured_outputs.items()}
+    if precision is None:
+        return interface
+    outputs = traced(DEFAULT, interface).structured_outputs
+    dtypes = {name: x.dtype.name for name, x in outputs.items()}
 
     def call(given: Tensors) -> Tensors:
         return {
@@ -86,15 +75,14 @@ def keeping_dtypes(interface: Interface, precision: str) -> Interface:
     return interface._replace(call=call)
 
 
-def write(interface: Interface, signatures: Mapping[str, Signature], folder: pathlib.Path) -> None:
+def write(interface: Interface, functions: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Write the traced signatures as a SavedModel, with the variables and tables that they read.
 
     By TensorFlow's own saver: Keras' ExportArchive would trace the functions again.
     """
     import tensorflow as tf
 
-    traced = {name: signature.traced for name, signature in signatures.items()}
-    variables = {id(v): v for function in traced.values() for v in function.variables}
+    variables = {id(v): v for function in functions.values() for v in function.variables}
     tables = [
         value
         for layer in _keras.layers_of(interface.model)
@@ -103,8 +91,8 @@ def write(interface: Interface, signatures: Mapping[str, Signature], folder: pat
     ]
     root = tf.Module()
     root.read = [*variables.values(), *tables]
-    root.serve = as_called(interface, traced[DEFAULT])
-    save = functools.partial(tf.saved_model.save, root, str(folder), signatures=traced)
+    root.serve = _as_called(interface, functions[DEFAULT])
+    save = functools.partial(tf.saved_model.save, root, str(folder), signatures=dict(functions))
     try:
         try:  # with the custom gradients of the model's code: a missing one warns on each load
             save()
@@ -114,11 +102,12 @@ def write(interface: Interface, signatures: Mapping[str, Signature], folder: pat
         raise OSError(error.message) from error
 
 
-def as_called(interface: Interface, default: Callable[[Tensors], Tensors]) -> Any:
+def _as_called(interface: Interface, default: Callable[[Tensors], Tensors]) -> Any:
     """A `tf.function` called as the model itself, as `serve` of Keras' own exports."""
     import tensorflow as tf
 
-    names = keras.tree.flatten(list(interface.arguments.values()))
+    arguments = list(interface.arguments.values())
+    names = keras.tree.flatten(arguments)
 
     def serve(*given: Any) -> Any:
         tensors = keras.tree.flatten(list(given))
@@ -128,14 +117,14 @@ def as_called(interface: Interface, default: Callable[[Tensors], Tensors]) -> An
     parameters = [inspect.Parameter(name, kind) for name in interface.arguments]
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as inspect says
     function = tf.function(serve, autograph=False)
-    specs = _specs(interface.inputs)
     function.get_concrete_function(
-        *keras.tree.map_structure(specs.__getitem__, list(interface.arguments.values()))
+        *keras.tree.map_structure(_specs(interface).__getitem__, arguments)
     )
     return function
 
 
-def _specs(inputs: Mapping[str, Input]) -> dict[str, Any]:
+def _specs(interface: Interface) -> dict[str, Any]:
     import tensorflow as tf
 
-    return {name: tf.TensorSpec(x.shape, x.dtype, name=name) for name, x in inputs.items()}
+    inputs = interface.inputs.items()
+    return {name: tf.TensorSpec(x.shape, x.dtype, name=name) for name, x in inputs}

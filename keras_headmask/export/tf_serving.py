@@ -9,12 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keras_headmask.export import warmup
-from keras_headmask.export.versions import read_signatures, version_folders, written_whole
+from keras_headmask.export.versions import (
+    read_signatures,
+    tensors_of,
+    version_folders,
+    written_whole,
+)
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds
 _LEAST_THREADS = 1024  # more than the server's own 4 x CPUs on any machine
-_BATCHING = "batching.txt"
+_CONFIG, _BATCHING = "models.config", "batching.txt"
 PADDED = "serve_padded"  # the signature with an input for the real length of each row
 
 _ALIKE = """\
@@ -127,7 +132,13 @@ def write_serving_config(
             f"{str(base)!r} holds no version. Export one first: `model.export(base_path + '/1')`."
         )
     name = check_model_name(base.resolve().name if name is None else name)
-    served_path = _absolute_path(base.resolve() if served_path is None else served_path)
+    served = str(base.resolve() if served_path is None else served_path)
+    if not served.startswith("/") or not served.isprintable():
+        raise ValueError(
+            f"`served_path` must be an absolute path of printable characters, where the server "
+            f"finds the versions. Received: {served!r}"
+        )
+    served = served.rstrip("/") or "/"
     batch_threads = (os.cpu_count() or 1) if num_batch_threads is None else num_batch_threads
     numbers = {
         "max_batch_size": max_batch_size,
@@ -140,7 +151,15 @@ def write_serving_config(
     version, newest = next(iter(versions.items()))
     signatures = read_signatures(newest)
     if pad_variable_length_inputs:
-        _check_padded(signatures, version)
+        inputs = tensors_of(signatures[PADDED].inputs) if PADDED in signatures else {}
+        dtype, shape = inputs.get("lengths", ("", None))
+        if dtype != "int32" or shape is None or len(shape) != 1:
+            raise ValueError(
+                f"`pad_variable_length_inputs` needs a signature `{PADDED}` with an input "
+                f"`lengths`, int32 of shape (batch,): the server pads each input with its first "
+                f"element, and padding after a true mask would be attended to. Version {version} "
+                f"has {sorted(signatures)}. Export that signature, or leave padding to the clients."
+            )
     if (rows := warmup.largest_batch(newest)) > max_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least {rows}: version {version} warms up with a request "
@@ -151,34 +170,28 @@ def write_serving_config(
 
     folder = base if folder is None else pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    compiled = any(signature.startswith("serve_xla") for signature in signatures)
-    notes = [*([_XLA] if compiled else []), _PADDED if pad_variable_length_inputs else _ALIKE]
-    lines = [
-        *(f"{key} {{ value: {value} }}" for key, value in numbers.items()),
-        *(f"allowed_batch_sizes: {size}" for size in sizes),
-        *notes,
-        f"pad_variable_length_inputs: {str(pad_variable_length_inputs).lower()}",
-    ]
-    models, batching = folder / "models.config", folder / _BATCHING
-    for path, text in (
-        (models, _MODELS.format(name=name, path=CEscape(served_path, as_utf8=True))),
-        (batching, "\n".join(lines)),
-    ):
-        with written_whole(path) as file:
-            file.write_text(text + "\n", encoding="utf-8")
-    # One for each request that batches may hold, if each request is a row.
-    rows = max_batch_size * (batch_threads + max_enqueued_batches)
-    seen = pathlib.PurePosixPath(served_path) if folder == base else folder.resolve()
+    seen = pathlib.PurePosixPath(served) if folder == base else folder.resolve()
+    # One thread for each request that batches may hold, if each request is a row.
+    threads = max(_LEAST_THREADS, max_batch_size * (batch_threads + max_enqueued_batches))
     flags = [
-        f"--model_config_file={seen / models.name}",
+        f"--model_config_file={seen / _CONFIG}",
         "--enable_batching=true",
-        f"--batching_parameters_file={seen / batching.name}",
-        f"--grpc_max_threads={min(max(_LEAST_THREADS, rows), _MOST)}",
+        f"--batching_parameters_file={seen / _BATCHING}",
+        f"--grpc_max_threads={min(threads, _MOST)}",
     ]
-    if compiled:
+    lines = [f"{key} {{ value: {value} }}" for key, value in numbers.items()]
+    lines += [f"allowed_batch_sizes: {size}" for size in sizes]
+    if any(signature.startswith("serve_xla") for signature in signatures):
+        lines.append(_XLA)
         # Else a call of such a signature fails: "XLA compilation disabled".
         flags += ["--xla_cpu_compilation_enabled=true", "--xla_gpu_compilation_enabled=true"]
-    return ServingConfig(models, batching, tuple(flags))
+    lines.append(_PADDED if pad_variable_length_inputs else _ALIKE)
+    lines.append(f"pad_variable_length_inputs: {str(pad_variable_length_inputs).lower()}")
+    models = _MODELS.format(name=name, path=CEscape(served, as_utf8=True))
+    for file, text in ((_CONFIG, models), (_BATCHING, "\n".join(lines))):
+        with written_whole(folder / file) as path:
+            path.write_text(text + "\n", encoding="utf-8")
+    return ServingConfig(folder / _CONFIG, folder / _BATCHING, tuple(flags))
 
 
 def batch_limit(base_path: pathlib.Path) -> int:
@@ -200,16 +213,6 @@ def check_model_name(name: Any) -> str:
     return name
 
 
-def _absolute_path(path: str | os.PathLike) -> str:
-    path = str(path)
-    if not path.startswith("/") or not path.isprintable():
-        raise ValueError(
-            f"`served_path` must be an absolute path of printable characters, where the server "
-            f"finds the versions. Received: {path!r}"
-        )
-    return path.rstrip("/") or "/"
-
-
 def _check_batching(numbers: Mapping[str, int], sizes: list[int], pad: bool) -> None:
     for key, value in numbers.items():
         least = 0 if key == "batch_timeout_micros" else 1
@@ -228,22 +231,4 @@ def _check_batching(numbers: Mapping[str, int], sizes: list[int], pad: bool) -> 
         raise ValueError(
             f"The last of `allowed_batch_sizes` must equal `max_batch_size`, or the server does "
             f"not start. Received: {sizes} and {numbers['max_batch_size']}."
-        )
-
-
-def _check_padded(signatures: Mapping[str, Any], version: int) -> None:
-    import tensorflow as tf
-
-    lengths = signatures[PADDED].inputs.get("lengths") if PADDED in signatures else None
-    if (
-        lengths is None
-        or lengths.dtype != tf.int32.as_datatype_enum
-        or lengths.tensor_shape.unknown_rank
-        or len(lengths.tensor_shape.dim) != 1
-    ):
-        raise ValueError(
-            f"`pad_variable_length_inputs` needs a signature `{PADDED}` with an input `lengths`, "
-            f"int32 of shape (batch,): the server pads each input with its first element, and "
-            f"padding after a true mask would be attended to. Version {version} has "
-            f"{sorted(signatures)}. Export that signature, or leave padding to the clients."
         )

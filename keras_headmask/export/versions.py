@@ -12,7 +12,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 try:
@@ -39,24 +39,23 @@ def checked_base(base_path: str | os.PathLike) -> pathlib.Path:
             "saved_model.pb last."
         )
     base = pathlib.Path(text).expanduser()
-    folders = [p.name for p in base.iterdir() if p.is_dir()] if base.is_dir() else []
-    named = [name for name in folders if name[0] != "." and name not in _NOBODYS]
-    others = sorted(name for name in named if _number(name) is None)
-    wrong = None
+    folders = {p.name for p in base.iterdir() if p.is_dir()} if base.is_dir() else set()
+    strange = [x for x in folders - _NOBODYS if x[0] != "." and _number(x) is None]
     if base.is_symlink() and not base.exists():
         wrong = f"a link to {os.readlink(base)!r}, which is not there."
     elif base.exists() and not base.is_dir():
         wrong = "which is a file."
     elif (base / "saved_model.pb").exists():
         wrong = "which is a SavedModel itself. Pass the folder above it, or a new one."
-    elif others:
-        wrong = f"which holds {others[:3]}. Pass a folder that is new, empty or holds versions."
-    if wrong is not None:
-        raise ValueError(
-            "`base_path` must be a folder of versions, <base>/1, <base>/2, ... "
-            f"Received: {text!r}, {wrong}"
-        )
-    return base
+    elif strange:
+        some = sorted(strange)[:3]
+        wrong = f"which holds {some}. Pass a folder that is new, empty or holds versions."
+    else:
+        return base
+    raise ValueError(
+        "`base_path` must be a folder of versions, <base>/1, <base>/2, ... "
+        f"Received: {text!r}, {wrong}"
+    )
 
 
 def checked_version(version: int | None, base: pathlib.Path) -> int:
@@ -80,8 +79,8 @@ def checked_version(version: int | None, base: pathlib.Path) -> int:
 
 def versions(base: pathlib.Path) -> list[int]:
     """The numbers that are taken, by a folder or by a file."""
-    names = [path.name for path in base.iterdir()] if base.is_dir() else []
-    return sorted({number for name in names if (number := _number(name)) is not None})
+    numbers = {_number(path.name) for path in base.iterdir()} if base.is_dir() else set()
+    return sorted(number for number in numbers if number is not None)
 
 
 def _number(name: str) -> int | None:
@@ -141,6 +140,17 @@ def read_signatures(folder: str | os.PathLike) -> dict[str, Any]:
     return signatures
 
 
+def tensors_of(infos: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int | None, ...] | None]]:
+    """(dtype, shape) by name of one side of a SignatureDef; no shape where the rank is unknown."""
+    import tensorflow as tf
+
+    shapes = {name: tf.TensorShape(infos[name].tensor_shape) for name in sorted(infos)}
+    return {
+        name: (tf.as_dtype(infos[name].dtype).name, tuple(x) if x.rank is not None else None)
+        for name, x in shapes.items()
+    }
+
+
 # --- Writing --------------------------------------------------------------------------------------
 
 
@@ -149,20 +159,17 @@ def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
     """A hidden folder beside the versions, gone at the end unless it was published."""
     made = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
     try:
-        _clean(base)
-        sibling, lock = _new_sibling(base)
-        try:
-            (sibling / _MARK).touch()
-            folder = sibling / _WRITTEN
-            folder.mkdir()
-            yield folder
-        finally:
-            _remove(sibling)
-            if lock is not None:
-                os.close(lock)
-            with contextlib.suppress(OSError):  # something was published there
-                for path in made:
-                    path.rmdir()
+        with contextlib.ExitStack() as locks:
+            sibling = _new_sibling(base, locks)
+            try:
+                (sibling / _MARK).touch()
+                (sibling / _WRITTEN).mkdir()
+                yield sibling / _WRITTEN
+            finally:
+                _remove(sibling)
+                with contextlib.suppress(OSError):  # something was published there
+                    for path in made:
+                        path.rmdir()
     except FileExistsError:
         raise
     except OSError as error:
@@ -186,9 +193,8 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
 
     A rename onto a folder that holds something fails, so two writers never share a version.
     """
-    for file in folder.rglob("*"):
-        _to_disk(file)
-    _to_disk(folder)
+    for path in (*folder.rglob("*"), folder):
+        _to_disk(path)
     while True:
         number = checked_version(version, base)
         try:
@@ -201,31 +207,23 @@ def publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> in
         return number
 
 
-def _new_sibling(base: pathlib.Path) -> tuple[pathlib.Path, int | None]:
+def _new_sibling(base: pathlib.Path, locks: contextlib.ExitStack) -> pathlib.Path:
+    """A folder that only this writer has locked; what killed writers left is removed first."""
+    for left in base.glob(f"{_PREFIX}*/") if fcntl is not None else ():
+        with contextlib.suppress(OSError), _opened(left) as lock:  # a link, or held by its writer
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(left)
     while True:
         base.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another writer removed it, not locked yet
             sibling = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
             if fcntl is None:
-                return sibling, None
-            lock = os.open(sibling, os.O_RDONLY)
+                return sibling
+            lock = locks.enter_context(_opened(sibling))
             with contextlib.suppress(OSError):  # a file system without locks: nobody cleans there
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if sibling.exists():
-                return sibling, lock
-            os.close(lock)
-
-
-def _clean(base: pathlib.Path) -> None:
-    """Remove what killed writers left: siblings that no living process has locked."""
-    for sibling in base.glob(f"{_PREFIX}*") if fcntl is not None else ():
-        with contextlib.suppress(OSError):  # not a folder, or another writer holds it
-            lock = os.open(sibling, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(sibling)
-            finally:
-                os.close(lock)
+                return sibling
 
 
 def _remove(sibling: pathlib.Path) -> None:
@@ -241,13 +239,17 @@ def _remove(sibling: pathlib.Path) -> None:
         sibling.rmdir()
 
 
-def _to_disk(path: pathlib.Path) -> None:
-    """So that a version is whole after a power cut, too."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        with contextlib.suppress(OSError):  # not on every file system
-            os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """So that a version is whole after a power cut, too."""
+    if os.name != "nt":
+        with _opened(path) as file, contextlib.suppress(OSError):  # not on every file system
+            os.fsync(file)

@@ -21,7 +21,7 @@ def check_installed() -> None:
         ) from error
 
 
-def write(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def write_records(folder: pathlib.Path, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Write `(signature, inputs by name)` pairs into a version."""
     import tensorflow as tf
     from tensorflow_serving.apis import model_pb2, predict_pb2, prediction_log_pb2
@@ -52,28 +52,20 @@ def largest_batch(version: pathlib.Path) -> int:
     if not path.is_file():
         return 0
     import tensorflow as tf
-    from google.protobuf.message import DecodeError
+    from google.protobuf import empty_pb2, message, unknown_fields
     from tensorflow.core.framework import tensor_pb2
 
     try:
-        records = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
-        # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2.
-        tensors = map(tensor_pb2.TensorProto.FromString, _fields(records, 6, 1, 2, 2))
-        shapes = [x.tensor_shape.dim for x in tensors]
-    except (DecodeError, tf.errors.OpError) as error:
+        found = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+        # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2: read
+        # by the numbers of fields, which needs no package of stubs.
+        for number in (6, 1, 2, 2):
+            parsed = [unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(x)) for x in found]
+            found = [field.data for x in parsed for field in x if field.field_number == number]
+        shapes = [tensor_pb2.TensorProto.FromString(x).tensor_shape.dim for x in found]
+    except (message.DecodeError, tf.errors.OpError) as error:
         raise ValueError(
             f"{str(path)!r} holds no warm-up records that can be read: {error}. No server loads "
             "such a version. Export it again, or remove that file."
         ) from error
     return max((shape[0].size for shape in shapes if shape), default=0)
-
-
-def _fields(messages: list[bytes], *numbers: int) -> list[bytes]:
-    """What stands in messages under a path of field numbers: reading needs no package of stubs."""
-    from google.protobuf import empty_pb2, unknown_fields
-
-    for number in numbers:
-        parsed = map(empty_pb2.Empty.FromString, messages)
-        fields = [field for message in parsed for field in unknown_fields.UnknownFieldSet(message)]
-        messages = [field.data for field in fields if field.field_number == number]
-    return messages

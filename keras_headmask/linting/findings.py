@@ -1,11 +1,12 @@
 """What a lint finds."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from keras_headmask.rules import words
-from keras_headmask.rules.terminal import in_one_line
+from keras_headmask.rules.words import in_one_line
 
-SEVERITIES = ("error", "warning", "info")
+_SEVERITIES = ("error", "warning", "info")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Finding:
 
 class Findings(list[Finding]):
     """A list of `Finding`, errors first; printed, a paragraph for each."""
+
+    def __init__(self, findings: Iterable[Finding] = ()):
+        super().__init__(sorted(findings, key=lambda x: _SEVERITIES.index(x.severity)))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "No findings."

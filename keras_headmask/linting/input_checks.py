@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.linting.findings import Finding
-from keras_headmask.linting.subject import Subject, key_side, sides_of
+from keras_headmask.linting.subject import Subject, key_side, numbers_of, sides_of
 from keras_headmask.masks import Mask
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -39,18 +39,15 @@ def of_padding(
             way_out = "True means that a query may attend: invert the part that reads it, by ~."
             message = f"Of the keys that real queries see, {share:.0%} are padding by `{name}`."
             yield Finding("error", "looks-inverted", message, way_out, some)
-    if missing := tuple(np.flatnonzero((pad > 0) & ~inverted).tolist()):
+    if missing := numbers_of((pad > 0) & ~inverted):
         severity, message = "warning", f"Real queries see keys that `{name}` marks as padding."
-        way_out = (
-            f"No padding mask reaches the layer: add `& recipes.padding({name!r})` to the rule, or "
-            "see where the model loses it."
-        )
+        add = f"add `& recipes.padding({name!r})`"
+        way_out = f"No padding mask reaches the layer: {add} to the rule, or see where the model "
+        way_out += "loses it."
         if outside is None:
             severity = "warning" if name in subject.spec.inputs else "info"
-            way_out = (
-                "Nothing is wrong if the layer is given the padding mask beside its rule. "
-                f"Otherwise add `& recipes.padding({name!r})`."
-            )
+            way_out = "Nothing is wrong if the layer is given the padding mask beside its rule. "
+            way_out += f"Otherwise {add}."
         yield Finding(severity, "padding-missing", message, way_out, missing)
 
 
@@ -59,7 +56,7 @@ def of_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
     if subject.unknown:
         return
     shown, left = (x.any((0, 2, 3)) for x in (subject.possible, subject.possible & outside))
-    if heads := tuple(np.flatnonzero(shown & ~left).tolist()):
+    if heads := numbers_of(shown & ~left):
         message = "The masks beside the rule hide all that it shows: the output is 0."
         way_out = "True means that a query may attend: look for a part that ~ should invert."
         yield Finding("error", "head-off", message, way_out, heads)
@@ -68,7 +65,7 @@ def of_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
 def _inverted_by_ids(subject: Subject, padding: np.ndarray) -> str | None:
     """The ids that show a padding mask to be inverted: they vary only where it is false."""
     for name, value in subject.given.items():
-        ids = key_side(value, dtype=None)
+        ids = key_side(value)
         if ids is None or ids.shape != padding.shape or ids.dtype == bool:
             continue
         shown, hidden = np.unique(ids[padding]), np.unique(ids[~padding])
@@ -89,21 +86,22 @@ def absent_ids(subject: Subject) -> Iterator[Finding]:
     """Ids that a rule looks for, and that the examples lack."""
     for leaf in leaves(subject.spec):
         wanted = leaf.ids_of_interest
-        if not wanted or not subject.has(leaf) or len(leaf.inputs) != 1:
-            continue
-        (name,) = leaf.inputs
-        sides = [side for side in sides_of(subject.given[name]) if side is not None]
-        if not any(np.isin(side, wanted).any() for side in sides):
-            message = f"None of the ids that {leaf!r} looks for occurs in the examples."
-            way_out = "Check the ids against the vocabulary of the tokenizer."
-            yield Finding("info", "ids-absent", message, way_out)
+        if wanted and subject.has(leaf) and len(leaf.inputs) == 1:
+            (name,) = leaf.inputs
+            sides = [side for side in sides_of(subject.given[name]) if side is not None]
+            if not any(np.isin(side, wanted).any() for side in sides):
+                message = f"None of the ids that {leaf!r} looks for occurs in the examples."
+                way_out = "Check the ids against the vocabulary of the tokenizer."
+                yield Finding("info", "ids-absent", message, way_out)
 
 
 def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """Inputs that can be evaluated, and findings on those whose ids would collide."""
+    """What of `given` the spec reads and can be evaluated; findings on ids that would collide."""
     usable, findings = {}, []
-    for name, value in given.items():
-        kind, sides = spec.inputs[name], sides_of(value)
+    for name, kind in spec.inputs.items():
+        if name not in given:
+            continue
+        sides = sides_of(given[name])
         present = [side.ravel() for side in sides if side is not None]
         if any(side.dtype.kind not in "iub" for side in present):
             distinct = np.unique(np.concatenate([x.astype("float64") for x in present]))
@@ -114,8 +112,8 @@ def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, A
         elif present and kind.dtype != "bool":
             whole = np.unique(np.concatenate([x.astype("int64") for x in present]))
             if len(np.unique(whole.astype("int32"))) < len(whole):
-                equal = f"`{name}` holds different ids that are equal in their last 32 bits"
-                message = f"{equal}, which is all that JAX keeps."
+                message = f"`{name}` holds different ids that are equal in their last 32 bits, "
+                message += "which is all that JAX keeps."
                 way_out = "Number the ids anew, from 0: np.unique(ids, return_inverse=True)."
                 findings.append(Finding("warning", "ids-collide", message, way_out))
         usable[name] = sides[0] if len(sides) == 1 else tuple(sides)

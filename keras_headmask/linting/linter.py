@@ -6,15 +6,15 @@ each leaf that reads it is tried as true and as false, so what is found holds wh
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from keras_headmask.linting import input_checks, model_facts, rule_checks
-from keras_headmask.linting.findings import SEVERITIES, Finding, Findings
+from keras_headmask.linting.findings import Finding, Findings
 from keras_headmask.linting.subject import Subject, key_side, marks_padding
-from keras_headmask.retrofit.position_mixing import longest_sequence
+from keras_headmask.retrofit.finding import AttentionLayer, longest_sequence
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 
@@ -61,13 +61,13 @@ def lint(
     info: never-self, head 0: No query may attend to itself.
         If that is not meant, add `| Window(0, 0)`.
     """
-    if model_facts.has_rules(rule):
+    if entries := model_facts.layers_under_rules(rule):
         if (queries, keys, num_heads, query_offset) != (None, None, None, 0):
             raise ValueError(
                 "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
-        return _sorted(_of_a_model(rule, mask_inputs))
+        return Findings(_of_a_model(rule, entries, mask_inputs))
     if not isinstance(rule, MaskSpec) and hasattr(rule, "layers"):
         raise TypeError(
             "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
@@ -83,11 +83,10 @@ def lint(
     for name in filter(marks_padding, given):
         kind, side = rule.inputs.get(name), key_side(given[name])
         if side is not None and (kind is None or kind.rank):
-            marks[name] = side
+            marks[name] = side.astype(bool)
     unread = sorted(given.keys() - rule.inputs.keys() - marks.keys())  # the lint reads those
     findings = [input_checks.never_read(name, False) for name in unread]
-    read = {name: value for name, value in given.items() if name in rule.inputs}
-    usable, odd = input_checks.whole_numbers(rule, read)
+    usable, odd = input_checks.whole_numbers(rule, given)
     name, padding = marks.popitem() if len(marks) == 1 else ("", None)
     subject = Subject(rule, num_heads, queries, keys, usable, query_offset, padding)
     if padding is not None and padding.shape[1] != subject.keys:
@@ -95,27 +94,20 @@ def lint(
             f"`mask_inputs[{name!r}]` has length {padding.shape[1]} where the attention has "
             f"{subject.keys} keys."
         )
-    findings += [*odd, *_of_a_subject(subject)]
+    findings += [*odd, *input_checks.absent_ids(subject), *rule_checks.of_positions(subject)]
     if padding is not None:
         findings += input_checks.of_padding(subject, padding, name, None)
-    return _sorted(findings)
+    return Findings(findings)
 
 
-def _sorted(findings: Iterable[Finding]) -> Findings:
-    return Findings(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
-
-
-def _of_a_subject(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
-    yield from input_checks.absent_ids(subject)
-    yield from rule_checks.of_positions(subject, hidden)
-
-
-def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
+def _of_a_model(
+    model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
+) -> Iterator[Finding]:
     found: dict[Finding, list[str]] = {
         input_checks.never_read(name, marks_padding(name)): []
         for name in model_facts.unread_inputs(model)
     }
-    layers, problem = model_facts.layers_of(model, inputs)
+    layers, problem = model_facts.seen_in_a_forward(model, entries, inputs)
     if problem:
         reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
         way_out = "Pass examples of its inputs as `mask_inputs`."
@@ -126,22 +118,25 @@ def _of_a_model(model: Any, inputs: Mapping[str, Any] | None) -> Iterator[Findin
         if layer.key not in looked_at:
             looked_at[layer.key] = list(_of_a_layer(layer, inputs is not None, most))
         for finding in looked_at[layer.key]:
-            found.setdefault(finding, []).append(layer.path)
+            found.setdefault(finding, []).append(layer.entry.path)
     for finding, paths in found.items():
         yield dataclasses.replace(finding, layers=tuple(paths))
 
 
 def _of_a_layer(
-    layer: model_facts.MaskedLayer, has_examples: bool, most: int | None
+    layer: model_facts.SeenLayer, has_examples: bool, most: int | None
 ) -> Iterator[Finding]:
-    subject_of = functools.partial(Subject, layer.spec, layer.heads, is_cross=layer.is_cross)
+    heads, is_cross = layer.entry.layer.num_heads, layer.entry.kind == "cross"
+    subject_of = functools.partial(Subject, layer.spec, heads, is_cross=is_cross)
     given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
     yield from odd
     queries, keys = layer.lengths or (None, None)
     subject = subject_of(queries, keys, given) if has_examples else subject_of()
     if subject.is_chosen and most is not None and most < subject.enough:
         subject = subject_of(most, most, given)  # there are no more positions
-    yield from _of_a_subject(subject, rule_checks.hidden_sides(layer.outside, layer.lengths))
+    yield from input_checks.absent_ids(subject)
+    hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
+    yield from rule_checks.of_positions(subject, hidden)
     if not layer.paddings:
         return
     seen = subject_of(queries, keys, layer.given)

@@ -1,6 +1,7 @@
 """What a lint must know of a model under rules: its layers, and the masks that reach them."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -12,84 +13,63 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import Mask, lift
-from keras_headmask.retrofit.masked_model import HeadMasked
-from keras_headmask.retrofit.observing import called, scores_seen
-from keras_headmask.retrofit.position_mixing import longest_sequence
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
+from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
+from keras_headmask.retrofit.observing import called, probabilities_seen
 from keras_headmask.rules.base import MaskSpec
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.
 _OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
 
 
-class MaskedLayer:
-    """An attention layer, its rule, and one forward: lengths, mask inputs, other masks, padding.
+@dataclasses.dataclass
+class SeenLayer:
+    """An attention layer, its rule, and one forward: mask inputs, lengths, other masks, padding.
 
-    `arriving` are the arguments of its attention. `outside` is the mask that reaches the layer
-    beside its rule, `(B, 1 or H, T, S)` or True. (A layer that was built with the rule has ANDed it
-    to that already.)
+    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
+    layer that was built with the rule has ANDed it to that already.)
     """
 
-    def __init__(
-        self,
-        entry: AttentionLayer,
-        spec: MaskSpec,
-        given: Mapping[str, Any] | None,
-        arriving: Mapping[str, Any] | None,
-        paddings: Mapping[str, np.ndarray],
-    ):
-        self.path, self.spec, self.heads = entry.path, spec, entry.layer.num_heads
-        self.is_cross, self.given = entry.kind == "cross", given or {}
-        self.lengths: tuple[int, int] | None = None
-        self.outside: Mask = True
-        self.paddings: dict[str, np.ndarray] = {}
-        if arriving is not None:
-            queries, keys = self.lengths = tuple(arriving[x].shape[1] for x in ("query", "key"))
-            if arriving["attention_mask"] is not None:
-                self.outside = ops.convert_to_numpy(lift(arriving["attention_mask"])).astype(bool)
-            if arriving.get("use_causal_mask"):
-                self.outside = self.outside & np.tri(queries, keys, dtype=bool)[None, None]
-            if given is not None:
-                self.paddings = {n: p for n, p in paddings.items() if p.shape[1] == keys}
+    entry: AttentionLayer
+    spec: MaskSpec
+    given: Mapping[str, Any]
+    lengths: tuple[int, int] | None = None
+    outside: Mask = True
+    paddings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> Any:
         """Equal for layers of which the same is found."""
         outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
         given = tuple(map(id, keras.tree.flatten(self.given)))
-        return self.spec, self.heads, self.is_cross, given, self.lengths, outside
+        of_layer = self.entry.layer.num_heads, self.entry.kind
+        return self.spec, of_layer, given, self.lengths, outside
 
 
-def has_rules(model: Any) -> bool:
-    """Whether a model with a graph holds rules: by `apply_head_masks`, or in layers of its own."""
-    has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
-    return has_graph and bool(_rules(model) or _own(model))
+def layers_under_rules(model: Any) -> list[AttentionLayer]:
+    """Those with a rule by `apply_head_masks` or of their own; none where there is no graph."""
+    if not isinstance(_keras.functional_of(model), _keras.Functional):
+        return []
+    known = find_attention(model).known
+    return [x for x in known if rules_in_force(x.layer) or getattr(x.layer, "_restricts", False)]
 
 
-def _rules(model: Any) -> list[Any]:
-    return list(model._head_masks.rules.values()) if isinstance(model, HeadMasked) else []
-
-
-def _own(model: Any) -> list[AttentionLayer]:
-    """The layers that were built with a rule, and have no other by `apply_head_masks`."""
-    ruled = {id(rule.layer) for rule in _rules(model)}
-    known = (x for x in find_attention(model).known if id(x.layer) not in ruled)
-    return [x for x in known if getattr(x.layer, "_restricts", False)]
-
-
-def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[MaskedLayer], str]:
-    """The masked layers of `model`, seen in one forward; and why they were not seen, if so."""
-    problem, graph, rules, own = "", _keras.functional_of(model), _rules(model), _own(model)
+def seen_in_a_forward(
+    model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
+) -> tuple[list[SeenLayer], str]:
+    """The layers of `entries` as one forward shows them; and why it does not, if it fails."""
+    problem, graph = "", _keras.functional_of(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
-    given: dict[int, Mapping[str, Any]] = {}  # the arguments of each layer's call, by its id
-    arriving: dict[int, Mapping[str, Any]] = {}  # those of its attention
+    calls: dict[str, Any] = {}  # the arguments of each layer's call, by its path
+    arriving: dict[str, Any] = {}  # those of its attention
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
-            for layer in [rule.layer for rule in rules] + [entry.layer for entry in own]:
-                keep = functools.partial(_keep, arriving, id(layer))
-                stack.enter_context(scores_seen(layer, keep))
-                stack.enter_context(called(layer, functools.partial(_keep, given, id(layer))))
+            for entry in entries:
+                keep = functools.partial(_keep, arriving, entry.path)
+                stack.enter_context(probabilities_seen(entry.layer, keep))
+                keep = functools.partial(_keep, calls, entry.path)
+                stack.enter_context(called(entry.layer, keep))
             flat = [tensors[tensor.name] for tensor in graph.inputs]
             graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
@@ -97,29 +77,35 @@ def layers_of(model: Any, inputs: Mapping[str, Any] | None) -> tuple[list[Masked
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
     paddings, found = _paddings(graph, tensors), []
-    for rule in rules:
-        entry, spec = rule.entry, model.mask_specs[rule.entry.path]
-        values = rule.given(tensors) if spec.inputs.keys() <= rule.sources.keys() else None
-        found.append(MaskedLayer(entry, spec, values, arriving.get(id(rule.layer)), paddings))
-    for entry in own:
-        key, spec = id(entry.layer), entry.layer.mask_spec
-        values = given.get(key, {}).get("mask_inputs") or {}
-        found.append(MaskedLayer(entry, spec, values, arriving.get(key), paddings))
+    for entry in entries:
+        given = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
+        for rule in rules_in_force(entry.layer):
+            given |= rule.given(tensors) if set(rule.reads) <= tensors.keys() else {}
+        spec: Any = spec_of(entry.layer)
+        given = {name: given[name] for name in spec.inputs if name in given}
+        layer = SeenLayer(entry, spec, given)
+        if (arguments := arriving.get(entry.path)) is not None:
+            queries, keys = layer.lengths = tuple(arguments[x].shape[1] for x in ("query", "key"))
+            if arguments["attention_mask"] is not None:
+                layer.outside = ops.convert_to_numpy(lift(arguments["attention_mask"]))
+            if arguments.get("use_causal_mask"):
+                layer.outside = layer.outside & np.tri(queries, keys, dtype=bool)[None, None]
+            if given.keys() == spec.inputs.keys():
+                layer.paddings = {name: p for name, p in paddings.items() if p.shape[1] == keys}
+        found.append(layer)
     return found, problem
 
 
-def _keep(seen: dict[int, Any], layer: int, arguments: Any, _probabilities: Any = None) -> None:
-    seen[layer] = arguments
+def _keep(seen: dict[str, Any], path: str, arguments: Any, _probabilities: Any = None) -> None:
+    seen[path] = arguments
 
 
 def unread_inputs(model: Any) -> list[str]:
     """Inputs that neither a layer nor a rule reads."""
     graph = _keras.functional_of(model)
     calls = (call for operation in graph.operations for call in _keras.calls_of(operation))
-    by_layers = {id(tensor) for call in calls for tensor in call.input_tensors}
-    sources = [source for rule in _rules(model) for source in rule.sources.values()]
-    by_rules = set(keras.tree.flatten(sources))
-    return [t.name for t in graph.inputs if id(t) not in by_layers and t.name not in by_rules]
+    read = {id(tensor) for call in calls for tensor in call.input_tensors}
+    return [tensor.name for tensor in graph.inputs if id(tensor) not in read]
 
 
 def _checked(graph: Any, inputs: Any) -> dict[str, np.ndarray]:
@@ -154,9 +140,9 @@ def _made_up(graph: Any) -> dict[str, np.ndarray]:
 
 def _paddings(graph: Any, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What marks padding: inputs of that name, and ids where an embedding masks zero."""
-    of_positions = {name: x for name, x in tensors.items() if x.ndim == 2}
-    flags = {name: x != 0 for name, x in of_positions.items() if marks_padding(name)}
+    is_real = {name: x != 0 for name, x in tensors.items() if x.ndim == 2}
+    flags = {name: x for name, x in is_real.items() if marks_padding(name)}
     if flags or not any(getattr(x, "mask_zero", False) for x in _keras.layers_of(graph)):
         return flags
-    ids = {name: x for name, x in of_positions.items() if x.dtype.kind in "iu"}
-    return {n: x != 0 for n, x in ids.items() if "token_ids" in n or len(tensors) == 1}
+    ids = [name for name in is_real if tensors[name].dtype.kind in "iu"]
+    return {name: is_real[name] for name in ids if "token_ids" in name or len(tensors) == 1}

@@ -8,8 +8,7 @@ import numpy as np
 from keras_headmask.attention import tiles_python
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
-from keras_headmask.linting.subject import MOST_UNKNOWN, Subject
-from keras_headmask.masks import Mask
+from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, numbers_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, joins, leaves
 from keras_headmask.rules.protocol import OpenSide
@@ -43,17 +42,15 @@ def _dead(subject: Subject) -> Iterator[Finding]:
         dead = dead & subject.padding[:, None, :]  # what padding sees does not matter
     for rule, heads in subject.groups:
         if silent := tuple(head for head in heads if off[head]):
-            meant = rule.constant is False and not rule.children and not off.all()
+            severity, way_out = "error", "Look for parts that exclude each other."
+            if rule.constant is False and not rule.children and not off.all():
+                severity, way_out = "info", "It is what Nothing() says."
             message = "No query sees any key: the output is 0."
             message += " So it is in every head." if off.all() else ""
-            if meant:
-                yield Finding("info", "head-off", message, "It is what Nothing() says.", silent)
-            else:
-                way_out = "Look for parts that exclude each other."
-                yield Finding("error", "head-off", message, way_out, silent)
+            yield Finding(severity, "head-off", message, way_out, silent)
         by_rows: dict[tuple[int, ...], list[int]] = {}
         for head in heads:
-            rows = _numbers(dead[:, head].any(0))
+            rows = numbers_of(dead[:, head].any(0))
             if rows and not off[head]:
                 by_rows.setdefault(rows, []).append(head)
         for rows, some in by_rows.items():
@@ -77,12 +74,12 @@ def _unseen(subject: Subject) -> Iterator[Finding]:
         possible = Subject(subject.spec, *sizes, is_cross=subject.is_cross).possible
     unseen, active = ~possible.any((0, 2)), possible.any((0, 2, 3))  # (H, S), (H,)
     everywhere = unseen[active].all(0) & active.any()
-    if keys := _numbers(everywhere):
+    if keys := numbers_of(everywhere):
         message = f"{_keys(keys)} seen by no query, in no head."
         way_out = "Widen the rule, or stop passing those positions to the model."
         yield Finding("warning", "unseen-keys", message, way_out, positions=keys)
     for _, heads in subject.groups:
-        keys = _numbers(unseen[heads[0]] & ~everywhere)
+        keys = numbers_of(unseen[heads[0]] & ~everywhere)
         if active[heads[0]] and keys:
             message = f"{_keys(keys)} seen by no query of these heads."
             way_out = "If that is not meant, widen the rule."
@@ -94,12 +91,11 @@ def _never_self(subject: Subject) -> Iterator[Finding]:
         return
     active = subject.possible.any((0, 2, 3))
     never = ~subject.possible.diagonal(axis1=2, axis2=3).any((0, 2)) & active
-    everywhere = bool((never == active).all())
+    severity, where = ("info", ".") if (never != active).any() else ("warning", ", in no head.")
     for _, heads in subject.groups:
         if some := tuple(head for head in heads if never[head]):
-            message = "No query may attend to itself" + (", in no head." if everywhere else ".")
+            message = f"No query may attend to itself{where}"
             way_out = "If that is not meant, add `| Window(0, 0)`."
-            severity = "warning" if everywhere else "info"
             yield Finding(severity, "never-self", message, way_out, some)
 
 
@@ -107,13 +103,13 @@ def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     """Windows bounded on one side alone, where nothing else in the rule bounds the other."""
     found: dict[MaskSpec, tuple[OpenSide, list[int]]] = {}
     for rule, heads in subject.groups:
-        readers = sum(bool(leaf.inputs) for leaf in leaves(rule))
-        with_data = not subject.is_enough or readers > MOST_UNKNOWN
+        with_data = not subject.is_enough or not _few_readers(rule)
         for leaf in leaves(rule):
             side = leaf.open_side
             if side is None or side.side in hidden or not _stays_open(rule, leaf, side.side):
                 continue
-            if not subject.same(rule, _replaced(rule, leaf, side.closed), heads, with_data):
+            closed = _replaced(rule, leaf, side.closed)
+            if not subject.same(rule, closed, heads, with_data=with_data):
                 found.setdefault(leaf, (side, []))[1].extend(heads)
     for leaf, ((name, _, meant), some) in found.items():
         instead = " or ".join(map(repr, meant)) + (", which is causal" if len(meant) == 1 else "")
@@ -162,29 +158,17 @@ def _clauses(subject: Subject) -> Iterator[Finding]:
         for i, part in enumerate(join.children if groups else ()):
             rest = join.with_children(join.children[:i] + join.children[i + 1 :])
             without = _replaced(spec, join, rest)
-            always = subject.is_enough and _all_same(subject, groups, without, with_data=False)
-            if not always and (subject.is_chosen or not _all_same(subject, groups, without)):
-                continue
-            of = f" of {spec!r}" if join is not spec else ""
-            severity, where = "warning", ""
-            way_out = "Leave it out, or correct it."
-            if not always:
+            severity, where, way_out = "warning", "", "Leave it out, or correct it."
+            if not (subject.is_enough and subject.same(spec, without, *groups, with_data=False)):
+                if subject.is_chosen or not subject.same(spec, without, *groups):
+                    continue
                 severity, where = "info", f" at {subject.queries} x {subject.keys} positions"
                 where += ", for these inputs" if subject.given else ""
                 way_out = "Look again with longer sequences, or with other examples."
+            of = f" of {spec!r}" if join is not spec else ""
             message = f"Without {part!r} in {join!r}{of} the same is allowed{where}."
             some = tuple(sorted(head for heads in groups for head in heads))
             yield Finding(severity, "clause-changes-nothing", message, way_out, some)
-
-
-def _all_same(
-    subject: Subject, groups: list[tuple[int, ...]], other: MaskSpec, with_data: bool = True
-) -> bool:
-    """Whether `other` allows each head of `groups` what the rule of `subject` does."""
-    return all(
-        subject.same(subject.spec.for_head(heads[0]), other.for_head(heads[0]), heads, with_data)
-        for heads in groups
-    )
 
 
 def _equal_to_default(subject: Subject) -> Iterator[Finding]:
@@ -192,9 +176,10 @@ def _equal_to_default(subject: Subject) -> Iterator[Finding]:
     default = subject.spec.for_head(max(named, default=0) + 1)
     for rule, heads in subject.groups:
         some = tuple(head for head in heads if head in named)
-        readers = sum(bool(leaf.inputs) for leaf in leaves(rule & default))
-        can_try = subject.is_enough and readers <= MOST_UNKNOWN
-        if some and (rule == default or (can_try and subject.same(rule, default, heads, False))):
+        is_equal = rule == default
+        if some and not is_equal and subject.is_enough and _few_readers(rule & default):
+            is_equal = subject.same(rule, default, heads, with_data=False)
+        if some and is_equal:
             message = f"The rule {rule!r} allows what the heads that are not named may see."
             way_out = "Leave it out, or say what sets it apart."
             yield Finding("warning", "equals-default", message, way_out, some)
@@ -216,8 +201,9 @@ def _cost(subject: Subject) -> Iterator[Finding]:
             yield Finding("info", "full-cost", message, way_out, heads)
 
 
-def _numbers(flags: Mask) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(flags).tolist())
+def _few_readers(rule: MaskSpec) -> bool:
+    """Whether every answer of its leaves can be tried."""
+    return sum(bool(leaf.inputs) for leaf in leaves(rule)) <= MOST_UNKNOWN
 
 
 def _keys(numbers: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.masks import Mask
-from keras_headmask.rules import config, evaluation, words
+from keras_headmask.rules import evaluation, fields, words
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import head_groups
 
@@ -42,11 +42,10 @@ class Subject:
         self.heads = words.enough_heads(spec) if num_heads is None else num_heads
         self.groups = head_groups(spec, self.heads)
         self.given = dict(given or {})
-        padded = None if padding is None else padding.shape[1]
-        of_queries, of_keys = (_length(spec, self.given, side) or padded for side in (0, -1))
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
-                config.whole_number(length, name, at_least=1)
+                fields.whole_number(length, name, at_least=1)
+        of_queries, of_keys = (self._length(side) for side in (0, -1))
         readers = [leaf for leaf in leaves(spec) if leaf.inputs]
         self.unknown = [leaf for leaf in readers if not self.has(leaf)]
         most = int((_MOST_WORK / 2 ** min(len(readers), MOST_UNKNOWN)) ** 0.5)
@@ -65,6 +64,16 @@ class Subject:
             )
         self._values: dict[Any, np.ndarray] = {}
 
+    def _length(self, side: int) -> int | None:
+        """How many queries (side 0) or keys (side -1) the inputs speak of."""
+        for name, value in self.given.items():
+            tensor, is_whole = sides_of(value)[side], self.spec.inputs[name].rank is None
+            if tensor is not None and (is_whole or tensor.ndim == 2):
+                size = tensor.shape[-2 - side if is_whole else 1]
+                if size > 1 or not is_whole:
+                    return size
+        return None if self.padding is None else self.padding.shape[1]
+
     @property
     def self_attention(self) -> bool:
         """Whether query i and key i are one token, as far as is known."""
@@ -77,37 +86,36 @@ class Subject:
     def answers(
         self, rules: tuple[MaskSpec, ...], heads: tuple[int, ...], with_data: bool = True
     ) -> Iterator[list[np.ndarray]]:
-        """The masks of `rules`, free of `PerHead`, for each state of what is unknown.
+        """The masks of `rules` in `heads`, which obey one, for each state of what is unknown.
 
         Without data at `enough` x `enough`, and every input is unknown.
         """
         size = (self.queries, self.keys) if with_data else (self.enough, self.enough)
-        every = dict.fromkeys(leaf for rule in rules for leaf in leaves(rule))
-        unknown = [x for x in every if x.inputs and not (with_data and self.has(x))]
-        known = {leaf: self._value(leaf, heads, *size) for leaf in every if leaf not in unknown}
+        rules = tuple(rule.for_head(heads[0]) for rule in rules)
+        values, unknown = {}, []
+        for leaf in dict.fromkeys(leaf for rule in rules for leaf in leaves(rule)):
+            if leaf.inputs and not (with_data and self.has(leaf)):
+                unknown.append(leaf)
+                continue
+            if (leaf, size) not in self._values:
+                given = {name: self.given[name] for name in leaf.inputs}
+                mask = evaluation.make_mask(leaf, *size, self.heads, given, self.offset)
+                self._values[leaf, size] = ops.convert_to_numpy(mask)
+            value = self._values[leaf, size]  # (B or 1, H or 1, *size)
+            values[leaf] = value if value.shape[1] == 1 else value[:, list(heads)]
         for states in itertools.product((True, False), repeat=len(unknown)):
-            tried = {x: np.full((1, 1, *size), s) for x, s in zip(unknown, states, strict=True)}
-            of_leaf = (known | tried).__getitem__
+            values |= {x: np.full((1, 1, *size), s) for x, s in zip(unknown, states, strict=True)}
             yield [
-                rule.fold(of_leaf, np.logical_and, np.logical_or, np.logical_not) for rule in rules
+                rule.fold(values.__getitem__, np.logical_and, np.logical_or, np.logical_not)
+                for rule in rules
             ]
 
-    def _value(self, leaf: MaskSpec, heads: tuple[int, ...], queries: int, keys: int) -> np.ndarray:
-        """What `leaf` allows, `(B or 1, len(heads) or 1, queries, keys)`."""
-        key = (leaf, queries, keys)
-        if key not in self._values:
-            given = {name: self.given[name] for name in leaf.inputs}
-            mask = evaluation.make_mask(leaf, queries, keys, self.heads, given, self.offset)
-            self._values[key] = ops.convert_to_numpy(mask)
-        value = self._values[key]
-        return value if value.shape[1] == 1 else value[:, list(heads)]
-
     def same(
-        self, one: MaskSpec, other: MaskSpec, heads: tuple[int, ...], with_data: bool = True
+        self, one: MaskSpec, other: MaskSpec, *groups: tuple[int, ...], with_data: bool = True
     ) -> bool:
-        """Whether two rules allow `heads` the same, as for `answers`."""
-        answers = self.answers((one, other), heads, with_data)
-        return all(bool((a == b).all()) for a, b in answers)
+        """Whether two rules allow each of `groups` of heads the same, as for `answers`."""
+        answers = (self.answers((one, other), heads, with_data) for heads in groups)
+        return all(bool((a == b).all()) for of_group in answers for a, b in of_group)
 
     def possible_for(self, rule: MaskSpec, heads: tuple[int, ...]) -> Mask:
         """What may be allowed, for whatever the unknown inputs hold."""
@@ -117,9 +125,8 @@ class Subject:
     def possible(self) -> Mask:
         """What may be allowed to each head: `(B, H, T, S)`."""
         parts = [(list(heads), self.possible_for(rule, heads)) for rule, heads in self.groups]
-        batch = max(len(part) for _, part in parts)
-        if self.padding is not None:
-            batch = max(batch, len(self.padding))
+        padded = 1 if self.padding is None else len(self.padding)
+        batch = max(padded, *(len(part) for _, part in parts))
         result = np.zeros((batch, self.heads, self.queries, self.keys), bool)
         for heads, part in parts:
             result[:, heads] = part
@@ -144,22 +151,12 @@ def sides_of(value: Any) -> list[np.ndarray | None]:
     return [None if side is None else np.asarray(side) for side in tensors]
 
 
-def key_side(value: Any, dtype: str | None = "bool") -> np.ndarray | None:
+def key_side(value: Any) -> np.ndarray | None:
     """The key side of a mask input, if it is `(batch, length)`."""
     side = sides_of(value)[-1]
-    if side is None or side.ndim != 2:
-        return None
-    return side if dtype is None else side.astype(dtype)
+    return None if side is None or side.ndim != 2 else side
 
 
-def _length(spec: MaskSpec, given: Mapping[str, Any], side: int) -> int | None:
-    """How many queries (side 0) or keys (side -1) the inputs speak of."""
-    for name, value in given.items():
-        tensor = sides_of(value)[side]
-        if tensor is not None and spec.inputs[name].rank is None:
-            size = tensor.shape[-1 if side else -2]
-            if size != 1:
-                return size
-        elif tensor is not None and tensor.ndim == 2:
-            return tensor.shape[1]
-    return None
+def numbers_of(flags: np.ndarray) -> tuple[int, ...]:
+    """Where `flags` is true."""
+    return tuple(np.flatnonzero(flags).tolist())

@@ -1,6 +1,5 @@
 """Rules as text, to look at."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +8,8 @@ import numpy as np
 from keras_headmask.look import panels
 from keras_headmask.rules.base import MaskSpec
 
-LONGEST = 64  # positions that are drawn one by one
 _WIDEST = 100  # characters; wider headings stand on end
-_SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
-_panels_of = functools.partial(panels.panels_of, longest=LONGEST)
+SIGNS = np.array(["0", "+", "1"])  # by `Coverage`
 
 
 def draw(
@@ -70,38 +67,32 @@ def draw(
     no    0 0  1 1
     .     0 0  1 1
     """
-    drawn = _panels_of(
+    drawn = panels.panels_of(
         spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
     )
+    return text_of(drawn)
+
+
+def text_of(drawn: panels.Panels) -> str:
+    """A table of signs for each panel."""
     lines = []
     if drawn.tile != (1, 1):
-        size = "{} x {}".format(*drawn.tile)
-        lines.append(f"tiles of {size} positions: 1 all, + some, 0 none")
+        lines.append("tiles of {} x {} positions: 1 all, + some, 0 none".format(*drawn.tile))
+    rows, columns = drawn.labels
     for panel in drawn.panels:
         if len(drawn.panels) > 1:
-            lines.append(f"{panels.head_names(panel.heads)}:")
-        lines += _rows(panel.cells, *panels.shown(drawn.labels, drawn.tile))
+            lines.append(f"{panels.head_names(panel.heads, drawn.others)}:")
+        table, heading = SIGNS[panel.cells].tolist(), 0  # lines of the heading
+        if columns is not None:
+            widths = [max(1, len(name)) for name in columns]
+            if sum(widths) + len(widths) <= _WIDEST:
+                table, heading = [columns, *table], 1
+                table = [[x.rjust(n) for x, n in zip(row, widths, strict=True)] for row in table]
+            else:  # letters beneath each other
+                heading = max(widths)
+                table[:0] = zip(*(name.rjust(heading) for name in columns), strict=True)
+        names = [""] * len(table) if rows is None else [""] * heading + rows
+        width = max(map(len, names), default=0) + (rows is not None)
+        cells = (" ".join(row) for row in table)
+        lines += [(x.ljust(width) + y).rstrip() for x, y in zip(names, cells, strict=True)]
     return "\n".join(lines)
-
-
-def signs_of(cells: np.ndarray) -> list[str]:
-    """A row of signs for each row of cells, as `draw` has them."""
-    return ["".join(row) for row in _SIGNS[cells].tolist()]
-
-
-def _rows(cells: np.ndarray, rows: list[str] | None, columns: list[str] | None) -> list[str]:
-    table, heading = _SIGNS[cells].tolist(), 0  # lines of the heading
-    if columns is not None:
-        widths = [max(1, len(name)) for name in columns]
-        if sum(widths) + len(widths) <= _WIDEST:
-            table, heading = [columns, *table], 1
-            table = [[x.rjust(n) for x, n in zip(row, widths, strict=True)] for row in table]
-        else:  # letters beneath each other
-            heading = max(widths)
-            table[:0] = zip(*(name.rjust(heading) for name in columns), strict=True)
-    lines = [" ".join(row) for row in table]
-    if rows is not None:
-        width = max(map(len, rows), default=0)
-        names = [""] * heading + rows
-        lines = [f"{name.ljust(width)} {line}" for name, line in zip(names, lines, strict=True)]
-    return [line.rstrip() for line in lines]

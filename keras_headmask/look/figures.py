@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,12 +19,11 @@ from matplotlib.colors import BoundaryNorm, ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
-from keras_headmask.look.panels import Labels, Panels, head_names, shown
+from keras_headmask.look.panels import Panels, head_names
 from keras_headmask.rules.coverage import Coverage
 
 # From light to dark, so that they differ in grey; blue and orange, so that they differ for an eye
@@ -57,92 +57,64 @@ class Picture(Figure):
 
 def masks_figure(drawn: Panels, caption: Sequence[str]) -> Picture:
     """A panel for each mask of `drawn`."""
-    names = shown(drawn.labels, drawn.tile)
-    shape = drawn.panels[0].cells.shape
-    figure, axes = _grid(len(drawn.panels), shape, names, drawn.query_offset, caption)
+    figure, axes = _grid(drawn, caption)
     colours = ListedColormap([COLOURS[coverage] for coverage in Coverage])
     norm = BoundaryNorm([-0.5, 0.5, 1.5, 2.5], colours.N)
+    longest = (axes[0].get_position().width * figure.get_figwidth() + _GAP) / _CHARACTER
     for ax, (heads, cells) in zip(axes, drawn.panels, strict=True):
-        _image(ax, cells, drawn.tile, drawn.query_offset, cmap=colours, norm=norm)
-        title = head_names(heads, drawn.others)
-        space = ax.get_position().width * figure.get_figwidth() + _GAP
-        if drawn.num_heads == 1:
-            title = "every head"
-        elif drawn.others not in heads and len(title) * _CHARACTER > space:
-            # The caption has all of them.
-            title = f"head {heads[0]} and {len(heads) - 1} more"
-            if len(title) * _CHARACTER > space:
-                title = f"head {heads[0]} + {len(heads) - 1}"
+        _image(ax, cells, drawn, cmap=colours, norm=norm)
+        titles = ["every head" if drawn.num_heads == 1 else head_names(heads, drawn.others)]
+        if len(heads) > 1:  # the caption has all of them
+            first, more = heads[0], len(heads) - 1
+            titles += [f"head {first} and {more} more", f"head {first} + {more}"]
+        title = next((title for title in titles if len(title) <= longest), titles[-1])
         ax.set_title(title, fontsize=_TITLE)
     texts = {Coverage.ALL: "may attend", Coverage.NONE: "hidden"}
     if drawn.tile != (1, 1):
         hidden = "hidden (tiles of {} x {} positions)".format(*drawn.tile)
-        texts = {**texts, Coverage.SOME: "some pairs may", Coverage.NONE: hidden}
-    patches = [
-        Patch(facecolor=COLOURS[part], edgecolor="0.4", label=texts[part])
-        for part in sorted(texts, reverse=True)
-    ]
-    _legend(figure, patches)
+        texts = {Coverage.ALL: "may attend", Coverage.SOME: "some pairs may", Coverage.NONE: hidden}
+    _legend(figure, [Patch(fc=COLOURS[x], ec="0.4", label=text) for x, text in texts.items()])
     return figure
 
 
 def attention_figure(
-    probabilities: np.ndarray,
-    allowed: np.ndarray,
-    outside: np.ndarray,
-    heads: Sequence[int],
-    tile: tuple[int, int],
-    labels: Labels,
-    caption: Sequence[str],
+    drawn: Panels, allowed: np.ndarray, outside: np.ndarray, caption: Sequence[str]
 ) -> Picture:
-    """Probabilities `(heads, rows, columns)` over what is allowed; what is hidden is hatched.
+    """Probabilities, a panel for each head, over what is allowed; what is hidden is hatched.
 
     A cell that is `outside`, with a probability above 0 on a hidden pair, gets a red cross.
     """
-    names = shown(labels, tile)
-    figure, axes = _grid(len(heads), probabilities.shape[1:], names, 0, caption, beside=0.9)
-    # The root spreads the many small probabilities.
-    norm = PowerNorm(0.5, vmin=0, vmax=max(float(probabilities.max(initial=0)), 1e-9))
+    figure, axes = _grid(drawn, caption, beside=0.9)
+    most = max(float(panel.cells.max(initial=1e-9)) for panel in drawn.panels)
+    norm = PowerNorm(0.5, vmin=0, vmax=most)  # the root spreads the many small probabilities
+    crosses: list[Artist] = []
     shades = colormaps[_SHADES].with_extremes(bad=(0, 0, 0, 0))
-    for ax, head, cells, hidden, leak in zip(
-        axes, heads, probabilities, ~allowed, outside, strict=True
-    ):
+    for ax, panel, hidden, leak in zip(axes, drawn.panels, ~allowed, outside, strict=True):
         ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
-        cells = np.ma.array(cells, mask=hidden & ~leak)
-        image = _image(ax, cells, tile, 0, cmap=shades, norm=norm)
+        cells = np.ma.array(panel.cells, mask=hidden & ~leak)
+        image = _image(ax, cells, drawn, cmap=shades, norm=norm)
         if leak.any():
-            y, x = (
-                at * size + (size - 1) / 2 for at, size in zip(leak.nonzero(), tile, strict=True)
-            )
-            ax.plot(x, y, "x", color=_ALARM, markersize=4, markeredgewidth=1)
-        ax.set_title(head_names([head]), fontsize=_TITLE)
+            y, x = (np.argwhere(leak) * drawn.tile + np.subtract(drawn.tile, 1) / 2).T
+            crosses += ax.plot(x, y, "x", color=_ALARM, ms=4, mew=1, label="attention outside it")
+        ax.set_title(head_names(panel.heads), fontsize=_TITLE)
     width, place = figure.get_figwidth(), axes[0].get_position()
     right = max(ax.get_position().x1 for ax in axes) + 0.15 / width
     scale = figure.add_axes((right, place.y0, 0.13 / width, place.height))
-    bar = figure.colorbar(image, cax=scale)
-    bar.ax.tick_params(labelsize=_SIZE)
-    shown_is = "probability" if tile == (1, 1) else "largest probability of a tile"
-    bar.set_label(shown_is, fontsize=_TEXT)
-    hatched = Patch(facecolor="white", edgecolor="0.6", hatch="////", label="hidden by the mask")
-    label = "attention outside it"
-    cross = Line2D([], [], color=_ALARM, marker="x", linestyle="", label=label)
-    _legend(figure, [hatched, cross] if outside.any() else [hatched])
+    figure.colorbar(image, cax=scale).ax.tick_params(labelsize=_SIZE)
+    shown_is = "probability" if drawn.tile == (1, 1) else "largest probability of a tile"
+    scale.set_ylabel(shown_is, fontsize=_TEXT)
+    hatched = Patch(fc="white", ec="0.6", hatch="////", label="hidden by the mask")
+    _legend(figure, [hatched, *crosses[:1]])
     return figure
 
 
-def _grid(
-    count: int,
-    shape: Sequence[int],
-    names: Labels,
-    query_offset: int,
-    caption: Sequence[str],
-    beside: float = 0.0,
-) -> tuple[Picture, list[Axes]]:
-    """A figure with `count` axes, as large as their cells and labels need; `beside` stays free.
+def _grid(drawn: Panels, caption: Sequence[str], beside: float = 0.0) -> tuple[Picture, list[Axes]]:
+    """A figure with axes as large as their cells and labels need; `beside` stays free.
 
     Everything has its place in inches, so that nothing overlaps and nothing is drawn twice.
     """
-    rows, columns = shape
+    count, names = len(drawn.panels), drawn.labels
+    rows, columns = drawn.panels[0].cells.shape
     left, below = (
         0.5 + (max(_inches(name, _SIZE) for name in side) if side else 0.3) for side in names
     )
@@ -173,7 +145,7 @@ def _grid(
         ax.tick_params(labelsize=_SIZE, labelleft=is_first, labelbottom=is_last)
         ax.set_ylabel("queries" if is_first else "", fontsize=_TEXT)
         ax.set_xlabel("keys" if is_last else "", fontsize=_TEXT)
-        _name(ax.yaxis, names[0], high, query_offset, rotation=0)
+        _name(ax.yaxis, names[0], high, drawn.query_offset, rotation=0)
         _name(ax.xaxis, names[1], wide, 0, rotation=90)
         axes.append(ax)
     return figure, axes
@@ -193,8 +165,7 @@ def _name(axis: Axis, names: list[str] | None, space: float, first: int, rotatio
 
 def _inches(text: str, points: float) -> float:
     font = FontProperties(size=points)
-    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
-    return width / 72
+    return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0] / 72
 
 
 def _wrapped(caption: Sequence[str], space: float) -> list[str]:
@@ -208,12 +179,9 @@ def _wrapped(caption: Sequence[str], space: float) -> list[str]:
     return lines
 
 
-def _image(
-    ax: Axes, cells: np.ndarray, tile: tuple[int, int], query_offset: int, **colours: Any
-) -> AxesImage:
+def _image(ax: Axes, cells: np.ndarray, drawn: Panels, **colours: Any) -> AxesImage:
     """Cells at the positions they stand for, with lines between them while they are few."""
-    rows, columns = cells.shape
-    top = query_offset - 0.5
+    (rows, columns), tile, top = cells.shape, drawn.tile, drawn.query_offset - 0.5
     extent = (-0.5, columns * tile[1] - 0.5, top + rows * tile[0], top)
     # Tiles may be oblong in positions: the axes decide.
     image = ax.imshow(cells, extent=extent, aspect="auto", interpolation="nearest", **colours)
@@ -225,7 +193,7 @@ def _image(
     return image
 
 
-def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
     figure.legend(
         handles=handles, loc="lower left", ncols=len(handles), fontsize=_TEXT, frameon=False
     )

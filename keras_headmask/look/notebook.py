@@ -1,4 +1,4 @@
-"""Specs and masked models show themselves in a notebook.
+"""Specs and models under rules show themselves in a notebook.
 
 `install` puts the methods on their classes, since drawing stands above both. IPython falls back to
 `repr` where they return `None`.
@@ -6,15 +6,16 @@
 
 import base64
 import contextlib
-import dataclasses
 import html
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_headmask.look import drawing, panels
-from keras_headmask.retrofit.masked_model import HeadMasked
+from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.masked_layer import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -23,7 +24,7 @@ _MOST_RULES = 4  # of a model that are drawn
 _MOST_GROUPS = 16  # of heads with one rule, of a spec
 
 
-def _or_none(show: Callable[..., str], *values: Any) -> str | None:
+def _or_none(show: Callable[..., str | None], *values: Any) -> str | None:
     """A look at a value must not stop a notebook, whatever an unusual spec or model raises."""
     with contextlib.suppress(Exception):
         return show(*values)
@@ -68,32 +69,29 @@ def _picture(
     others: int | None,
 ) -> str:
     """The rules of `groups`, at a length at which their largest number is seen."""
-    parts: set[Any] = {leaf for rule, _ in groups for leaf in leaves(rule)}
-    fields = [(f.name, getattr(leaf, f.name)) for leaf in parts for f in dataclasses.fields(leaf)]
+    parts = {leaf for rule, _ in groups for leaf in leaves(rule) if not leaf.inputs}
+    fields = [(name, value) for leaf in parts for name, value in vars(leaf).items()]
     numbers = [abs(value) for name, value in fields if isinstance(value, int) and name != "seed"]
     length = min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
     caption = f"over {length} positions"
-    read = sorted({name for leaf in parts for name in leaf.inputs})
+    read = sorted({name for rule, _ in groups for name in rule.inputs})
     made_up = {name: _made_up(spec, name, length) for name in read}
     if made_up:
         names = ", ".join(f"`{name}`" for name in made_up)
         caption += f"; {names} {'is' if len(made_up) == 1 else 'are'} made up"
-    given = [{name: made_up[name] for name in rule.inputs} for rule, _ in groups]
     try:
-        from keras_headmask.look.figures import masks_figure
+        from keras_headmask.look import figures
     except ImportError:
-        texts = [caption] if made_up else []
-        for (rule, heads), inputs in zip(groups, given, strict=True):
-            cells = drawing.draw(rule, length, mask_inputs=inputs)
-            texts.append(f"{panels.head_names(heads, others)}:\n{cells}")
-        return _pre(texts)
-    shown = []
-    for (rule, heads), inputs in zip(groups, given, strict=True):
-        longest = panels.LONGEST_IN_PICTURES
-        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, longest=longest)
+        figures = None  # type: ignore[assignment]  # without matplotlib
+    called, shown = "hm.plot" if figures else "hm.draw", []
+    for rule, heads in groups:
+        inputs = {name: made_up[name] for name in rule.inputs}
+        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, called=called)
         shown.append(panels.Panel(heads, drawn.panels[0].cells))
     whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
-    data = base64.b64encode(masks_figure(whole, [caption]).png(dpi=80)).decode()
+    if figures is None:
+        return _pre([caption, drawing.text_of(whole)])
+    data = base64.b64encode(figures.masks_figure(whole, [caption]).png(dpi=80)).decode()
     return f'<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
 
 
@@ -108,27 +106,28 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
     if name == "padding_mask":
         return (positions < 3 * length // 4)[None]
     is_last = positions % run == run - 1
-    readers = [leaf for leaf in leaves(spec) if name in leaf.inputs]
-    looked_for = {i for leaf in readers for i in leaf.ids_of_interest}
-    if not looked_for:
+    readers = [x for x in leaves(spec) if name in x.inputs and x.ids_of_interest]
+    if not readers:
         return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
+    ends = [leaf.ids_of_interest[0] for leaf in readers if not leaf.opens]
+    flagged = dict.fromkeys(leaf.ids_of_interest for leaf in readers if leaf.opens)
+    special = [next((i for i in few if i not in ends), few[0]) for few in flagged]
     # Most tokens are of another id: they obey what the rule says of the rest.
-    ids = np.full(length, max(looked_for) + 1)
-    ends = [leaf.ids_of_interest[0] for leaf in readers if hasattr(leaf, "end_ids")]
-    others = dict.fromkeys(leaf.ids_of_interest for leaf in readers if not hasattr(leaf, "end_ids"))
-    special = [next((i for i in few if i not in ends), few[0]) for few in others]
+    ids = np.full(length, max(i for leaf in readers for i in leaf.ids_of_interest) + 1)
     ids[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
     if ends:
         ids[: len(special)] = special
     return ids[None]
 
 
-def _model_html(model: Any) -> str:
-    """The layers under a rule, and their rules."""
-    heads = {rule.entry.path: rule.heads for rule in model._head_masks.rules.values()}
+def _model_html(model: keras.Model) -> str | None:
+    """The layers under a rule, and their rules; `None` for a model without one."""
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
-    for path, spec in model.mask_specs.items():
-        layers.setdefault((spec, heads[path]), []).append(path)
+    for entry in find_attention(model).known:
+        if (spec := spec_of(entry.layer)) is not None:
+            layers.setdefault((spec, entry.layer.num_heads), []).append(entry.path)
+    if not layers:
+        return None
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]
     for number, ((spec, num_heads), paths) in enumerate(layers.items()):
         parts.append(_pre(paths if len(paths) < 9 else [*paths[:7], "...", paths[-1]]))
@@ -138,7 +137,7 @@ def _model_html(model: Any) -> str:
 
 
 def install() -> None:
-    """Let every spec and every masked model show itself."""
-    shows: dict[Any, Callable[..., str]] = {MaskSpec: _rule_html, HeadMasked: _model_html}
+    """Let every spec and every model under rules show itself."""
+    shows: dict[Any, Callable[..., str | None]] = {MaskSpec: _rule_html, keras.Model: _model_html}
     for cls, show in shows.items():
         cls._repr_html_ = lambda value, show=show: _or_none(show, value)

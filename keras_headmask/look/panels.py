@@ -1,17 +1,19 @@
 """What is drawn of a rule: heads with equal masks once, long sequences as tiles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from keras import ops, tree
 
-from keras_headmask.rules import config, evaluation, words
+from keras_headmask.rules import evaluation, fields, words
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
 
-LONGEST_IN_PICTURES = 128  # positions that are drawn one by one
+_LONGEST = {"hm.draw": 64, "hm.plot": 128}  # positions that are drawn one by one
 _MOST_PAIRS = 2**22  # that are evaluated at once
 _MOST_PAIRS_OF_A_TILE = 2**26
 _MOST_PAIRS_IN_ALL = 2**30
@@ -19,11 +21,13 @@ _MOST_CELLS = 2**25
 _MOST_POSITIONS = 2**24
 
 Labels: TypeAlias = tuple[list[str] | None, list[str] | None]  # of queries, of keys
-Place: TypeAlias = tuple[slice, slice]  # rows and columns of tiles
 
 
 class Panel(NamedTuple):
-    """A mask, and the heads that obey it. `cells`: `Coverage` of each tile, `(rows, columns)`."""
+    """A mask, and the heads that obey it. `cells`: `Coverage` of each tile, `(rows, columns)`.
+
+    Or the probabilities of a head, in each tile the largest.
+    """
 
     heads: tuple[int, ...]
     cells: np.ndarray
@@ -54,11 +58,9 @@ def panels_of(
     example: int = 0,
     tokens: Any = None,
     tile_size: int | None = None,
-    *,
-    longest: int,
     called: str = "hm.draw",
 ) -> Panels:
-    """See `draw`. More than `longest` positions become tiles; `called` is named in hints."""
+    """See `draw`. `called` is the function that draws: a picture shows more positions than text."""
     check_spec(spec, "spec", f"{called}(SPEC, ...)")
     query_offset = evaluation.checked_offset(query_offset)
     if not isinstance(query_offset, int):
@@ -71,11 +73,12 @@ def panels_of(
     if keys is None:
         keys = queries if of_keys is None else len(of_keys)
     for name, length in (("queries", queries), ("keys", keys)):
-        if config.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
+        if fields.whole_number(length, name, at_least=0) > _MOST_POSITIONS:
             raise ValueError(
                 f"`{name}` of a drawing must be at most {_MOST_POSITIONS}. Received: {length}."
             )
-    labels = labels_of(tokens, queries, keys, query_offset)
+    tile = tile_of(queries, keys, tile_size, called)
+    labels = labels_of(tokens, queries, keys, tile, query_offset)
     num_heads = words.enough_heads(spec) if num_heads is None else num_heads
     groups = head_groups(spec, num_heads)
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
@@ -85,7 +88,6 @@ def panels_of(
     batch = max((int(value.shape[0]) for value in values if value is not None), default=1)
     if batch != 1:  # else it serves every example
         check_example(example, batch)
-    tile = tile_of(queries, keys, tile_size, longest)
     count = -(-queries // tile[0]) * -(-keys // tile[1]) * num_heads
     if count > _MOST_CELLS:
         raise ValueError(
@@ -96,18 +98,12 @@ def panels_of(
     if tile == (1, 1):  # every pair is looked at
         known = [np.full((queries, keys), Coverage.SOME, np.int8) for _ in groups]
     else:
-        sizes = (queries, keys, *tile, query_offset)
-        known = [coverage(rule, *sizes).astype(np.int8) for rule, _ in groups]
+        known = [coverage(rule, queries, keys, *tile, query_offset) for rule, _ in groups]
     unclear, of_a_tile = sum((cells == Coverage.SOME).sum() for cells in known), tile[0] * tile[1]
-    if unclear and of_a_tile > _MOST_PAIRS_OF_A_TILE:
+    if unclear * of_a_tile > _MOST_PAIRS_IN_ALL or (unclear and of_a_tile > _MOST_PAIRS_OF_A_TILE):
         raise ValueError(
-            f"Tiles of {tile[0]} x {tile[1]} positions are too large to look into. Draw fewer "
-            "positions, or pass a smaller `tile_size`."
-        )
-    if unclear * of_a_tile > _MOST_PAIRS_IN_ALL:
-        raise ValueError(
-            f"More than {_MOST_PAIRS_IN_ALL} pairs of positions would have to be looked into "
-            f"for {queries} queries and {keys} keys. Draw fewer positions."
+            f"{unclear} tiles of {tile[0]} x {tile[1]} pairs of positions are too many to look "
+            "into. Draw fewer positions, or pass a smaller `tile_size`."
         )
     folded: dict[Any, tuple[list[int], np.ndarray]] = {}
     for (rule, heads), of_rule in zip(groups, known, strict=True):
@@ -135,33 +131,21 @@ def _cells(
     Also a hash for each head of its own part of a whole mask; 0 where the heads share one.
     """
     cells, seen = np.repeat(known[None], len(heads), axis=0), [0] * len(heads)
-    for place in _unclear(known == Coverage.SOME, max(1, _MOST_PAIRS // (tile[0] * tile[1]))):
-        rows, columns = (
-            slice(x.start * size, x.stop * size) for x, size in zip(place, tile, strict=True)
-        )
+    side = max(1, math.isqrt(_MOST_PAIRS // (tile[0] * tile[1])))  # of a square of tiles
+    for place in itertools.product(*(range(0, size, side) for size in known.shape)):
+        square = tuple(slice(start, start + side) for start in place)
+        if not (known[square] == Coverage.SOME).any():
+            continue
+        rows, columns = (slice(x.start * n, x.stop * n) for x, n in zip(square, tile, strict=True))
         cuts = evaluation.Cuts(_cut(rows), _cut(columns), _cut(slice(example, example + 1)))
         allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))[0]
         shape = bound.query_positions[rows].shape[0], bound.key_positions[columns].shape[0]
         allowed = np.broadcast_to(allowed, (len(allowed), *shape))
-        cells[:, *place] = summarised(allowed, tile)
+        some, every = (reduced(f, allowed, tile) for f in (np.logical_or, np.logical_and))
+        cells[:, *square] = some.astype(np.int8) + every  # as `Coverage` counts
         if len(allowed) > 1:
             seen = [hash((s, x.tobytes())) for s, x in zip(seen, allowed, strict=True)]
     return cells, seen
-
-
-def _unclear(unclear: np.ndarray, most: int, top: int = 0, left: int = 0) -> Iterator[Place]:
-    """Rectangles of at most `most` tiles that hold all of the unclear ones; found by halving."""
-    high, wide = unclear.shape
-    if not unclear.any():
-        return
-    if high * wide <= most:
-        yield slice(top, top + high), slice(left, left + wide)
-    elif high >= wide:
-        yield from _unclear(unclear[: high // 2], most, top, left)
-        yield from _unclear(unclear[high // 2 :], most, top + high // 2, left)
-    else:
-        yield from _unclear(unclear[:, : wide // 2], most, top, left)
-        yield from _unclear(unclear[:, wide // 2 :], most, top, left + wide // 2)
 
 
 def _cut(place: slice) -> Callable[[Any, int], Any]:
@@ -169,14 +153,11 @@ def _cut(place: slice) -> Callable[[Any, int], Any]:
     return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
 
 
-def summarised(allowed: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """`Coverage` of the tiles of a boolean mask `(..., queries, keys)`."""
-    some = every = allowed
+def reduced(function: np.ufunc, values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
+    """What `function`, such as `np.maximum`, makes of each tile of `(..., queries, keys)`."""
     for axis, size in zip((-2, -1), tile, strict=True):
-        starts = np.arange(0, every.shape[axis], size)
-        some = np.logical_or.reduceat(some, starts, axis=axis)
-        every = np.logical_and.reduceat(every, starts, axis=axis)
-    return some.astype(np.int8) + every
+        values = function.reduceat(values, np.arange(0, values.shape[axis], size), axis=axis)
+    return values
 
 
 def check_example(example: int, batch: int) -> None:
@@ -187,13 +168,14 @@ def check_example(example: int, batch: int) -> None:
         )
 
 
-def tile_of(queries: int, keys: int, tile_size: int | None, longest: int) -> tuple[int, int]:
+def tile_of(queries: int, keys: int, tile_size: int | None, called: str) -> tuple[int, int]:
     """The size of tiles, in positions of queries and of keys: powers of 2 unless it is given.
 
-    A side of more than `longest` positions becomes at most half as many tiles.
+    A side of too many positions becomes at most half as many tiles as are drawn one by one.
     """
     if tile_size is not None:
-        return (config.whole_number(tile_size, "tile_size", at_least=1),) * 2
+        return (fields.whole_number(tile_size, "tile_size", at_least=1),) * 2
+    longest = _LONGEST[called]
     # The next power of 2 from 2 * n / longest on.
     high, wide = (1 << ((2 * n - 1) // longest).bit_length() for n in (queries, keys))
     return high if queries > longest else 1, wide if keys > longest else 1
@@ -211,8 +193,13 @@ def head_names(heads: Sequence[int], others: int | None = None) -> str:
     return f"head{'s' if len(heads) > 1 else ''} {text}"
 
 
-def labels_of(tokens: Any, queries: int, keys: int, query_offset: int = 0) -> Labels:
-    """The labels of queries and keys, out of one sequence of tokens for both or a pair."""
+def labels_of(
+    tokens: Any, queries: int, keys: int, tile: tuple[int, int], query_offset: int = 0
+) -> Labels:
+    """The labels of queries and keys, out of one sequence of tokens for both or a pair.
+
+    Tiles have none. Long ones are shortened in the middle, since many begin alike.
+    """
     query, key = _sides(tokens)
     is_shared = query is not None and query is key and len(query) == keys
     if query is not None and is_shared and 0 <= query_offset <= keys - queries:
@@ -224,7 +211,7 @@ def labels_of(tokens: Any, queries: int, keys: int, query_offset: int = 0) -> La
                 "Where queries and keys are different sequences, pass a pair (query_tokens, "
                 "key_tokens)."
             )
-    return query, key
+    return query if tile[0] == 1 else None, key if tile[1] == 1 else None
 
 
 def _sides(tokens: Any) -> Labels:
@@ -238,25 +225,13 @@ def _sides(tokens: Any) -> Labels:
 def _texts(tokens: Any) -> list[str] | None:
     if tokens is None:
         return None
-    try:
-        labels = None if isinstance(tokens, (str, bytes, Mapping)) else list(tokens)
-    except TypeError:
-        labels = None
-    if labels is None or any(getattr(label, "ndim", 0) for label in labels):
+    is_list = np.iterable(tokens) and not isinstance(tokens, (str, bytes, Mapping))
+    labels = list(tokens) if is_list else []
+    if not is_list or any(getattr(label, "ndim", 0) for label in labels):
         raise TypeError(
             "`tokens` must be a list of labels, one for each position of one example, or a pair of "
             "lists (query_tokens, key_tokens): tokenizer.tokenize(text), or text.split()."
         )
     texts = [x.decode(errors="replace") if isinstance(x, bytes) else str(x) for x in labels]
-    return [text if text.isprintable() else repr(text)[1:-1] for text in texts]
-
-
-def shown(labels: Labels, tile: tuple[int, int]) -> Labels:
-    """The labels of single positions, shortened in the middle, since many begin alike."""
-    query, key = (
-        None
-        if names is None or size > 1
-        else [name if len(name) <= 16 else f"{name[:11]}…{name[-4:]}" for name in names]
-        for names, size in zip(labels, tile, strict=True)
-    )
-    return query, key
+    texts = [text if text.isprintable() else repr(text)[1:-1] for text in texts]
+    return [text if len(text) <= 16 else f"{text[:11]}…{text[-4:]}" for text in texts]

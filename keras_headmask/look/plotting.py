@@ -12,14 +12,12 @@ from keras_headmask.look import panels
 from keras_headmask.retrofit import observing
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.coverage import Coverage
 from keras_headmask.rules.per_head import head_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LONGEST = panels.LONGEST_IN_PICTURES
-_panels_of = functools.partial(panels.panels_of, longest=_LONGEST, called="hm.plot")
+_panels_of = functools.partial(panels.panels_of, called="hm.plot")
 
 
 def plot(
@@ -126,36 +124,32 @@ def plot_attention(
     """
     figures = _figures()
     seen = observing.observe(model, inputs, layer, call)
-    batch, count, queries, keys = seen.scores.shape
+    batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
-    chosen = _chosen(heads, count, seen.spec)
-    labels = panels.labels_of(tokens, queries, keys)
-    tile = panels.tile_of(queries, keys, tile_size, _LONGEST)
-    probabilities, allowed = (x[example][chosen] for x in (seen.scores, seen.allowed))
+    if heads is None:
+        chosen, spec = list(range(count)), seen.spec
+        if spec is not None:
+            chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
+    else:
+        numbers = tuple(heads) if isinstance(heads, (list, range, set)) else heads
+        chosen = list(dict.fromkeys(head_numbers(numbers)))
+        if not chosen or max(chosen) >= count:
+            raise ValueError(
+                f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
+            )
+    tile = panels.tile_of(queries, keys, tile_size, "hm.plot")
+    labels = panels.labels_of(tokens, queries, keys, tile)
+    probabilities, allowed = (x[example][chosen] for x in (seen.probabilities, seen.allowed))
     outside = ~allowed & (probabilities > 0)
     pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
     caption = [] if seen.spec is None else words.sentences(seen.spec, count)
     caption += [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
-    if tile != (1, 1):
-        allowed, outside = (panels.summarised(x, tile) != Coverage.NONE for x in (allowed, outside))
-        for axis, size in zip((-2, -1), tile, strict=True):
-            starts = np.arange(0, probabilities.shape[axis], size)
-            probabilities = np.maximum.reduceat(probabilities, starts, axis=axis)
-    return figures.attention_figure(probabilities, allowed, outside, chosen, tile, labels, caption)
-
-
-def _chosen(heads: Any, count: int, spec: MaskSpec | None) -> list[int]:
-    if heads is None:
-        chosen = list(range(count))
-        if spec is not None:
-            chosen.sort(key=lambda head: words.sees_everything(spec.for_head(head)))
-        return chosen
-    chosen = head_numbers(tuple(heads) if isinstance(heads, (list, range, set)) else heads)
-    if not chosen or max(chosen) >= count:
-        raise ValueError(
-            f"`heads` must name heads of the layer, 0 to {count - 1}. Received: {heads!r}."
-        )
-    return list(dict.fromkeys(chosen))
+    allowed, outside = (panels.reduced(np.logical_or, x, tile) for x in (allowed, outside))
+    probabilities = panels.reduced(np.maximum, probabilities, tile)
+    of_heads = zip(chosen, probabilities, strict=True)
+    shown = [panels.Panel((head,), cells) for head, cells in of_heads]
+    drawn = panels.Panels(shown, count, tile, labels, query_offset=0)
+    return figures.attention_figure(drawn, allowed, outside, caption)
 
 
 def _figures() -> types.ModuleType:

@@ -7,12 +7,14 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, tracing
-from keras_headmask.retrofit.binding import Plan
-from keras_headmask.retrofit.layer_rules import Rules, check_inputs, rules_of_layers, spec_beneath
-from keras_headmask.retrofit.masked_model import HeadMasked, masked, stock_copy, unhooked
-from keras_headmask.retrofit.selectors import Found, find_attention, specs_by_layer
-from keras_headmask.retrofit.stock import moved
+from keras_headmask.retrofit import compiled, nesting
+from keras_headmask.retrofit.copies import copied
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.masked_layer import all_rules, combined, rules_in_force
+from keras_headmask.retrofit.masked_model import masked
+from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
+from keras_headmask.retrofit.selectors import specs_by_layer
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import check_heads
@@ -30,66 +32,67 @@ def apply_head_masks(
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
-    The rule is evaluated once per forward, for all layers, and ANDed with whatever masks the model
-    has of its own. It is saved and loaded with the model (`import keras_headmask` before loading).
-    The class stays the model's: a masked `GPT2CausalLM` is one, and generates under the rule.
+    The rule lives in the layers, ANDed with whatever masks the model has of its own. What is built
+    on the result, cut from it, cloned, copied, saved or exported obeys. (`import keras_headmask`
+    before loading a file.) KerasHub's backbones and tasks keep their class; `GPT2CausalLM`
+    generates under the rule.
 
-    What the rule reads is taken from the model's inputs by name. With `add_inputs=True`, a name
-    that the model lacks becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the
-    end of a list of inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads,
-    queries, keys)`.) In cross-attention, a rule that reads `x` on both sides takes the inputs
-    `decoder_x` and `encoder_x` if the model has them, and else `query_x` and `key_x`.
+    What the rule reads is taken from the model's inputs by name, and handed to each masked layer as
+    `head_mask_inputs`, edges of the graph. With `add_inputs=True`, a name that the model lacks
+    becomes a new `keras.Input`, integer or boolean `(batch, length)`, at the end of a list of
+    inputs or under its name in a dict of them. (`MaskInput`: `(batch, heads, queries, keys)`.) In
+    cross-attention, a rule that reads `x` on both sides takes the inputs `decoder_x` and
+    `encoder_x` if the model has them, and else `query_x` and `key_x`.
 
-    The ids of a rule are read in the order and the dtype of the model's input. A model that
-    reverses, shifts or packs its sequence must get ids in the order that attention sees. An outer
-    model with an int32 input cuts ids of 64 bits before this one gets them: ids that differ by
-    2^32 become one there. Declare the outer input as int64.
+    The ids of a rule are read in the order and the dtype of the model's input: a model that
+    reverses, shifts or packs its sequence must get ids in the order that attention sees, and an
+    int32 input cuts ids of 64 bits, as in any Keras model.
 
-    Attention written by hand is refused where it shows: in a class named for attention, by
-    `dot_product_attention` in the code of a layer or in what that calls, or in the graph. A class
-    of another name that computes with `matmul` and `softmax` escapes the rule, and so do an
-    operation named by a text (`getattr(ops, "dot_product_attention")`) and a call in a function
-    compiled by `jax.jit` or `torch.compile` inside a layer. (In a `tf.function` it is refused.)
+    Attention written by hand is refused where it shows: a class named for attention,
+    `dot_product_attention` when a layer runs on symbolic tensors, or a softmax before a product in
+    the graph. A class of another name that computes with `matmul` and `softmax` escapes the rule.
 
     Args:
-        model: A functional or Sequential model that holds `keras.layers.MultiHeadAttention`, a
-            subclass that computes by `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in
-            nested layers and models too. A Sequential model comes back as a functional one.
+        model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
+            `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in nested layers and models
+            too. A Sequential model whose rule reads inputs comes back as a functional one. Without
+            a graph, a subclassed model takes rules on positions alone.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
             self-attention in forward order; an inclusive range `"0-3"`; a regex on layer paths,
             such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
-            those. Self and cross, and the order, follow from how the model calls its layers.
+            those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            weights stay in place and `model` is used up: what it was is now the result. Keras makes
-            its compiled functions anew, those of models around it too. What you compiled by
-            `jax.jit` or `torch.compile` you must make anew from the result.
+            model itself is masked, in place. Keras makes its compiled functions anew, those of
+            models around it too. What you compiled by `jax.jit` or `torch.compile` you must make
+            anew.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
     Returns:
-        A model with `mask_specs` (the spec of each masked layer, by path), `summary_masks()`, and
-        `unmasked()`, which gives a stock model with the same weights.
+        A Keras model. `mask_specs`, `summary_masks` and `unmasked` of this package take it, and
+        any model that is made of it.
 
     Raises:
-        TypeError: if `model` has no graph, or a spec or selector is of another type.
+        TypeError: if `model` is no Keras model, or has no graph and the rule reads inputs; if a
+            spec or selector is of another type.
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
             unclear whether a layer is self-attention and no regex names it, or, with `copy=False`,
-            a `tf.function` has traced the model.
-        RuntimeError: from the result, when a masked layer runs outside it, or does not use its
-            rule.
+            a `tf.function` has traced the model. From the result, when a masked layer is called
+            without what its rule reads.
+        RuntimeError: from the result, when a masked layer does not use its rule.
 
     >>> import numpy as np
-    >>> from keras_headmask import PerHead, SameSentence
+    >>> from keras_headmask import PerHead, SameSentence, summary_masks
     >>> ids = keras.Input((None,), dtype="int32", name="token_ids")
     >>> x = keras.layers.Embedding(10, 8)(ids)
     >>> model = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
     >>> masked = apply_head_masks(model, PerHead({0: SameSentence(9)}))
-    >>> masked.summary_masks()
+    >>> summary_masks(masked)
     0  attention  MultiHeadAttention  2 heads  self  PerHead({0: SameSentence((9,))})
     >>> masked(np.array([[5, 9, 6, 9]])).shape == (1, 4, 8)
     True
@@ -97,98 +100,106 @@ def apply_head_masks(
     _check_model(model)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
-    given: Any = mask_spec
-    if isinstance(mask_spec, str):
-        try:
-            given = json.loads(mask_spec)
-        except json.JSONDecodeError as error:
-            hint = ""
-            if not mask_spec.lstrip().startswith(("{", "[")):
-                meant = config.call_of(mask_spec)
-                start = config.names_of_recipes() if meant is None else "Call it"
-                meant = meant or "hm.recipes.causal()"
-                hint = f" {start}: hm.apply_head_masks(model, {meant})."
-            raise ValueError(
-                f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
-                f"Received: {mask_spec[:80]!r}.{hint}"
-            ) from error
+    given = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
     found = find_attention(model)
     specs = specs_by_layer(given, layers, found)
-    plan = model._head_masks if isinstance(model, HeadMasked) else None
-    rules = _with_existing(_own_rules(model, found), specs, found, existing, plan)
-    _check_layers(model, rules, found)
-    check_inputs(model, rules_of_layers(model, rules, found), add_inputs)  # before any change
+    rules = {i: _rule(model, found.known[i], spec, existing) for i, spec in specs.items()}
+    planned = [(found.known[i], rule) for i, rule in rules.items()]
+    _check_graph(model, planned, copy)
+    check_inputs(model, planned, add_inputs)  # before any change
     if not copy:
-        compiled.drop_all_that_run([found.known[i].layer for i in rules])
-    model = stock_copy(model) if copy else unhooked(moved(model))
-    if isinstance(model, keras.Sequential):
-        model = keras.Model(model.inputs, model.outputs, name=model.name)
-    return masked(model, rules_of_layers(model, rules, find_attention(model)))
+        compiled.drop_all_that_run([entry.layer for entry, _ in planned])
+        return masked(model, planned)
+    twin = copied(model, found)
+    known = find_attention(twin).known
+    compiled.check_not_traced([known[i].layer for i in rules])
+    return masked(twin, [(known[i], rule) for i, rule in rules.items()])
+
+
+def _from_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = ""
+        if not text.lstrip().startswith(("{", "[")):
+            meant = config.call_of(text)
+            start = config.names_of_recipes() if meant is None else "Call it"
+            hint = f" {start}: hm.apply_head_masks(model, {meant or 'hm.recipes.causal()'})."
+        raise ValueError(
+            f"`mask_spec` is a text, so it must be a rule's JSON, but fails to parse: {error}. "
+            f"Received: {text[:80]!r}.{hint}"
+        ) from error
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"`model` must be a functional or Sequential Keras model. Received: {model!r}. A layer "
-            "takes a rule by `PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
+            f"`model` must be a Keras model. Received: {model!r}. A layer takes a rule by "
+            "`PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
         )
-    if isinstance(model, keras.Sequential):
-        if not model.built or not _keras.functional_of(model):
-            raise ValueError(
-                f"The Sequential model '{model.name}' has no graph yet: start it with a "
-                "keras.Input, or call its `build`, before it gets a rule."
-            )
-    elif not isinstance(model, _keras.Functional):
+    graph = _keras.functional_of(model)
+    if isinstance(graph, _keras.Functional) and not _keras.is_whole(graph):
+        raise ValueError(
+            f"The graph of '{model.name}' is older than a rule that `copy=False` gave to its "
+            "layers. Build the model anew, on tensors of the masked one."
+        )
+    has_none = not model.built or not graph
+    if isinstance(model, keras.Sequential) and has_none:
+        raise ValueError(
+            f"The Sequential model '{model.name}' has no graph yet: start it with a keras.Input, "
+            "or call its `build`, before it gets a rule."
+        )
+
+
+def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
+    """Raise where a rule reads inputs and no graph can hand them on."""
+    reads = sorted({name for _, rule in planned for name in rule.spec.inputs})
+    graph = _keras.functional_of(model)
+    if reads and not copy and isinstance(model, keras.Sequential):
+        raise ValueError(
+            f"The rule reads {reads}, which a Sequential model cannot hand on to its layers: pass "
+            "copy=True, which returns a functional model. Rules on positions alone hold in place."
+        )
+    if reads and not isinstance(graph, _keras.Functional):
         raise TypeError(
-            f"`{type(model).__name__}` is a subclassed model without a graph: a rule could not be "
-            "saved with it. Use PerHeadMaskedMultiHeadAttention in its code, or apply the rule to "
-            "a functional model inside it."
+            f"`{type(model).__name__}` is a subclassed model without a graph, and the rule reads "
+            f"{reads}, which its code cannot hand on. Make the model functional, or use "
+            "PerHeadMaskedMultiHeadAttention in its code and call it with `mask_inputs`. Rules on "
+            "positions alone hold in any model."
         )
 
 
-def _own_rules(model: keras.Model, found: Found) -> Rules:
-    """The rules that `model` has from an earlier `apply_head_masks`."""
-    if not isinstance(model, HeadMasked):
-        return {}
-    rules = model._head_masks.rules
-    return {
-        i: (rules[id(entry.layer)].spec, rules[id(entry.layer)].replaces)
-        for i, entry in enumerate(found.known)
-        if id(entry.layer) in rules
-    }
+def _is_around(rule: LayerRule, model: keras.Model) -> bool:
+    """Whether a model that holds `model` gave the rule."""
+    has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
+    return (has_graph and rule.owner is model) or nesting.is_inside(rule.owner, model)
 
 
-def _with_existing(
-    own: Rules,
-    specs: Mapping[int, MaskSpec],
-    found: Found,
-    existing: str,
-    plan: Plan | None,
-) -> Rules:
-    rules = dict(own)
-    for i, spec in specs.items():
-        earlier, was_replaced = own.get(i, (None, False))
-        beneath = None if was_replaced else spec_beneath(found.known[i].layer, plan)
-        if existing == "error" and (earlier is not None or beneath is not None):
-            raise ValueError(
-                f"The attention layer {found.known[i]} has a rule already: "
-                f"{beneath if earlier is None else earlier!r}. Pass existing='and' to keep both, "
-                "or existing='replace'."
-            )
-        if existing == "and" and earlier is not None:
-            spec = earlier & spec
-        rules[i] = spec, was_replaced or (existing == "replace" and beneath is not None)
-    return dict(sorted(rules.items()))
-
-
-def _check_layers(model: keras.Model, rules: Rules, found: Found) -> None:
-    inside = tracing.called_in_functions(model)
-    for i, (spec, _) in rules.items():
-        entry = found.known[i]
-        spec.get_config()  # raises for a spec that could not be saved
-        try:
-            check_heads(spec, entry.layer.num_heads)
-        except ValueError as error:
-            raise ValueError(f"In the attention layer {entry}: {error}") from error
-        if id(entry.layer) in inside:
-            raise ValueError(compiled.in_own_function(entry))
+def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
+    """The rule of one layer, joined with one that it has from this model."""
+    layer = entry.layer
+    beneath = combined(layer, rules_in_force(layer))
+    if existing == "error" and beneath is not None:
+        raise ValueError(
+            f"The attention layer {entry} has a rule already: {beneath!r}. Pass existing='and' to "
+            "keep both, or existing='replace'."
+        )
+    if any(rule.replaces and _is_around(rule, model) for rule in all_rules(layer)):
+        raise ValueError(
+            f"The rule of the attention layer {entry} was replaced by a model around "
+            f"'{model.name}', where a rule of '{model.name}' would not hold. Give the rule to the "
+            "model around it."
+        )
+    owners = {id(model)} | {id(x) for x in getattr(model, "operations", ())}
+    own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
+    replaces = existing == "replace" and beneath is not None
+    if own is not None:
+        spec = own.spec & spec if existing == "and" else spec
+        others = combined(layer, tuple(r for r in rules_in_force(layer) if r is not own))
+        replaces = own.replaces or (replaces and others is not None)
+    spec.get_config()  # raises for a spec that could not be saved
+    try:
+        check_heads(spec, layer.num_heads)
+    except ValueError as error:
+        raise ValueError(f"In the attention layer {entry}: {error}") from error
+    return LayerRule(spec, layer.num_heads, sources_of(entry, spec, model), replaces)

@@ -31,9 +31,9 @@ def drop_all_that_run(layers: list[keras.Layer]) -> None:
     """
     sought = {id(layer) for layer in layers}
     for model in _alive(keras.Model):
-        if sought & _inside(model):
+        if sought & {id(layer) for layer in _keras.layers_of(model)}:
             drop(model)
-    if keras.backend.backend() == "tensorflow" and (names := _traced(layers)):
+    if names := traced(layers):
         raise ValueError(
             "`copy=False` needs a model that no `tf.function` has traced: what was traced before "
             f"would go on without the rule. Received: a model whose attention is in {names}. Drop "
@@ -42,20 +42,10 @@ def drop_all_that_run(layers: list[keras.Layer]) -> None:
         )
 
 
-def _inside(model: keras.Model) -> set[int]:
-    """The ids of all layers in `model`, by the attributes: one that was used up answers nothing."""
-    found: dict[int, Any] = {}
-    waiting = [model]
-    while waiting:
-        layer = waiting.pop()
-        if id(layer) not in found:
-            found[id(layer)] = layer
-            waiting += _keras.sublayers(layer)
-    return set(found)
-
-
-def _traced(layers: list[keras.Layer]) -> list[str]:
+def traced(layers: list[keras.Layer]) -> list[str]:
     """The names of the functions whose traces read weights of `layers`."""
+    if keras.backend.backend() != "tensorflow":
+        return []
     gc.collect()  # what nobody holds any more lives on in a circle until then
     weights = {id(weight.value) for layer in layers for weight in layer.weights}
     return sorted(
@@ -95,7 +85,13 @@ def graph_being_built() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def check_not_in_own_function(entry: Any, bound_in: Any) -> None:
+def check_not_traced(layers: list[keras.Layer]) -> None:
+    """Raise if a model that was just made has `tf.function`s of its own that call `layers`."""
+    if traced(layers):
+        raise ValueError(in_own_function(layers[0].name))
+
+
+def check_not_in_own_function(name: str, bound_in: Any) -> None:
     """Raise if the layer runs in a `tf.function` inside of the forward whose graph is `bound_in`.
 
     Or inside Keras' inference of shapes: its trace would live on, too.
@@ -110,12 +106,12 @@ def check_not_in_own_function(entry: Any, bound_in: Any) -> None:
         inside = inside or _keras.is_function_graph(graph)
         graph = graph.outer_graph
     if inside and (bound_in is None or graph is bound_in):
-        raise RuntimeError(in_own_function(entry))
+        raise RuntimeError(in_own_function(name))
 
 
-def in_own_function(entry: Any) -> str:
+def in_own_function(name: str) -> str:
     return (
-        f"The attention layer {entry} is called in a `tf.function` inside the model. Such a "
+        f"The attention layer '{name}' is called in a `tf.function` inside the model. Such a "
         "function keeps what it traced first: attention without the rule, or under the ids of "
         "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
         "graph of the whole model."

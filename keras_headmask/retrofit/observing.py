@@ -17,13 +17,11 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit.layer_rules import (
-    HOOK,
-    attention_arguments,
-    rules_at_work,
-    spec_beneath,
-)
-from keras_headmask.retrofit.selectors import AttentionLayer, find_attention, select
+from keras_headmask.retrofit import frames
+from keras_headmask.retrofit.finding import AttentionLayer, find_attention
+from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
+from keras_headmask.retrofit.obeying import HOOK, attention_arguments
+from keras_headmask.retrofit.selectors import select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
@@ -38,7 +36,7 @@ class Observed(NamedTuple):
 
     entry: AttentionLayer
     spec: MaskSpec | None
-    scores: np.ndarray
+    probabilities: np.ndarray
     allowed: np.ndarray
 
 
@@ -53,17 +51,17 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     entry = _one_layer(model, layer)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def keep(arguments: Mapping[str, Any], scores: Any) -> None:
+    def keep(arguments: Mapping[str, Any], probabilities: Any) -> None:
         if len(arguments["query"].shape) != 4:
             raise ValueError(
                 f"The attention layer {entry} attends over several axes: a picture has one of "
                 "queries and one of keys."
             )
-        values = ops.convert_to_numpy(ops.cast(scores, "float32"))
-        kept.append((values, _allowed(entry.layer, scores.shape, arguments)))
+        values = ops.convert_to_numpy(ops.cast(probabilities, "float32"))
+        kept.append((values, _allowed(entry.layer, probabilities.shape, arguments)))
 
     rematerialised = [x for x in _keras.layers_of(model) if _keras.remat_mode(x) is not None]
-    with scores_seen(entry.layer, keep), contextlib.ExitStack() as stack:
+    with probabilities_seen(entry.layer, keep), contextlib.ExitStack() as stack:
         for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
             name = _keras.REMATERIALIZED_CALL
             once = looking.overriding(inner, name, lambda _, call, *a, **k: call)
@@ -74,9 +72,9 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
             f"The attention layer {entry} ran {len(kept)} times in this forward, so `call` must "
             f"be below that. Received: {call}."
         )
-    scores, allowed = kept[call]
-    spec = spec_beneath(entry.layer)
-    return Observed(entry, spec, scores, np.broadcast_to(allowed, scores.shape))
+    probabilities, allowed = kept[call]
+    spec = spec_of(entry.layer)
+    return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
 
 
 def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
@@ -92,20 +90,20 @@ def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
 
 
 @contextlib.contextmanager
-def scores_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
-    """Call `see` with the arguments and the scores of each run of `layer` in this context.
+def probabilities_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
+    """Call `see` with the arguments and the probabilities of each run of `layer` in this context.
 
-    The scores are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
+    The probabilities are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
     """
 
     def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         arguments = attention_arguments(*args, **kwargs)
-        context, scores = usual(**arguments | {"return_attention_scores": True})
-        see(arguments, scores)
-        return context, scores if arguments["return_attention_scores"] else None
+        context, probabilities = usual(**arguments | {"return_attention_scores": True})
+        see(arguments, probabilities)
+        return context, probabilities if arguments["return_attention_scores"] else None
 
     attention = looking.overriding(layer, HOOK, compute_attention)
-    with attention, looking.scores_wanted(layer):
+    with attention, looking.probabilities_wanted(layer):
         yield
 
 
@@ -137,11 +135,11 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 
 
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
-    """What the rules of masked models allow in the forward now running; `None` without a rule."""
-    mask = None
-    for rule, binding in rules_at_work(layer):
-        given, offset = rule.given(binding.tensors), binding.query_offset
-        made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset)
+    """What the rules of `apply_head_masks` allow in the call now running; `None` without one."""
+    mask, offset = None, frames.current().offset
+    for rule in rules_in_force(layer):
+        given = rule.given(frames.inputs_of(rule) or {})
+        made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset or 0)
         mask = masks.and_masks(mask, made)
     return mask
 
@@ -149,16 +147,10 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 # --- For exports ----------------------------------------------------------------------------------
 
 
-def rules_of(model: keras.Model) -> dict[str, MaskSpec]:
-    """The rule of each attention layer that has one, by the layer's path."""
-    specs = {e.path: spec_beneath(e.layer) for e in find_attention(model).known}
-    return {path: spec for path, spec in specs.items() if spec is not None}
-
-
 def is_restricted(model: keras.Model) -> bool:
     """Whether any rule in `model` keeps any head from any key."""
     return any(
-        (spec := spec_beneath(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
+        (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
         for entry in find_attention(model).known
     )
 
@@ -207,7 +199,7 @@ class Seen:
     """One run of one attention layer."""
 
     path: str  # of the layer; with [1], [2], ... where it runs more than once
-    scores: Any  # the probabilities (B, H, T, S)
+    probabilities: Any  # the probabilities (B, H, T, S)
     allowed: Any  # what its rule allows, boolean (B or 1, H or 1, T, S); None without a rule
 
 
@@ -220,19 +212,23 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
     def remember(given: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
 
-    def see(entry: AttentionLayer, given: Any, arguments: Mapping[str, Any], scores: Any) -> None:
+    def see(
+        entry: AttentionLayer, given: Any, arguments: Mapping[str, Any], probabilities: Any
+    ) -> None:
         allowed = None
         if with_rules:
             sizes = (ops.shape(arguments[name])[1] for name in ("query", "key"))
             allowed = _rules_allow(entry.layer, given, *sizes)
         count = runs[entry.path] = runs.get(entry.path, -1) + 1
-        seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, scores, allowed))
+        seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, probabilities, allowed))
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
             given: dict[str, Any] = {}
             stack.enter_context(called(entry.layer, functools.partial(remember, given)))
-            stack.enter_context(scores_seen(entry.layer, functools.partial(see, entry, given)))
+            stack.enter_context(
+                probabilities_seen(entry.layer, functools.partial(see, entry, given))
+            )
         yield seen
 
 

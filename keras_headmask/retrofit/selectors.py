@@ -1,238 +1,13 @@
-"""Which attention layers a model holds, and which of them a selector names."""
+"""Which attention layers a selector names."""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import keras
-
-from keras_headmask import _keras
-from keras_headmask.retrofit import reachable, tracing
+from keras_headmask.retrofit.finding import AttentionLayer, Found
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
-
-
-class AttentionLayer(NamedTuple):
-    """An attention layer and the names of the layers around it, outermost first.
-
-    `kind` is "self", "cross", or "unclear". `place` is its number in files: it counts the layers by
-    the attributes that hold them, which is the same wherever a model is loaded. `runs_on_two`: it
-    is called more than once, on two sequences, or on what further inputs made of one. `untracked`:
-    it is held where Keras does not track it.
-    """
-
-    layer: keras.layers.MultiHeadAttention
-    path: str
-    kind: str
-    place: int = -1
-    runs_on_two: bool = False
-    untracked: bool = False
-
-    def __str__(self) -> str:
-        return f"'{self.path}' ({type(self.layer).__name__})"
-
-
-class Found(NamedTuple):
-    """The attention layers of a model in forward order, and those that no rule reaches."""
-
-    known: list[AttentionLayer]
-    unknown: list[AttentionLayer]
-
-
-def find_attention(model: keras.Model) -> Found:
-    """Every attention layer inside `model`, in nested layers and models too, each once."""
-    found = Found([], [])
-    seen: set[int] = set()
-    paths: dict[str, int] = {}
-    shown: dict[int, list[str | None]] = {}  # in forward order
-    streams: dict[int, set[Any]] = {}
-    for call in tracing.attention_calls(model):
-        shown.setdefault(id(call.layer), []).append(call.shows)
-        key = None if call.stream is None else call.stream.key
-        streams.setdefault(id(call.layer), set()).add(key)
-    by_hand = {id(x) for x in _softmaxes_of_attention(model)}
-    for path, layer in _walk(model, ""):
-        if id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        paths[path] = paths.get(path, 0) + 1
-        if paths[path] > 1:  # layers inside a layer may share a name
-            path = f"{path}#{paths[path]}"
-        kind = _kind(layer.name.lower(), shown.get(id(layer), [None]))
-        on_two = len(streams.get(id(layer), set()) - {None}) > 1
-        entry = AttentionLayer(layer, path, kind, runs_on_two=on_two)
-        if isinstance(layer, keras.layers.MultiHeadAttention):
-            if _calls_the_hook(type(layer)):
-                found.known.append(entry._replace(place=len(found.known)))
-            else:
-                found.unknown.append(entry)
-        elif _attends_by_itself(layer) or id(layer) in by_hand:
-            found.unknown.append(entry)
-    if _runs_attention_code(model):
-        found.unknown.append(AttentionLayer(model, model.name, "unclear"))
-    for path, layer in reachable.untracked_layers(model):
-        if _holds_attention(layer):
-            entry = AttentionLayer(layer, path, _kind(layer.name.lower(), [None]), untracked=True)
-            found.unknown.append(entry)
-    if all(id(entry.layer) in shown for entry in found.known):
-        order = {layer: number for number, layer in enumerate(shown)}
-        found.known.sort(key=lambda entry: order[id(entry.layer)])
-    return found
-
-
-def _kind(name: str, shown: list[str | None]) -> str:
-    """Whether a layer attends to its own sequence, by what its calls show, and then by its name."""
-    if tracing.OTHER in shown:
-        return "cross"
-    if set(shown) == {tracing.SAME}:
-        return "self"
-    if "cross" in name:
-        return "cross"
-    if "self" in name or not {tracing.UNKNOWN, None} & set(shown):
-        return "self"
-    return "unclear"
-
-
-def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, keras.Layer]]:
-    """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
-    if isinstance(layer, keras.layers.MultiHeadAttention):
-        return  # its projections are no attention of their own
-    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
-    seen = {id(x) for x in inner}
-    inner += [x for x in _keras.sublayers(layer) if id(x) not in seen]
-    # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
-    if isinstance(layer, _keras.Functional):
-        inner += [x for x in layer.operations if not isinstance(x, keras.Layer)]
-    for child in inner:
-        place = f"{path}/{child.name}" if path else child.name
-        yield place, child
-        yield from _walk(child, place)
-
-
-def _attends_by_itself(layer: keras.Layer) -> bool:
-    """Whether a layer computes attention that no hook reaches, as far as names and code show.
-
-    One named for attention does, unless it leaves that to layers inside, and so does one whose code
-    names an operation for attention, or a softmax if it is named for attention itself. (The code:
-    methods, what they call and close over, functions in attributes: see `reachable`.)
-    """
-    named = _is_attention_by_name(layer)
-    if named and not any(
-        _is_attention_by_name(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
-        for _, inner in _walk(layer, "")
-    ):
-        return True
-    return _runs_attention_code(layer, named)
-
-
-def _runs_attention_code(layer: keras.Layer, named: bool = False) -> bool:
-    reads = reachable.names_in_code(layer)
-    return any(_OPERATION.search(name) for name in reads) or (named and "softmax" in reads)
-
-
-_OPERATION = re.compile("dot_product_attention|DotProductAttention")
-
-
-def _holds_attention(layer: keras.Layer) -> bool:
-    return any(
-        isinstance(x, keras.layers.MultiHeadAttention) or _attends_by_itself(x)
-        for x in _keras.layers_of(layer)
-    )
-
-
-def _softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
-    """The softmax of attention that a graph spells out: of (..., queries, keys), then a product."""
-    for graph in _keras.layers_of(model):
-        if not isinstance(graph, _keras.Functional):
-            continue
-        nodes = list(_keras.nodes(graph))
-        readers: dict[int, list[Any]] = {}
-        for node in nodes:
-            for tensor in node.input_tensors:
-                readers.setdefault(id(tensor), []).append(node)
-        for node in nodes:
-            if (
-                _is_softmax(node.operation)
-                and any(map(_may_be_weights, node.outputs))
-                and not _is_of_single_positions(node.outputs[0])
-            ):
-                waiting, seen = list(node.outputs), set()
-                while waiting:
-                    tensor = waiting.pop()
-                    for reader in readers.get(id(tensor), ()):
-                        if type(reader.operation).__name__ in _PRODUCTS:
-                            yield node.operation
-                            waiting = []
-                            break
-                        if id(reader) not in seen and any(map(_may_be_weights, reader.outputs)):
-                            seen.add(id(reader))
-                            waiting += reader.outputs
-
-
-_PRODUCTS = "Matmul", "Einsum", "Dot", "Tensordot"
-
-
-def _is_softmax(operation: Any) -> bool:
-    named = getattr(getattr(operation, "activation", None), "__name__", "")
-    return type(operation).__name__ == "Softmax" or named == "softmax"
-
-
-def _may_be_weights(tensor: Any) -> bool:
-    """Whether a tensor has an axis of queries before one of keys: in self-attention, as long.
-
-    (One row of weights alone pools a sequence.)
-    """
-    shape = tuple(tensor.shape)
-    return len(shape) > 2 and shape[-2] != 1 and (shape[-1] is None or shape[-1] == shape[-2])
-
-
-_DENSE = "Dense", "EinsumDense"
-
-
-def _is_of_single_positions(tensor: Any) -> bool:
-    """Whether numbers come from a Dense of one position each, as the shares of experts do.
-
-    Those of attention come from pairs of positions: a product, a sum that broadcasts, or code that
-    the graph does not show.
-    """
-    waiting, seen = [tensor], {id(tensor)}
-    while waiting:
-        tensor = waiting.pop()
-        operation, inputs = _keras.made_by(tensor)
-        name = type(operation).__name__
-        if name in _DENSE and len(inputs[0].shape) <= 3:
-            continue
-        if name in _PRODUCTS or not _is_shown(operation):
-            return False
-        if len(inputs) > 1:
-            inputs = [x for x in inputs if x.shape == tensor.shape]
-        if not inputs or any(len(x.shape) > len(tensor.shape) for x in inputs):
-            return False  # (a sum over features, say, of products of pairs)
-        waiting += [x for x in inputs if id(x) not in seen]
-        seen.update(map(id, inputs))
-    return True
-
-
-def _is_shown(operation: Any) -> bool:
-    """Whether it is one of Keras' own, which runs no code of others."""
-    is_own = _keras.is_own_op(operation) or _keras.is_own_layer(operation)
-    return is_own and not isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))
-
-
-def _is_attention_by_name(layer: keras.Layer) -> bool:
-    name = type(layer).__name__.lower()
-    _, found, rest = name.partition("attention")
-    return bool(found) and "mask" not in rest  # one that makes attention masks does not attend
-
-
-def _calls_the_hook(cls: Any) -> bool:
-    """Whether `call` runs `_compute_attention`, as far as its code shows.
-
-    A class that hides it better fails in its first forward, where its rule is not used.
-    """
-    code = getattr(cls.call, "__code__", None)
-    return code is None or bool({_keras.COMPUTE_ATTENTION, "super"} & set(code.co_names))
 
 
 def specs_by_layer(
@@ -307,7 +82,7 @@ def select(found: Found, selector: Any) -> list[int]:
         return of_self
     if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
-    if isinstance(selector, (tuple, list, range)) or bool(getattr(selector, "ndim", 0)):
+    if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", False):
         numbers: set[int] = set()
         numbers.update(*(select(found, part) for part in selector))
         if not numbers:
@@ -322,9 +97,9 @@ def select(found: Found, selector: Any) -> list[int]:
 def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
     if entry.untracked:
         return (
-            f"The attention layer {entry}{named} is held where Keras does not track it: no rule "
-            "would hold there, and a copy or a file would lack its weights. Assign it to an "
-            "attribute of the layer that calls it."
+            f"The layer {entry}{named} attends with weights that Keras does not track "
+            f"({entry.untracked}): no rule would hold there, and a copy or a file would lack them. "
+            "Assign the attention layer to an attribute of the layer that calls it."
         )
     return (
         f"The attention layer {entry}{named} is of a class whose masks cannot be reached: the rule "

@@ -1,24 +1,24 @@
-"""The algebra of mask specs: which keys each query may attend to, as a value.
+"""A mask spec: which keys each query may attend to, as a value.
 
 A spec knows no length, batch or backend. Leaves say something about one pair of positions, by
-where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~` and
-`PerHead` combine them. Nothing here imports Keras.
+where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~` (`algebra.py`)
+and `PerHead` combine them. Whatever a spec is asked is a member with an answer that is right for
+any, so that a new leaf is right before it is fast. Nothing here imports Keras.
 """
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from keras_headmask.rules import config, fields, words
-from keras_headmask.rules.protocol import InputType, Protocol
+from keras_headmask.rules import config, fields
+from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Sides, Tensor, Tiles, Words
 
 T = TypeVar("T")
 _Class = TypeVar("_Class", bound=type)
 
 
-class MaskSpec(Protocol):
+class MaskSpec:
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
@@ -29,9 +29,49 @@ class MaskSpec(Protocol):
     Every other member has an answer that is right for any spec; better answers make it faster.
     """
 
+    kind: str = ""
+
     def __post_init__(self) -> None:
         fields.check_fields(self)
 
+    # --- what it means ---
+    @property
+    def inputs(self) -> dict[str, InputType]:
+        """The mask inputs this spec reads, by name."""
+        return merged_inputs(self.children)
+
+    def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
+        """Work on whole sequences, done once: `{name: Sides(query, key)}`, each `(batch, length)`.
+
+        Returns a mapping of the same form, which `allowed` then sees tile by tile.
+        """
+        return inputs
+
+    def allowed(
+        self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Whether each query may attend to each key, for any tile of the mask.
+
+        Element-wise: `query_positions` is int32 `(queries, 1)`, `key_positions` int32 `(1, keys)`,
+        and each of `inputs` a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`.
+        Returns a boolean tensor that broadcasts to `(batch, heads, queries, keys)`.
+        """
+        raise TypeError(f"{type(self).__name__} must define `allowed`.")
+
+    @property
+    def constant(self) -> bool | None:
+        """`True` if every pair is allowed whatever the data, `False` if none is, else `None`."""
+        return None
+
+    @property
+    def reads_query_positions(self) -> bool:
+        """Whether a query at another position may see other keys. By default if it reads no input.
+
+        Attention warns where such a rule meets fewer queries than keys without a `query_offset`.
+        """
+        return self.constant is None and not self.inputs
+
+    # --- what it is made of ---
     @property
     def children(self) -> tuple["MaskSpec", ...]:
         """The specs this one is made of."""
@@ -60,12 +100,90 @@ class MaskSpec(Protocol):
 
         For a spec without `PerHead`.
         """
-        if isinstance(self, Not):
-            return neither(self.spec.fold(leaf, both, either, neither))
-        if isinstance(self, Join):
-            parts = [spec.fold(leaf, both, either, neither) for spec in self.specs]
-            return functools.reduce(both if isinstance(self, And) else either, parts)
-        return leaf(self)
+        if self.kind not in ("and", "or", "not"):
+            return leaf(self)
+        parts = [part.fold(leaf, both, either, neither) for part in self.children]
+        if self.kind == "not":
+            return neither(*parts)
+        return functools.reduce(both if self.kind == "and" else either, parts)
+
+    # --- how tiles follow it ---
+    def coverage(self, tiles: Tiles, inputs: Mapping[str, Any]) -> Bounds:
+        """What is known of whole tiles without looking at their pairs; by default, nothing.
+
+        `tiles` holds the first and last positions of rows and columns of tiles; each of `inputs` is
+        a `Sides` of `Span`s, the least and greatest value in each, booleans as 0 and 1. It is not
+        called where the values of the inputs are not known.
+        """
+        every = tiles.key_first <= tiles.key_first
+        return Bounds(every, ~every)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a query sees few keys however long the sequence is. Smaller tiles follow it."""
+        return False
+
+    @property
+    def opens(self) -> str | None:
+        """The side whose flags it is: "key" or "query"; by default `None`.
+
+        With "key" (or "query") the spec reads one mask input, `prepare` gives that side as booleans
+        and `allowed` returns them: a flagged key is seen by every query, a flagged query sees every
+        key. Where few are flagged, those columns and rows are computed apart from the tiles.
+        """
+        return None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it opens few rows, columns or blocks: `|` of a local spec and it stays local.
+
+        By default for flags, since those are expected to be few.
+        """
+        return self.opens is not None
+
+    def may_leave_gaps(self, taken_out: Collection["MaskSpec"] = ()) -> bool:
+        """Whether the keys of a query are best taken as two runs rather than one.
+
+        `taken_out` are the flags whose rows and columns are computed apart.
+        """
+        return any(child.may_leave_gaps(taken_out) for child in self.children)
+
+    # --- what `lint` looks for ---
+    @property
+    def reach(self) -> int | None:
+        """The greatest distance or position at which what it allows may change; `None` if unknown.
+
+        `lint` looks at masks of about three times that length. By default 0 for a spec that reads
+        inputs, since `lint` then tries all that it may say, and unknown for others.
+        """
+        return 0 if self.inputs else None
+
+    def closes(self, side: str) -> bool:
+        """Whether it keeps a query from seeing every token on `side`, "before" or "after"."""
+        return False
+
+    @property
+    def open_side(self) -> OpenSide | None:
+        """The side that it leaves open though it bounds the other, perhaps by mistake."""
+        return None
+
+    @property
+    def ids_of_interest(self) -> tuple[int, ...]:
+        """The ids that it looks for: made-up samples hold them, and `lint` misses them."""
+        return ()
+
+    @property
+    def reads_segments(self) -> bool:
+        """Whether its ids number the parts of a sequence: made-up samples then hold runs of ids."""
+        return False
+
+    # --- words ---
+    def in_words(self) -> str | Words | None:
+        """What a token sees under this spec, for `describe`: "the tokens of its speaker".
+
+        `None` lets `describe` show the spec's `repr`.
+        """
+        return None
 
     def describe(self, num_heads: int | None = None) -> str:
         """This rule in plain English, a sentence for each group of heads that share a rule.
@@ -90,22 +208,86 @@ class MaskSpec(Protocol):
         Head 0: a token sees its own sentence (sentences end with token 102). Heads 1 to 11: every \
 token that `padding_mask` does not hide.
         """
+        from keras_headmask.rules import words  # seldom needed
+
         return " ".join(words.sentences(self, num_heads))
 
-    def __and__(self, other: "MaskSpec") -> "MaskSpec":
-        return _join(And, self, other)
+    def __repr__(self) -> str:
+        """The call that makes this spec: required fields by place, others by name if set."""
+        shown = [
+            repr(value) if field.default is dataclasses.MISSING else f"{field.name}={value!r}"
+            for field, value in self._set_fields()
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
-    def __or__(self, other: "MaskSpec") -> "MaskSpec":
-        return _join(Or, self, other)
+    # --- JSON ---
+    def _set_fields(self) -> list[tuple[dataclasses.Field, Any]]:
+        """The fields that are not at their default, with their values."""
+        known: Any = dataclasses.fields(self)  # type: ignore[arg-type]  # each kind is a dataclass
+        pairs = [(field, getattr(self, field.name)) for field in known]
+        return [(f, v) for f, v in pairs if f.default is dataclasses.MISSING or v != f.default]
+
+    def get_config(self) -> dict[str, Any]:
+        """This spec as plain JSON values; fields at their default are left out.
+
+        Raises:
+            TypeError: for a class that is not registered, or a field that JSON cannot hold.
+
+        >>> from keras_headmask import Window
+        >>> Window(before=255, after=0).get_config()
+        {'kind': 'window', 'before': 255, 'after': 0}
+        """
+        if not config.is_registered(type(self)):
+            raise TypeError(
+                f"{type(self).__name__} has no kind to be saved under: put "
+                "@register_spec('a_name') above the class."
+            )
+        return {"kind": self.kind} | {f.name: config.to_json(v) for f, v in self._set_fields()}
+
+    @staticmethod
+    def from_config(config_dict: Mapping[str, Any]) -> Any:
+        """The spec that `config_dict` describes.
+
+        Raises:
+            ValueError: for a bad config, with the path to the bad place.
+
+        >>> from keras_headmask import MaskSpec
+        >>> MaskSpec.from_config({"kind": "window", "before": 2, "after": 0})
+        Window(before=2, after=0)
+        """
+        return config.build(config_dict)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], path: str = "") -> Any:
+        """Make a spec of this kind from its JSON fields, which stand at `path`."""
+        return config.build_dataclass(cls, fields, path)
+
+    @classmethod
+    def json_fields(cls) -> dict[str, dict[str, Any]]:
+        """The JSON Schema of each field in `get_config`; by default from the annotations.
+
+        Needed where `from_fields` is overridden. `{"$ref": "#/$defs/rule"}` is a spec; a field
+        whose schema has a `default` may be left out.
+        """
+        from keras_headmask.rules import json_schema  # seldom needed
+
+        return json_schema.of_fields(cls)
+
+    # --- & | ~ ---
+    def __and__(self, other: Any) -> "MaskSpec":
+        return config.KINDS["and"].join(self, other)
+
+    def __or__(self, other: Any) -> "MaskSpec":
+        return config.KINDS["or"].join(self, other)
 
     def __rand__(self, other: Any) -> "MaskSpec":  # a spec on the left never comes here
-        return _join(And, other, self)
+        return config.KINDS["and"].join(other, self)
 
     def __ror__(self, other: Any) -> "MaskSpec":
-        return _join(Or, other, self)
+        return config.KINDS["or"].join(other, self)
 
     def __invert__(self) -> "MaskSpec":
-        return Not(self)
+        return config.KINDS["not"](self)
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -177,194 +359,18 @@ def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
     fields.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
 
 
-class Compound(MaskSpec):
-    """A spec made of others, which answers from their answers: here, what holds for all of them."""
-
-    _joint = staticmethod(all)  # all parts must say yes, or any
-    _decides: bool | None = None  # the `constant` of one part that is that of the whole
-
-    @property
-    def inputs(self) -> dict[str, InputType]:
-        return merged_inputs(self.children)
-
-    @property
-    def constant(self) -> bool | None:
-        answers = {child.constant for child in self.children}
-        if self._decides in answers:
-            return self._decides
-        return answers.pop() if len(answers) == 1 else None
-
-    @property
-    def reads_query_positions(self) -> bool:
-        return any(child.reads_query_positions for child in self.children)
-
-    @property
-    def is_local(self) -> bool:
-        return self._joint(child.is_local for child in self.children)
-
-    @property
-    def is_sparse(self) -> bool:
-        return self._joint(child.is_sparse for child in self.children)
-
-    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
-        return any(child.may_leave_gaps(taken_out) for child in self.children)
-
-    @property
-    def reach(self) -> int | None:
-        known = [child.reach for child in self.children if child.reach is not None]
-        return max(known) if len(known) == len(self.children) else None
-
-    def closes(self, side: str) -> bool:
-        return self._joint(child.closes(side) for child in self.children)
-
-
-_SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Join(Compound):
-    """Two or more specs; compared as a set, shown in the order written."""
-
-    specs: Annotated[tuple[MaskSpec, ...], fields.Limits(_SCHEMA)]
-    symbol = ""
-
-    @property
-    def children(self) -> tuple[MaskSpec, ...]:
-        return self.specs
-
-    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
-        return _joined(type(self), children)
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any], path: str = "") -> MaskSpec:
-        config.check_field_names(fields, path, {"specs"}, {"specs"})
-        place, specs = config.join_path(path, "specs"), fields["specs"]
-        if not isinstance(specs, (list, tuple)) or not specs:
-            raise config.bad_place(place, f"expected a list of specs. Received: {specs!r}.")
-        parts = config.from_json(specs, place)
-        return config.located(lambda: _joined(cls, parts), path)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Join) or type(other) is not type(self):
-            return NotImplemented
-        return frozenset(self.specs) == frozenset(other.specs)
-
-    def __hash__(self) -> int:
-        return hash((self.kind, frozenset(self.specs)))
-
-    def __repr__(self) -> str:
-        parts = (f"({s!r})" if isinstance(s, Join) else repr(s) for s in self.specs)
-        return f" {self.symbol} ".join(parts)
-
-
-@register_spec("and")
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class And(Join):
-    """What every one of `specs` allows; written `a & b`."""
-
-    symbol = "&"
-    _joint = staticmethod(any)
-    _decides = False
-
-    def in_words(self) -> words.Words:
-        return words.of_and(self.specs)
-
-
-@register_spec("or")
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Or(Join):
-    """What at least one of `specs` allows; written `a | b`."""
-
-    symbol = "|"
-    _decides = True
-
-    @property
-    def is_local(self) -> bool:
-        parts = [spec for spec in self.specs if spec.constant is not False and not spec.is_sparse]
-        return bool(parts) and all(spec.is_local for spec in parts)
-
-    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
-        several = sum(spec not in taken_out for spec in self.specs) > 1
-        return several or super().may_leave_gaps(taken_out)
-
-    def in_words(self) -> words.Words:
-        return words.of_or(self.specs)
-
-
-@register_spec("not")
-@dataclasses.dataclass(frozen=True, repr=False)
-class Not(Compound):
-    """The exact complement of `spec`; written `~a`."""
-
-    spec: MaskSpec
-    is_local = is_sparse = False
-
-    def __post_init__(self) -> None:
-        check_spec(self.spec, "spec")
-
-    @property
-    def children(self) -> tuple[MaskSpec, ...]:
-        return (self.spec,)
-
-    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
-        (child,) = children
-        return ~child
-
-    @property
-    def constant(self) -> bool | None:
-        return None if self.spec.constant is None else not self.spec.constant
-
-    def may_leave_gaps(self, taken_out: Collection[Protocol] = ()) -> bool:
-        return True
-
-    def closes(self, side: str) -> bool:
-        return False
-
-    def in_words(self) -> words.Words:
-        return words.of_not(self.spec)
-
-    def __invert__(self) -> MaskSpec:
-        return self.spec
-
-    def __repr__(self) -> str:
-        return f"~({self.spec!r})" if isinstance(self.spec, Join) else f"~{self.spec!r}"
-
-
-def _join(kind: type[Join], left: Any, right: Any) -> MaskSpec:
-    for value in (left, right):
-        if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
-            sides = ("SPEC", "...") if value is left else ("...", "SPEC")
-            hint = config.hint_for(value, f" {kind.symbol} ".join(sides))
-            raise TypeError(f"`{kind.symbol}` joins mask specs. Received: {value!r}.{hint}")
-        if not isinstance(value, MaskSpec):
-            return NotImplemented
-    return _joined(kind, (left, right))
-
-
-def _joined(kind: Any, specs: Iterable[MaskSpec]) -> MaskSpec:
-    """Flatten and drop repeats, so that regrouping a rule does not change it."""
-    parts: list[MaskSpec] = []
-    for i, spec in enumerate(specs):
-        check_spec(spec, f"specs[{i}]")
-        parts.extend(spec.children if type(spec) is kind else (spec,))
-    unique = tuple(dict.fromkeys(parts))
-    merged_inputs(unique)  # parts that read one input in two ways are refused here
-    return kind(unique) if len(unique) > 1 else unique[0]
-
-
-def merged_inputs(specs: tuple[MaskSpec, ...]) -> dict[str, InputType]:
+def merged_inputs(specs: Iterable[MaskSpec]) -> dict[str, InputType]:
     """The inputs of several specs together; one name means one tensor."""
     merged: dict[str, InputType] = {}
-    for spec in specs:
-        for name, new in spec.inputs.items():
-            old = merged.setdefault(name, new)
-            if old.rank != new.rank:
-                raise ValueError(
-                    f"The mask input {name!r} is read both as a whole mask and as one value per "
-                    "position. Give the two tensors two names."
-                )
-            dtype = old.dtype if old.dtype == new.dtype else "int32"  # integers serve as flags too
-            merged[name] = InputType(old.rank, dtype, old.sides | new.sides)
+    for name, new in (item for spec in specs for item in spec.inputs.items()):
+        old = merged.setdefault(name, new)
+        if old.rank != new.rank:
+            raise ValueError(
+                f"The mask input {name!r} is read both as a whole mask and as one value per "
+                "position. Give the two tensors two names."
+            )
+        dtype = old.dtype if old.dtype == new.dtype else "int32"  # integers serve as flags too
+        merged[name] = InputType(old.rank, dtype, old.sides | new.sides)
     return merged
 
 
@@ -375,9 +381,9 @@ def leaves(spec: MaskSpec) -> list[MaskSpec]:
     return list(dict.fromkeys(leaf for child in spec.children for leaf in leaves(child)))
 
 
-def joins(spec: MaskSpec, head: int | None = None) -> Iterator[Join]:
+def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
     """Every `&` and `|` of `spec` as written, or those that concern `head`."""
-    if isinstance(spec, Join):
+    if spec.kind in ("and", "or"):
         yield spec
     for child in spec.children if head is None else spec.children_at(head):
         yield from joins(child, head)
@@ -385,7 +391,7 @@ def joins(spec: MaskSpec, head: int | None = None) -> Iterator[Join]:
 
 def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
     """The leaves that stand under `|` and under no `~`: each may be what alone allows a pair."""
-    if isinstance(spec, Join):
-        is_under = is_under or isinstance(spec, Or)
-        return [leaf for part in spec.specs for leaf in leaves_under_or(part, is_under)]
+    if spec.kind in ("and", "or"):
+        is_under = is_under or spec.kind == "or"
+        return [leaf for part in spec.children for leaf in leaves_under_or(part, is_under)]
     return [spec] if is_under else []

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.protocol import Bounds, Tensor, Tiles, unknown
+from keras_headmask.rules.protocol import Bounds, Tensor, Tiles
 
 
 @register_spec("chunk")
@@ -51,12 +51,11 @@ class Chunk(MaskSpec):
         return True
 
     def in_words(self) -> str:
-        own = f"its own block of {words.counted(self.size, 'token')}"
         sides = [(self.before, "before it"), (self.after, "after it")]
         if self.before == self.after:
             sides = [(self.before, "on each side")]
         more = [f"{words.counted(count, 'block')} {where}" for count, where in sides if count]
-        return words.listed([own, *more], "and")
+        return words.listed([f"its own block of {words.counted(self.size, 'token')}", *more], "and")
 
 
 @register_spec("random_blocks")
@@ -93,8 +92,9 @@ class RandomBlocks(MaskSpec):
         return value < round(self.density * _PRIME)
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
+        unknown = MaskSpec.coverage(self, tiles, inputs)
         if not isinstance(tiles.query_first, np.ndarray):
-            return unknown(tiles)
+            return unknown
         rows = tiles.query_first[:, 0] // self.size, tiles.query_last[:, 0] // self.size + 1
         columns = tiles.key_first[0] // self.size, tiles.key_last[0] // self.size + 1
         ranges = [  # one block more on each axis, since `reduceat` needs a place for the last stop
@@ -102,7 +102,7 @@ class RandomBlocks(MaskSpec):
             for first, stop in (rows, columns)
         ]
         if math.prod(map(len, ranges)) > _MOST_BLOCKS:
-            return unknown(tiles)
+            return unknown
         count = self.is_open(*np.ix_(*ranges)).astype(np.int32)
         for axis, (first, stop) in enumerate((rows, columns)):
             cuts = np.stack([first, stop], axis=1).ravel() - ranges[axis].start

@@ -7,31 +7,28 @@ outlive renames. Every error carries the path to the bad place, such as `heads.0
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from keras_headmask.rules.fields import whole_number
-
-_KINDS: dict[str, Any] = {}  # the class of each kind
-_RECIPES: dict[str, str] = {}  # the call of each recipe, by its name
+KINDS: dict[str, Any] = {}  # the class of each
+RECIPES: dict[str, str] = {}  # the call of each: {"causal": "hm.recipes.causal()"}
 _OURS = f"{__name__.partition('.')[0]}."
-_MOST_HEADS = 100_000
 _LONGEST_PATH = 900  # about a hundred levels; a config that holds itself has no end
 
 
 def register(kind: str, cls: Any) -> None:
-    """Give `cls` the permanent name `kind`. A name is given once."""
     if not isinstance(kind, str) or not kind.isidentifier():
         raise ValueError(f"A kind is a name such as 'same_speaker'. Received: {kind!r}.")
-    known = _KINDS.setdefault(kind, cls)
+    known = KINDS.setdefault(kind, cls)
     # A notebook cell run twice defines its class again: the same class by name may be replaced.
     if _full_name(known) != _full_name(cls):
         raise ValueError(
             f"The kind {kind!r} already names {_full_name(known)}; saved rules rely on it. "
             "Choose another name."
         )
-    _KINDS[kind] = cls
+    KINDS[kind] = cls
 
 
 def _full_name(cls: type) -> str:
@@ -40,22 +37,14 @@ def _full_name(cls: type) -> str:
 
 def is_registered(cls: Any) -> bool:
     """Whether `cls`, not only a parent of it, has a kind of its own."""
-    return cls.kind in _KINDS and _full_name(_KINDS[cls.kind]) == _full_name(cls)
-
-
-def known_kinds() -> dict[str, Any]:
-    return dict(sorted(_KINDS.items()))
+    known = KINDS.get(getattr(cls, "kind", ""))
+    return known is not None and _full_name(known) == _full_name(cls)
 
 
 def recipe(function: Callable) -> Callable:
     """Decorator: errors propose `function` to users who write its name as a text."""
-    _RECIPES[function.__name__] = f"hm.recipes.{_call(function)}"
+    RECIPES[function.__name__] = f"hm.recipes.{_call(function)}"
     return function
-
-
-def known_recipes() -> dict[str, str]:
-    """The call of each recipe, by name: `{"causal": "hm.recipes.causal()"}`."""
-    return dict(_RECIPES)
 
 
 def _call(function: Callable) -> str:
@@ -63,28 +52,17 @@ def _call(function: Callable) -> str:
     return f"{function.__name__}({', '.join(p.name for p in parameters if p.default is p.empty)})"
 
 
-def number_of_heads(value: Any) -> int:
-    """`value` as a number of heads that is small enough to visit them one by one."""
-    number = whole_number(value, "num_heads", at_least=1, any_size=True)
-    if number > _MOST_HEADS:
-        raise ValueError(
-            f"`num_heads` must be at most {_MOST_HEADS}. Received: {number}. Pass the number of "
-            "heads of the attention layer."
-        )
-    return number
-
-
 def names_of_recipes() -> str:
-    return f"The recipes are {', '.join(sorted(_RECIPES))}"
+    return f"The recipes are {', '.join(sorted(RECIPES))}"
 
 
 def call_of(value: Any) -> str | None:
     """The call that `value` stands for: a class, a recipe, or the name of one; else `None`."""
     if isinstance(value, types.FunctionType):
-        return _RECIPES.get(value.__name__)
-    if isinstance(value, str) and value in _RECIPES:
-        return _RECIPES[value]
-    for kind, cls in _KINDS.items():
+        return RECIPES.get(value.__name__)
+    if isinstance(value, str) and value in RECIPES:
+        return RECIPES[value]
+    for kind, cls in KINDS.items():
         is_ours = cls.__module__.startswith(_OURS)
         if value is cls or (is_ours and isinstance(value, str) and value in (kind, cls.__name__)):
             return ("hm." if is_ours else "") + _call(cls)
@@ -93,13 +71,12 @@ def call_of(value: Any) -> str | None:
 
 def names_heads(value: Any) -> bool:
     """Whether the keys of a mapping are heads, as `PerHead` takes them, and nothing else."""
-
-    def is_head(key: Any) -> bool:
-        if isinstance(key, str):
-            return bool(key) and set(key) <= set("0123456789-, ")
-        return isinstance(key, (int, tuple)) and not isinstance(key, bool)
-
-    return isinstance(value, Mapping) and bool(value) and all(map(is_head, value))
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(
+        re.fullmatch("[0-9, -]+", key) if isinstance(key, str) else type(key) in (int, tuple)
+        for key in value
+    )
 
 
 def hint_for(value: Any, call: str = "SPEC") -> str:
@@ -124,16 +101,13 @@ def hint_for(value: Any, call: str = "SPEC") -> str:
     if isinstance(value, (list, tuple)) and any(hasattr(part, "allowed") for part in value):
         how = "Combine specs by & or |, or give each head its own by PerHead"
         return hint(how, "hm.PerHead({0: a, 1: b})")
-    if not hasattr(type(value), "get_weights"):
+    if not hasattr(type(value), "get_weights"):  # a model or a layer; Keras is not imported here
         return hint("A mask tensor enters a spec by MaskInput(name)", "hm.MaskInput(name)")
-    if hasattr(type(value), "mask_specs"):  # a model or a layer; Keras is not imported here
-        of_keras = hint(
-            "The rules of a model are its `model.mask_specs`, by layer", "model.mask_specs[path]"
-        )
-    elif hasattr(type(value), "mask_spec"):
+    if hasattr(type(value), "mask_spec"):
         of_keras = hint("The rule of a layer is `layer.mask_spec`", "layer.mask_spec")
     else:
         of_keras = " A model gets a rule by hm.apply_head_masks(model, spec)."
+        of_keras += hint("The rules of a masked model, by layer", "hm.mask_specs(model)[path]")
     if call.startswith(("hm.plot", "hm.draw")):
         of_keras += " What a model attends to: hm.plot_attention(model, inputs)."
     return of_keras
@@ -187,32 +161,31 @@ def build(config: Any, path: str = "") -> Any:
             hint = ' Rules by head are a PerHead: {"kind": "per_head", "heads": {"0": ...}}.'
         raise bad_place(path, f"the field `kind` is missing. Received: {config!r}.{hint}")
     kind = fields.pop("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise bad_place(
             join_path(path, "kind"),
-            f"unknown kind {kind!r}.{_did_you_mean(kind, _KINDS)} A spec of your own must be "
+            f"unknown kind {kind!r}.{_did_you_mean(kind, KINDS)} A spec of your own must be "
             "imported, so that @register_spec has run, before a rule that holds it is loaded.",
         )
-    return _KINDS[kind].from_fields(fields, path)
+    return KINDS[kind].from_fields(fields, path)
 
 
 def build_dataclass(cls: Any, fields: dict[str, Any], path: str) -> Any:
-    known = dataclasses.fields(cls)
-    missing = dataclasses.MISSING
-    required = {f.name for f in known if f.default is missing and f.default_factory is missing}
-    check_field_names(fields, path, required, {f.name for f in known})
+    known = {f.name: (f.default, f.default_factory) for f in dataclasses.fields(cls)}
+    required = {name for name, of in known.items() if set(of) == {dataclasses.MISSING}}
+    check_field_names(fields, path, required, known)
     values = {k: from_json(v, join_path(path, k)) for k, v in fields.items()}
     return located(lambda: cls(**values), path)
 
 
 def check_field_names(
-    fields: dict[str, Any], path: str, required: set[str], known: set[str]
+    fields: dict[str, Any], path: str, required: Collection[str], known: Collection[str]
 ) -> None:
     if strange := [name for name in fields if name not in known]:
         names = ", ".join(sorted(known)) or "none"
         problem = f"no such field.{_did_you_mean(strange[0], known)} Fields here: {names}."
         raise bad_place(join_path(path, str(strange[0])), problem)
-    if missing := sorted(required - fields.keys()):
+    if missing := sorted(set(required) - fields.keys()):
         raise bad_place(path, f"the field `{missing[0]}` is missing.")
 
 

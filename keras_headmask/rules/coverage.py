@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, Tiles, unknown
+from keras_headmask.rules.protocol import Bounds, Tiles
 
 
 class Coverage(enum.IntEnum):
@@ -29,10 +29,12 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
     taken to allow some pairs of every tile.
     """
 
+    known = spans or {}
+
     def of_leaf(leaf: MaskSpec) -> Bounds:
-        known = {} if spans is None else spans
-        is_known = leaf in known or not leaf.inputs
-        return leaf.coverage(tiles, known.get(leaf, {})) if is_known else unknown(tiles)
+        if leaf.inputs and leaf not in known:
+            return MaskSpec.coverage(leaf, tiles, {})
+        return leaf.coverage(tiles, known.get(leaf, {}))
 
     return rule.fold(
         of_leaf,
@@ -71,7 +73,7 @@ def coverage(
     """
     tiles = tile_grid(queries, keys, tile_queries, tile_keys, query_offset)
     possible, certain = bounds(rule, tiles)
-    shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
+    shape = (len(tiles.query_first), tiles.key_first.shape[1])
     return np.broadcast_to(possible.astype(np.int8) + (possible & certain), shape)
 
 

@@ -1,7 +1,7 @@
 """A spec, positions and mask inputs become a boolean tensor.
 
-`bind` does what needs whole sequences, once; `allowed_tile` then answers for any tile of the mask;
-`make_mask` is the tile that is everything.
+`check_inputs` refuses what does not fit; `bind` does what needs whole sequences, once;
+`allowed_tile` then answers for any tile of the mask; `make_mask` is the tile that is everything.
 """
 
 import warnings
@@ -16,34 +16,20 @@ from keras_headmask import masks
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.fields import whole_number
-from keras_headmask.rules.given import Lengths, as_int, as_pair, check_inputs
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.protocol import Sides
+from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, InputType, Sides
 
 _MOST_OFFSET = 2**30  # positions are int32
+_PAIR = "pair (query_side, key_side)"
 
 
-class Bound(NamedTuple):
-    """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
+class Lengths(NamedTuple):
+    """The sizes of the mask; `None` where a size is not known yet."""
 
-    query_positions: Tensor
-    key_positions: Tensor
-    leaf_inputs: dict[MaskSpec, dict[str, Any]]  # by the leaf that reads them
-
-
-class Cuts(NamedTuple):
-    """How to cut a tile out: functions of a tensor and its axis of queries, keys or examples."""
-
-    queries: Callable[[Tensor, int], Tensor]
-    keys: Callable[[Tensor, int], Tensor]
-    batch: Callable[[Tensor, int], Tensor]
-
-
-def _whole(tensor: Tensor, axis: int) -> Tensor:
-    return tensor
-
-
-WHOLE = Cuts(_whole, _whole, _whole)
+    batch: int | None
+    heads: int
+    queries: int | None
+    keys: int | None
 
 
 def make_mask(
@@ -89,6 +75,19 @@ def make_mask(
     return mask_of_all_heads(spec, bind(spec, mask_inputs, queries, keys, query_offset), num_heads)
 
 
+def as_int(number: Any) -> int | None:
+    """A length or an offset as an int, if it is known now."""
+    is_int = hasattr(type(number), "__index__") and not hasattr(number, "shape")
+    return int(number) if is_int else None
+
+
+def as_pair(value: Any) -> tuple[Tensor, ...] | None:
+    """`(query_side, key_side)` if `value` is a pair; a saved model's is a list of tensors."""
+    if isinstance(value, list) and len(value) == 2:
+        return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
+    return value if isinstance(value, tuple) else None
+
+
 def checked_offset(query_offset: Any) -> Length:
     """`query_offset` as an int, or as a scalar integer tensor."""
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
@@ -115,17 +114,151 @@ def given_offset(
     if queries is None or keys is None or queries >= keys:
         return 0
     if spec is not None and spec.reads_query_positions:
-        last = queries - 1
+        last = f"0 to {queries - 1}"
         warnings.warn(
             f"The rule depends on the positions of the queries, and there are {queries} queries "
-            f"for {keys} keys: without `query_offset` they are taken to stand at positions 0 to "
-            f"{last}. In a step with a cache of keys pass `query_offset={keys - queries}`, the "
-            f"position of the first query. If positions 0 to {last} are meant, as in "
-            "cross-attention, pass `query_offset=0`.",
+            f"for {keys} keys: without `query_offset` they are taken to stand at positions {last}. "
+            f"In a step with a cache of keys pass `query_offset={keys - queries}`, the position of "
+            f"the first query. If positions {last} are meant, as in cross-attention, pass "
+            "`query_offset=0`.",
             UserWarning,
             stacklevel=3,
         )
     return 0
+
+
+def check_inputs(
+    spec: MaskSpec | None,
+    mask_inputs: Mapping[str, Any] | None,
+    lengths: Lengths,
+    query_offset: Length = 0,
+    called: str = "layer(x, ...)",
+) -> None:
+    """Raise for all that names, dtypes and static shapes show to be wrong with the mask inputs.
+
+    `called` is the call that receives them, with dots where they stand, for the hint.
+    """
+    wanted = {} if spec is None else spec.inputs
+    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
+        raise TypeError(
+            "`mask_inputs` must be a dict that maps each name the mask spec reads to a tensor. "
+            f"Received: {type(mask_inputs).__name__}."
+        )
+    given = mask_inputs or {}
+    if missing := sorted(wanted.keys() - given.keys()):
+        expected = "integer or boolean tensors of shape (batch, length)"
+        if wanted[missing[0]].rank is None:
+            expected = "a boolean tensor of shape (batch or 1, heads or 1, queries, keys)"
+        call = called.replace("...", f"mask_inputs={{{missing[0]!r}: ...}}")
+        if called.startswith("layer"):
+            call += ". keras.Sequential cannot pass them on: use a functional or subclassed model"
+        raise ValueError(
+            f"`mask_inputs` must hold every input the mask spec reads; {missing} missing. "
+            f"Received: {sorted(given)}. Pass {expected}: {call}."
+        )
+    if unknown := sorted(given.keys() - wanted.keys()):
+        raise ValueError(
+            f"`mask_inputs` holds {unknown}, which the mask spec does not read. "
+            f"It reads: {sorted(wanted)}."
+        )
+    for name, kind in wanted.items():
+        place, value = f"mask_inputs[{name!r}]", given[name]
+        if kind.rank is None:
+            batch = _check_whole_mask(place, value, lengths)
+        else:
+            batch = _check_sides(place, value, kind, lengths, query_offset)
+        if lengths.batch is None:
+            lengths = lengths._replace(batch=batch)  # the inputs must agree among themselves
+
+
+def _check_whole_mask(place: str, value: Any, lengths: Lengths) -> int | None:
+    """Raise for what is wrong with a whole mask; else return its batch size, if known."""
+    if as_pair(value) is not None:
+        raise TypeError(f"`{place}` is a whole mask: one tensor, not a pair.")
+    mask = masks.as_bool(value, place)
+    masks.check_shape(mask, place, *lengths)
+    shape = tuple(mask.shape)
+    if len(shape) == 4 and shape[1] is None:
+        raise ValueError(
+            f"`{place}` must have a known head axis, 1 or {lengths.heads}. Received: shape {shape}."
+        )
+    return shape[0] if len(shape) > 2 and shape[0] != 1 else None  # 1 serves every example
+
+
+def _check_sides(
+    place: str, value: Any, kind: InputType, lengths: Lengths, query_offset: Length
+) -> int | None:
+    """Raise for what is wrong with ids or flags; else return their batch size, if known."""
+    pair = as_pair(value)
+    if pair is not None and len(pair) != 2:
+        raise ValueError(
+            f"`{place}` must be one tensor, or a {_PAIR}. Received: {len(pair)} tensors."
+        )
+    batch = lengths.batch
+    query, key = pair or (value, value)
+    for side, tensor in (("key", key), ("query", query)):
+        if side not in kind.sides:
+            continue
+        if tensor is None:
+            raise ValueError(f"`{place}` lacks its {side} side, which the mask spec reads.")
+        tensor = masks.as_mask_input(tensor)
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if dtype != "bool" and "int" not in dtype:
+            raise TypeError(
+                f"`{place}` must be integer or boolean. Received dtype {dtype}. Declare it as "
+                f'keras.Input(..., dtype="{kind.dtype}") (ids: dtype="int32"), or cast it before '
+                "the call: mixed precision would round floats, and in bfloat16 the ids 255 and 256 "
+                "are equal."
+            )
+        shape = tuple(tensor.shape)
+        if len(shape) != 2:
+            raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
+        if None not in (shape[0], batch) and shape[0] != batch:
+            hint = " To use the ids of one example for all, repeat them." if shape[0] == 1 else ""
+            raise ValueError(
+                f"`{place}` has {shape[0]} examples where the batch has {batch}. Received: shape "
+                f"{shape}.{hint}"
+            )
+        batch = shape[0] if batch is None else batch
+        single = pair is None
+        if not (single and side == "query" and _is_cut(place, shape[1], lengths, query_offset)):
+            _check_length(place, shape, side, single and len(kind.sides) == 2, lengths)
+    return batch
+
+
+def _check_length(place: str, shape: tuple, side: str, serves_both: bool, lengths: Lengths) -> None:
+    plural = "queries" if side == "query" else "keys"
+    expected = getattr(lengths, plural)
+    if None in (shape[1], expected) or shape[1] == expected:
+        return
+    hint = ""
+    if serves_both and lengths.queries != lengths.keys:
+        hint = (
+            " One tensor serves both sides only where they are equally long; for "
+            f"{lengths.queries} queries and {lengths.keys} keys pass a {_PAIR}."
+        )
+    raise ValueError(
+        f"`{place}` has length {shape[1]} where the attention has {expected} {plural}. "
+        f"Received: shape {shape}.{hint}"
+    )
+
+
+def _is_cut(place: str, length: int | None, lengths: Lengths, query_offset: Length) -> bool:
+    """Whether the part at the queries is cut out of one tensor that is as long as the keys."""
+    queries, keys, offset = lengths.queries, lengths.keys, as_int(query_offset)
+    if offset == 0 or length != keys:
+        return False
+    if offset is not None and keys is not None and queries == keys:
+        raise ValueError(
+            f"`{place}` has the length of the queries and of the keys, yet query_offset={offset} "
+            f"moves the queries on: pass a {_PAIR}."
+        )
+    if offset is not None and keys is not None and not 0 <= offset <= keys - (queries or 0):
+        raise ValueError(
+            f"query_offset={offset} puts the {queries} queries outside `{place}` of length {keys}: "
+            f"pass a {_PAIR}."
+        )
+    return queries != keys
 
 
 def bind(
@@ -135,10 +268,12 @@ def bind(
     keys: Length | None,
     query_offset: Length = 0,
     beside: Bound | None = None,
+    prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
     `beside` is what was bound for the same sequences before, and is a part of the result.
+    `prepared` is what leaves prepared before for the whole sequences.
     """
     if queries is None or keys is None:
         raise ValueError(
@@ -165,13 +300,30 @@ def bind(
                 sides[name] = Sides(tensor, tensor)
                 shared |= {name} if "query" in kind.sides else set()
         if sides:
-            bound[leaf] = dict(leaf.prepare(sides))
+            bound[leaf] = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
                     query = ops.take(query, beside.query_positions, axis=1)
                     bound[leaf][name] = Sides(query, key)
+            for name, value in bound[leaf].items():
+                if isinstance(value, Sides):
+                    positions = beside.query_positions, beside.key_positions
+                    bound[leaf][name] = Sides(*map(_of_length, value, positions))
     return beside._replace(leaf_inputs=bound)
+
+
+def _of_length(side: Tensor | None, positions: Tensor) -> Tensor | None:
+    """`side`; if its length shows only when a graph runs, one that is as long as `positions`.
+
+    Else the graph raises: cut into tiles, ids that are too long would be read as if they fitted. (A
+    reshape or a sum with zeros would say so as well, but TensorFlow removes these.)
+    """
+    if side is None or None not in (side.shape[1], positions.shape[0]):
+        return side
+    if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
+        return side
+    return ops.where(positions[None] >= -_MOST_OFFSET, side, ops.zeros_like(side))
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
@@ -185,7 +337,16 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     def of_leaf(leaf: MaskSpec) -> Tensor:
         prepared = bound.leaf_inputs.get(leaf, {})
         inputs = {name: _cut(value, heads, cuts) for name, value in prepared.items()}
-        return _checked(leaf, leaf.allowed(query_positions, key_positions, inputs))
+        result = leaf.allowed(query_positions, key_positions, inputs)
+        dtype = None if isinstance(result, bool) else getattr(result, "dtype", None)
+        if dtype is None or keras.backend.standardize_dtype(dtype) != "bool":
+            received = repr(result) if dtype is None else f"dtype {dtype}"
+            raise TypeError(
+                f"`{type(leaf).__name__}.allowed` must return a boolean tensor. Received: "
+                f"{received}. (`==` between symbolic Keras tensors compares objects: write "
+                "`~(a != b)`.)"
+            )
+        return result
 
     # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
     return masks.lift(rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not))
@@ -194,34 +355,22 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
     """A prepared mask input, cut to a tile and shaped to broadcast over it."""
     if isinstance(value, Sides):
-        query, key = value
-        if query is not None:  # of length 1 it serves every position
-            query = cuts.batch(query, 0)
-            query = query if query.shape[1] == 1 else cuts.queries(query, 1)
-            query = ops.expand_dims(query, (1, 3))  # LiteRT has no slice with two new axes
+        # LiteRT has no slice with two new axes.
+        query, key = (None if side is None else cuts.batch(side, 0) for side in value)
+        if query is not None:
+            query = ops.expand_dims(_cut_axis(query, cuts.queries, 1), (1, 3))
         if key is not None:
-            key = cuts.batch(key, 0)
-            key = key if key.shape[1] == 1 else cuts.keys(key, 1)
-            key = ops.expand_dims(key, (1, 2))
+            key = ops.expand_dims(_cut_axis(key, cuts.keys, 1), (1, 2))
         return Sides(query, key)
-    value = cuts.batch(value, 0)
-    value = cuts.queries(value, 2) if value.shape[2] != 1 else value
-    value = cuts.keys(value, 3) if value.shape[3] != 1 else value
+    value = _cut_axis(_cut_axis(cuts.batch(value, 0), cuts.queries, 2), cuts.keys, 3)
     if value.shape[1] is None:  # 1 or all heads, known when the graph runs
         place = ops.minimum(ops.convert_to_tensor(heads, "int32"), ops.shape(value)[1] - 1)
         return ops.take(value, place, axis=1)
     return value if value.shape[1] in (1, len(heads)) else ops.take(value, list(heads), axis=1)
 
 
-def _checked(spec: MaskSpec, result: Any) -> Tensor:
-    dtype = None if isinstance(result, bool) else getattr(result, "dtype", None)
-    if dtype is None or keras.backend.standardize_dtype(dtype) != "bool":
-        received = repr(result) if dtype is None else f"dtype {dtype}"
-        raise TypeError(
-            f"`{type(spec).__name__}.allowed` must return a boolean tensor. Received: {received}. "
-            "(`==` between symbolic Keras tensors compares objects: write `~(a != b)`.)"
-        )
-    return result
+def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -> Tensor:
+    return tensor if tensor.shape[axis] == 1 else cut(tensor, axis)  # 1 serves every position
 
 
 def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
@@ -238,9 +387,9 @@ def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     for part in parts:  # rules with and without a batch axis are joined: each gets one
         first = part[:, :1, :1, :1]
         ones = ops.logical_and(ones, ops.logical_or(first, ops.logical_not(first)))
-    of_head = {}
+    of_head = [ones] * num_heads
     for (_, heads), part in zip(groups, parts, strict=True):
         full = ops.logical_and(part, ones)
         for i, head in enumerate(heads):
             of_head[head] = full if full.shape[1] == 1 else full[:, i : i + 1]
-    return ops.concatenate([of_head[head] for head in range(num_heads)], axis=1)
+    return ops.concatenate(of_head, axis=1)

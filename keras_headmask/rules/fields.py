@@ -24,8 +24,7 @@ class Limits:
 
 
 def limits_of(annotation: Any) -> Limits | None:
-    metadata = getattr(annotation, "__metadata__", ())
-    return next((x for x in metadata if isinstance(x, Limits)), None)
+    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, Limits)), None)
 
 
 @functools.cache
@@ -111,16 +110,13 @@ def _whole(at_least: int) -> Limits:
     return Limits(schema, functools.partial(whole_number, at_least=at_least))
 
 
-def _seed(value: Any, field: str) -> int:
-    return whole_number(value, field, at_least=0, any_size=True)
-
-
+_SEED = functools.partial(whole_number, at_least=0, any_size=True)
 _ID = _whole(-_LARGEST)
 _IDS = {"anyOf": [_ID.schema, {"type": "array", "items": _ID.schema, "minItems": 1}]}
 Whole = Annotated[int, _ID]
 NotNegative = Annotated[int, _whole(0)]
 Positive = Annotated[int, _whole(1)]
-Seed = Annotated[int, Limits({"type": "integer", "minimum": 0}, _seed)]
+Seed = Annotated[int, Limits({"type": "integer", "minimum": 0}, _SEED)]
 Fraction = Annotated[float, Limits({"type": "number", "minimum": 0, "maximum": 1}, fraction)]
 Name = Annotated[str, Limits({"type": "string", "minLength": 1}, input_name)]
 Ids = Annotated[int | Sequence[int], Limits(_IDS, id_tuple)]  # kept as a tuple

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from keras_headmask.rules import config
+from keras_headmask.rules.fields import whole_number
+
+_MOST_HEADS = 100_000  # they are visited one by one
 
 
 def named_heads(spec: Any) -> Iterator[int]:
@@ -16,7 +18,11 @@ def named_heads(spec: Any) -> Iterator[int]:
 
 def check_heads(spec: Any, num_heads: int) -> None:
     """Every head that `spec` names must exist, also one whose rule equals the default."""
-    config.number_of_heads(num_heads)
+    if whole_number(num_heads, "num_heads", at_least=1, any_size=True) > _MOST_HEADS:
+        raise ValueError(
+            f"`num_heads` must be at most {_MOST_HEADS}. Received: {num_heads}. Pass the number of "
+            "heads of the attention layer."
+        )
     for head in named_heads(spec):
         if head >= num_heads:
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import cast
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles
+from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles, Words
 
 
 class _Reader(MaskSpec):
@@ -27,9 +27,8 @@ class _Reader(MaskSpec):
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
         query, key = inputs[self.input]
         of_query = None if query is None else self._read(query)
-        if key is query:
-            return {self.input: Sides(of_query, of_query)}
-        return {self.input: Sides(of_query, None if key is None else self._read(key))}
+        of_key = of_query if key is query else None if key is None else self._read(key)
+        return {self.input: Sides(of_query, of_key)}
 
     def _read(self, values: Tensor) -> Tensor:
         return _as_ids(values)
@@ -110,12 +109,15 @@ class SameSentence(_Ids):
 
     def in_words(self) -> str:
         where = "" if self.input == "token_ids" else f" in `{self.input}`"
-        ends = words.ids_in_words(self.ids_of_interest)
+        ends = words.listed(self.ids_of_interest, "or")
         return f"its own sentence (sentences{where} end with token {ends})"
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Side(_Reader):
     """A flag of each key, or of each query: whether it is set, or its id is one of `ids`."""
+
+    input: fields.Name
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -139,6 +141,12 @@ class _Side(_Reader):
         flags = getattr(inputs[self.input], str(self.opens))
         return Bounds(flags.high > 0, flags.low > 0)
 
+    def in_words(self) -> Words:
+        asked = f"`{self.input}` is {words.listed(self.ids_of_interest or ['set'], 'or')}"
+        if self.opens == "query":
+            return words.of_the_query(f"if its own {asked}")
+        return Words(f"every token whose {asked}")
+
 
 @register_spec("key_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -153,13 +161,12 @@ class KeyFlag(_Side):
     1 1 0
     """
 
-    input: fields.Name
     opens = "key"
 
-    def in_words(self) -> str:
+    def in_words(self) -> Words:
         if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
-            return "every token that `padding_mask` does not hide"
-        return f"every token whose `{self.input}` is set"
+            return Words("every token that `padding_mask` does not hide")
+        return _Side.in_words(self)
 
 
 @register_spec("query_flag")
@@ -174,11 +181,7 @@ class QueryFlag(_Side):
     1 1
     """
 
-    input: fields.Name
     opens = "query"
-
-    def in_words(self) -> words.Words:
-        return words.of_the_query(f"if its own `{self.input}` is set")
 
 
 @register_spec("key_in")
@@ -194,13 +197,8 @@ class KeyIn(_Side):
     0 1 0
     """
 
-    input: fields.Name
     ids: fields.Ids
     opens = "key"
-
-    def in_words(self) -> str:
-        ids = words.ids_in_words(self.ids_of_interest)
-        return f"every token whose `{self.input}` is {ids}"
 
 
 @register_spec("query_in")
@@ -215,13 +213,8 @@ class QueryIn(_Side):
     0 0
     """
 
-    input: fields.Name
     ids: fields.Ids
     opens = "query"
-
-    def in_words(self) -> words.Words:
-        ids = words.ids_in_words(self.ids_of_interest)
-        return words.of_the_query(f"if its own `{self.input}` is {ids}")
 
 
 @register_spec("mask_input")

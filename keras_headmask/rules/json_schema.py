@@ -32,12 +32,11 @@ def schema(kinds: Iterable[str] | None = None) -> dict[str, Any]:
     >>> sorted(window["properties"]), window["required"]
     (['after', 'before', 'kind', 'step'], ['kind'])
     """
-    known = config.known_kinds()
-    kinds = list(known) if kinds is None else sorted(set(kinds))
-    if missing := [kind for kind in kinds if kind not in known]:
+    kinds = sorted(config.KINDS if kinds is None else set(kinds))
+    if missing := [kind for kind in kinds if kind not in config.KINDS]:
         raise ValueError(
             f"No spec is registered as {missing[0]!r}; a spec of your own must be imported first. "
-            f"Registered: {', '.join(known)}."
+            f"Registered: {', '.join(sorted(config.KINDS))}."
         )
     rule = {
         "type": "object",
@@ -52,23 +51,24 @@ def schema(kinds: Iterable[str] | None = None) -> dict[str, Any]:
             for kind in kinds
         ],
     }
+    of_kinds = {}
+    for kind in kinds:
+        cls = config.KINDS[kind]
+        fields = cls.json_fields()
+        required = [name for name, field in fields.items() if "default" not in field]
+        of_kinds[kind] = {
+            "description": (cls.__doc__ or kind).strip().split("\n")[0],
+            "type": "object",
+            "properties": {"kind": {"const": kind}, **fields},
+            "required": ["kind", *required],
+            "additionalProperties": False,
+        }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A rule of keras_headmask",
         "description": "Which keys each query of an attention head may attend to.",
         **RULE,
-        "$defs": {"rule": rule, **{kind: _of_kind(kind, known[kind]) for kind in kinds}},
-    }
-
-
-def _of_kind(kind: str, cls: Any) -> dict[str, Any]:
-    fields = cls.json_fields()
-    return {
-        "description": (cls.__doc__ or kind).strip().split("\n")[0],
-        "type": "object",
-        "properties": {"kind": {"const": kind}, **fields},
-        "required": ["kind", *(name for name, field in fields.items() if "default" not in field)],
-        "additionalProperties": False,
+        "$defs": {"rule": rule, **of_kinds},
     }
 
 
@@ -76,10 +76,11 @@ def of_fields(cls: Any) -> dict[str, dict[str, Any]]:
     types, schemas = types_of(cls), {}
     for field in dataclasses.fields(cls):
         schemas[field.name] = _of_type(types[field.name])
-        if field.default is not dataclasses.MISSING:
-            schemas[field.name] |= {"default": config.to_json(field.default)}
-        elif field.default_factory is not dataclasses.MISSING:
-            schemas[field.name] |= {"default": config.to_json(field.default_factory())}
+        default, factory = field.default, field.default_factory
+        if factory is not dataclasses.MISSING:
+            default = factory()
+        if default is not dataclasses.MISSING:
+            schemas[field.name] |= {"default": config.to_json(default)}
     return schemas
 
 

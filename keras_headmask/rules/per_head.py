@@ -1,25 +1,59 @@
-"""A rule for each head, and which heads share one."""
+"""A rule for each head."""
 
-import bisect
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from keras_headmask.rules import config, words
-from keras_headmask.rules.base import Compound, MaskSpec, check_spec, merged_inputs, register_spec
-from keras_headmask.rules.fields import RULE, fail, whole_number
+from keras_headmask.rules import config, fields, words
+from keras_headmask.rules.algebra import Compound
+from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
+from keras_headmask.rules.fields import RULE, Limits, fail
 from keras_headmask.rules.positions import Full
 
-_FULL = Full()
 _LAST_HEAD = 65535
 _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."
 _PART = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
+_SCHEMA = {
+    "description": 'Head numbers to rules: "0", "1-3" (inclusive), "0,4-7".',
+    "type": "object",
+    "propertyNames": {"pattern": f"^{_PART}(,{_PART})*$"},
+    "additionalProperties": RULE,
+}
+
+
+def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
+    """Each head that a key of `heads` names, with its rule, in rising order."""
+    if not isinstance(heads, Mapping):
+        written = f"hm.PerHead({{0: {config.call_of(heads) or '...'}}})"
+        if isinstance(heads, (list, tuple)):
+            written += ", or of a list: hm.PerHead(dict(enumerate(rules)))"
+        fail(
+            TypeError,
+            field,
+            f"`{field}` must map head numbers to specs, such as {{0: Window(after=0)}}. Received: "
+            f"{heads!r}. Give the rule of each head by its number: {written}.",
+        )
+    rules: dict[int, MaskSpec] = {}
+    for key, spec in heads.items():
+        place = f"{field}.{key}"
+        check_spec(spec, place, f"hm.PerHead({{{key!r}: SPEC}})")
+        if not (numbers := head_numbers(key)):
+            fail(ValueError, place, f"{key!r} names no head.")
+        for head in numbers:
+            if head in rules:
+                fail(ValueError, place, f"Head {head} has two rules; name it once.")
+            rules[head] = spec
+    return tuple(sorted(rules.items(), key=lambda named: named[0]))
+
+
+_default = functools.partial(check_spec, call="hm.PerHead(..., default=SPEC)")
 
 
 @register_spec("per_head")
-@dataclasses.dataclass(frozen=True, repr=False, init=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PerHead(Compound):
     """A rule of its own for some heads, `default` for the rest.
 
@@ -39,44 +73,23 @@ class PerHead(Compound):
     PerHead({0: SameSegment('sentence_ids'), '1-3': Window(before=2, after=2)})
     """
 
-    heads: tuple[tuple[int, MaskSpec], ...]
-    default: MaskSpec
+    heads: Annotated[Mapping[Any, MaskSpec], Limits(_SCHEMA, _by_number)]  # kept as sorted pairs
+    default: Annotated[MaskSpec, Limits(RULE, _default)] = Full()  # noqa: RUF009 (it is a value)
 
-    def __init__(self, heads: Mapping[Any, MaskSpec], default: MaskSpec = _FULL):
-        if not isinstance(heads, Mapping):
-            written = f"hm.PerHead({{0: {config.call_of(heads) or '...'}}})"
-            if isinstance(heads, (list, tuple)):
-                written += ", or of a list: hm.PerHead(dict(enumerate(rules)))"
-            fail(
-                TypeError,
-                "heads",
-                "`heads` must map head numbers to specs, such as {0: Window(after=0)}. Received: "
-                f"{heads!r}. Give the rule of each head by its number: {written}.",
-            )
-        rules: dict[int, MaskSpec] = {}
-        for key, spec in heads.items():
-            check_spec(spec, f"heads.{key}", f"hm.PerHead({{{key!r}: SPEC}})")
-            numbers = head_numbers(key)
-            if not numbers:
-                fail(ValueError, f"heads.{key}", f"{key!r} names no head.")
-            for head in numbers:
-                if head in rules:
-                    fail(ValueError, f"heads.{key}", f"Head {head} has two rules; name it once.")
-                rules[head] = spec
-        check_spec(default, "default", "hm.PerHead(..., default=SPEC)")
-        object.__setattr__(self, "heads", tuple((head, rules[head]) for head in sorted(rules)))
-        object.__setattr__(self, "default", default)
-        merged_inputs(self.children)
+    def __post_init__(self) -> None:
+        fields.check_fields(self)
+        merged_inputs(self.children)  # heads that read one input in two ways are refused here
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
         return (*dict.fromkeys(spec for _, spec in self.heads), self.default)
 
+    @functools.cached_property
+    def _rules(self) -> dict[int, MaskSpec]:
+        return dict(self.heads)
+
     def children_at(self, head: int) -> tuple[MaskSpec, ...]:
-        # Bisection: a dict would be made anew from all heads for each of them.
-        place = bisect.bisect_left(self.heads, head, key=lambda named: named[0])
-        is_named = place < len(self.heads) and self.heads[place][0] == head
-        return (self.heads[place][1] if is_named else self.default,)
+        return (self._rules.get(head, self.default),)
 
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         new = dict(zip(self.children, children, strict=True))
@@ -95,54 +108,43 @@ class PerHead(Compound):
         place, heads = config.join_path(path, "heads"), fields["heads"]
         if not isinstance(heads, Mapping):
             raise config.bad_place(place, f"expected an object, head to spec. Received: {heads!r}.")
-        rules = {k: config.build(v, config.join_path(place, str(k))) for k, v in heads.items()}
-        default = _FULL
-        if "default" in fields:
-            default = config.build(fields["default"], config.join_path(path, "default"))
-        return config.located(lambda: cls(rules, default), path)
-
-    @classmethod
-    def json_fields(cls) -> dict[str, dict[str, Any]]:
-        heads = {
-            "description": 'Head numbers to rules: "0", "1-3" (inclusive), "0,4-7".',
-            "type": "object",
-            "propertyNames": {"pattern": f"^{_PART}(,{_PART})*$"},
-            "additionalProperties": RULE,
+        made: dict[str, Any] = {
+            "heads": {k: config.build(v, f"{place}.{k}") for k, v in heads.items()}
         }
-        return {"heads": heads, "default": RULE | {"default": _FULL.get_config()}}
+        if "default" in fields:
+            made["default"] = config.build(fields["default"], config.join_path(path, "default"))
+        return config.located(lambda: cls(**made), path)
 
-    def _runs(self) -> Iterator[tuple[int | str, MaskSpec]]:
+    def _runs(self) -> Iterator[tuple[int | str, Any]]:
         """Neighbouring heads with equal rules under one key, as a person would write them."""
-        rules = dict(self.heads)
-        for run in words.runs(rules):
-            for spec, equal in itertools.groupby(run, rules.__getitem__):
+        for run in words.runs(self._rules):
+            for spec, equal in itertools.groupby(run, self._rules.get):
                 heads = list(equal)
                 yield (heads[0] if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"), spec
 
     def __repr__(self) -> str:
         heads = ", ".join(f"{key!r}: {spec!r}" for key, spec in self._runs())
-        rest = "" if self.default == _FULL else f", default={self.default!r}"
+        rest = "" if self.default == Full() else f", default={self.default!r}"
         return f"PerHead({{{heads}}}{rest})"
 
 
 def head_numbers(key: Any) -> list[int]:
     """The heads a key of `PerHead` names: 3, "1-3", "0,4-7" or (4, 7)."""
-    field, received = f"heads.{key}", f"Received: {key!r}."
     if isinstance(key, tuple):
         return [head for part in key for head in head_numbers(part)]
+    field, named = f"heads.{key}", f"{_NAMED} Received: {key!r}."
     if not isinstance(key, str):
         if isinstance(key, bool) or not hasattr(type(key), "__index__"):
-            fail(TypeError, field, f"{_NAMED} {received}")
-        head = whole_number(key, field)
-        if head < 0:
+            fail(TypeError, field, named)
+        if (head := fields.whole_number(key, field)) < 0:
             fail(ValueError, field, f"Heads are counted from 0. Received: head {head}.")
         return [head]
     numbers: list[int] = []
     for part in key.split(","):
         if not re.fullmatch(_PART, part, re.ASCII):
-            fail(ValueError, field, f"{_NAMED} {received}")
-        ends = [int(number) for number in re.findall("[0-9]+", part)]
-        first, last = ends[0], ends[-1]
+            fail(ValueError, field, named)
+        start, _, stop = part.partition("-")
+        first, last = int(start), int(stop or start)
         if last < first:
             fail(ValueError, field, f"The range {part!r} of heads runs backwards.")
         if last > _LAST_HEAD:

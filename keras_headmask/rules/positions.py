@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.protocol import Bounds, OpenSide, Tensor, Tiles
+from keras_headmask.rules.protocol import Bounds, OpenSide, Tensor, Tiles, Words
 
 
 class _Constant(MaskSpec):
@@ -19,8 +19,7 @@ class _Constant(MaskSpec):
         return key_positions <= key_positions if self.constant else key_positions < key_positions
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        every_or_none = self.allowed(tiles.query_first, tiles.key_first, inputs)
-        return Bounds(every_or_none, every_or_none)
+        return Bounds(*[self.allowed(tiles.query_first, tiles.key_first, inputs)] * 2)
 
     def closes(self, side: str) -> bool:
         return not self.constant
@@ -86,16 +85,14 @@ class Window(MaskSpec):
 
     def __post_init__(self) -> None:
         fields.check_fields(self)
-        if self.before is None or self.after is None:
-            return
-        if self.after // self.step < -(self.before // self.step):
-            multiple = f" that is a multiple of {self.step}" if self.step > 1 else ""
+        before, after, step = self.before, self.after, self.step
+        if before is not None and after is not None and after // step < -(before // step):
+            multiple = f" that is a multiple of {step}" if step > 1 else ""
             fields.fail(
                 ValueError,
                 "after",
-                f"No distance{multiple} lies from {-self.before} to {self.after}. Received: "
-                f"before={self.before}, after={self.after}. Write Nothing() for a head that sees "
-                "no key.",
+                f"No distance{multiple} lies from {-before} to {after}. Received: before={before}, "
+                f"after={after}. Write Nothing() for a head that sees no key.",
             )
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
@@ -112,9 +109,9 @@ class Window(MaskSpec):
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         least = tiles.key_first - tiles.query_last
         greatest = tiles.key_last - tiles.query_first
-        step = self.step
         # A tile holds every distance from least to greatest: is a multiple of `step` among them
         # that lies in the window? Count in steps, from the first (rounded up) to the last.
+        step = self.step
         first, last = -(-least // step), greatest // step
         possible, certain = first <= last, least <= greatest
         if step > 1:
@@ -150,11 +147,11 @@ class Window(MaskSpec):
         closed, *meant = (dataclasses.replace(self, **changed) for changed in sides)
         return OpenSide(side, closed, tuple(dict.fromkeys(meant)))
 
-    def in_words(self) -> words.Words:
+    def in_words(self) -> Words:
         before, after = self.before, self.after
         if before is None and after is None:
             if self.step > 1:
-                return words.Words(f"every token at a distance that is a multiple of {self.step}")
+                return Words(f"every token at a distance that is a multiple of {self.step}")
             text = "every token, at whatever distance"
         elif before is not None and before < 0:
             text = f"{_places(-before, after)} after it"
@@ -172,7 +169,7 @@ class Window(MaskSpec):
             text = words.listed(said, "and")
         if self.step > 1:
             text += f", at distances that are multiples of {self.step}"
-        return words.Words(text, compound=self.step > 1)
+        return Words(text, compound=self.step > 1)
 
 
 def _places(first: int, last: int | None) -> str:
@@ -192,12 +189,9 @@ class _Range(MaskSpec):
     def __post_init__(self) -> None:
         fields.check_fields(self)
         if self.stop is not None and self.stop <= self.start:
-            fields.fail(
-                ValueError,
-                "stop",
-                f"`stop` must be greater than `start`: no position lies in [{self.start}, "
-                f"{self.stop}). Write Nothing() for an empty rule.",
-            )
+            problem = f"no position lies in [{self.start}, {self.stop})"
+            message = f"`stop` must be greater than `start`: {problem}. Write Nothing() for that."
+            fields.fail(ValueError, "stop", message)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         positions = query_positions if self.reads_query_positions else key_positions
@@ -259,7 +253,7 @@ class Queries(_Range):
     1 1
     """
 
-    def in_words(self) -> words.Words:
+    def in_words(self) -> Words:
         if self.stop is None:
             where = f"position {self.start} or later"
         elif self.stop == self.start + 1:

@@ -48,8 +48,7 @@ def prefix_lm(length: int) -> MaskSpec:
     >>> prefix_lm(4)
     Keys(0, stop=4) | Window(after=0)
     """
-    length = whole_number(length, "length", at_least=1)
-    return Keys(0, length) | causal()
+    return Keys(0, whole_number(length, "length", at_least=1)) | causal()
 
 
 @config.recipe

@@ -1,47 +1,24 @@
-"""A rule in plain English.
+"""A rule in plain English, and text for a terminal.
 
 Each spec says by `in_words` what a token sees; here the parts are put together, and the heads.
 Nothing here imports the specs, so that a spec can describe itself.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from keras_headmask.rules import config
 from keras_headmask.rules.heads import head_groups, named_heads
-
-
-class Words(NamedTuple):
-    """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
-
-    `condition` is set where the rule asks something of the query alone: "if its own `x` is set".
-    `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.
-    """
-
-    phrase: str
-    condition: str = ""
-    compound: bool = False
-    hidden: str = ""
-
-    @property
-    def inner(self) -> str:
-        """The phrase inside another."""
-        return f"({self.phrase})" if self.compound else self.phrase
-
-    @property
-    def those(self) -> str:
-        """The phrase after "only", "not" or "all but"."""
-        rest = self.inner.removeprefix("every token ")
-        return self.inner if rest == self.inner else f"the tokens {rest}"
+from keras_headmask.rules.protocol import Words
 
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     """A sentence for each group of heads that obey one rule."""
     groups, others = ordered_groups(spec, num_heads)
-    if len(groups) == 1:
-        return [f"A token sees {words(groups[0][0]).phrase}."]
-    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
     seen = [words(rule).phrase for rule, _ in groups]
+    if len(groups) == 1:
+        return [f"A token sees {seen[0]}."]
+    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
     seen[0] = f"a token sees {seen[0]}"
     return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
 
@@ -103,8 +80,9 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
 def words(spec: Any) -> Words:
     """What a token sees under `spec`, which holds no `PerHead`."""
     said = spec.in_words()
-    owner: Any = next(cls for cls in type(spec).__mro__ if "in_words" in vars(cls))
-    if owner is not type(spec) and hasattr(owner, "kind") and config.is_registered(owner):
+    mro = type(spec).__mro__
+    owner = next(cls for cls in mro if "in_words" in vars(cls) or config.is_registered(cls))
+    if owner is not type(spec) and config.is_registered(owner):
         said = None  # the words of another kind, inherited by a class that may mean anything
     return said if isinstance(said, Words) else Words(said or f"what {spec!r} allows")
 
@@ -116,41 +94,11 @@ _ORDER = (  # in which parts of a join are said, so that equal rules read alike;
 )
 
 
-def _in_order(specs: tuple) -> list[Words]:
+def in_order(specs: tuple) -> list[Words]:
+    """The words of the parts of a join."""
     order = {kind: i for i, kind in enumerate(_ORDER)}
     said = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
     return [part for _, part in sorted(said, key=lambda pair: (pair[0], pair[1].phrase))]
-
-
-def of_and(specs: tuple) -> Words:
-    """ "A; of these only B, but not C, if D": a part that asks of the query alone comes last."""
-    parts = _in_order(specs)
-    conditions = [said.condition for said in parts if said.condition]
-    negated = [said.hidden for said in parts if said.hidden and not said.condition]
-    nouns = [said for said in parts if not said.hidden and not said.condition]
-    if nouns:
-        phrases = [nouns[0].inner, *(said.those for said in nouns[1:])]
-        text = "; of these only ".join(phrases) + "".join(f", but not {n}" for n in negated)
-    else:
-        text = f"all but {', and not '.join(negated)}" if negated else "every token"
-    # So that `Full() & ...` has words of its own.
-    only, unless = (", but only ", ", but not if ") if nouns or negated else (", ", ", unless ")
-    if asked := [condition for condition in conditions if condition.startswith("if ")]:
-        text += only + " and ".join(asked)
-    if refused := [c.removeprefix("unless ") for c in conditions if c not in asked]:
-        text += unless + " or ".join(refused)
-    return Words(text, compound=True)
-
-
-def of_or(specs: tuple) -> Words:
-    return Words(", plus ".join(said.inner for said in _in_order(specs)), compound=True)
-
-
-def of_not(spec: Any) -> Words:
-    said = words(spec)
-    if said.condition.startswith("if "):
-        return of_the_query(f"unless {said.condition.removeprefix('if ')}")
-    return Words(f"all but {said.those}", compound=True, hidden=said.those)
 
 
 def of_the_query(condition: str) -> Words:
@@ -163,11 +111,23 @@ def counted(count: int | None, noun: str) -> str:
     return f"every {noun}" if count is None else f"{count} {noun}{'s' if count > 1 else ''}"
 
 
-def ids_in_words(ids: tuple[int, ...]) -> str:
-    return listed(list(map(str, ids)), "or")
-
-
-def listed(parts: list[str], conjunction: str) -> str:
+def listed(parts: Iterable[Any], conjunction: str) -> str:
     """ "a", "a and b", "a, b and c"."""
-    *most, last = parts
+    *most, last = map(str, parts)
     return f"{', '.join(most)} {conjunction} {last}" if most else last
+
+
+def shown(text: str) -> str:
+    r"""`text` with what may move or hide text on a terminal escaped, apart from ends of lines.
+
+    >>> print(shown("a\x1b[2Jb"))
+    a\x1b[2Jb
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def in_one_line(text: str) -> str:
+    r"""`text` with the ends of lines escaped, too, so that a name cannot add a line of its own."""
+    return shown(text).replace("\n", "\\n")

@@ -29,23 +29,18 @@ class Limits:
     grace_seconds: int = 30
 
 
-def server(app: Any, limits: Limits, **options: Any) -> uvicorn.Server:
+class Server(uvicorn.Server):
     """A server of `app` that keeps `limits`; `options` are those of `uvicorn.Config`."""
-    config = uvicorn.Config(
-        app,
-        http="h11",  # the one with a limit on headers
-        ws="none",
-        h11_max_incomplete_event_size=limits.header_bytes,
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=limits.grace_seconds,
-        **options,
-    )
-    return _Server(config, limits)
 
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, limits: Limits):
-        super().__init__(config)
+    def __init__(self, app: Any, limits: Limits, **options: Any):
+        bounds = {
+            "http": "h11",  # the one with a limit on headers
+            "ws": "none",
+            "h11_max_incomplete_event_size": limits.header_bytes,
+            "limit_concurrency": limits.connections,
+            "timeout_graceful_shutdown": limits.grace_seconds,
+        }
+        super().__init__(uvicorn.Config(app, **bounds, **options))
         self._limits = limits
         self._waits: dict[Any, tuple[Any, float]] = {}  # by connection: for what, since when
 

@@ -6,6 +6,7 @@ application of their own, which `keras_headmask.server` runs.
 """
 
 import asyncio
+import functools
 import re
 import uuid
 from typing import Any
@@ -35,7 +36,7 @@ from keras_headmask.server.predict_requests import (
     write_v1,
     write_v2,
 )
-from keras_headmask.server.served_versions import Served, ServedVersions
+from keras_headmask.server.served_versions import ServedVersions
 
 # Beside those that KServe keeps: `request_predict_seconds` and others, by model.
 _REQUESTS = Counter("keras_headmask_requests", "Requests answered, by HTTP status", ["code"])
@@ -56,7 +57,45 @@ def create_app(versions: ServedVersions, name: str, limits: Limits) -> FastAPI:
     _VERSION.labels(name).set_function(lambda: versions.current.version)
     _BROKEN.labels(name).set_function(lambda: len(versions.failures))
 
-    _add_routes(app, name, versions)  # before KServe's, since the first route that fits is taken
+    # Before KServe's, since the first route that fits is taken: status and metadata in TensorFlow
+    # Serving's words, and what clients may not do.
+    @app.get(f"/v1/models/{name}")
+    async def status() -> dict[str, Any]:
+        states = [(versions.current.version, "AVAILABLE", "OK", "")]
+        states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
+        shown = [
+            {
+                "version": str(number),
+                "state": state,
+                "status": {"error_code": code, "error_message": message},
+            }
+            for number, state, code, message in sorted(states, reverse=True)
+        ]
+        # The first two as KServe has it.
+        return {"name": name, "ready": True, "model_version_status": shown}
+
+    @app.get(f"/v1/models/{name}/metadata")
+    async def metadata() -> dict[str, Any]:
+        served = versions.current
+        as_dict = functools.partial(
+            json_format.MessageToDict,
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
+        )
+        signatures = {key: as_dict(definition) for key, definition in served.definitions.items()}
+        return {
+            "model_spec": {"name": name, "signature_name": "", "version": str(served.version)},
+            "metadata": {"signature_def": {"signature_def": signatures}},
+        }
+
+    @app.post("/v1/models/{model_name}:explain")
+    @app.post("/v2/repository/models/{model_name}/{action}")
+    async def refused() -> None:
+        raise BadRequest(
+            "This server explains nothing, and loads or unloads nothing on request: a version is "
+            "loaded when its folder appears. Ask with `:predict`."
+        )
+
     data_plane = _DataPlane(model_registry=repository)
     app.add_api_route("/", data_plane.live, methods=["GET"])
     app.add_api_route("/metrics", metrics_handler, methods=["GET"])
@@ -99,24 +138,16 @@ class _ServedModel(Model):
             payload.id or str(uuid.uuid4()), self.name, tensors, model_version=version
         )
 
-    def get_input_types(self) -> list[dict[str, Any]]:
-        return self._types("inputs")
-
-    def get_output_types(self) -> list[dict[str, Any]]:
-        return self._types("outputs")
-
     def _types(self, side: str) -> list[dict[str, Any]]:
         """Of the default signature: V2's metadata describe one."""
         signatures = self._versions.current.signatures
         signature = signatures.get(DEFAULT_SIGNATURE) or next(iter(signatures.values()))
-        return [
-            {
-                "name": name,
-                "datatype": tensor.datatype,
-                "shape": [-1 if size is None else size for size in tensor.shape or ()],
-            }
-            for name, tensor in getattr(signature, side).items()
-        ]
+        tensors = getattr(signature, side).items()
+        shapes = {name: [-1 if n is None else n for n in x.shape or ()] for name, x in tensors}
+        return [{"name": k, "datatype": x.datatype, "shape": shapes[k]} for k, x in tensors]
+
+    get_input_types = functools.partialmethod(_types, "inputs")
+    get_output_types = functools.partialmethod(_types, "outputs")
 
 
 class _DataPlane(DataPlane):
@@ -134,56 +165,6 @@ class _DataPlane(DataPlane):
 
     def encode(self, model_name: str, response: Any, headers: Any, req_attributes: Any) -> Any:
         return super().encode(model_name, response, {}, {})
-
-
-def _add_routes(app: FastAPI, name: str, versions: ServedVersions) -> None:
-    """Status and metadata in TensorFlow Serving's words, and what clients may not do."""
-
-    def current(model_name: str) -> Served:
-        if model_name != name:
-            raise ModelNotFound(model_name)
-        return versions.current
-
-    @app.get("/v1/models/{model_name}")
-    async def status(model_name: str) -> dict[str, Any]:
-        states = [(current(model_name).version, "AVAILABLE", "OK", "")]
-        states += [(number, "END", "UNKNOWN", why) for number, why in versions.failures.items()]
-        return {
-            "name": name,  # this and the next as KServe has it
-            "ready": True,
-            "model_version_status": [
-                {
-                    "version": str(number),
-                    "state": state,
-                    "status": {"error_code": code, "error_message": message},
-                }
-                for number, state, code, message in sorted(states, reverse=True)
-            ],
-        }
-
-    @app.get("/v1/models/{model_name}/metadata")
-    async def metadata(model_name: str) -> dict[str, Any]:
-        served = current(model_name)
-        definitions = {
-            key: json_format.MessageToDict(
-                definition,
-                preserving_proto_field_name=True,
-                always_print_fields_with_no_presence=True,
-            )
-            for key, definition in served.definitions.items()
-        }
-        return {
-            "model_spec": {"name": name, "signature_name": "", "version": str(served.version)},
-            "metadata": {"signature_def": {"signature_def": definitions}},
-        }
-
-    @app.post("/v1/models/{model_name}:explain")
-    @app.post("/v2/repository/models/{model_name}/{action}")
-    async def refused() -> None:
-        raise BadRequest(
-            "This server explains nothing, and loads or unloads nothing on request: a version is "
-            "loaded when its folder appears. Ask with `:predict`."
-        )
 
 
 # --- Errors and limits ----------------------------------------------------------------------------
@@ -207,15 +188,14 @@ class _Gate:
     def __init__(self, app: ASGIApp, versions: ServedVersions, limits: Limits):
         self._app, self._versions, self._limits = app, versions, limits
         self._bodies: dict[int, bytearray] = {}  # from their first byte to the end of their answer
+        self._held = lambda: sum(map(len, list(self._bodies.values())))
         _HELD.set_function(self._held)
-
-    def _held(self) -> int:
-        return sum(map(len, list(self._bodies.values())))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        body = self._bodies[id(scope)] = bytearray()
+        body = bytearray()
+        self._bodies[id(body)] = body
         code, unread = 500, True  # the status where an exception passes all handlers
 
         async def replay() -> Message:
@@ -232,24 +212,19 @@ class _Gate:
 
         with _IN_PROGRESS.track_inprogress():
             try:
-                inner = self._without_version(scope)
+                if match := _VERSIONED.fullmatch(scope["path"]):  # to a header instead of the path
+                    model, version, rest = match.groups(default="")
+                    if version != str(self._versions.current.version):
+                        raise HTTPException(404, f"Version {version} is not served.")
+                    headers = [*scope["headers"], (_ASKED_VERSION.encode(), version.encode())]
+                    scope = {**scope, "path": model + rest, "headers": headers}
                 await self._read(receive, body)
-                await self._app(inner, replay, counted)
+                await self._app(scope, replay, counted)
             except HTTPException as error:
                 await (await _refuse(None, error))(scope, receive, counted)
             finally:
-                del self._bodies[id(scope)]
+                del self._bodies[id(body)]
                 _REQUESTS.labels(code).inc()
-
-    def _without_version(self, scope: Scope) -> Scope:
-        """`scope` with the version in a header instead of the path."""
-        if (match := _VERSIONED.fullmatch(scope["path"])) is None:
-            return scope
-        model, version, rest = match.groups(default="")
-        if version != str(self._versions.current.version):
-            raise HTTPException(404, f"Version {version} is not served.")
-        header = (_ASKED_VERSION.encode(), version.encode())
-        return {**scope, "path": model + rest, "headers": [*scope["headers"], header]}
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
         """Fill `body`.
@@ -257,7 +232,7 @@ class _Gate:
         What is too large is read to its end and thrown away, since many clients look for an answer
         only when they have sent all.
         """
-        limits, refusal, size, more = self._limits, None, 0, True
+        limits, size, is_full, more = self._limits, 0, False, True
         try:
             async with asyncio.timeout(limits.read_seconds):
                 while more:
@@ -265,20 +240,18 @@ class _Gate:
                     part = message.get("body", b"")
                     more = message.get("more_body", False)  # also false where the client has gone
                     size += len(part)
-                    if size > limits.request_bytes:
-                        text = f"The request is larger than {limits.request_bytes} bytes."
-                        refusal = HTTPException(413, text)
-                    elif refusal is None and self._held() + len(part) > limits.bytes_in_all:
-                        text = (
-                            f"The requests in progress hold {limits.bytes_in_all} bytes, the most "
-                            "they may together. Try again later."
-                        )
-                        refusal = HTTPException(503, text, {"retry-after": "1"})
+                    is_full = is_full or self._held() + len(part) > limits.bytes_in_all
                     body += part
-                    if refusal is not None:
+                    if is_full or size > limits.request_bytes:
                         body.clear()
         except TimeoutError:
             text = f"The request did not arrive whole in {limits.read_seconds} seconds."
             raise HTTPException(408, text, {"connection": "close"}) from None
-        if refusal is not None:
-            raise refusal
+        if size > limits.request_bytes:
+            raise HTTPException(413, f"The request is larger than {limits.request_bytes} bytes.")
+        if is_full:
+            text = (
+                f"The requests in progress hold {limits.bytes_in_all} bytes, the most they may "
+                "together. Try again later."
+            )
+            raise HTTPException(503, text, {"retry-after": "1"})

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from keras_headmask.export.tf_serving import check_model_name
-from keras_headmask.rules.terminal import in_one_line, shown
+from keras_headmask.rules.words import in_one_line, shown
 from keras_headmask.server.served_versions import ServedVersions
 
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -69,24 +69,32 @@ def main(base: pathlib.Path, name: str | None, **options: Any) -> None:
     keras-headmask serve saved_models/bert --port 8501
     """
     try:
-        serve(base, check_model_name(base.resolve().name if name is None else name), **options)
+        _serve(base, check_model_name(base.resolve().name if name is None else name), **options)
     except (ImportError, OSError, ValueError) as error:
         raise _CannotServe(in_one_line(str(error))) from error
 
 
-def serve(
+def _serve(
     base: pathlib.Path, name: str, host: str, port: int, poll_seconds: float, **given: Any
 ) -> None:
-    http_limits, kserve_app = _import_extra()
+    arguments, sys.argv[1:] = sys.argv[1:], []  # KServe parses them when it is imported
+    try:
+        from keras_headmask.server import http_limits, kserve_app
+    except ImportError as error:
+        raise ImportError(
+            "The development server needs KServe's SDK. Install it with "
+            f'`pip install "kserve>=0.21,<0.22"`. ({error})'
+        ) from error
+    finally:
+        sys.argv[1:] = arguments
     # Warnings on which nobody here can act. KServe answers by this class:
     warnings.filterwarnings("ignore", message="ORJSONResponse is deprecated")
     # TensorFlow speaks of gradients through a loaded model; no request asks for them.
     logging.getLogger("absl").addFilter(lambda r: "unsaved custom gradients" not in r.getMessage())
 
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:  # before the model is loaded, which takes a while; until then clients wait
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-        )
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise OSError(
             f"Cannot listen on {host}, port {port}: {error.strerror}. Pass another port, or 0 for "
@@ -100,7 +108,7 @@ def serve(
         versions = ServedVersions(base, report)
         limits = http_limits.Limits(**given, bytes_in_all=4 * given["request_bytes"])
         app = kserve_app.create_app(versions, name, limits)
-        server = http_limits.server(app, limits, host=host, port=port, log_level="warning")
+        server = http_limits.Server(app, limits, host=host, port=port, log_level="warning")
         # uvicorn acts on these and raises them again, which would end the process with an error.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
@@ -110,17 +118,3 @@ def serve(
         server.run(sockets=[listener])
         versions.close()
         report("Stopped")
-
-
-def _import_extra() -> tuple[Any, Any]:
-    arguments, sys.argv[1:] = sys.argv[1:], []  # KServe parses them when it is imported
-    try:
-        from keras_headmask.server import http_limits, kserve_app
-    except ImportError as error:
-        raise ImportError(
-            "The development server needs KServe's SDK. Install it with "
-            f'`pip install "kserve>=0.21,<0.22"`. ({error})'
-        ) from error
-    finally:
-        sys.argv[1:] = arguments
-    return http_limits, kserve_app

@@ -89,8 +89,18 @@ def read_v1(body: Any, signatures: Mapping[str, Signature]) -> Predict:
             f"tensors), not {'both' if 'inputs' in body else 'neither'}."
         )
     signature = _signature(signatures, body.get("signature_name", DEFAULT_SIGNATURE))
-    instances = body.get("instances")
-    given = _columns(instances, signature) if "instances" in body else body["inputs"]
+    given, rows = body.get("inputs"), None
+    if "instances" in body:
+        given = body["instances"]
+        if not isinstance(given, list) or not given:
+            raise BadRequest(
+                f"`instances` must be a list of at least one row. Received: {_shown(given)}."
+            )
+        rows = len(given)
+        if any(isinstance(row, dict) for row in given):
+            for i, row in enumerate(given):
+                _check_names(row, signature, f"`instances[{i}]`")
+            given = {name: [row[name] for row in given] for name in signature.inputs}
     if not isinstance(given, dict):
         if len(signature.inputs) != 1:
             raise BadRequest(
@@ -99,24 +109,7 @@ def read_v1(body: Any, signatures: Mapping[str, Signature]) -> Predict:
             )
         given = dict.fromkeys(signature.inputs, given)
     _check_names(given, signature)
-    arrays = {}
-    for name, value in given.items():
-        values = _elements(name, value)
-        arrays[name] = _array(name, values, values.shape, signature.inputs[name])
-    return _predict(signature, arrays, None if instances is None else len(instances))
-
-
-def _columns(instances: Any, signature: Signature) -> Any:
-    """`instances` as a list for each input; as they are if none of them is an object."""
-    if not isinstance(instances, list) or not instances:
-        raise BadRequest(
-            f"`instances` must be a list of at least one row. Received: {_shown(instances)}."
-        )
-    if not any(isinstance(row, dict) for row in instances):
-        return instances
-    for i, row in enumerate(instances):
-        _check_names(row, signature, f"`instances[{i}]`")
-    return {name: [row[name] for row in instances] for name in signature.inputs}
+    return _predict(signature, {name: _elements(name, x) for name, x in given.items()}, rows)
 
 
 def write_v1(predict: Predict, outputs: Arrays) -> dict[str, Any]:
@@ -132,14 +125,13 @@ def write_v1(predict: Predict, outputs: Arrays) -> dict[str, Any]:
                 f"Output `{name}` has shape {array.shape}, not one entry for each of the "
                 f"{predict.rows} `instances`. Ask with `inputs`."
             )
-    lists = {name: array.tolist() for name, array in outputs.items()}
-    key = "outputs" if predict.rows is None else "predictions"
+    lists: Any = {name: array.tolist() for name, array in outputs.items()}
     if len(lists) == 1:
-        return {key: next(iter(lists.values()))}
-    if predict.rows is None:
-        return {key: lists}
-    rows = zip(*lists.values(), strict=True)
-    return {key: [dict(zip(lists, row, strict=True)) for row in rows]}
+        (lists,) = lists.values()
+    elif predict.rows is not None:
+        rows = zip(*lists.values(), strict=True)
+        lists = [dict(zip(outputs, row, strict=True)) for row in rows]
+    return {"outputs" if predict.rows is None else "predictions": lists}
 
 
 # --- V2 -----------------------------------------------------------------------------------------
@@ -158,28 +150,28 @@ def read_v2(request: Any, signatures: Mapping[str, Signature]) -> Predict:
         names = [tensor.name for tensor in request.inputs]
         raise BadRequest(f"Each input must have a name of its own. Received: {names}")
     _check_names(given, signature)
-    arrays = {}
+    values = {}
     for name, tensor in given.items():
-        wanted, shape = signature.inputs[name], tuple(tensor.shape)
-        if tensor.datatype != wanted.datatype:
+        datatype, shape = signature.inputs[name].datatype, tuple(tensor.shape)
+        if tensor.datatype != datatype:
             raise BadRequest(
-                f"Input `{name}` must have datatype {wanted.datatype}. Received: {tensor.datatype}."
+                f"Input `{name}` must have datatype {datatype}. Received: {tensor.datatype}."
             )
         if not all(0 <= size < 2**31 for size in shape):
             raise BadRequest(f"Input `{name}`: sizes must lie in [0, 2**31). Received: {shape}.")
-        values = _elements(name, tensor.data)
-        if values.size != math.prod(shape):
+        elements = _elements(name, tensor.data)
+        if elements.size != math.prod(shape):
             raise BadRequest(
                 f"Input `{name}` of shape {shape} must hold {math.prod(shape)} elements. "
-                f"Received: {values.size}."
+                f"Received: {elements.size}."
             )
-        arrays[name] = _array(name, values, shape, wanted)
+        values[name] = elements.reshape(shape)
     outputs = [output.name for output in request.request_outputs or ()]
     if unknown := sorted(set(outputs) - signature.outputs.keys()):
         raise BadRequest(
             f"`outputs` must be among {sorted(signature.outputs)}. Received also: {unknown}."
         )
-    return _predict(signature, arrays, outputs=outputs)
+    return _predict(signature, values, outputs=outputs)
 
 
 def write_v2(array: np.ndarray) -> tuple[np.ndarray, str]:
@@ -224,16 +216,16 @@ def _elements(name: str, value: Any) -> np.ndarray:
     return values
 
 
-def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor) -> np.ndarray:
+def _array(name: str, values: np.ndarray, wanted: Tensor) -> np.ndarray:
     """An array of the wanted shape and dtype; nothing is cut off or rounded to infinity."""
     if wanted.shape is not None and not (
-        len(shape) == len(wanted.shape)
-        and all(want in (None, size) for want, size in zip(wanted.shape, shape, strict=True))
+        values.ndim == len(wanted.shape)
+        and all(want in (None, size) for want, size in zip(wanted.shape, values.shape, strict=True))
     ):
         sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
         raise BadRequest(
             f"Input `{name}` must have rank {len(wanted.shape)}, shape ({sizes}). "
-            f"Received: {shape}."
+            f"Received: {values.shape}."
         )
     dtype = np.dtype("O" if wanted.dtype == "string" else wanted.dtype)
     allowed, words = next(types for kinds, types in _JSON_TYPES.items() if dtype.kind in kinds)
@@ -248,7 +240,7 @@ def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor
                 f"{rule} lie in [{limits.min}, {limits.max}]. Received: {least} to {most}."
             )
     if words == "strings":
-        values = np.vectorize(str.encode, otypes=[object])(values)
+        return np.vectorize(str.encode, otypes=[object])(values)
     if words == "numbers":
         try:
             with np.errstate(over="ignore"):
@@ -257,17 +249,19 @@ def _array(name: str, values: np.ndarray, shape: tuple[int, ...], wanted: Tensor
             values = np.array(np.inf)
         if not np.isfinite(values.astype("float64")).all():
             raise BadRequest(f"{rule} be finite in {wanted.dtype}.")
-    return values.astype(dtype).reshape(shape)
+    return values.astype(dtype)
 
 
 def _predict(
-    signature: Signature, arrays: Arrays, rows: Any = None, outputs: Any = None
+    signature: Signature, values: Arrays, rows: int | None = None, outputs: list[str] | None = None
 ) -> Predict:
     """Inputs whose batch is open must agree on it, or the server could not batch the request."""
+    inputs = signature.inputs
+    arrays = {name: _array(name, x, inputs[name]) for name, x in values.items()}
     sizes = {
         name: array.shape[0]
         for name, array in arrays.items()
-        if array.ndim and (signature.inputs[name].shape or (None,))[0] is None
+        if array.ndim and (inputs[name].shape or (None,))[0] is None
     }
     if len(set(sizes.values())) > 1:
         raise BadRequest(

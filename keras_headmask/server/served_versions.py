@@ -1,5 +1,6 @@
 """The newest version of a SavedModel that loads, watched for a newer one."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.export.versions import read_signatures, version_folders
+from keras_headmask.export.versions import read_signatures, tensors_of, version_folders
 from keras_headmask.server.predict_requests import Arrays, BadRequest, Signature, Tensor
 
 
@@ -61,25 +62,25 @@ class ServedVersions:
     def check(self) -> None:
         """Take up the newest version that loads, if it is not the current one."""
         folders = version_folders(self.base_path)
-        # A new dictionary each time, since another thread may be reading the old one.
-        self.failures = {v: why for v, why in self.failures.items() if v in folders}
+        failures = {v: why for v, why in self.failures.items() if v in folders}
         for version, folder in folders.items():
             if hasattr(self, "current") and version == self.current.version:
-                return
+                break
             state = _state(folder)
-            if version in self.failures and state == self._tried[version]:
+            if version in failures and state == self._tried[version]:
                 continue
+            failures.pop(version, None)
             try:
-                served = _load(version, folder, self._report)
+                # One assignment: a request has either the old or the new.
+                self.current = _load(version, folder, self._report)
             except Exception as error:  # whatever a damaged folder makes TensorFlow raise
                 self._tried[version] = state
-                self.failures = {**self.failures, version: f"{type(error).__name__}: {error}"}
-                self._report(f"Version {version} does not load. {self.failures[version]}")
-                continue
-            self.failures = {v: why for v, why in self.failures.items() if v != version}
-            self.current = served  # one assignment: a request has either the old or the new
-            self._report(f"Serving version {version}")
-            return
+                failures[version] = f"{type(error).__name__}: {error}"
+                self._report(f"Version {version} does not load. {failures[version]}")
+            else:
+                self._report(f"Serving version {version}")
+                break
+        self.failures = failures  # a new dictionary, since another thread may be reading the old
 
     def watch(self, seconds: float) -> None:
         """Call `check` every so many seconds, in a thread of its own, until `close`."""
@@ -101,11 +102,8 @@ def _state(folder: pathlib.Path) -> list[Any]:
     """What changes when a file of the version is written: so a copy in progress is tried again."""
     files = []
     for path in sorted(folder.rglob("*")):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:  # between listing it and looking at it
-            continue
-        files.append((path, stat.st_size, stat.st_mtime_ns))
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            files.append((path, path.stat().st_size, path.stat().st_mtime_ns))
     return files
 
 
@@ -136,13 +134,8 @@ def _load(version: int, folder: pathlib.Path, report: Callable[[str], Any]) -> S
 def _signature(name: str, function: Any, definition: Any) -> Signature:
     import tensorflow as tf
 
-    def tensor(info: Any) -> Tensor:
-        shape = tf.TensorShape(info.tensor_shape)
-        sizes = None if shape.rank is None else tuple(shape.as_list())
-        return Tensor(tf.dtypes.as_dtype(info.dtype).name, sizes)
-
     inputs, outputs = (
-        {key: tensor(info) for key, info in sorted(infos.items())}
+        {key: Tensor(*tensor) for key, tensor in tensors_of(infos).items()}
         for infos in (definition.inputs, definition.outputs)
     )
 

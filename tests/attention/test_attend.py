@@ -17,6 +17,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import current_tuning, tuned
+from keras_headmask.retrofit import frames
 
 RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
 X = normal(2, 7, 8)
@@ -34,12 +35,13 @@ both = pytest.mark.parametrize("computed", [dense, tiled])
 
 
 def masked(**arguments):
-    """A model under a rule, and its attention layer."""
+    """The attention layer of a model under a rule."""
     x = keras.Input((7, 8))
     attention = layers.MultiHeadAttention(4, 3)
     stock = keras.Model(x, attention(x, x, **arguments))
     random_biases(attention)
-    return hm.apply_head_masks(stock, RULE, copy=False), attention
+    hm.apply_head_masks(stock, RULE, copy=False)
+    return attention
 
 
 # ---------------------------------------------------------------- positions
@@ -49,11 +51,11 @@ def masked(**arguments):
 @pytest.mark.parametrize("offset", [0, 3, "a tensor"])
 def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
     """In a retrofitted layer that is Keras' business, wherever the rule sees the queries."""
-    model, attention = masked()
+    attention = masked()
     at = 3 if offset == "a tensor" else offset
     allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
     given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with computed(), model._head_masks.bound({}, given):
+    with computed(), frames.opened(attention, None, given):
         got = attention(X[:, :4], X, use_causal_mask=True)
     assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
 
@@ -68,9 +70,9 @@ def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
 def test_a_mask_that_does_not_fit_is_refused(computed, shape, message):
     """Cut into tiles, a mask that is too long would be read as if it fitted."""
     mask, message = np.ones(shape, bool), f"has {message} where the attention has 7"
-    model, attention = masked()
+    attention = masked()
     expected = pytest.raises(ValueError, match=f"In the attention layer .*{message}")
-    with computed(), expected, model._head_masks.bound({}):
+    with computed(), expected:
         attention(X, X, attention_mask=mask)
     layer = hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=RULE)
     with computed(), pytest.raises(ValueError, match=message):

@@ -109,14 +109,14 @@ def test_which_implementation_computes(length, wanted, monkeypatch):
 def test_a_step_holds_few_logits(monkeypatch):
     from keras_headmask.attention import head_by_head
 
-    sizes, real = [], head_by_head._logits
+    sizes, real = [], head_by_head.logits_of
 
     def seen(*given):
         logits, alive = real(*given)
         sizes.append(int(np.prod(logits.shape)))
         return logits, alive
 
-    monkeypatch.setattr(head_by_head, "_logits", seen)
+    monkeypatch.setattr(head_by_head, "logits_of", seen)
     attend(operands(20, 256, 256, 3), hm.PerHead({(0, 2): hm.Window(3, 3)}))
     assert sizes == [16 * 256**2, 16 * 256**2, 8 * 256**2, 16 * 256**2, 4 * 256**2]
 

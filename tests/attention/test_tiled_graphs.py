@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from keras import ops
 from strategies import FEW, cases
 from tiled_contract import (
+    ALWAYS,
     BACKEND,
     FLAGS,
     LONG,
@@ -26,8 +27,10 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import Tuning, tuned
 from keras_headmask.rules import evaluation
+
+BLOCKS_OF_3 = Tuning(tensorflow_block=3, one_flagged_in=4)
 
 # ---------------------------------------------------------------- traced
 
@@ -201,17 +204,15 @@ def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flag
 @pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
 def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
     """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
-    from keras_headmask.attention.tiles_tensorflow import ranges_of
+    from keras_headmask.attention.ranges import ranges_of
 
     spec, inputs = LONG[name]
     mask = np.broadcast_to(
         numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
     ).any(1)
     mask = mask.transpose(0, 2, 1) if by_key else mask
-    with tiles(4, 4, 3) as tuning:
-        bound = evaluation.bind(spec, inputs, 23, 23, 0)
-        part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
-    found = ranges_of(part, by_key, 3)
+    bound = evaluation.bind(spec, inputs, 23, 23, 0)
+    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, by_key, 3)
     runs = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
     # What is flagged is looked at by itself, apart from all tiles.
     mask = mask.copy()
@@ -260,12 +261,10 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
     ids=repr,
 )
 def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
-    from keras_headmask.attention.tiles_tensorflow import ranges_of
+    from keras_headmask.attention.ranges import ranges_of
 
     bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
-    with tiles(4, 4, 3) as tuning:
-        part = Part(spec, (0,), bound, SCALE, tuning)
-    found = ranges_of(part, by_key=False, batch=3)
+    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, by_key=False, batch=3)
     for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
         assert (flagged is not None) == is_taken
         if is_taken:
@@ -374,3 +373,23 @@ def test_unknown_lengths_off_tensorflow_graphs():
         ValueError, match="`tiled=True` is not possible here: outside TensorFlow graphs"
     ):
         call()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("length", [6, 8])
+def test_ids_of_another_length_are_refused_when_the_graph_runs(length):
+    """Cut into tiles, ids that are too long would be read as if they fitted."""
+    import tensorflow as tf
+
+    qkv = operands(2, 7, 7, 3)
+    signature = [tf.TensorSpec((2, None, *x.shape[2:])) for x in qkv]
+
+    @tf.function(input_signature=[*signature, tf.TensorSpec((2, None), "int32")])
+    def call(query, key, value, ids):
+        spec, inputs = hm.SameSegment("ids"), {"ids": ids}
+        return hm.dot_product_attention(query, key, value, mask_spec=spec, mask_inputs=inputs)
+
+    with tuned(**ALWAYS):
+        assert call(*qkv, np.zeros((2, 7), "int32")).shape == qkv[2].shape
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            call(*qkv, np.zeros((2, length), "int32"))

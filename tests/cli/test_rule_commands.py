@@ -136,7 +136,7 @@ def test_own_specs(here):
         assert set(result.stderr.splitlines()) == {"words of a module", "evaluated"}
         assert "nearer_than" in answer("schema")
     finally:
-        config._KINDS.pop("nearer_than", None)
+        config.KINDS.pop("nearer_than", None)
     (here / "folder" / "json.py").write_text("")  # as a module of Python's own
     answer("describe", CAUSAL, "--import", "folder/json.py")
     result = run("describe", "own.json", "--import", "no_such.py")

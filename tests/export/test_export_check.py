@@ -8,7 +8,6 @@ import sys
 import keras
 import numpy as np
 import pytest
-from contract import numpy
 from export_models import RULE, check_in_this_process, masked, nothing_in, ours, stock
 from keras import layers, ops
 
@@ -18,7 +17,7 @@ from keras_headmask.export import checking, fresh_process, samples
 from keras_headmask.export.interface import answer, distance, interface_of
 from keras_headmask.export.padding import why_not_padded
 from keras_headmask.export.signatures import signatures_of
-from keras_headmask.retrofit.selectors import find_attention
+from keras_headmask.retrofit.finding import find_attention
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -74,7 +73,7 @@ def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, 
         return {"milliseconds": [1] * len(tried), "load_milliseconds": 1}, answers
 
     monkeypatch.setattr(checking, "run_fresh", run_fresh)
-    signatures = signatures_of(interface, [entry], [])
+    signatures = signatures_of(interface, [entry], {})
     with pytest.raises(RuntimeError, match=r"has 0\.3 at a key that the rule forbids"):
         checking.checked(tmp_path, interface, signatures, given, [], 1e-4, {})
     short, long = [c for c in cases if c.signature == "serve_scores"]
@@ -172,10 +171,10 @@ def test_the_twin_and_the_scores_in_memory():
         assert distance(twin, answer(interface_of(free, None), given)) < 1e-5
         assert distance(here, twin) > 1e-4
         assert distance(answer(interface, given), here) == 0
-        (seen,) = checking.looked_at(interface, given)
-        allowed = numpy(seen.allowed)
-        assert not allowed.all()
-        scores = {seen.path: seen.scores}
-        assert checking.mass_outside({seen.path: allowed}, scores) == 0
-        assert checking.mass_outside({seen.path: ~allowed}, scores) > 0.01
+        allowed, scores = checking.looked_at(interface, given)
+        ((path, mask),) = allowed.items()
+        assert scores.keys() == {path}
+        assert not mask.all()
+        assert checking.mass_outside(allowed, scores) == 0
+        assert checking.mass_outside({path: ~mask}, scores) > 0.01
         assert checking.mass_outside({}, scores) is None

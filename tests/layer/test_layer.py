@@ -13,9 +13,6 @@ import keras_headmask as hm
 from keras_headmask import _keras
 
 Layer = hm.PerHeadMaskedMultiHeadAttention
-needs_window = pytest.mark.skipif(
-    "sliding_window" not in _keras.ATTENTION_ARGUMENTS, reason="Keras before 3.15 has no window"
-)
 
 
 def make(num_heads=3, dim=8, dtype=None, **kwargs):
@@ -59,7 +56,6 @@ def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(batch, heads):
     assert (numpy(scores)[~merged] == 0).all()
 
 
-@needs_window
 def test_everything_that_restricts_is_anded():
     spec = hm.PerHead({0: hm.SameSegment("ids"), 2: ~hm.Chunk(2)})
     layer = make(3, mask_spec=spec, sliding_window=4)
@@ -253,7 +249,6 @@ def test_ids_255_and_256_stay_apart_under_bfloat16(dtype_policy):
 # ---------------------------------------------------------------- offsets and shapes
 
 
-@needs_window
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_query_offset_moves_rule_causal_mask_and_window(as_tensor):
     """The last queries alone give the last rows of the whole: decoding with a cache."""

@@ -10,17 +10,15 @@ from keras import ops
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask import _keras
 
 Ours, Stock = hm.PerHeadMaskedMultiHeadAttention, keras.layers.MultiHeadAttention
-HAS_WINDOW = "sliding_window" in _keras.ATTENTION_ARGUMENTS  # since Keras 3.15
 
 ARGUMENTS = {
     "defaults": {},
     "value_dim": {"value_dim": 5},
     "output_shape": {"output_shape": (2, 3)},
     "gate, no bias": {"use_gate": True, "use_bias": False},
-    **({"window": {"sliding_window": 2}} if HAS_WINDOW else {}),
+    "window": {"sliding_window": 2},
     "dropout": {"dropout": 0.4, "seed": 7},
     "initializers": {
         "kernel_initializer": "ones",
@@ -88,7 +86,6 @@ def test_config_has_stock_keys_and_two_more(arguments):
 
 def test_constructor_takes_what_stock_takes_in_the_same_order():
     ours, stock = (list(inspect.signature(c.__init__).parameters.values()) for c in (Ours, Stock))
-    ours = [p for p in ours if HAS_WINDOW or p.name != "sliding_window"]
     assert [(p.name, p.default) for p in ours[: len(stock) - 1]] == [
         (p.name, p.default) for p in stock[:-1]
     ]
@@ -161,7 +158,6 @@ def test_dropout_is_seeded_as_in_stock():
     assert not np.allclose(numpy(got[0]), numpy(ours(x, x)), atol=1e-3)
 
 
-@pytest.mark.skipif(not HAS_WINDOW, reason="Keras before 3.15 does not check these")
 def test_constructor_errors_are_stocks():
     for arguments in ({"num_heads": 0, "key_dim": 4}, {"num_heads": 2, "key_dim": "4"}):
         with pytest.raises(ValueError, match="expected a positive integer"):

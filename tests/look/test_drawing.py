@@ -196,7 +196,11 @@ def test_the_size_of_tiles():
         ({"queries": 1, "keys": 2, "tokens": ["a"]}, ValueError, "1 for 2 keys.*pass a pair"),
         ({"queries": 2, "tile_size": 0}, ValueError, "tile_size"),
         ({"queries": -1}, ValueError, "queries"),
-        ({"queries": 2**20}, ValueError, "32768 x 32768 positions are too large to look into"),
+        (
+            {"queries": 2**20},
+            ValueError,
+            "32768 x 32768 pairs of positions are too many",
+        ),
     ],
 )
 def test_refused_by_its_arguments(arguments, error, message):

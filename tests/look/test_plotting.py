@@ -280,15 +280,15 @@ def test_restricted_heads_come_first():
 @once
 def test_what_lies_outside_would_show(monkeypatch):
     """A layer that does not obey its rule: here, a masked model whose mask is not applied."""
-    from keras_headmask.retrofit import binding
+    from keras_headmask.retrofit import obeying
 
     masked = hm.apply_head_masks(one_layer(mask_zero=False), hm.Window(before=0, after=0))
-    attend = binding.attend
+    attend = obeying.attend
 
     def unmasked(request):
         return attend(dataclasses.replace(request, rule=None, make_mask=None))
 
-    monkeypatch.setattr(binding, "attend", unmasked)
+    monkeypatch.setattr(obeying, "attend", unmasked)
     for tile_size in (1, 2):
         figure = hm.plot_attention(masked, TOKENS, heads="0,2", tile_size=tile_size)
         assert figure.get_suptitle().endswith("outside the mask: 84 pairs")
@@ -565,6 +565,30 @@ def test_made_up_ids_are_ends_special_and_neither(shown):
     assert sentences[:, 0].all()
     sentence = np.repeat([0, 1, 2], [4, 5, 2])
     np.testing.assert_array_equal(sentences[1:, 1:], sentence[:, None] == sentence)
+
+
+@once
+def test_what_is_made_up_for_a_spec_of_ones_own(shown):
+    """Its fields have other names: it is asked by its members alone."""
+    from keras_headmask.look.notebook import _rule_html
+
+    @dataclasses.dataclass(frozen=True)
+    class UpTo(hm.MaskSpec):
+        stop: int
+        like = property(lambda self: hm.SameSentence(self.stop))
+        inputs = property(lambda self: self.like.inputs)
+        ids_of_interest = property(lambda self: (self.stop,))
+
+        def prepare(self, inputs):
+            return self.like.prepare(inputs)
+
+        def allowed(self, query_positions, key_positions, inputs):
+            return self.like.allowed(query_positions, key_positions, inputs)
+
+    for spec in (UpTo(9), hm.SameSentence(9)):
+        _rule_html(spec & ~hm.KeyIn("token_ids", 4), num_heads=2)
+    theirs, ours = (cells(figure.axes[0]) for figure in shown)
+    np.testing.assert_array_equal(theirs, ours)
 
 
 @once

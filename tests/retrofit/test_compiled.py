@@ -10,24 +10,37 @@ from tolerance import assert_close
 import keras_headmask as hm
 
 
-def test_models_built_on_its_tensors_run_no_compiled_function_of_old():
+def test_models_built_on_its_tensors_obey_and_run_no_compiled_function_of_old():
     model = one_layer()
     head = keras.Model(model.inputs, layers.Dense(2)(model.output))
     before = head.predict(TOKENS, verbose=0)
     masked = hm.apply_head_masks(model, CHUNK, copy=False)
-    assert before.shape == (*numpy(masked(TOKENS)).shape[:2], 2)
-    # (Last: on JAX, Keras takes the weights off a model for `predict`, and an error keeps them.)
-    with pytest.raises(RuntimeError, match=r"obeys a rule of the model .* ran outside it"):
+    assert masked is model
+    after = head.predict(TOKENS, verbose=0)
+    assert_close(after, numpy(head.layers[-1](masked(TOKENS))), depth=3)
+    assert abs(after - before).max() > 1e-3
+
+
+def test_models_built_on_its_tensors_lack_what_a_rule_reads_and_say_so():
+    model = one_layer()
+    head = keras.Model(model.inputs, layers.Dense(2)(model.output))
+    head.predict(TOKENS, verbose=0)
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    cut = keras.Model(masked.input, masked.get_layer("attention").output)
+    assert_close(numpy(cut(TOKENS)), numpy(masked(TOKENS)), depth=3)
+    # (Last: on JAX a `predict` that raises leaves its model without weights.)
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\], and was called without them"):
         head.predict(TOKENS, verbose=0)
 
 
-def test_nor_do_models_that_hold_it():
+def test_so_do_models_that_hold_it():
     model = one_layer()
     outer = keras.Sequential([model, layers.Dense(2)])
-    outer.predict(TOKENS, verbose=0)
-    hm.apply_head_masks(model, CHUNK, copy=False)
-    with pytest.raises(RuntimeError, match="This model was used up"):
-        outer.predict(TOKENS, verbose=0)
+    before = outer.predict(TOKENS, verbose=0)
+    hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    after = outer.predict(TOKENS, verbose=0)
+    assert_close(after, numpy(outer.layers[-1](model(TOKENS))), depth=3)
+    assert abs(after - before).max() > 1e-3
 
 
 def test_its_own_functions_are_made_anew():
@@ -69,4 +82,4 @@ def test_a_function_of_other_layers_is_no_reason_to_refuse():
     model = one_layer()
     embed = tf.function(lambda ids: model.layers[1](ids))
     embed(TOKENS)
-    assert hm.apply_head_masks(model, CHUNK, copy=False).mask_specs
+    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False))

@@ -13,7 +13,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import attend as dispatcher
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit import binding
+from keras_headmask.retrofit import obeying
 
 RULES = {
     "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),
@@ -80,7 +80,7 @@ def test_full_leaves_the_work_to_the_class(monkeypatch):
     def never(*arguments, **keywords):
         raise AssertionError("a layer that nothing restricts computes as it did")
 
-    monkeypatch.setattr(binding, "attend", never)
+    monkeypatch.setattr(obeying, "attend", never)
     stock = one_layer()
     for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
         full = hm.apply_head_masks(stock, spec)
@@ -115,20 +115,16 @@ def test_scores_are_those_of_the_rule():
     assert_close(numpy(scores).sum(-1)[:, 1:], 1)
 
 
-def test_what_the_rule_reads_is_prepared_once_and_its_mask_shared(monkeypatch):
-    prepared, made = [], []
-    prepare, make = hm.SameSentence.prepare, binding.evaluation.mask_of_all_heads
+def test_what_the_rule_reads_is_prepared_once(monkeypatch):
+    prepared = []
+    prepare = hm.SameSentence.prepare
+    masked = hm.apply_head_masks(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
+    assert [type(x).__name__ for x in masked.layers].count("HeadMaskInputs") == 1
     monkeypatch.setattr(
         hm.SameSentence, "prepare", lambda self, x: prepared.append(1) or prepare(self, x)
     )
-    monkeypatch.setattr(
-        binding.evaluation, "mask_of_all_heads", lambda *a: made.append(1) or make(*a)
-    )
-    masked = hm.apply_head_masks(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
     masked(TOKENS)
-    assert (len(prepared), len(made)) == (1, 1)
-    masked(TOKENS)
-    assert (len(prepared), len(made)) == (2, 2)
+    assert len(prepared) == 1
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def test_structures_of_inputs():
         stock = keras.Model(inputs, y * 1.0)
         masked = hm.apply_head_masks(stock, spec, add_inputs=True)
         assert isinstance(masked.input, wanted)
-        assert masked.unmasked().input_shape == stock.input_shape  # without the input for the rule
+        assert hm.unmasked(masked).input_shape == stock.input_shape
         names = [tensor.name for tensor in masked.inputs]
         assert names.count("parts") == 1
         given = {name: values[name] for name in names}
@@ -221,10 +217,64 @@ def test_a_sequential_model():
     assert leak(masked) == 0 < leak(stock)
     by_parts = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
     assert by_parts.inputs[1].name == "parts"
-    np.testing.assert_array_equal(numpy(masked.unmasked()(TOKENS)), numpy(stock(TOKENS)))
+    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(TOKENS)), numpy(stock(TOKENS)))
     lazy = keras.Sequential([layers.Dense(3)])
     with pytest.raises(ValueError, match=r"has no graph yet: start it with a keras.Input"):
         hm.apply_head_masks(lazy, CHUNK)
+
+
+def test_a_sequential_model_in_place():
+    stock = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32", name="token_ids"),
+            layers.Embedding(12, 8),
+            Block(name="block"),
+        ]
+    )
+    before = numpy(stock(TOKENS))
+    with pytest.raises(ValueError, match=r"which a Sequential model cannot hand on.*copy=True"):
+        hm.apply_head_masks(stock, hm.SameSentence(9), copy=False)
+    np.testing.assert_array_equal(numpy(stock(TOKENS)), before)
+    stock.compile("adam", "mse")
+    assert hm.apply_head_masks(stock, CHUNK, copy=False) is stock
+    assert leak(stock) == 0
+    assert stock.compiled
+    stock.fit(TOKENS, before, verbose=0)
+
+
+def test_a_rule_beneath_one_that_replaced_it_is_refused():
+    inner = hm.apply_head_masks(one_layer(), hm.Window(5, 5))
+    outer = keras.Model(inner.input, inner(inner.input))
+    outer = hm.apply_head_masks(outer, hm.Window(3, 3), existing="replace")
+    inside = next(x for x in outer.layers if isinstance(x, keras.Model))
+    for existing in ("and", "replace"):
+        with pytest.raises(ValueError, match=r"was replaced by a model around"):
+            hm.apply_head_masks(inside, hm.Window(1, 1), existing=existing, copy=False)
+    assert list(hm.mask_specs(outer).values()) == [hm.Window(3, 3)]
+
+
+def test_a_graph_older_than_the_rule_of_its_layers_takes_none():
+    model = stack(2)
+    old = keras.Model(model.input, model.get_layer("block_0").output)
+    hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    given = numpy(model(TOKENS))
+    with pytest.raises(ValueError, match="is older than a rule that `copy=False` gave"):
+        hm.apply_head_masks(old, CHUNK, existing="replace", copy=False)
+    np.testing.assert_array_equal(numpy(model(TOKENS)), given)
+
+
+def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    first = Block(name="first")
+    second = Block(first.attention, name="second")
+    model = keras.Model(ids, [first(x), second(x)])
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    changed = TOKENS.copy()
+    changed[0, -1] = 3
+    for before, after in zip(masked(TOKENS), masked(changed), strict=True):
+        moved = abs(numpy(before) - numpy(after))[0].max(-1)
+        assert moved[: TOKENS[0].tolist().index(9) + 1].max() == 0 < moved[-1]
 
 
 def test_nested_models_and_shared_layers():
@@ -233,7 +283,7 @@ def test_nested_models_and_shared_layers():
     shared = Block(name="shared")
     outer = keras.Model(ids, shared(shared(inner(ids))), name="outer")
     masked = hm.apply_head_masks(outer, CHUNK)
-    assert list(masked.mask_specs) == [
+    assert list(hm.mask_specs(masked)) == [
         f"stack/block_{i}/{masked.get_layer('stack').get_layer(f'block_{i}').attention.name}"
         for i in range(2)
     ] + [f"shared/{masked.get_layer('shared').attention.name}"]
@@ -248,7 +298,7 @@ def test_a_masked_model_inside_a_model(tmp_path):
     outer.save(tmp_path / "outer.keras")
     reloaded = keras.saving.load_model(tmp_path / "outer.keras")
     np.testing.assert_array_equal(numpy(reloaded(given)), numpy(outer(given)))
-    assert reloaded.get_layer("stack").mask_specs == inner.mask_specs
+    assert hm.mask_specs(reloaded.get_layer("stack")) == hm.mask_specs(inner)
     with pytest.raises(ValueError, match="existing='and'"):
         hm.apply_head_masks(outer, hm.Window(0, 0))
     both = hm.apply_head_masks(outer, hm.Window(0, 0), existing="and")
@@ -290,14 +340,46 @@ def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
     assert_close(got, numpy(own.output_dense(context)), depth=3)
 
 
-def test_models_without_a_graph_are_refused():
-    class Own(keras.Model):
-        def call(self, x):
-            return x
+@keras.saving.register_keras_serializable("test_retrofit")
+class WithoutAGraph(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = layers.Embedding(12, 8)
+        self.block = Block(name="block")
 
-    with pytest.raises(TypeError, match=r"`Own` is a subclassed model without a graph"):
-        hm.apply_head_masks(Own(), CHUNK)
-    with pytest.raises(TypeError, match="must be a functional or Sequential Keras model"):
+    def call(self, ids):
+        return self.block(self.embedding(ids))
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_model_without_a_graph_takes_rules_on_positions(copy, tmp_path):
+    model = WithoutAGraph()
+    before = leak_of(model)
+    with pytest.raises(ValueError, match="Cannot tell whether the attention layer 'block/"):
+        hm.apply_head_masks(model, CHUNK)
+    reads = r"subclassed model without a graph, and the rule reads \['token_ids'\].*`mask_inputs`"
+    with pytest.raises(TypeError, match=reads):
+        hm.apply_head_masks(model, hm.SameSentence(9), layers="attention")
+    masked = hm.apply_head_masks(model, CHUNK, layers="attention", copy=copy)
+    assert (masked is model) == (not copy)
+    assert isinstance(masked, WithoutAGraph)
+    assert leak_of(masked) == 0 < before
+    assert (leak_of(model) > 0) == copy
+    masked.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+    assert list(hm.mask_specs(again).values()) == list(hm.mask_specs(masked).values()) == [CHUNK]
+    assert leak_of(hm.unmasked(masked)) > 0
+
+
+def leak_of(model):
+    changed = TOKENS.copy()
+    changed[:, 1] = 11
+    return abs(numpy(model(TOKENS)) - numpy(model(changed)))[:, 3:].max()
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="must be a Keras model"):
         hm.apply_head_masks(layers.MultiHeadAttention(4, 3), CHUNK)
 
 

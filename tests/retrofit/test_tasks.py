@@ -1,6 +1,7 @@
 """KerasHub's tasks under a rule: classifiers, generation with a cache, encoder and decoder."""
 
 import gc
+import types
 
 import keras
 import numpy as np
@@ -70,12 +71,25 @@ def test_a_classifier_fits_saves_and_loads(masks, tmp_path):
     given = features(sentence_ids=SENTENCES)
     losses = fitted(task, given)
     assert losses[-1] < losses[0]
-    assert set(backbone.mask_specs.values()) == {BY_SEGMENT}
+    assert set(hm.mask_specs(backbone).values()) == {BY_SEGMENT}
     task.save(tmp_path / "task.keras")
     again = keras.saving.load_model(tmp_path / "task.keras", compile=False)
     np.testing.assert_array_equal(numpy(again(given)), numpy(task(given)))
     moved = given | {"sentence_ids": SENTENCES[:, ::-1].copy()}
     assert abs(numpy(again(moved)) - numpy(again(given))).max() > 1e-5
+
+
+@pytest.mark.tensorflow
+def test_a_masked_task_is_exported(tmp_path):
+    import tensorflow as tf
+
+    task = keras_hub.models.BertTextClassifier(backbone=bert(), num_classes=2)
+    task = hm.apply_head_masks(task, BY_SEGMENT, add_inputs=True)
+    given = features(sentence_ids=SENTENCES)
+    task.export(str(tmp_path / "task"), verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "task"))
+    got = served.serve({name: tf.constant(value) for name, value in given.items()})
+    assert_close(numpy(got), numpy(task(given)), depth=3)
 
 
 def test_a_backbone_of_another_task():
@@ -87,20 +101,12 @@ def test_a_backbone_of_another_task():
 
 def test_a_preset_is_refused_with_the_way_out(tmp_path):
     masked = hm.apply_head_masks(bert(), hm.Chunk(4))
-    tasks = (
-        hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4)),
-        keras_hub.models.BertTextClassifier(masked, 2),  # which knows nothing of rules
-    )
-    for model in (masked, *tasks):
+    task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
+    of_masked = keras_hub.models.BertTextClassifier(masked, 2)  # which knows nothing of rules
+    for model in (masked, task, of_masked):
         with pytest.raises(NotImplementedError, match=r"`model.unmasked\(\)` as a preset"):
-            model.save_to_preset(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []  # nothing half-written
-
-    def save_to_preset():  # of a name that is not KerasHub's alone
-        return masked.get_config()
-
-    assert save_to_preset() == masked.get_config()
-    hm.apply_head_masks(bert(), hm.Chunk(4)).unmasked().save_to_preset(str(tmp_path / "preset"))
+            model.save_to_preset(str(tmp_path / "refused"))
+    hm.unmasked(masked).save_to_preset(str(tmp_path / "preset"))
     again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))
     out = hm.apply_head_masks(again, hm.Full())(features())["sequence_output"]
     np.testing.assert_array_equal(numpy(out), numpy(bert()(features())["sequence_output"]))
@@ -132,7 +138,7 @@ def test_lora(tmp_path, heap_at_rest):
             again = keras.saving.load_model(tmp_path / f"{name}.keras")
             again = numpy(again(features())["sequence_output"])
             assert_close(again, results[name], depth=3)
-            stock = numpy(backbone.unmasked()(features())["sequence_output"])
+            stock = numpy(hm.unmasked(backbone)(features())["sequence_output"])
             agrees = np.allclose(stock, results[name], atol=1e-5)
             assert agrees == (name == "full")
     assert_close(results["full"], results["stock"])
@@ -208,17 +214,36 @@ def test_the_cache_index_is_the_offset(name):
         assert_close(numpy(logits)[:, 0], whole[:, position], depth=6)
 
 
+def test_a_task_on_a_masked_backbone_generates_under_its_rule():
+    stock = causal_lm("GPT2")
+    backbone = hm.apply_head_masks(stock.backbone, POSITIONS)
+    task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+    np.testing.assert_array_equal(generated(task, True), without_cache(task))
+    assert (without_cache(task) != without_cache(stock)).any()
+    inside = hm.apply_head_masks(stock, POSITIONS).backbone
+    given = {"token_ids": PROMPT, "padding_mask": GIVEN}
+    assert_close(numpy(inside(given)), numpy(backbone(given)), depth=3)
+
+
 def test_generation_that_could_not_hold_the_rule_is_refused():
     by_ids = hm.apply_head_masks(causal_lm("GPT2"), hm.PerHead({0: hm.SameSentence(9)}))
-    with pytest.raises(NotImplementedError, match=r"reads \['token_ids'\], and generation"):
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\].*Generation with a cache"):
         generated(by_ids, run_eagerly=True)
-    backbone = hm.apply_head_masks(causal_lm("GPT2").backbone, POSITIONS)
-    task = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
-    with pytest.raises(RuntimeError, match="give the rule to the task, not to its backbone"):
-        generated(task, run_eagerly=True)
+
+
+def test_a_class_that_returns_before_the_hook_is_refused(monkeypatch):
+    """As all of KerasHub's causal models do inside vLLM."""
+    from keras_hub.src.layers.modeling import cached_multi_head_attention as cached
+
     masked = hm.apply_head_masks(causal_lm("GPT2"), POSITIONS)
-    with pytest.raises(RuntimeError, match="ran outside it"):
-        masked.backbone({"token_ids": PROMPT, "padding_mask": GIVEN})
+    monkeypatch.setattr(
+        cached, "get_vllm_context", lambda: types.SimpleNamespace(paged_attention_func=print)
+    )
+    monkeypatch.setattr(
+        cached.CachedMultiHeadAttention, "_compute_vllm_attention", lambda self, q, k, v, cache: q
+    )
+    with pytest.raises(RuntimeError, match=r"was not used in this call.*inside vLLM"):
+        masked({"token_ids": PROMPT, "padding_mask": GIVEN})
 
 
 # --- Encoder and decoder --------------------------------------------------------------------------
@@ -240,13 +265,13 @@ def both_sides(**more):
 
 
 def test_each_attention_of_bart_has_an_address(bart):
-    specs = hm.apply_head_masks(bart, hm.Chunk(4)).mask_specs
+    specs = hm.mask_specs(hm.apply_head_masks(bart, hm.Chunk(4)))
     self_attention = [f"transformer_encoder_layer_{i}/self_attention_layer" for i in (0, 1)]
     self_attention += [f"transformer_decoder_layer_{i}/self_attention" for i in (0, 1)]
     assert list(specs) == self_attention
     a, b, c = hm.Chunk(4), hm.Window(1, 0), hm.Keys(0, 4)
     masked = hm.apply_head_masks(bart, {"0-1": a, "decoder.*/self": b, "cross_attention": c})
-    assert list(masked.mask_specs.values()) == [a, a, b, c, b, c]
+    assert list(hm.mask_specs(masked).values()) == [a, a, b, c, b, c]
 
 
 def felt(model, changed, position, output, **more):
@@ -347,26 +372,19 @@ def test_each_step_of_a_translation_has_its_place(bart):
         token = ids[:, position : position + 1]
         logits, *_ = masked.call_decoder_with_cache(encoded, padding, token, own, index, cross)
         assert_close(numpy(logits)[:, 0], whole[:, position], depth=14)
-    with pytest.raises(ValueError, match="needs the place of the first token"):
-        masked.call_decoder_with_cache(encoded, padding, token, own, None, cross)
+    caches = {"self_attention_cache": own[:, 0], "cross_attention_cache": cross[:, 0]}
+    layer = masked.backbone.decoder_transformer_layers[0]
+    with pytest.raises(ValueError, match="needs the place of the first token: pass `self_att"):
+        layer(encoded[:, :1], encoder_sequence=encoded, **caches)
 
 
 def test_translation_that_could_not_hold_the_rule_is_refused(bart):
-    task = translator(bart)
     by_ids = hm.SameSentence(29, input="encoder_token_ids")
-    with pytest.raises(NotImplementedError, match=r"reads \['encoder_token_ids'\], and generation"):
-        translated(hm.apply_head_masks(task, by_ids, layers="encoder"))
-    backbone = hm.apply_head_masks(bart, hm.Chunk(4))
-    with pytest.raises(RuntimeError, match="give the rule to the task, not to its backbone"):
-        translated(translator(backbone))
-    masked = hm.apply_head_masks(task, IN_EACH)
-    encode = type(masked).__bases__[1].call_encoder
-    vars(masked)["call_encoder"] = lambda **given: encode(masked.unmasked(), **given)
-    with pytest.raises(RuntimeError, match=r"'.*encoder_layer_0/.* was not used in this forward"):
-        translated(masked)
+    with pytest.raises(ValueError, match=r"reads \['encoder_token_ids'\].*Generation with a cache"):
+        translated(hm.apply_head_masks(translator(bart), by_ids, layers="encoder"))
 
 
-def test_generation_in_another_way_is_refused():
+def test_a_task_with_a_generation_of_its_own_obeys():
     bart = keras_hub.models.BartBackbone(**TEXT)
 
     class ByHand(keras.Model):
@@ -374,5 +392,9 @@ def test_generation_in_another_way_is_refused():
             return self(inputs)
 
     masked = hm.apply_head_masks(ByHand(bart.input, bart.output), hm.Chunk(4), copy=False)
-    with pytest.raises(NotImplementedError, match="`ByHand` generates with code of its own"):
-        masked.generate_step(both_sides())
+    output = "encoder_sequence_output"
+    given = both_sides()
+    np.testing.assert_array_equal(
+        numpy(masked.generate_step(given)[output]), numpy(masked(given)[output])
+    )
+    assert felt(masked, "encoder_token_ids", 1, output)[4:].max() == 0

@@ -94,10 +94,10 @@ def test_never_contradicts_the_dense_mask(spec, grid):
     position = np.arange(queries)[:, None] + offset, np.arange(keys)[None]
 
     def dense(spec):
-        if isinstance(spec, hm.rules.base.Not):
+        if isinstance(spec, hm.rules.algebra.Not):
             return ~dense(spec.spec)
         if spec.children:
-            join = np.logical_and if isinstance(spec, hm.rules.base.And) else np.logical_or
+            join = np.logical_and if isinstance(spec, hm.rules.algebra.And) else np.logical_or
             return join.reduce([dense(part) for part in spec.children])
         return np.broadcast_to(spec.allowed(*position, {}), (queries, keys))
 

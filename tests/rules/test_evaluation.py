@@ -227,7 +227,7 @@ PAIR = r"pair \(query_side, key_side\)"
 WRONG_TYPES = [
     (SEGMENT, FLOATS, (3, 3, 0), 'x.*integer or boolean. Received dtype float.*dtype="int32"'),
     (KEY, (None, FLOATS), (3, 3, 0), "x.*integer or boolean. Received dtype float"),
-    (MASK, FLOATS, (2, 3, 0), 'x.*Received dtype float.*dtype="bool"'),
+    (MASK, FLOATS, (2, 3, 0), "x.*Received dtype float.*dtype='bool'"),
     (MASK, (ONES, ONES), (2, 3, 0), "x.*is a whole mask: one tensor, not a pair"),
 ]
 WRONG_SHAPES = [

@@ -114,7 +114,7 @@ CALLS_OF_KERAS = {
 @pytest.mark.parametrize("call", CALLS_OF_KERAS)
 def test_a_model_or_a_layer_in_place_of_a_rule(call):
     masked = hm.apply_head_masks(one_layer(), hm.PerHead({0: hm.Window(0, 0)}))
-    of_rules = re.escape(f"`model.mask_specs`, by layer: {call.format('model.mask_specs[path]')}.")
+    of_rules = re.escape(f"by layer: {call.format('hm.mask_specs(model)[path]')}.")
     attention = "" if "make_mask" in call else r".* hm\.plot_attention\(model, inputs\)"
     with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rules}{attention}"):
         CALLS_OF_KERAS[call](masked)

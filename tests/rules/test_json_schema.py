@@ -17,7 +17,7 @@ pytestmark = pytest.mark.tensorflow  # the same on every backend
 
 OURS = {
     kind: cls
-    for kind, cls in registry.known_kinds().items()
+    for kind, cls in registry.KINDS.items()
     if cls.__module__.startswith("keras_headmask.")
 }
 SCHEMA = hm.schema(OURS)
@@ -111,7 +111,7 @@ def test_an_error_speaks_of_the_kind_that_was_written():
 
 
 def test_kinds_of_ones_own(monkeypatch):
-    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+    monkeypatch.setattr(registry, "KINDS", dict(registry.KINDS))
 
     @hm.register_spec("schema_test_speaker")
     @dataclass(frozen=True)

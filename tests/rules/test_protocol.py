@@ -12,10 +12,9 @@ from strategies import MANY, cases, specs
 
 import keras_headmask as hm
 from keras_headmask.attention import attend, tiles_python
-from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.export import samples, signatures
 from keras_headmask.rules import config, evaluation
-from keras_headmask.rules.base import Compound
+from keras_headmask.rules.algebra import Compound
 
 CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
 LEAVES = [
@@ -40,7 +39,7 @@ LEAVES = [
 ]
 OURS = {
     cls
-    for cls in config.known_kinds().values()
+    for cls in config.KINDS.values()
     if cls.__module__.startswith("keras_headmask.") and not issubclass(cls, Compound)
 }
 LENGTH = 300
@@ -115,8 +114,8 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         assert plans[0] == plans[1]
         x = np.zeros((1, LENGTH, 2, 1), "float32")
         requests = [attend.Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
-        worth = [attend._is_worth_it(r, current_tuning()) for r in requests]
-        assert worth[0] == worth[1]
+        chosen = [attend._is_tiled(r) for r in requests]
+        assert chosen[0] == chosen[1]
         assert rule.is_local == twin.is_local
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 import keras_headmask as hm
 from keras_headmask import recipes
 from keras_headmask.rules import config
-from keras_headmask.rules.base import And, Or
+from keras_headmask.rules.algebra import And, Or
 from keras_headmask.rules.heads import head_groups
 
 pytestmark = pytest.mark.tensorflow  # the same on every backend
@@ -147,9 +147,7 @@ def test_heads_that_do_not_exist():
 
 def test_every_kind_has_words():
     ours = {
-        kind
-        for kind, cls in config.known_kinds().items()
-        if cls.__module__.startswith("keras_headmask.")
+        kind for kind, cls in config.KINDS.items() if cls.__module__.startswith("keras_headmask.")
     }
     assert {part.kind for spec, _ in SAID for part in [spec, *spec.children]} == ours - {"per_head"}
     assert [spec for spec, _ in SAID if spec.in_words() is None] == []

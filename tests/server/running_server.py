@@ -31,7 +31,7 @@ def running(versions, name="tiny", max_request_bytes=2**20, send_buffer=None, **
 
     limits = http_limits.Limits(request_bytes=max_request_bytes, **limits)
     app = create_app(versions, name, limits)
-    server = http_limits.server(app, limits, host="127.0.0.1", port=0, log_level="error")
+    server = http_limits.Server(app, limits, host="127.0.0.1", port=0, log_level="error")
     listener = server.config.bind_socket()
     if send_buffer is not None:  # a small one, so that an answer nobody takes soon waits
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -196,7 +196,7 @@ def test_a_warm_up_of_more_rows_than_a_batch_is_refused(base):
     pytest.importorskip("tensorflow_serving", reason="pip install --no-deps tensorflow-serving-api")
     folder = base / "3" / warmup.EXTRA
     rows = {rows: {"token_ids": np.zeros((rows, 2), "int32")} for rows in (2, 16)}
-    warmup.write(folder, [("double", rows[16]), ("double", rows[2])])
+    warmup.write_records(folder, [("double", rows[16]), ("double", rows[2])])
     assert warmup.largest_batch(base / "3") == 16
     with pytest.raises(ValueError, match=r"at least 16: version 3 warms up .* Received: 8"):
         hm.write_serving_config(base, max_batch_size=8)

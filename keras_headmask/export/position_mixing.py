@@ -1,4 +1,4 @@
-"""What layers say of positions: how many there may be, and whether only attention mixes them.
+"""What layers say of positions: whether only attention mixes them.
 
 If only attention carries something from one to another, padding that a server puts behind an
 example does no harm where it is not attended. What is not known to keep positions apart counts as
@@ -9,7 +9,8 @@ import keras
 from keras import layers
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.selectors import Found, find_attention
+from keras_headmask.retrofit.finding import Found, find_attention
+from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs
 
 # fmt: off
 # Each position by itself, exactly these classes: a subclass may do what it likes.
@@ -17,7 +18,7 @@ _APART = {
     layers.InputLayer, layers.Embedding, layers.Dense, layers.Dropout, layers.GaussianDropout,
     layers.GaussianNoise, layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU,
     layers.ELU, layers.Identity, layers.Masking, layers.Rescaling, layers.Add, layers.Subtract,
-    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum,
+    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum, HeadMaskInputs,
 }
 # Along the last axis alone, if that is the one they were given.
 _ALONG_AN_AXIS = {
@@ -70,9 +71,3 @@ def _keeps_apart(operation: keras.Operation) -> bool:
     if isinstance(operation, keras.Layer):
         return cls in _APART
     return _keras.is_own_op(operation) and cls.__name__ in _OPS
-
-
-def longest_sequence(model: keras.Model) -> int | None:
-    """How long a sequence may be, as far as the layers say (KerasHub's position embeddings)."""
-    sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
-    return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -1,0 +1,341 @@
+"""A layer that obeys rules wherever it is called.
+
+Attention becomes an object of a class of its own, and so does every layer around it. They keep the
+name, the weights and the arguments of the stock class, and take one more: `head_mask_inputs`, the
+tensors that the rules read. In a functional model these are edges of the graph. Their config is
+that of the stock layer, and the rules.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_headmask import _keras
+from keras_headmask.attention import looking
+from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, supports_unknown_lengths
+from keras_headmask.retrofit import frames, nesting, obeying
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.nesting import is_inside
+from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import restricts
+
+_STATE = "headmask_state"
+# Where KerasHub's layers are told the position of the first query, the outermost layer first.
+_OFFSETS = "self_attention_cache_update_index", "cache_update_index"
+_CACHES = "self_attention_cache", "cache"
+_FILED_AS = "keras_headmask>HeadMaskedLayer"
+
+
+class _State:
+    """What a masked layer keeps beside its own attributes, where no tracker of Keras looks."""
+
+    def __init__(self) -> None:
+        self.rules: tuple[LayerRule, ...] = ()  # of attention: what it obeys, the innermost first
+        # Rules in a config that wait for their attention, and how much there will be of it.
+        self.waiting: list[dict[str, Any]] = []
+        self.awaited = 0
+        self.stock: Any = None  # one stand-in for all times: files know it by its id
+        self.inside: list[keras.Layer] | None = None
+
+
+if TYPE_CHECKING:
+    from keras.layers import Layer as _Layer
+else:
+    _Layer = object
+
+
+class MaskedLayer(_Layer):
+    """What a masked layer does beside its own class."""
+
+    _stock_class: type
+
+    def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
+        offset = _offset(self, args, kwargs)
+        with frames.opened(self, head_mask_inputs, offset) as frame:
+            symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+            computes = not symbolic and not _keras.in_symbolic_scope()
+            if computes and _state(self).waiting and self.built:
+                super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
+            attach(self)
+            self._check_given()
+            outputs = super().__call__(*args, **kwargs)
+            attach(self, computes)
+            if computes:
+                self._check_used(frame)
+        if symbolic and head_mask_inputs is not None:
+            _keras.add_to_last_call(self, {"head_mask_inputs": head_mask_inputs})
+        return outputs
+
+    def compute_output_spec(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
+        return super().compute_output_spec(*args, **kwargs)
+
+    def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
+        """What runs again for a gradient finds what the first run found."""
+        frame = frames.current()
+
+        @functools.wraps(layer_call)
+        def call_again(*args: Any, **kwargs: Any) -> Any:
+            with frames.being(frame):
+                return layer_call(*args, **kwargs)
+
+        return super().rematerialized_call(call_again, *args, **kwargs)
+
+    @property
+    def supports_jit(self) -> bool:
+        """Whether Keras may compile it by XLA: on TensorFlow, under a rule, at known lengths."""
+        calls = _keras.calls_of(self)
+        if any(None in x.shape[1:-1] for call in calls for x in call.input_tensors[:1]):
+            rules = (r for x in attention_inside(self) for r in rules_in_force(x))
+            if any(rule.restricts for rule in rules):
+                return supports_unknown_lengths(self)
+        return vars(self).get("supports_jit", vars(self).get("_supports_jit", True))
+
+    @supports_jit.setter
+    def supports_jit(self, value: bool) -> None:
+        self.__dict__["supports_jit"] = value
+
+    @property
+    def _default_save_signature(self) -> Any:
+        """None for a model inside an exported one that cannot run without `head_mask_inputs`."""
+        return None if any(self._asks_for()) else super()._default_save_signature
+
+    def _asks_for(self) -> Iterator[tuple[keras.Layer, LayerRule]]:
+        """Rules inside that read what this layer must be called with, or one around it."""
+        for layer in attention_inside(self):
+            for rule in rules_in_force(layer):
+                # (A layer inside that hands on what it reads is asked when it runs.)
+                if rule.reads and rule.restricts and not is_inside(self, rule.owner):
+                    yield layer, rule
+
+    def _check_given(self) -> None:
+        for layer, rule in self._asks_for():
+            if frames.inputs_of(rule) is None:
+                raise ValueError(obeying.missing(layer.name, rule))
+
+    def _check_used(self, frame: frames.Frame) -> None:
+        for layer in attention_inside(self):
+            restricted = any(rule.restricts for rule in rules_in_force(layer))
+            if restricted and id(layer) not in frame.used:
+                raise RuntimeError(
+                    f"The rule of the attention layer '{layer.name}' was not used in this call of "
+                    f"'{self.name}': either the layer did not run, or it ran in a `tf.function` "
+                    "that was traced before, or its class computed attention without "
+                    "`_compute_attention`, as KerasHub's do inside vLLM. Leave it out by `layers=`."
+                )
+
+    def _is_filed_inside(self, rule: LayerRule) -> bool:
+        """Whether a layer inside files `rule`, which was given to that one."""
+        return is_inside(self, rule.owner)
+
+    def get_config(self) -> dict[str, Any]:
+        rules = to_file(self)
+        config = stock_config(self, rules)
+        state = _state(self)
+        if state.waiting:
+            return {"layer": config, "rules": state.waiting, "attention": state.awaited}
+        count = len(attention_inside(self))
+        return {"layer": config, "rules": rules_config(rules), "attention": count}
+
+    def __reduce__(self) -> Any:
+        arguments = super().__reduce__()[1]
+        return _keras.unpickle_model, arguments  # which pickle finds by its name, unlike the class
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
+        stock = getattr(cls, "_stock_class", None)  # which may be registered nowhere
+        known = {} if stock is None else {stock.__name__: stock}
+        layer = keras.saving.deserialize_keras_object(
+            config["layer"], custom_objects=known | dict(custom_objects or {})
+        )
+        wait(layer, config["rules"], config["attention"])
+        return layer
+
+
+def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
+    """The position of the first query, where the layer's own arguments name a cache."""
+    given = _keras.arguments_of(layer, args, kwargs)
+    offset = next((given[name] for name in _OFFSETS if given.get(name) is not None), None)
+    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
+        cached = given.get(cache) is not None and _keras.has_argument(layer, name)
+        if cached and offset is None and frames.current().offset is None:
+            raise ValueError(
+                f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
+                f"`{name}`."
+            )
+    return offset
+
+
+# --- Layers become masked, and stock again --------------------------------------------------------
+
+
+def mask(layer: Any, kind: type = MaskedLayer) -> None:
+    """Make `layer` one of its own class and `kind`, without a rule as yet."""
+    if isinstance(layer, MaskedLayer):
+        return
+    vars(layer)[_STATE] = _State()
+    object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        vars(layer)[obeying.HOOK] = obeying.hook(layer, lambda: rules_in_force(layer))
+
+
+def unmask(layer: Any) -> None:
+    """Make `layer` what it was."""
+    if isinstance(layer, MaskedLayer):
+        object.__setattr__(layer, "__class__", layer._stock_class)
+        for name in (_STATE, obeying.HOOK):
+            layer.__dict__.pop(name, None)
+        if isinstance(layer, PerHeadMaskedMultiHeadAttention):
+            own = layer.mask_spec
+            layer.__dict__["_restricts"] = own is not None and restricts(own, layer.num_heads)
+
+
+def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
+    """Let attention `layer`, inside `root` or itself, obey `rule`, in place of its owner's last."""
+    for around in _keras.layers_of(root):
+        if around is not root and any(x is layer for x in _keras.layers_of(around)):
+            mask(around)
+    if not isinstance(root, MaskedLayer):
+        mask(root)
+    state = _state(layer)
+    kept = [x for x in state.rules if x.owner is not rule.owner]
+    around = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
+    kept.insert(next(around, len(kept)), rule)  # the innermost first, as files have them
+    state.rules = tuple(kept)
+    if rule.replaces and isinstance(layer, PerHeadMaskedMultiHeadAttention):
+        layer.__dict__["_restricts"] = False
+
+
+def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
+    """The attention layers inside `layer`, itself too, in the order that numbers them in files."""
+    state = vars(layer).get(_STATE)
+    if state is not None and state.inside is not None:
+        return state.inside
+    found = list(dict.fromkeys(nesting.attention(layer)))
+    if state is not None and layer.built and not state.waiting:
+        state.inside = found
+    return found
+
+
+def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
+    return _state(layer).rules if isinstance(layer, MaskedLayer) else ()
+
+
+def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
+    """The rules that attention obeys, the innermost first, from the last that replaces others."""
+    rules = all_rules(layer)
+    last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
+    return rules[last:]
+
+
+def spec_of(layer: keras.Layer) -> MaskSpec | None:
+    """All that an attention layer obeys: its own rule, unless that is replaced, and others."""
+    return combined(layer, rules_in_force(layer))
+
+
+def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
+    own = getattr(layer, "mask_spec", None)
+    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
+    specs += [rule.spec for rule in rules]
+    return functools.reduce(operator.and_, specs) if specs else None
+
+
+def _state(layer: Any) -> _State:
+    return vars(layer).setdefault(_STATE, _State())  # `clone_model` calls the class itself
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _class_of(cls: type, kind: type) -> type:
+    """`cls` under rules. One for each class; all are filed under one name and load alike."""
+    if (cls, kind) not in _classes:
+        # The name stays the one of `cls`: Keras files weights under it.
+        body = {
+            "__module__": __name__,
+            "__qualname__": f"{kind.__name__}[{cls.__name__}]",
+            "_stock_class": cls,
+        }
+        _classes[cls, kind] = type(cls)(cls.__name__, (kind, cls), body)
+        # By name alone: KerasHub would take a class among the custom objects for one of its own.
+        _keras.file_under(_classes[cls, kind], _keras.filed_name(kind))
+    return _classes[cls, kind]
+
+
+# --- Files ---------------------------------------------------------------------------------------
+
+_filed: ContextVar[frozenset[int]] = ContextVar("filed", default=frozenset())
+
+
+def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
+    """Rules inside with the places of their layers, but those that layers inside file."""
+    return [
+        (place, rule)
+        for place, attention in enumerate(attention_inside(layer))
+        for rule in all_rules(attention)
+        if id(rule) not in _filed.get() and not layer._is_filed_inside(rule)
+    ]
+
+
+def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, Any]:
+    """The config of the stock layer, as Keras files it; layers inside leave `rules` out."""
+    state = _state(layer)
+    if state.stock is None:
+        state.stock = object.__new__(layer._stock_class)
+    own = {_STATE, obeying.HOOK}
+    vars(state.stock).update({k: v for k, v in looking.attributes(layer).items() if k not in own})
+    token = _filed.set(_filed.get() | {id(rule) for _, rule in rules})
+    try:
+        config = keras.saving.serialize_keras_object(state.stock)
+    finally:
+        _filed.reset(token)
+    config.pop("compile_config", None)
+    return config
+
+
+def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
+    """Let `layer` obey saved rules, once the `count` attention layers inside it are made."""
+    mask(layer)
+    _state(layer).waiting, _state(layer).awaited = list(rules), count
+    build = layer.build
+
+    @functools.wraps(build)
+    def build_and_attach(*args: Any, **kwargs: Any) -> None:
+        build(*args, **kwargs)
+        attach(layer)
+
+    if rules and not layer.built:
+        vars(layer)["build"] = build_and_attach  # where Keras' own wrapper stands
+    attach(layer)
+
+
+def attach(layer: Any, computed: bool = False) -> None:
+    """Give saved rules to the attention inside `layer`, if it is made by now."""
+    state = _state(layer)
+    if not state.waiting:
+        return
+    attention = list(dict.fromkeys(nesting.attention(layer)))
+    if len(attention) < state.awaited and not computed:
+        return  # (What is there is not numbered yet: a layer before it may still be made.)
+    if len(attention) != state.awaited:
+        raise ValueError(
+            f"The saved rules of '{layer.name}' number {state.awaited} attention layers, and it "
+            f"has {len(attention)}. Was it saved with another version of its code?"
+        )
+    rules = list(rules_from_config(state.waiting, attention, layer.name))
+    state.waiting = []
+    for one, rule in rules:
+        add_rule(layer, one, dataclasses.replace(rule, owner=layer))
+    if computed:
+        raise RuntimeError(
+            f"The layer '{layer.name}' made its attention while it ran, so its rule did not hold. "
+            "Make attention in `__init__` or `build`."
+        )
+
+
+keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(MaskedLayer)

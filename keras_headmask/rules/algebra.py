@@ -1,0 +1,196 @@
+"""`& | ~`: specs made of specs, which answer from the answers of their parts."""
+
+import dataclasses
+import types
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Any
+
+from keras_headmask.rules import config, fields, words
+from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
+from keras_headmask.rules.protocol import Words
+
+
+class Compound(MaskSpec):
+    """A spec made of others: here, what holds for all of them."""
+
+    _joint = staticmethod(all)  # all parts must say yes, or any
+    _decides: bool | None = None  # the `constant` of one part that is that of the whole
+
+    @property
+    def constant(self) -> bool | None:
+        answers = {child.constant for child in self.children}
+        if self._decides in answers:
+            return self._decides
+        return answers.pop() if len(answers) == 1 else None
+
+    @property
+    def reads_query_positions(self) -> bool:
+        return any(child.reads_query_positions for child in self.children)
+
+    @property
+    def is_local(self) -> bool:
+        return self._joint(child.is_local for child in self.children)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self._joint(child.is_sparse for child in self.children)
+
+    @property
+    def reach(self) -> int | None:
+        known = [child.reach for child in self.children if child.reach is not None]
+        return max(known) if len(known) == len(self.children) else None
+
+    def closes(self, side: str) -> bool:
+        return self._joint(child.closes(side) for child in self.children)
+
+
+_SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Join(Compound):
+    """Two or more specs; compared as a set, shown in the order written."""
+
+    specs: Annotated[tuple[MaskSpec, ...], fields.Limits(_SCHEMA)]
+    symbol = ""
+
+    @classmethod
+    def join(cls, left: Any, right: Any) -> MaskSpec:
+        """What an operator between `left` and `right` makes."""
+        for value, code in ((left, f"SPEC {cls.symbol} ..."), (right, f"... {cls.symbol} SPEC")):
+            if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
+                hint = config.hint_for(value, code)
+                raise TypeError(f"`{cls.symbol}` joins mask specs. Received: {value!r}.{hint}")
+            if not isinstance(value, MaskSpec):
+                return NotImplemented
+        return cls.of((left, right))
+
+    @classmethod
+    def of(cls, specs: Iterable[MaskSpec]) -> MaskSpec:
+        """Flatten and drop repeats, so that regrouping a rule does not change it."""
+        parts: list[MaskSpec] = []
+        for i, spec in enumerate(specs):
+            check_spec(spec, f"specs[{i}]")
+            parts.extend(spec.children if type(spec) is cls else (spec,))
+        unique = tuple(dict.fromkeys(parts))
+        merged_inputs(unique)  # parts that read one input in two ways are refused here
+        return cls(unique) if len(unique) > 1 else unique[0]
+
+    @property
+    def children(self) -> tuple[MaskSpec, ...]:
+        return self.specs
+
+    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
+        return self.of(children)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any], path: str = "") -> MaskSpec:
+        config.check_field_names(fields, path, {"specs"}, {"specs"})
+        place, specs = config.join_path(path, "specs"), fields["specs"]
+        if not isinstance(specs, (list, tuple)) or not specs:
+            raise config.bad_place(place, f"expected a list of specs. Received: {specs!r}.")
+        parts = config.from_json(specs, place)
+        return config.located(lambda: cls.of(parts), path)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Join) or type(other) is not type(self):
+            return NotImplemented
+        return frozenset(self.specs) == frozenset(other.specs)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, frozenset(self.specs)))
+
+    def __repr__(self) -> str:
+        parts = (f"({s!r})" if isinstance(s, Join) else repr(s) for s in self.specs)
+        return f" {self.symbol} ".join(parts)
+
+
+@register_spec("and")
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class And(Join):
+    """What every one of `specs` allows; written `a & b`."""
+
+    symbol = "&"
+    _joint = staticmethod(any)
+    _decides = False
+
+    def in_words(self) -> Words:
+        """ "A; of these only B, but not C, if D": what is asked of the query alone comes last."""
+        parts = words.in_order(self.specs)
+        asked = [said.condition for said in parts if said.condition.startswith("if ")]
+        unless = [said.condition for said in parts if said.condition.startswith("unless ")]
+        parts = [said for said in parts if not said.condition]
+        nouns = [said for said in parts if not said.hidden]
+        negated = [said.hidden for said in parts if said.hidden]
+        if nouns:
+            phrases = [nouns[0].inner, *(said.those for said in nouns[1:])]
+            text = "; of these only ".join(phrases) + "".join(f", but not {n}" for n in negated)
+        else:
+            text = f"all but {', and not '.join(negated)}" if negated else "every token"
+        if asked:  # `Full() & ...` has words of its own
+            text += (", but only " if parts else ", ") + " and ".join(asked)
+        if unless:
+            refused = " or ".join(condition.removeprefix("unless ") for condition in unless)
+            text += (", but not if " if parts else ", unless ") + refused
+        return Words(text, compound=True)
+
+
+@register_spec("or")
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Or(Join):
+    """What at least one of `specs` allows; written `a | b`."""
+
+    symbol = "|"
+    _decides = True
+
+    @property
+    def is_local(self) -> bool:
+        parts = [spec for spec in self.specs if spec.constant is not False and not spec.is_sparse]
+        return bool(parts) and all(spec.is_local for spec in parts)
+
+    def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
+        several = sum(spec not in taken_out for spec in self.specs) > 1
+        return several or super().may_leave_gaps(taken_out)
+
+    def in_words(self) -> Words:
+        phrases = [said.inner for said in words.in_order(self.specs)]
+        return Words(", plus ".join(phrases), compound=True)
+
+
+@register_spec("not")
+@dataclasses.dataclass(frozen=True, repr=False)
+class Not(Compound):
+    """The exact complement of `spec`; written `~a`."""
+
+    spec: Annotated[MaskSpec, fields.Limits(fields.RULE, check_spec)]
+    is_local = is_sparse = False
+
+    @property
+    def children(self) -> tuple[MaskSpec, ...]:
+        return (self.spec,)
+
+    def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
+        (child,) = children
+        return ~child
+
+    @property
+    def constant(self) -> bool | None:
+        return None if self.spec.constant is None else not self.spec.constant
+
+    def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
+        return True
+
+    def closes(self, side: str) -> bool:
+        return False
+
+    def in_words(self) -> Words:
+        said = words.words(self.spec)
+        if said.condition.startswith("if "):
+            return words.of_the_query(f"unless {said.condition.removeprefix('if ')}")
+        return Words(f"all but {said.those}", compound=True, hidden=said.those)
+
+    def __invert__(self) -> MaskSpec:
+        return self.spec
+
+    def __repr__(self) -> str:
+        return f"~({self.spec!r})" if isinstance(self.spec, Join) else f"~{self.spec!r}"

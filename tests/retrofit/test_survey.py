@@ -1,0 +1,312 @@
+"""Which attention of a model is self-attention and in which order it runs, by how it is called."""
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from keras import layers, ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+import keras_headmask as hm
+from keras_headmask.retrofit.finding import find_attention
+
+registered = keras.saving.register_keras_serializable("test_survey")
+CHUNK = hm.Chunk(3)
+
+
+def attention(name=None):
+    return layers.MultiHeadAttention(2, 4, name=name)
+
+
+class Composite(layers.Layer):
+    """Attention layers that no name tells apart; `names` in the order of the attributes."""
+
+    names = ()
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for name in self.names:
+            setattr(self, name, attention(name))
+        self.norm = layers.LayerNormalization()
+
+    def build(self, x_shape):
+        for name in self.names:
+            getattr(self, name).build((None, None, 8), (None, None, 8))
+        self.norm.build((None, None, 8))
+
+    def compute_output_shape(self, x_shape):
+        return x_shape
+
+
+class OfTwo(Composite):
+    def build(self, x_shape, memory_shape):
+        super().build(x_shape)
+
+    def compute_output_shape(self, x_shape, memory_shape):
+        return x_shape
+
+
+@registered
+class Decoder(OfTwo):
+    """Calls `b` on its own sequence first, then `a` on the memory."""
+
+    names = "a", "b"
+
+    def call(self, x, memory):
+        x = self.norm(x + self.b(x, x))
+        return self.norm(x + self.a(x, memory))
+
+
+@registered
+class Twins(Composite):
+    """Self-attention on one tensor, and on two that only a name tells apart."""
+
+    names = "plain", "as_in_detr", "norm_twice", "my_self_attention"
+
+    def call(self, x):
+        batch, length = ops.shape(x)[:2]
+        x = x + self.plain(x, x, attention_mask=ops.ones((batch, length, length), "bool"))
+        moved = x + 1.0
+        x = x + self.as_in_detr(moved, x, key=moved)
+        x = x + self.norm_twice(self.norm(x), self.norm(x))
+        return x + self.my_self_attention(x * 2.0, x)
+
+
+@registered
+class Latents(Composite):
+    """Queries that are weights look at the input, which is of another length, and at themselves."""
+
+    names = "second", "first", "among"
+
+    def build(self, shape):
+        super().build(shape)
+        self.latents = self.add_weight(shape=(8, 8), name="latents")
+
+    def call(self, x):
+        latents = ops.broadcast_to(self.latents, (ops.shape(x)[0], 8, 8))
+        latents = latents + self.among(latents, latents)
+        latents = ops.add(latents, self.first(latents, x))  # JAX takes no symbolic tensor in a sum
+        return latents + self.second(latents, x)
+
+    def compute_output_shape(self, shape):
+        return (shape[0], 8, 8)
+
+
+@registered
+class Around(OfTwo):
+    """A composite layer inside another."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inside = Decoder(name="inside")
+
+    def build(self, x_shape, memory_shape):
+        self.inside.build(x_shape, memory_shape)
+
+    def call(self, x, memory):
+        return self.inside(memory=memory * 1.0, x=x) * 1.0
+
+
+def two_inputs(*blocks):
+    x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
+    y = x
+    for block in blocks:
+        y = block(y, memory)
+    return keras.Model([x, memory], y, name="model")
+
+
+def one_input(*blocks):
+    x = y = keras.Input((None, 8), name="x")
+    for block in blocks:
+        y = block(y)
+    return keras.Model(x, y)
+
+
+def kinds(model):
+    return [(entry.path, entry.kind) for entry in find_attention(model).known]
+
+
+def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():
+    model = two_inputs(Decoder(name="one"), Decoder(name="two"))
+    found = [("one/b", "self"), ("one/a", "unclear"), ("two/b", "self"), ("two/a", "unclear")]
+    assert kinds(model) == found
+    with pytest.raises(ValueError, match=r"Cannot tell whether .*'one/a' .* by regex"):
+        hm.apply_head_masks(model, CHUNK)
+    masked = hm.apply_head_masks(model, CHUNK, layers="/b")
+    assert list(hm.mask_specs(masked)) == ["one/b", "two/b"]
+    assert kinds(masked) == found  # a masked model shows what it showed without the rule
+    given = [normal(2, 7, 8), normal(2, 7, 8, seed=1)]
+    moved = [given[0], given[1].copy()]
+    moved[1][:, 6] += 1.0
+    felt = abs(numpy(masked(moved)) - numpy(masked(given)))
+    assert felt[:, 0].max() > 1e-4  # the memory is seen from anywhere
+
+
+@pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16"], indirect=True)
+def test_tensors_that_are_cast_on_the_way(dtype_policy):
+    """Each argument by itself: one tensor must not become two."""
+    model = one_input(lambda x: Decoder(name="one")(x, x))
+    assert kinds(model)[0] == ("one/b", "self")
+
+
+def test_composite_layers_in_each_other_and_shared():
+    shared = Around(name="around")
+    model = two_inputs(shared, shared)
+    assert kinds(model) == [("around/inside/b", "self"), ("around/inside/a", "unclear")]
+    model.get_layer("around").inside.a.name = "late_cross_attention"
+    assert kinds(model)[1] == ("around/inside/late_cross_attention", "cross")
+
+
+def test_self_attention_as_people_write_it():
+    found = kinds(one_input(Twins(name="t")))
+    assert found == [
+        ("t/plain", "self"),
+        ("t/as_in_detr", "self"),
+        ("t/norm_twice", "unclear"),
+        ("t/my_self_attention", "self"),
+    ]
+
+
+def test_a_layer_called_on_two_sequences():
+    """Ids of one say nothing of the other; what follows on the first is the same sequence."""
+    x, y = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="y")
+    layer, rule = attention("a"), hm.SameSegment("ids")
+    model = keras.Model([x, y], [layer(h, h) for h in (x * 2.0, y * 2.0)])
+    with pytest.raises(ValueError, match=r"'a' .*is called on two sequences"):
+        hm.apply_head_masks(model, rule, add_inputs=True)
+    hm.apply_head_masks(model, CHUNK)  # reads none
+    first = layer(x, x) + x
+    again = keras.Model(x, layer(first, first))
+    assert hm.mask_specs(hm.apply_head_masks(again, rule, add_inputs=True)) == {"a": rule}
+
+
+def test_weights_that_look_at_the_input():
+    x = keras.Input((7, 8))
+    model = keras.Model(x, Latents(name="l")(x))
+    found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
+    assert kinds(model) == found
+    assert list(hm.mask_specs(hm.apply_head_masks(model, CHUNK))) == ["l/among"]
+
+
+def test_a_body_that_cannot_be_run_is_read_by_names():
+    class Closed(OfTwo):
+        names = "a_cross", "b"
+
+        def call(self, x, memory):
+            if in_symbolic_scope():
+                raise TypeError("numbers are needed")
+            return self.b(self.a_cross(x, memory), x)
+
+    found = [("one/a_cross", "cross"), ("one/b", "unclear")]
+    assert kinds(two_inputs(Closed(name="one"))) == found
+
+
+def test_layers_that_were_built_for_the_length_that_keras_puts_in():
+    """PyTorch's backend builds what a body holds at the length with which it tries the body."""
+
+    class BuildsInside(Composite):
+        names = ("a", "b")
+
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = keras.Sequential([layers.Dense(8)])
+
+        def build(self, x_shape, memory_shape):
+            super().build(x_shape)
+
+        def call(self, x, memory):
+            return self.dense(self.b(x, self.a(x, memory)))
+
+        compute_output_shape = layers.Layer.compute_output_shape
+
+    assert kinds(two_inputs(BuildsInside(name="one"))) == [
+        ("one/a", "unclear"),
+        ("one/b", "unclear"),
+    ]
+
+
+def test_no_trace_is_left_of_the_trace():
+    @registered
+    class Counts(Composite):
+        names = ("a",)
+
+        def build(self, shape):
+            super().build(shape)
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x):
+            self.calls.assign_add(1.0)
+            return self.a(x, x)
+
+    model = one_input(Counts(name="counts"))
+    held = [
+        (len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x)))
+        for x in model._flatten_layers()
+    ]
+    assert kinds(model) == [("counts/a", "self")]
+    assert float(model.get_layer("counts").calls) == 0
+    assert held == [
+        (len(x._inbound_nodes), len(x._outbound_nodes), sorted(vars(x)))
+        for x in model._flatten_layers()
+    ]
+
+
+def test_files_name_layers_by_their_attributes(tmp_path):
+    """A number in a file means the same layer wherever it is loaded, and however it is seen."""
+    model = two_inputs(Decoder(name="one"), Decoder(name="two"))
+    rules = {"one/b": CHUNK, "two/a": hm.Window(1, 1), "one/a": hm.Keys(0, 2)}
+    masked = hm.apply_head_masks(model, rules)
+    masked.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert hm.mask_specs(again) == hm.mask_specs(masked) == rules
+    assert list(hm.mask_specs(again)) == ["one/b", "one/a", "two/a"]
+    given = [normal(2, 7, 8), normal(2, 5, 8, seed=1)]
+    np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
+
+
+# --- One sequence, or several ---------------------------------------------------------------------
+
+
+def of_two_texts(outputs):
+    first, second = (keras.Input((7,), dtype="int32", name=x) for x in ("token_ids", "answer_ids"))
+    embedding = layers.Embedding(12, 8)
+    return keras.Model([first, second], outputs(embedding(first), embedding(second)))
+
+
+def inside(layer):
+    x = keras.Input((7, 8))
+    return keras.Model(x, layer(x, x))
+
+
+def mixed(x, y):
+    shared = attention("shared")
+    z = shared(x, x)
+    z = ops.concatenate([z[:, :1], y[:, 1:]], axis=1)
+    return shared(z, z)
+
+
+def in_two_models(x, y):
+    shared = attention("shared")
+    return [inside(shared)(x), inside(shared)(y)]
+
+
+def inside_and_directly(x, y):
+    shared = attention("shared")
+    return [inside(shared)(x), shared(y, y)]
+
+
+@pytest.mark.parametrize("outputs", [mixed, in_two_models, inside_and_directly])
+def test_attention_that_runs_on_two_sequences_takes_no_ids_of_one(outputs):
+    model = of_two_texts(outputs)
+    with pytest.raises(ValueError, match="is called on two sequences, or on one that a further"):
+        hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    assert not hm.mask_specs(model)
+
+
+def test_a_residual_sum_goes_on_with_one_sequence():
+    shared = attention("shared")
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    y = x + shared(x, x)
+    model = keras.Model(ids, x + shared(y, y))
+    assert hm.mask_specs(hm.apply_head_masks(model, hm.SameSentence(9)))

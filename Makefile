@@ -18,8 +18,8 @@ demo: $(VENV)/.pretrained
 check: $(VENV)/.test
 	$(RUN) tests/run.py check
 
-# Style, then every test on each backend (doctests, README and examples on TensorFlow): all passes run,
-# then a report.
+# Style, then every test on TensorFlow, and on JAX and PyTorch those that depend on the backend: all
+# passes run, then a report.
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 

@@ -1,7 +1,8 @@
 """Every private name of Keras, and of the backends, that this package touches, and why.
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
-is relied on, so a new Keras fails there first. No other file may touch such a name.
+is relied on, so a new Keras fails there first. No other file may touch such a name, except to
+override the methods in `OVERRIDDEN`.
 """
 
 import contextlib
@@ -156,6 +157,11 @@ def is_plain_functional(model: Any) -> bool:
 def functional_of(model: Any) -> Any:
     """The functional model inside a Sequential, `None` before it is built; else `model`."""
     return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def operations(model: Any) -> list[Any]:
+    """The operations in the graph of a model; none without a graph."""
+    return list(getattr(functional_of(model), "operations", ()))
 
 
 def nodes(graph: Functional) -> Iterator[Any]:

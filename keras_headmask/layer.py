@@ -42,7 +42,7 @@ _keras.file_weights_under("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention
 class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     """Multi-head attention in which every head obeys its own mask.
 
-    Without a rule it is `keras.layers.MultiHeadAttention`: same weights, names and outputs.
+    Without a rule it is `keras.layers.MultiHeadAttention`: same weights, weight names, outputs.
     Whatever restricts (the rule, `attention_mask`, Keras masks, `use_causal_mask`,
     `sliding_window`) is merged by AND as booleans `(batch, heads, queries, keys)`, `True` = may
     attend, and applied by adding -1e9 once before the softmax, in at least float32. A hidden key

@@ -65,9 +65,8 @@ def apply_head_masks(
             those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            model itself is masked, in place. Keras makes its compiled functions anew, those of
-            models around it too. What you compiled by `jax.jit` or `torch.compile` you must make
-            anew.
+            model itself is masked, in place. Keras recompiles `fit` and `predict`, also of models
+            around it; recreate your own `jax.jit` and `torch.compile` functions.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
@@ -76,15 +75,18 @@ def apply_head_masks(
         any model that is made of it.
 
     Raises:
-        TypeError: if `model` is no Keras model, or has no graph and the rule reads inputs; if a
+        TypeError: if `model` is not a Keras model, or has no graph and the rule reads inputs; if a
             spec or selector is of another type.
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
-            unclear whether a layer is self-attention and no regex names it, or, with `copy=False`,
-            a `tf.function` has traced the model. From the result, when a masked layer is called
-            without what its rule reads.
-        RuntimeError: from the result, when a masked layer does not use its rule.
+            unclear whether a layer is self-attention and no regex names it, `existing` or the JSON
+            of a spec is not valid, the model cannot be copied, a Sequential model has no graph yet,
+            or attention runs in a `tf.function` inside the model. With `copy=False`, if a
+            `tf.function` has traced the model, or a Sequential model gets a rule that reads inputs.
+            From the result, when a masked layer is called without what its rule reads.
+        RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
+            `tf.function` inside the model.
 
     >>> import numpy as np
     >>> from keras_headmask import PerHead, SameSentence, summary_masks
@@ -109,11 +111,11 @@ def apply_head_masks(
     check_inputs(model, planned, add_inputs)  # before any change
     if not copy:
         compiled.drop_all_that_run([entry.layer for entry, _ in planned])
-        return masked(model, planned)
+        return masked(model, [(entry.layer, rule) for entry, rule in planned])
     twin = copied(model, found)
     known = find_attention(twin).known
     compiled.check_not_traced([known[i].layer for i in rules])
-    return masked(twin, [(known[i], rule) for i, rule in rules.items()])
+    return masked(twin, [(known[i].layer, rule) for i, rule in rules.items()])
 
 
 def _from_text(text: str) -> Any:
@@ -190,7 +192,7 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
             f"'{model.name}', where a rule of '{model.name}' would not hold. Give the rule to the "
             "model around it."
         )
-    owners = {id(model)} | {id(x) for x in getattr(model, "operations", ())}
+    owners = {id(x) for x in (model, *_keras.operations(model))}
     own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
     replaces = existing == "replace" and beneath is not None
     if own is not None:

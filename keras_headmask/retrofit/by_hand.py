@@ -46,7 +46,7 @@ def _is_softmax(operation: Any) -> bool:
 
 
 def _may_be_weights(tensor: Any) -> bool:
-    """Whether a tensor has an axis of queries before one of keys: in self-attention, as long.
+    """Whether it may be probabilities: the last axes are queries and keys, equally long.
 
     (One row of weights alone pools a sequence.)
     """

@@ -29,10 +29,6 @@ def drop_all_that_run(layers: list[keras.Layer]) -> None:
     Raises for a `tf.function` that has traced one of them: it belongs to the user, and cannot be
     made to trace again.
     """
-    sought = {id(layer) for layer in layers}
-    for model in _alive(keras.Model):
-        if sought & {id(layer) for layer in _keras.layers_of(model)}:
-            drop(model)
     if names := traced(layers):
         raise ValueError(
             "`copy=False` needs a model that no `tf.function` has traced: what was traced before "
@@ -40,13 +36,17 @@ def drop_all_that_run(layers: list[keras.Layer]) -> None:
             "those functions (`del`) before this call and make them anew from its result; or pass "
             "copy=True, which leaves the model as it is."
         )
+    sought = {id(layer) for layer in layers}
+    for model in _alive(keras.Model):
+        if sought & {id(layer) for layer in _keras.layers_of(model)}:
+            drop(model)
 
 
 def traced(layers: list[keras.Layer]) -> list[str]:
     """The names of the functions whose traces read weights of `layers`."""
     if keras.backend.backend() != "tensorflow":
         return []
-    gc.collect()  # what nobody holds any more lives on in a circle until then
+    gc.collect()  # reference cycles live until a collection
     weights = {id(weight.value) for layer in layers for weight in layer.weights}
     return sorted(
         {
@@ -88,7 +88,8 @@ def graph_being_built() -> Any:
 def check_not_traced(layers: list[keras.Layer]) -> None:
     """Raise if a model that was just made has `tf.function`s of its own that call `layers`."""
     if traced(layers):
-        raise ValueError(in_own_function(layers[0].name))
+        name = next((layer.name for layer in layers if traced([layer])), layers[0].name)
+        raise ValueError(in_own_function(name))
 
 
 def check_not_in_own_function(name: str, bound_in: Any) -> None:

@@ -23,7 +23,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
             raise ValueError(
                 f"The model '{model.name}' cannot be copied: its config would confuse two classes "
                 f"named '{name}'. Register them by keras.saving.register_keras_serializable under "
-                "two names, or pass copy=False, which masks the model itself."
+                "two names, or, for a rule, pass copy=False, which masks the model itself."
             )
     try:
         _check_tracked(found)
@@ -38,8 +38,8 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
         _copy_other_state(model, twin)
     except Exception as error:  # whatever a layer's own config raises
         raise ValueError(
-            f"The model '{model.name}' cannot be copied: {error} Make its layers serializable, or "
-            "pass copy=False, which masks the model itself."
+            f"The model '{model.name}' cannot be copied: {error} Mend that, or, for a rule, pass "
+            "copy=False, which masks the model itself."
         ) from error
     return twin
 
@@ -72,9 +72,7 @@ def _check_tracked(found: Found) -> None:
 
 def _check_all_there(source: keras.Model, target: keras.Model) -> None:
     if len(target.weights) < len(source.weights):
-        inside = {
-            id(w) for x in getattr(source, "operations", ()) for w in getattr(x, "weights", ())
-        }
+        inside = {id(w) for x in _keras.operations(source) for w in getattr(x, "weights", ())}
         tracked = _keras.sublayers(source)
         if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
             raise ValueError(
@@ -83,7 +81,7 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
 
 
 def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
-    """What layers derive from their weights, and vocabularies, which are none."""
+    """State outside the weights: what layers derive from them, and vocabularies."""
     for layer, twin in zip(_keras.layers_of(source), _keras.layers_of(target), strict=False):
         if type(layer) is not type(twin):
             continue

@@ -41,6 +41,8 @@ class Found(NamedTuple):
 
 def find_attention(model: keras.Model) -> Found:
     """Every attention layer inside `model`, in nested layers and models too, each once."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
     survey = Survey(model)
     found = Found([], [], list(survey.untracked.values()))
     seen: set[int] = set()
@@ -63,7 +65,7 @@ def find_attention(model: keras.Model) -> Found:
             found.unknown.append(entry)
         elif isinstance(layer, keras.layers.MultiHeadAttention):
             found.known.append(entry)
-    # The class that attends says more than a layer around it, which was seen to.
+    # List attention classes before layers around them, which were seen to attend.
     found.unknown.sort(key=lambda entry: not _is_named_for_attention(entry.layer))
     if all(id(entry.layer) in calls for entry in found.known):
         order = {layer: number for number, layer in enumerate(calls)}

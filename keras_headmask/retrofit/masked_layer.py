@@ -26,7 +26,7 @@ from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
 
 _STATE = "headmask_state"
-# Where KerasHub's layers are told the position of the first query, the outermost layer first.
+# Where KerasHub's layers take the position of the first query, the outermost layer first.
 _OFFSETS = "self_attention_cache_update_index", "cache_update_index"
 _CACHES = "self_attention_cache", "cache"
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
@@ -196,16 +196,14 @@ def unmask(layer: Any) -> None:
 
 
 def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
-    """Let attention `layer`, inside `root` or itself, obey `rule`, in place of its owner's last."""
-    for around in _keras.layers_of(root):
-        if around is not root and any(x is layer for x in _keras.layers_of(around)):
+    """Make attention `layer` inside `root` obey `rule`, which replaces its owner's last one."""
+    for around in _keras.layers_of(root):  # `root` is one of them
+        if any(x is layer for x in _keras.layers_of(around)):
             mask(around)
-    if not isinstance(root, MaskedLayer):
-        mask(root)
     state = _state(layer)
     kept = [x for x in state.rules if x.owner is not rule.owner]
-    around = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
-    kept.insert(next(around, len(kept)), rule)  # the innermost first, as files have them
+    outer = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
+    kept.insert(next(outer, len(kept)), rule)  # the innermost first, as files have them
     state.rules = tuple(kept)
     if rule.replaces and isinstance(layer, PerHeadMaskedMultiHeadAttention):
         layer.__dict__["_restricts"] = False
@@ -273,7 +271,7 @@ _filed: ContextVar[frozenset[int]] = ContextVar("filed", default=frozenset())
 
 
 def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
-    """Rules inside with the places of their layers, but those that layers inside file."""
+    """The rules that this config must hold, with numbers of layers; inner layers file their own."""
     return [
         (place, rule)
         for place, attention in enumerate(attention_inside(layer))

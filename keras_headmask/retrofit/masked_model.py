@@ -11,12 +11,12 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, masked_layer, report, rewiring
+from keras_headmask.retrofit import masked_layer, report, rewiring
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import find_attention
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
-from keras_headmask.retrofit.model_inputs import Planned, new_inputs
+from keras_headmask.retrofit.model_inputs import new_inputs
 from keras_headmask.retrofit.nesting import is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
 from keras_headmask.rules.base import MaskSpec
@@ -41,12 +41,12 @@ class HeadMasked(MaskedLayer):
         return unmasked(self)
 
     def _is_filed_inside(self, rule: LayerRule) -> bool:
-        own = any(rule.owner is x for x in _operations(self))
+        own = any(rule.owner is x for x in _keras.operations(self))
         return not own and is_inside(self, rule.owner)
 
     def get_config(self) -> dict[str, Any]:
         """Beside the rules of its own graph, those that an outer model gave it."""
-        owners = {id(x) for x in _operations(self)}
+        owners = {id(x) for x in _keras.operations(self)}
         filed = masked_layer.to_file(self)
         own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
         config = {
@@ -64,8 +64,7 @@ class HeadMasked(MaskedLayer):
         )
         attention = attention_inside(model)
         rules = list(rules_from_config(config["mask_specs"], attention, model.name))
-        entries = {id(entry.layer): entry for entry in find_attention(model).known}
-        model = masked(model, [(entries[id(layer)], rule) for layer, rule in rules])
+        model = masked(model, rules)
         if outer := config.get("rules"):
             masked_layer.wait(model, outer, config["attention"])
         return model
@@ -74,37 +73,28 @@ class HeadMasked(MaskedLayer):
         raise NotImplementedError(
             "KerasHub loads a preset by the exact class of its config, so the rule would be lost "
             "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
-            "`model.unmasked()` as a preset and apply the rule again after `from_preset`."
+            "`hm.unmasked(model)` as a preset and apply the rule again after `from_preset`."
         )
 
 
-def _operations(model: Any) -> list[Any]:
-    return model.operations
-
-
-def masked(model: keras.Model, planned: Planned) -> keras.Model:
-    """`model` itself under the rules of `planned`.
+def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> keras.Model:
+    """`model` itself, each attention layer of `planned` under its rule.
 
     A Sequential one becomes functional where its rules read inputs, which are edges of a graph.
     """
-    if isinstance(model, keras.Sequential) and any(rule.reads for _, rule in planned):
+    rules = [rule for _, rule in planned]
+    if isinstance(model, keras.Sequential) and any(rule.reads for rule in rules):
         model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
-    has_graph = isinstance(model, _keras.Functional)
-    new = new_inputs(model, planned) if has_graph else {}
-    for entry, rule in planned:
-        graph = _keras.functional_of(model)
-        roots = (
-            operations_around(graph, entry.layer)
-            if isinstance(graph, _keras.Functional)
-            else [model]
-        )
+    has_edges = isinstance(model, _keras.Functional)
+    new = new_inputs(model, rules) if has_edges else {}
+    for layer, rule in planned:
+        roots = operations_around(model, layer) or [model]
         for root in roots:  # a layer may stand in several, each of which hands it what it reads
-            masked_layer.add_rule(root, entry.layer, dataclasses.replace(rule, owner=roots[0]))
-    if has_graph:
+            masked_layer.add_rule(root, layer, dataclasses.replace(rule, owner=roots[0]))
+    if has_edges:
         rewiring.rewire(model, new)
         if not _keras.is_plain_functional(model):
             masked_layer.mask(model, HeadMasked)
-    compiled.drop(model)
     return model
 
 
@@ -134,7 +124,7 @@ def unmasked(model: keras.Model) -> keras.Model:
 
 def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
     """The layers in the graph of `model` that are `layer`, or hold it."""
-    operations = [x for x in model.operations if isinstance(x, keras.Layer)]
+    operations = [x for x in _keras.operations(model) if isinstance(x, keras.Layer)]
     return [x for x in operations if any(inner is layer for inner in _keras.layers_of(x))]
 
 

@@ -1,7 +1,7 @@
 """Which inputs of a model its rules read, by name, and which it lacks."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -40,7 +40,7 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
                 "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
                 "call the result on each with its own ids."
             )
-    new = new_inputs(model, planned)
+    new = new_inputs(model, [rule for _, rule in planned])
     taken = {layer.name for layer in getattr(model, "layers", ())}
     if clash := sorted(taken & set(new)):
         raise ValueError(
@@ -93,20 +93,25 @@ def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dic
     return sources
 
 
-def new_inputs(model: keras.Model, planned: Planned) -> dict[str, Any]:
+def new_inputs(model: keras.Model, rules: Iterable[LayerRule]) -> dict[str, Any]:
     """A `keras.Input` for each name that `model` lacks; what it has is checked."""
     available = _available(model)
     kinds: dict[str, InputType] = {}
     heads: dict[str, int] = {}
-    merged_inputs(tuple(rule.spec for _, rule in planned))  # raises for one name of two kinds
-    for _, rule in planned:
+    rules = list(rules)
+    merged_inputs(tuple(rule.spec for rule in rules))  # raises for one name of two kinds
+    for rule in rules:
         for name, source in rule.sources.items():
             kind = rule.spec.inputs[name]
             for place in names_in(source):
                 known = kinds.get(place, kind)
                 dtype = known.dtype if known.dtype == kind.dtype else "int32"
                 kinds[place] = kind._replace(dtype=dtype)
-                heads[place] = rule.num_heads
+                if kind.rank is None and heads.setdefault(place, rule.num_heads) != rule.num_heads:
+                    raise ValueError(
+                        f"The whole mask {place!r} is read by layers of {heads[place]} and of "
+                        f"{rule.num_heads} heads. Give each its own name."
+                    )
     new = {}
     for name, kind in sorted(kinds.items()):
         if name not in available:

@@ -147,8 +147,8 @@ def missing(name: str, rule: LayerRule) -> str:
         f"The attention layer '{name}' obeys a rule that reads {rule.reads}, and was called "
         "without them. Build on tensors of the masked model, which hand them on: "
         "`keras.Model(masked.input, layer(masked.output))`; or call the layer with "
-        f"`head_mask_inputs={{{example}}}`. (Generation with a cache has the newest token alone: "
-        "there rules hold that read positions, such as Window, Chunk, Keys and RandomBlocks.)"
+        f"`head_mask_inputs={{{example}}}`. (Generation with a cache passes the newest token "
+        "alone, so only rules on positions work there: Window, Chunk, Keys, RandomBlocks.)"
     )
 
 

@@ -46,8 +46,6 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     What is allowed is evaluated anew, from the rules and the masks that reach the layer, so that
     the two can be held against each other.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
     entry = _one_layer(model, layer)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
 

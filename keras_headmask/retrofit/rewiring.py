@@ -102,5 +102,5 @@ def _inputs(inputs: Any, new: Mapping[str, Any], gone: set[int]) -> Any:
     if not new and not gone:
         return inputs
     several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
-    kept = [x for x in several if id(x) not in gone]
-    return type(several)([*kept, *new.values()])
+    kept = [*(x for x in several if id(x) not in gone), *new.values()]
+    return kept[0] if gone and len(kept) == 1 else type(several)(kept)

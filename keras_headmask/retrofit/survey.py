@@ -67,11 +67,14 @@ class Survey:
         query = given.get("query")
         value = given.get("value") if given.get("value") is not None else query
         same = query is value or query is given.get("key")
-        lengths = {x.shape[1] for x in (query, value) if len(x.shape) > 1} - {None}
+        shapes: list[Any] = [
+            getattr(x, "shape", ()) for x in (query, value)
+        ]  # (a subclass may take others)
+        lengths = {shape[1] for shape in shapes if len(shape) > 1} - {None}
         self.calls.append(Call(layer, same, len(lengths) > 1))
 
     def _run(self, layer: keras.Layer, node: Any) -> None:
-        """Run the body of `layer` for shapes; what cannot be run so shows nothing."""
+        """Run the body of `layer` for shapes; a layer that fails shows nothing."""
         before, seen = len(self.calls), _Seen(self)
         given = node.arguments.args, node.arguments.kwargs
         tensors = list({id(x): x for x in node.input_tensors}.values())  # one stays one

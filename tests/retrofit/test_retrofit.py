@@ -238,6 +238,8 @@ def test_a_sequential_model_in_place():
     stock.compile("adam", "mse")
     assert hm.apply_head_masks(stock, CHUNK, copy=False) is stock
     assert leak(stock) == 0
+    hm.apply_head_masks(stock, hm.Window(5, 5), existing="and", copy=False)
+    assert list(hm.mask_specs(stock).values()) == [CHUNK & hm.Window(5, 5)]
     assert stock.compiled
     stock.fit(TOKENS, before, verbose=0)
 
@@ -261,6 +263,47 @@ def test_a_graph_older_than_the_rule_of_its_layers_takes_none():
     with pytest.raises(ValueError, match="is older than a rule that `copy=False` gave"):
         hm.apply_head_masks(old, CHUNK, existing="replace", copy=False)
     np.testing.assert_array_equal(numpy(model(TOKENS)), given)
+
+
+def test_a_subclass_that_takes_other_arguments():
+    @keras.saving.register_keras_serializable("test_retrofit")
+    class OfAList(layers.MultiHeadAttention):
+        def call(self, tensors):
+            return super().call(*tensors)
+
+        def build(self, shapes):
+            super().build(*shapes)
+
+        def compute_output_spec(self, tensors):
+            return keras.KerasTensor(tensors[0].shape, tensors[0].dtype)
+
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model(ids, OfAList(2, 4, name="self_attention")([x, x]))
+    assert leak(hm.apply_head_masks(model, CHUNK)) == 0
+
+
+def test_one_whole_mask_for_layers_of_several_numbers_of_heads_is_refused():
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8)(ids)
+    for heads in (2, 4):
+        x = layers.MultiHeadAttention(heads, 4)(x, x)
+    with pytest.raises(ValueError, match=r"'mask' is read by layers of 2 and of 4 heads"):
+        hm.apply_head_masks(keras.Model(ids, x), hm.MaskInput("mask"), add_inputs=True)
+
+
+@pytest.mark.parametrize("ask", [hm.mask_specs, hm.summary_masks, hm.unmasked])
+def test_only_keras_models_have_rules(ask):
+    with pytest.raises(TypeError, match=r"`model` must be a Keras model\. Received: 'model.keras'"):
+        ask("model.keras")
+
+
+def test_unmasked_takes_what_the_stock_model_took():
+    stock = one_layer()
+    masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+    again = hm.unmasked(masked)
+    assert again.input.name == stock.input.name
+    assert type(again.input) is type(stock.input)
 
 
 def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():

@@ -104,7 +104,7 @@ def test_a_preset_is_refused_with_the_way_out(tmp_path):
     task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
     of_masked = keras_hub.models.BertTextClassifier(masked, 2)  # which knows nothing of rules
     for model in (masked, task, of_masked):
-        with pytest.raises(NotImplementedError, match=r"`model.unmasked\(\)` as a preset"):
+        with pytest.raises(NotImplementedError, match=r"`hm.unmasked\(model\)` as a preset"):
             model.save_to_preset(str(tmp_path / "refused"))
     hm.unmasked(masked).save_to_preset(str(tmp_path / "preset"))
     again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))

@@ -24,10 +24,9 @@ _LAWS = (
 )
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
-    *_files("attention/test_attention", "attention/test_attend", "attention/test_tiled"),
-    *_files("layer/test_layer", "layer/test_parity", "rules/test_evaluation", "test_masks"),
-    *_files("test_golden", "test_keras_internals", "retrofit/test_retrofit"),
-    *_files("retrofit/test_never_unmasked"),
+    *_files("attention/test_attention", "attention/test_attend", "layer/test_layer"),
+    *_files("layer/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
+    *_files("test_keras_internals", "retrofit/test_retrofit"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
 _RUFF = (sys.executable, "-m", "ruff")

@@ -332,12 +332,26 @@ def test_tensorflow_asks_each_model_for_a_signature():
         assert keras.layers.Dense(2)._default_save_signature is None
 
 
-@relies_on("arguments_of", breaks="a cached step would not know its position")
+@relies_on("is_whole operations", breaks="a rule in place would tear graphs that are older than it")
+def test_a_graph_knows_whether_its_layers_know_its_calls():
+    model = graph()
+    assert _keras.is_whole(model)
+    assert _keras.operations(model) == model.operations
+    sequential = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    assert sequential.layers[0] in _keras.operations(sequential)
+    assert _keras.operations(keras.Model()) == []
+    _keras.run_anew(keras.Model(model.input, model.output), lambda op, args, kw: op(*args, **kw))
+    assert not _keras.is_whole(model)
+
+
+@relies_on("arguments_of has_argument", breaks="a cached step would not know its position")
 def test_arguments_of_a_call_by_name():
     layer = attention()
     found = _keras.arguments_of(layer, (1, 2), {"use_causal_mask": True})
     assert found == {"query": 1, "value": 2, "use_causal_mask": True}
     assert _keras.arguments_of(layer, (), {"nonsense": 1}) == {}
+    assert _keras.has_argument(layer, "query")
+    assert not _keras.has_argument(layer, "nonsense")
 
 
 @relies_on("add_to_last_call", breaks="what a rule reads would be no edge of the graph")

@@ -197,7 +197,7 @@ class Seen:
     """One run of one attention layer."""
 
     path: str  # of the layer; with [1], [2], ... where it runs more than once
-    probabilities: Any  # the probabilities (B, H, T, S)
+    probabilities: Any  # (B, H, T, S)
     allowed: Any  # what its rule allows, boolean (B or 1, H or 1, T, S); None without a rule
 
 

@@ -7,7 +7,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.by_hand import softmaxes_of_attention
-from keras_headmask.retrofit.nesting import children
+from keras_headmask.retrofit.nesting import walk
 from keras_headmask.retrofit.survey import Call, Survey
 
 
@@ -51,7 +51,7 @@ def find_attention(model: keras.Model) -> Found:
     for call in survey.calls:
         calls.setdefault(id(call.layer), []).append(call)
     by_hand = survey.by_hand | {id(x) for x in softmaxes_of_attention(model)}
-    for path, layer in _walk(model, ""):
+    for path, layer in walk(model):
         if id(layer) in seen:
             continue
         seen.add(id(layer))
@@ -84,20 +84,6 @@ def _kind(name: str, calls: list[Call]) -> str:
     return "self" if "self" in name else "unclear"
 
 
-def _walk(layer: keras.Layer, path: str) -> Iterator[tuple[str, Any]]:
-    """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
-    if isinstance(layer, keras.layers.MultiHeadAttention):
-        return  # its projections are no attention of their own
-    inner: list[Any] = children(layer)
-    # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
-    if isinstance(layer, _keras.Functional):
-        inner += [x for x in layer.operations if not isinstance(x, keras.Layer)]
-    for child in inner:
-        place = f"{path}/{child.name}" if path else child.name
-        yield place, child
-        yield from _walk(child, place)
-
-
 def _attends_by_its_name(layer: Any) -> bool:
     """Whether its class is named for attention and leaves it to no layer inside."""
     return (
@@ -105,7 +91,7 @@ def _attends_by_its_name(layer: Any) -> bool:
         and _is_named_for_attention(layer)
         and not any(
             _is_named_for_attention(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
-            for _, inner in _walk(layer, "")
+            for _, inner in walk(layer)
         )
     )
 

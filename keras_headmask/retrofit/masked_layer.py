@@ -18,9 +18,9 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, supports_unknown_lengths
-from keras_headmask.retrofit import frames, nesting, obeying
+from keras_headmask.retrofit import frames, obeying
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.nesting import is_inside
+from keras_headmask.retrofit.nesting import attention, holds, is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
@@ -198,7 +198,7 @@ def unmask(layer: Any) -> None:
 def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
     """Make attention `layer` inside `root` obey `rule`, which replaces its owner's last one."""
     for around in _keras.layers_of(root):  # `root` is one of them
-        if any(x is layer for x in _keras.layers_of(around)):
+        if holds(around, layer):
             mask(around)
     state = _state(layer)
     kept = [x for x in state.rules if x.owner is not rule.owner]
@@ -214,7 +214,7 @@ def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
     state = vars(layer).get(_STATE)
     if state is not None and state.inside is not None:
         return state.inside
-    found = list(dict.fromkeys(nesting.attention(layer)))
+    found = attention(layer)
     if state is not None and layer.built and not state.waiting:
         state.inside = found
     return found
@@ -274,8 +274,8 @@ def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
     """The rules that this config must hold, with numbers of layers; inner layers file their own."""
     return [
         (place, rule)
-        for place, attention in enumerate(attention_inside(layer))
-        for rule in all_rules(attention)
+        for place, inner in enumerate(attention_inside(layer))
+        for rule in all_rules(inner)
         if id(rule) not in _filed.get() and not layer._is_filed_inside(rule)
     ]
 
@@ -317,15 +317,15 @@ def attach(layer: Any, computed: bool = False) -> None:
     state = _state(layer)
     if not state.waiting:
         return
-    attention = list(dict.fromkeys(nesting.attention(layer)))
-    if len(attention) < state.awaited and not computed:
+    found = attention(layer)
+    if len(found) < state.awaited and not computed:
         return  # (What is there is not numbered yet: a layer before it may still be made.)
-    if len(attention) != state.awaited:
+    if len(found) != state.awaited:
         raise ValueError(
             f"The saved rules of '{layer.name}' number {state.awaited} attention layers, and it "
-            f"has {len(attention)}. Was it saved with another version of its code?"
+            f"has {len(found)}. Was it saved with another version of its code?"
         )
-    rules = list(rules_from_config(state.waiting, attention, layer.name))
+    rules = list(rules_from_config(state.waiting, found, layer.name))
     state.waiting = []
     for one, rule in rules:
         add_rule(layer, one, dataclasses.replace(rule, owner=layer))

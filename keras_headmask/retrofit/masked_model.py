@@ -17,7 +17,7 @@ from keras_headmask.retrofit.finding import find_attention
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
 from keras_headmask.retrofit.model_inputs import new_inputs
-from keras_headmask.retrofit.nesting import is_inside
+from keras_headmask.retrofit.nesting import holds, is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
 from keras_headmask.rules.base import MaskSpec
 
@@ -125,7 +125,7 @@ def unmasked(model: keras.Model) -> keras.Model:
 def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
     """The layers in the graph of `model` that are `layer`, or hold it."""
     operations = [x for x in _keras.operations(model) if isinstance(x, keras.Layer)]
-    return [x for x in operations if any(inner is layer for inner in _keras.layers_of(x))]
+    return [x for x in operations if holds(x, layer)]
 
 
 # The name under which masked models of any class are filed; known before the first one is made.

@@ -70,11 +70,11 @@ def _under(layer: Any, rule: LayerRule, compute: Callable, **arguments: Any) -> 
             "one axis of queries and one of keys. Leave it out by `layers=`."
         )
     frame, lengths = frames.current(), _lengths(layer, query, key)
+    sizes = ops.shape(query)[1], ops.shape(key)[1]
     offset = 0 if frame.offset is None else frame.offset
-    bound = _bound(layer, rule, frame, lengths, (ops.shape(query)[1], ops.shape(key)[1]), offset)
+    bound = _bound(layer, rule, frame, lengths, sizes, offset)
     attention_mask = _checked_mask(layer, arguments["attention_mask"], lengths)
     causal = Window(after=0) if arguments.get("use_causal_mask") else None
-    sizes = ops.shape(query)[1], ops.shape(key)[1]
     if causal is not None and not (isinstance(offset, int) and offset == 0):
         # Keras counts both from 0, wherever the rule sees the queries.
         attention_mask = masks.and_masks(attention_mask, evaluation.make_mask(causal, *sizes))

@@ -14,12 +14,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import _keras, masks
+from keras_headmask import masks
 from keras_headmask.attention import looking
 from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit import frames
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
+from keras_headmask.retrofit.nesting import without_remat
 from keras_headmask.retrofit.obeying import HOOK, attention_arguments
 from keras_headmask.retrofit.selectors import select
 from keras_headmask.rules import evaluation
@@ -58,12 +59,7 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
         values = ops.convert_to_numpy(ops.cast(probabilities, "float32"))
         kept.append((values, _allowed(entry.layer, probabilities.shape, arguments)))
 
-    rematerialised = [x for x in _keras.layers_of(model) if _keras.remat_mode(x) is not None]
-    with probabilities_seen(entry.layer, keep), contextlib.ExitStack() as stack:
-        for inner in rematerialised:  # JAX would run these on tracers, which hold no numbers
-            name = _keras.REMATERIALIZED_CALL
-            once = looking.overriding(inner, name, lambda _, call, *a, **k: call)
-            stack.enter_context(once)
+    with probabilities_seen(entry.layer, keep), without_remat(model):
         model(inputs, training=False)
     if not -len(kept) <= call < len(kept):
         raise ValueError(

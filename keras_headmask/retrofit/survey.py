@@ -13,6 +13,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
+from keras_headmask.retrofit.nesting import attention, without_remat
 
 _HOOK = _keras.COMPUTE_ATTENTION
 
@@ -44,7 +45,7 @@ class Survey:
         for node in _keras.nodes(graph):
             operation, first = node.operation, id(node.operation) not in read
             read.add(id(operation))
-            for layer in _attention(operation):
+            for layer in attention(operation):
                 runs.setdefault(id(layer), []).append(node)
             inner = _keras.functional_of(operation)
             if isinstance(operation, keras.layers.MultiHeadAttention):
@@ -137,14 +138,11 @@ class _Seen:
             self.attends = True
 
         with contextlib.ExitStack() as stack:
-            for layer in _attention(root):
+            for layer in attention(root):
                 for name, see in (("call", called), (_HOOK, computed)):
                     see = functools.partial(see, layer)
                     stack.enter_context(looking.overriding(layer, name, see))
-            for layer in _keras.layers_of(root):
-                if _keras.remat_mode(layer) is not None:  # it would make one tensor two
-                    name, once = _keras.REMATERIALIZED_CALL, lambda _, call, *args, **kwargs: call
-                    stack.enter_context(looking.overriding(layer, name, once))
+            stack.enter_context(without_remat(root))
             stack.enter_context(looking.operations_seen(attends))
             yield
 
@@ -155,12 +153,6 @@ def _runs_code_of_others(layer: Any) -> bool:
         isinstance(x, keras.layers.Lambda) or not _keras.is_own_layer(x)
         for x in _keras.layers_of(layer)
     )
-
-
-def _attention(layer: Any) -> list[keras.Layer]:
-    if not isinstance(layer, keras.Layer):
-        return []
-    return [x for x in _keras.layers_of(layer) if isinstance(x, keras.layers.MultiHeadAttention)]
 
 
 def _follows(earlier: Any, later: Any) -> bool:

@@ -243,6 +243,7 @@ def test_a_key_that_is_not_the_name_of_its_tensor():
 def test_frozen_layers_and_adapters_stay_so():
     stock = stack(2)
     stock.get_layer("embedding").trainable = False
+    stock.get_layer("block_0").attention.trainable = False  # which the block's config does not say
     stock.get_layer("block_1").attention.query_dense.enable_lora(2)
     adapter = stock.get_layer("block_1").attention.query_dense.lora_kernel_b
     adapter.assign(normal(*adapter.shape))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers, ops
-from small_models import CHUNK, TOKENS, Block, leak, one_layer, stack
+from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -147,6 +147,17 @@ def test_a_rule_over_a_masked_model_inside_tells_both():
     assert "Chunk(3) & Window" in lines[0]
     replaced = hm.apply_head_masks(both, hm.Full(), existing="replace")
     assert list(hm.mask_specs(replaced).values()) == [hm.Full()]
+
+
+def test_rules_of_a_model_and_of_one_inside_read_inputs_of_different_names():
+    stock = one_layer(mask_zero=False)
+    inner = hm.apply_head_masks(stock, hm.SameSentence(9))
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    outer, part = keras.Model(ids, inner(ids)), hm.SameSegment(input="part_ids")
+    both = hm.apply_head_masks(outer, part, existing="and", add_inputs=True)
+    inputs = {"token_ids": TOKENS, "part_ids": PARTS}
+    expected = by_loops(stock, hm.SameSentence(9) & part, inputs, padding=False)
+    assert_close(numpy(both([TOKENS, PARTS])), expected)
 
 
 class MaskedSelfAttention(layers.Layer):

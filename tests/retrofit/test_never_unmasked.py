@@ -149,14 +149,17 @@ def test_a_rule_over_a_masked_model_inside_tells_both():
     assert list(hm.mask_specs(replaced).values()) == [hm.Full()]
 
 
-def test_rules_of_a_model_and_of_one_inside_read_inputs_of_different_names():
+@pytest.mark.parametrize("name", ["part_ids", "token_ids"])
+def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(name):
+    """Also where two inputs have one name: `token_ids` of the outer model and of the inner one."""
     stock = one_layer(mask_zero=False)
     inner = hm.apply_head_masks(stock, hm.SameSentence(9))
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    outer, part = keras.Model(ids, inner(ids)), hm.SameSegment(input="part_ids")
+    text = keras.Input((None,), dtype="int32", name="text_ids")
+    outer, part = keras.Model(text, inner(text)), hm.SameSegment(input=name)
     both = hm.apply_head_masks(outer, part, existing="and", add_inputs=True)
     inputs = {"token_ids": TOKENS, "part_ids": PARTS}
-    expected = by_loops(stock, hm.SameSentence(9) & part, inputs, padding=False)
+    rule = hm.SameSentence(9) & hm.SameSegment(input="part_ids")
+    expected = by_loops(stock, rule, inputs, padding=False)
     assert_close(numpy(both([TOKENS, PARTS])), expected)
 
 

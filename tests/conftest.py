@@ -56,7 +56,7 @@ def _collected_once():
 
 
 def _out_of_the_collectors_sight():
-    """`apply_head_masks` collects garbage: else a third of the time goes by on what stays anyway."""
+    """`apply_head_masks` collects garbage. Over all that stays it would double the tests' time."""
     gc.collect()
     gc.freeze()
 

@@ -60,6 +60,22 @@ def models():
     return made
 
 
+def test_what_a_model_around_a_masked_backbone_adds_is_saved_with_it(models, tmp_path):
+    _, _, masked = models["BertBackbone"]
+    outer = keras.Model(masked.input, keras.layers.Dense(2)(masked.output["sequence_output"]))
+    both = hm.apply_head_masks(outer, hm.Window(1, 1), existing="and")
+    both.save(tmp_path / "both.keras")
+    loaded = keras.saving.load_model(tmp_path / "both.keras")
+    assert set(hm.mask_specs(loaded).values()) == {hm.Chunk(4) & hm.Window(1, 1)}
+    given = data(masked)
+    np.testing.assert_array_equal(numpy(loaded(given)), numpy(both(given)))
+    called_on = keras.Model(masked.input, masked(masked.input)["sequence_output"])
+    both = hm.apply_head_masks(called_on, hm.Window(1, 1), existing="and")
+    both.save(tmp_path / "called.keras")
+    loaded = keras.saving.load_model(tmp_path / "called.keras")
+    assert set(hm.mask_specs(loaded).values()) == {hm.Chunk(4) & hm.Window(1, 1)}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_full_is_stock(models, name):
     _, stock, _ = models[name]

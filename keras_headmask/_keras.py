@@ -81,7 +81,7 @@ dropout_layer = operator.attrgetter("_dropout_layer")
 
 
 def before_dot_product_attention(see: Callable[[], None]) -> None:
-    """Call `see` whenever `keras.ops.dot_product_attention` computes: it is no layer."""
+    """Call `see` whenever `keras.ops.dot_product_attention` computes: it is not a layer."""
     usual = backend.nn.dot_product_attention
 
     @functools.wraps(usual)

@@ -73,11 +73,11 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
             causal mask and the sliding window. An int or an integer scalar tensor. Left out it is
             0, with a warning where one of these meets fewer queries than keys: a step with a cache
             of keys needs it.
-        return_attention_scores, training, use_causal_mask: As in Keras. The scores `(B, H, T, S)`
-            are the probabilities before dropout.
+        return_attention_scores, training, use_causal_mask: As in Keras. What is returned are the
+            probabilities `(B, H, T, S)` before dropout.
 
     Raises:
-        TypeError: for a float mask or float mask inputs, or a `mask_spec` that is no spec.
+        TypeError: for a float mask or float mask inputs, or a `mask_spec` that is not a spec.
         ValueError: for shapes that do not fit, mask inputs missing or unknown, a head that
             `mask_spec` names and the layer lacks, or a rule with inputs of rank above 3.
 
@@ -87,9 +87,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
     >>> layer = PerHeadMaskedMultiHeadAttention(
     ...     num_heads=4, key_dim=8, mask_spec=PerHead({0: SameSentence(full_stop)})
     ... )
-    >>> x, token_ids = np.ones((1, 4, 16), "float32"), np.array([[5, 9, 6, 9]])
-    >>> y, scores = layer(x, mask_inputs={"token_ids": token_ids}, return_attention_scores=True)
-    >>> print(np.round(scores[0, 0], 2))
+    >>> x, inputs = np.ones((1, 4, 16), "float32"), {"token_ids": np.array([[5, 9, 6, 9]])}
+    >>> y, probabilities = layer(x, mask_inputs=inputs, return_attention_scores=True)
+    >>> print(np.round(probabilities[0, 0], 2))
     [[0.5 0.5 0.  0. ]
      [0.5 0.5 0.  0. ]
      [0.  0.  0.5 0.5]
@@ -337,9 +337,9 @@ class PerHeadMaskedMultiHeadAttention(keras.layers.MultiHeadAttention):
         flags = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
             return stock(query, key, value, attention_mask, *flags)
-        # To stock's fused kernel go those with nothing to mask. Not in float16, where TensorFlow's
-        # would round logits to at most 65504; nor with values of another size than keys, which
-        # JAX's refuses.
+        # The stock fused kernel takes those with nothing to mask. Not in float16, where
+        # TensorFlow's would round logits to at most 65504; nor with values of another size than
+        # keys, which JAX's refuses.
         fused = attention_mask is None and not return_attention_scores and self.dropout == 0
         fused = fused and self.value_dim == self.key_dim
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"

@@ -1,4 +1,4 @@
-"""Masks as tensors: one polarity, one rank, one way to merge them.
+"""Masks as tensors: one polarity, one rank, one rule to merge them.
 
 `True` means: this query may attend to this key. Masks are lifted to rank 4, `(batch, heads,
 queries, keys)`, before they meet, so that a batch axis never lines up with the head axis; size 1
@@ -152,7 +152,17 @@ def fits(size: int | None, wanted: int | None) -> bool:
 
 
 def and_masks(*masks: Tensor | None) -> Mask | None:
-    """Where every mask allows; `None` restricts nothing. Rank 4, or `None` if no mask is given.
+    """The mask that allows where every mask allows; `None` restricts nothing.
+
+    Args:
+        *masks: Boolean or integer masks of rank 2 `(T, S)`, 3 `(B, T, S)` or 4, or `None`.
+
+    Returns:
+        A boolean mask of rank 4; `None` if no mask is given.
+
+    Raises:
+        TypeError: for a float mask.
+        ValueError: for another rank, or an integer other than 0 and 1.
 
     >>> and_masks(None, np.array([[True, True]]), np.array([[1, 0]])).shape == (1, 1, 1, 2)
     True
@@ -162,7 +172,17 @@ def and_masks(*masks: Tensor | None) -> Mask | None:
 
 
 def or_masks(*masks: Tensor | None) -> Mask | None:
-    """Where at least one mask allows. Rank 4; `None`, which allows everything, if one is `None`.
+    """The mask that allows where at least one mask allows; `None` allows everything.
+
+    Args:
+        *masks: Boolean or integer masks of rank 2 `(T, S)`, 3 `(B, T, S)` or 4, or `None`.
+
+    Returns:
+        A boolean mask of rank 4; `None` if one of the masks is `None`.
+
+    Raises:
+        TypeError: for a float mask.
+        ValueError: without any mask, for another rank, or an integer other than 0 and 1.
 
     >>> print(ops.convert_to_numpy(or_masks(np.array([[True, False]]), np.array([[0, 0]]))))
     [[[[ True False]]]]
@@ -175,7 +195,17 @@ def or_masks(*masks: Tensor | None) -> Mask | None:
 
 
 def not_mask(mask: Tensor) -> Mask:
-    """Where `mask` hides. Rank 4.
+    """The mask that allows where `mask` hides.
+
+    Args:
+        mask: A boolean or integer mask of rank 2 `(T, S)`, 3 `(B, T, S)` or 4.
+
+    Returns:
+        A boolean mask of rank 4.
+
+    Raises:
+        TypeError: for a float mask.
+        ValueError: for `None`, another rank, or an integer other than 0 and 1.
 
     >>> print(ops.convert_to_numpy(not_mask(np.array([[True, False]]))))
     [[[[False  True]]]]
@@ -186,9 +216,18 @@ def not_mask(mask: Tensor) -> Mask:
 
 
 def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
-    """0 where `mask` allows and -1e9 where it hides (float16: -3e4), in the shape of `mask`.
+    """The additive mask of `mask`, to be added once to the logits, before the softmax.
 
-    To be added once to the logits, before the softmax.
+    Args:
+        mask: A boolean or integer mask of any shape.
+        dtype: The float dtype of the result, which is that of the logits.
+
+    Returns:
+        0 where `mask` allows and -1e9 where it hides (float16: -3e4), in the shape of `mask`.
+
+    Raises:
+        TypeError: for a `dtype` that is not a float, or a float mask.
+        ValueError: for an integer other than 0 and 1.
 
     >>> print(ops.convert_to_numpy(to_additive(np.array([[True, False]]))))
     [[ 0.e+00 -1.e+09]]
@@ -204,8 +243,16 @@ def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
 def from_additive(bias: Tensor) -> Tensor:
     """The booleans of an additive mask: 0 is allowed; -1e4 and below, -inf too, is hidden.
 
-    Anything between is a bias, not a mask: a `ValueError` where values are known (NumPy arrays and
-    eager tensors). The shape is kept.
+    Args:
+        bias: A float tensor of any shape.
+
+    Returns:
+        A boolean tensor of the same shape, `True` = may attend.
+
+    Raises:
+        TypeError: for a mask that does not hold floats.
+        ValueError: for a value between, which is a bias, not a mask; where values are known (NumPy
+            arrays and eager tensors).
 
     >>> print(ops.convert_to_numpy(from_additive(np.array([[0.0, -np.inf, -1e9]]))))
     [[ True False False]]
@@ -233,11 +280,23 @@ def from_additive(bias: Tensor) -> Tensor:
 def from_torch(mask: Tensor, num_heads: int | None = None) -> Mask:
     """The rank-4 mask of a `torch.nn.MultiheadAttention` `attn_mask`.
 
-    There `True` means hidden, and a mask per head is `(batch * heads, queries, keys)`, which needs
-    `num_heads`. `(queries, keys)` is taken too, and a float mask is read as additive. (A
-    `key_padding_mask` `(batch, keys)` is the complement of a Keras padding mask: pass
-    `~key_padding_mask` as `value_mask`. `scaled_dot_product_attention` has our polarity: no
-    conversion.)
+    There `True` means hidden. (A `key_padding_mask` `(batch, keys)` is the complement of a Keras
+    padding mask: pass `~key_padding_mask` as `value_mask`. `scaled_dot_product_attention` has our
+    polarity: no conversion.)
+
+    Args:
+        mask: `(queries, keys)`, or for each head `(batch * heads, queries, keys)`. A float mask is
+            read as additive.
+        num_heads: Number of heads; needed for a mask of rank 3.
+
+    Returns:
+        A boolean mask `(1, 1, queries, keys)` or `(batch, heads, queries, keys)`, `True` = may
+        attend.
+
+    Raises:
+        ValueError: for another shape, a mask of rank 3 without `num_heads`, a `num_heads` that is
+            not a positive whole number or does not divide its first axis, a float mask that is not
+            additive, or an integer other than 0 and 1.
 
     >>> hides = np.zeros((6, 4, 5), "bool")  # 2 examples of 3 heads
     >>> from_torch(hides, num_heads=3).shape == (2, 3, 4, 5)

@@ -78,15 +78,17 @@ def dot_product_attention(
         probabilities `(B, H, T, S)`.
 
     Raises:
-        TypeError: for a float mask or mask input.
-        ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, or
-            `tiled=True` where tiling is not possible.
+        TypeError: for operands that are not floats, a float mask or mask input, or a `mask_spec`
+            that is not a spec.
+        ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, a
+            `dropout` outside [0, 1), or `tiled=True` where tiling is not possible.
 
     >>> import numpy as np
     >>> from keras_headmask import Window
     >>> x = np.ones((1, 3, 2, 4), "float32")
-    >>> _, scores = dot_product_attention(x, x, x, mask_spec=Window(after=0), return_scores=True)
-    >>> print(ops.convert_to_numpy(scores[0, 0]).round(2))
+    >>> rule = Window(after=0)
+    >>> _, probabilities = dot_product_attention(x, x, x, mask_spec=rule, return_scores=True)
+    >>> print(ops.convert_to_numpy(probabilities[0, 0]).round(2))
     [[1.   0.   0.  ]
      [0.5  0.5  0.  ]
      [0.33 0.33 0.33]]
@@ -209,11 +211,14 @@ _in_dense_scope: ContextVar[bool] = ContextVar("dense", default=False)
 
 
 def dense_scope() -> AbstractContextManager[bool]:
-    """Attention that is run or traced inside computes all logits, whatever its `tiled` says.
+    """Let attention that is run or traced inside compute all logits, whatever its `tiled` says.
 
     Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
     run: a model is exported for them in this scope, by `model.export("model.onnx",
     format="onnx")`. What was traced before stays as it is.
+
+    Returns:
+        A context manager.
 
     >>> import numpy as np
     >>> from keras_headmask import Window, dot_product_attention

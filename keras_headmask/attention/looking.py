@@ -1,9 +1,9 @@
 """What a caller changes of a model while it looks at it: an export, a lint, a picture, a trace.
 
 It holds in the caller's own context alone: other threads may run the same model meanwhile, and
-nothing changes for them. Our own code asks here what to run; on a method of another class a door
-stands while anyone looks, and lets all other callers pass. (A thread that a model starts by itself
-does not inherit the context, and so is not looked at.)
+nothing changes for them. Our own code asks here what to run; a method of another class is wrapped
+while anyone looks, and the wrapper runs it as usual for all other callers. (A thread that a model
+starts by itself does not inherit the context, and so is not looked at.)
 """
 
 import contextlib
@@ -22,38 +22,38 @@ from keras_headmask.attention.tuning import holding
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 _rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
-_wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted_scores", default=frozenset())
+_wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted", default=frozenset())
 _operations: ContextVar[Callable[[], None] | None] = ContextVar("operations", default=None)
-_LOCK = threading.Lock()  # of putting doors up and taking them down
+_LOCK = threading.Lock()  # of adding wrappers and removing them
 
 
 @contextlib.contextmanager
 def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
     """Let `override(usual, ...)` be called for `holder.name(...)`, `usual` being that method.
 
-    One door serves all who look at once, and goes with the last of them. It is put among the
+    One wrapper serves all who look at once, and goes with the last of them. It is put among the
     attributes past the trackers of Keras and TensorFlow.
     """
     now, key, own = _overrides.get(), (id(holder), name), vars(holder)
     with _LOCK:
-        door = own.get(name)
-        if not isinstance(door, _Door):
-            door = None
+        wrapper = own.get(name)
+        if not isinstance(wrapper, _Wrapper):
+            wrapper = None
             if not getattr(getattr(holder, name), "asks", False):
-                door = own[name] = _Door(holder, name)
-        if door is not None:
-            door.looks += 1
+                wrapper = own[name] = _Wrapper(holder, name)
+        if wrapper is not None:
+            wrapper.looks += 1
     try:
         with holding(_overrides, {**now, key: (*now.get(key, ()), override)}):
             yield
     finally:
         with _LOCK:
-            if door is not None:
-                door.looks -= 1
-                if not door.looks and own.get(name) is door:
+            if wrapper is not None:
+                wrapper.looks -= 1
+                if not wrapper.looks and own.get(name) is wrapper:
                     del own[name]
-                    if door.held is not None:
-                        own[name] = door.held
+                    if wrapper.held is not None:
+                        own[name] = wrapper.held
 
 
 def rules_off() -> AbstractContextManager[bool]:
@@ -118,7 +118,7 @@ def is_overridden(holder: Any, name: str) -> bool:
 
 
 def asks(function: Callable) -> Callable:
-    """Mark a method that calls `run` by itself, and so needs no door."""
+    """Mark a method that calls `run` by itself, and so needs no wrapper."""
     vars(function)["asks"] = True
     return function
 
@@ -137,18 +137,18 @@ def asking(method: Callable) -> Callable:
 def held(holder: Any, name: str) -> Any:
     """What the object itself holds under `name`, whoever looks; `None` where its class has it."""
     own = vars(holder).get(name)
-    return own.held if isinstance(own, _Door) else own
+    return own.held if isinstance(own, _Wrapper) else own
 
 
 def attributes(holder: Any) -> dict[str, Any]:
     """What the object itself holds, as `held` has it, also while other threads look."""
     found = vars(holder).copy()
-    doors = {name: door.held for name, door in found.items() if isinstance(door, _Door)}
-    return {k: v for k, v in (found | doors).items() if k not in doors or v is not None}
+    inner = {name: x.held for name, x in found.items() if isinstance(x, _Wrapper)}
+    return {k: v for k, v in (found | inner).items() if k not in inner or v is not None}
 
 
-class _Door:
-    """Stands on an object for its method, and lets those pass who do not look."""
+class _Wrapper:
+    """Stands on an object for its method, and runs that as usual for those who do not look."""
 
     def __init__(self, holder: Any, name: str):
         self.holder, self.name, self.looks = holder, name, 0

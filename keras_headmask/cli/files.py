@@ -98,7 +98,7 @@ def saved_by(path: str) -> str:
 
 
 def check_output(path: str, suffixes: tuple[str, ...], overwrite: bool) -> None:
-    """Raise for a file that cannot be written, before work is done for it."""
+    """Raise for a file that is not writable, before work is done for it."""
     file = pathlib.Path(path)
     folder = file.absolute().parent
     for wrong, why in (

@@ -58,17 +58,30 @@ class CheckResult:
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was exported, and what the check found. `print` it to read it."""
+    """What was exported, and what the check found. `print` it to read it.
+
+    Attributes:
+        path: The folder of the version.
+        version: Its number.
+        signatures: By name, `{"inputs": {name: (dtype, shape)}, "outputs": {...}}`.
+        left_out: Signatures that were asked for, and why they are not there.
+        rules: The rule of each attention layer, by path.
+        precision: As in `export_saved_model`.
+        warmup_records: How many there are.
+        bytes: The sizes of "graph" and "variables", and the "total".
+        milliseconds: The durations of "trace", "write" and "check", and the "total".
+        check: What the check found; `None` without one.
+    """
 
     path: pathlib.Path
     version: int
-    signatures: dict[str, dict[str, Any]]  # {name: {"inputs": {name: (dtype, shape)}, "outputs"}}
-    left_out: dict[str, str]  # signatures that were asked for, and why they are not there
-    rules: dict[str, Any]  # the rule of each attention layer, by path
+    signatures: dict[str, dict[str, Any]]
+    left_out: dict[str, str]
+    rules: dict[str, Any]
     precision: str | None
     warmup_records: int
-    bytes: dict[str, int]  # "graph", "variables", "total"
-    milliseconds: dict[str, float]  # "trace", "write", "check", "total"
+    bytes: dict[str, int]
+    milliseconds: dict[str, float]
     check: CheckResult | None
 
     def __str__(self) -> str:

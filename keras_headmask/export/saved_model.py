@@ -84,9 +84,9 @@ def export_saved_model(
 
     Raises:
         TypeError, ValueError: for arguments that do not fit, a subclassed model without
-            `input_signature`, a base path that is no folder of versions.
+            `input_signature`, a base path that is not a folder of versions.
         FileExistsError: for a version that exists.
-        OSError: where the folder cannot be written.
+        OSError: where the folder is not writable.
         RuntimeError: for another backend than TensorFlow, and for an export that fails the check
             or holds Python code; nothing is published then.
 
@@ -246,8 +246,8 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer],
         raise ValueError("`scores` asks for attention, and the model has no attention layer.")
     if flash := [entry for entry in entries if _keras.flash(entry.layer)]:
         raise ValueError(
-            f"The attention layer {flash[0]} computes by flash attention, which gives no scores. "
-            "Leave it out of `scores`, or build it without flash_attention=True."
+            f"The attention layer {flash[0]} computes by flash attention, which returns no "
+            "probabilities. Leave it out of `scores`, or build it without flash_attention=True."
         )
     unknown = found.unknown if scores is True else ()
     reason = "its class is not known, so its attention is out of reach"

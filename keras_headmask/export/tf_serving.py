@@ -23,7 +23,7 @@ _CONFIG, _BATCHING = "models.config", "batching.txt"
 PADDED = "serve_padded"  # the signature with an input for the real length of each row
 
 _ALIKE = """\
-# Requests of different lengths are put into one batch all the same. Then they cannot be merged, and
+# Requests of different lengths are put into one batch all the same. Then merging them fails, and
 # ALL requests of that batch are answered with an error (FAILED_PRECONDITION). Clients pad to one
 # agreed length, or call `serve_padded` of a server whose file says
 # `pad_variable_length_inputs: true`."""
@@ -102,8 +102,8 @@ def write_serving_config(
         paths as it sees them.
 
     Raises:
-        FileNotFoundError: `base_path` is no folder, or has no version.
-        ValueError: a value is out of its range; the newest version is no SavedModel, or warms up
+        FileNotFoundError: `base_path` is not a folder, or has no version.
+        ValueError: a value is out of its range; the newest version is not a SavedModel, or warms up
             with more rows than `max_batch_size`; padding without a fit `serve_padded`.
 
     >>> import pathlib, tempfile, keras

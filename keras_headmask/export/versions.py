@@ -124,7 +124,7 @@ def read_signatures(folder: str | os.PathLike) -> dict[str, Any]:
     try:
         meta_graphs = saved_model_pb2.SavedModel.FromString(path.read_bytes()).meta_graphs
     except Exception as error:  # of protobuf's own class, which differs between its versions
-        raise ValueError(f"{str(path)!r} cannot be read as a SavedModel: {error}") from error
+        raise ValueError(f"{str(path)!r} is not a readable SavedModel: {error}") from error
     signatures = {
         name: signature
         for graph in meta_graphs

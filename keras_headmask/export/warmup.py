@@ -10,7 +10,7 @@ _FILE = "tf_serving_warmup_requests"
 
 
 def check_installed() -> None:
-    """Raise where the records cannot be written."""
+    """Raise where writing the records is not possible."""
     try:
         import tensorflow_serving.apis  # noqa: F401
     except ImportError as error:
@@ -46,7 +46,7 @@ def largest_batch(version: pathlib.Path) -> int:
     """The most rows of a predict request among the warm-up records of a version; 0 without any.
 
     Raises:
-        ValueError: the records cannot be read; no server would load them.
+        ValueError: the records are not readable; no server would load them.
     """
     path = version / EXTRA / _FILE
     if not path.is_file():

@@ -13,9 +13,14 @@ _SEVERITIES = ("error", "warning", "info")
 class Finding:
     """One thing that is likely wrong.
 
-    `severity` is "error", "warning" or "info"; `code` is a permanent name of what was found.
-    `heads` are the heads it speaks of, `positions` the queries or keys, `layers` the paths of the
-    attention layers, where a model was looked at.
+    Attributes:
+        severity: "error", "warning" or "info".
+        code: A permanent name of what was found.
+        message: What was found.
+        way_out: What to do.
+        heads: The heads it speaks of.
+        positions: The queries or keys it speaks of.
+        layers: The paths of the attention layers, where a model was looked at.
     """
 
     severity: str

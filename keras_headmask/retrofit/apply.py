@@ -81,9 +81,10 @@ def apply_head_masks(
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
             unclear whether a layer is self-attention and no regex names it, `existing` or the JSON
-            of a spec is not valid, the model cannot be copied, a Sequential model has no graph yet,
-            or attention runs in a `tf.function` inside the model. With `copy=False`, if a
-            `tf.function` has traced the model, or a Sequential model gets a rule that reads inputs.
+            of a spec is not valid, copying the model is not possible, a Sequential model has no
+            graph yet, or attention runs in a `tf.function` inside the model. With `copy=False`, if
+            a `tf.function` has traced the model, or a Sequential model gets a rule that reads
+            inputs.
             From the result, when a masked layer is called without what its rule reads.
         RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
             `tf.function` inside the model.

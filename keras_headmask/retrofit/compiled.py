@@ -26,8 +26,8 @@ def drop(model: keras.Model) -> None:
 def drop_all_that_run(layers: list[keras.Layer]) -> None:
     """Drop Keras' compiled functions of every model that holds one of `layers`.
 
-    Raises for a `tf.function` that has traced one of them: it belongs to the user, and cannot be
-    made to trace again.
+    Raises for a `tf.function` that has traced one of them: it belongs to the user, and only the
+    user can make it anew.
     """
     if names := traced(layers):
         raise ValueError(

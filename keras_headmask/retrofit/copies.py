@@ -21,9 +21,10 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
         )
         if not is_known and unregistered.setdefault(name, cls) is not cls:
             raise ValueError(
-                f"The model '{model.name}' cannot be copied: its config would confuse two classes "
-                f"named '{name}'. Register them by keras.saving.register_keras_serializable under "
-                "two names, or, for a rule, pass copy=False, which masks the model itself."
+                f"Copying the model '{model.name}' is not possible: its config would confuse two "
+                f"classes named '{name}'. Register them under two names, by "
+                "keras.saving.register_keras_serializable, or, for a rule, pass copy=False, which "
+                "masks the model itself."
             )
     try:
         _check_tracked(found)
@@ -38,8 +39,8 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
         _copy_other_state(model, twin)
     except Exception as error:  # whatever a layer's own config raises
         raise ValueError(
-            f"The model '{model.name}' cannot be copied: {error} Mend that, or, for a rule, pass "
-            "copy=False, which masks the model itself."
+            f"Copying the model '{model.name}' is not possible: {error} Mend that, or, for a rule, "
+            "pass copy=False, which masks the model itself."
         ) from error
     return twin
 

@@ -110,7 +110,7 @@ def unmasked(model: keras.Model) -> keras.Model:
         A copy. Inputs that the rules alone read are gone.
 
     Raises:
-        ValueError: if the model cannot be copied.
+        ValueError: if copying the model is not possible.
     """
     twin = copied(model, find_attention(model))
     layers = list(_keras.layers_of(twin))

@@ -102,7 +102,7 @@ def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
             "Assign the attention layer to an attribute of the layer that calls it."
         )
     return (
-        f"The attention layer {entry}{named} is of a class whose masks cannot be reached: the rule "
+        f"The attention layer {entry}{named} is of a class whose masks are out of reach: the rule "
         "would not hold there."
     )
 
@@ -149,7 +149,7 @@ def _matching(found: Found, pattern: str) -> list[int]:
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"`layers` is no regex: {pattern!r} ({error}).") from error
+        raise ValueError(f"`layers` is not a regex: {pattern!r} ({error}).") from error
     unknown = [entry for entry in found.unknown if regex.search(entry.path)]
     if unknown:
         raise ValueError(_out_of_reach(unknown[0], f", which {pattern!r} names,"))

@@ -73,7 +73,7 @@ class Join(Compound):
             check_spec(spec, f"specs[{i}]")
             parts.extend(spec.children if type(spec) is cls else (spec,))
         unique = tuple(dict.fromkeys(parts))
-        merged_inputs(unique)  # parts that read one input in two ways are refused here
+        merged_inputs(unique)  # parts that read one input in two forms are refused here
         return cls(unique) if len(unique) > 1 else unique[0]
 
     @property

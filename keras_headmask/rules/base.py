@@ -22,7 +22,8 @@ class MaskSpec:
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
-    `True` in the mask they make means: this query may attend to this key.
+    `True` in the mask they make means: this query may attend to this key. A spec checks its fields
+    when it is made: a value of another type is a `TypeError`, one out of range a `ValueError`.
 
     To add a kind of your own, write a frozen dataclass that subclasses `MaskSpec`, decorate it
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
@@ -41,9 +42,14 @@ class MaskSpec:
         return merged_inputs(self.children)
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
-        """Work on whole sequences, done once: `{name: Sides(query, key)}`, each `(batch, length)`.
+        """Work on whole sequences, done once, before `allowed` is asked tile by tile.
 
-        Returns a mapping of the same form, which `allowed` then sees tile by tile.
+        Args:
+            inputs: `{name: Sides(query, key)}`, each `(batch, length)`, or `None` for a side that
+                was not passed; a whole mask has rank 4.
+
+        Returns:
+            A mapping of the same form, which `allowed` then gets. By default `inputs`.
         """
         return inputs
 
@@ -52,9 +58,18 @@ class MaskSpec:
     ) -> Tensor:
         """Whether each query may attend to each key, for any tile of the mask.
 
-        Element-wise: `query_positions` is int32 `(queries, 1)`, `key_positions` int32 `(1, keys)`,
-        and each of `inputs` a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`.
-        Returns a boolean tensor that broadcasts to `(batch, heads, queries, keys)`.
+        It must be element-wise.
+
+        Args:
+            query_positions: int32 `(queries, 1)`.
+            key_positions: int32 `(1, keys)`.
+            inputs: By name, a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`.
+
+        Returns:
+            A boolean tensor that broadcasts to `(batch, heads, queries, keys)`.
+
+        Raises:
+            TypeError: for a class that does not define it.
         """
         raise TypeError(f"{type(self).__name__} must define `allowed`.")
 
@@ -78,15 +93,27 @@ class MaskSpec:
         return ()
 
     def children_at(self, head: int) -> tuple["MaskSpec", ...]:
-        """Those of `children` that concern head number `head`."""
+        """The specs among `children` that concern one head.
+
+        Args:
+            head: The number of the head, from 0.
+        """
         return self.children
 
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
-        """The same node, made of `children`."""
+        """The same node, made of other specs.
+
+        Args:
+            children: A spec in place of each one in `self.children`.
+        """
         return self
 
     def for_head(self, head: int) -> "MaskSpec":
-        """The rule that head number `head` obeys: this spec without any `PerHead`."""
+        """The rule that one head obeys: this spec without any `PerHead`.
+
+        Args:
+            head: The number of the head, from 0.
+        """
         return self.with_children([child.for_head(head) for child in self.children])
 
     def fold(
@@ -96,9 +123,13 @@ class MaskSpec:
         either: Callable[[T, T], T],
         neither: Callable[[T], T],
     ) -> T:
-        """`leaf` of every leaf, joined by `both` for `&` and `either` for `|`; `neither` for `~`.
+        """The answer of a spec without `PerHead`, made of the answers of its leaves.
 
-        For a spec without `PerHead`.
+        Args:
+            leaf: Answers for a leaf.
+            both: Joins two answers for `&`.
+            either: Joins two answers for `|`.
+            neither: Negates an answer, for `~`.
         """
         if self.kind not in ("and", "or", "not"):
             return leaf(self)
@@ -109,11 +140,14 @@ class MaskSpec:
 
     # --- how tiles follow it ---
     def coverage(self, tiles: Tiles, inputs: Mapping[str, Any]) -> Bounds:
-        """What is known of whole tiles without looking at their pairs; by default, nothing.
+        """The bounds of whole tiles, known without looking at their pairs; by default, nothing.
 
-        `tiles` holds the first and last positions of rows and columns of tiles; each of `inputs` is
-        a `Sides` of `Span`s, the least and greatest value in each, booleans as 0 and 1. It is not
-        called where the values of the inputs are not known.
+        It is not called where the values of the inputs are not known.
+
+        Args:
+            tiles: The first and last positions of rows and columns of tiles.
+            inputs: By name, a `Sides` of `Span`s, the least and greatest value in each row or
+                column; booleans as 0 and 1.
         """
         every = tiles.key_first <= tiles.key_first
         return Bounds(every, ~every)
@@ -144,7 +178,8 @@ class MaskSpec:
     def may_leave_gaps(self, taken_out: Collection["MaskSpec"] = ()) -> bool:
         """Whether the keys of a query are best taken as two runs rather than one.
 
-        `taken_out` are the flags whose rows and columns are computed apart.
+        Args:
+            taken_out: The flags whose rows and columns are computed apart.
         """
         return any(child.may_leave_gaps(taken_out) for child in self.children)
 
@@ -159,7 +194,11 @@ class MaskSpec:
         return 0 if self.inputs else None
 
     def closes(self, side: str) -> bool:
-        """Whether it keeps a query from seeing every token on `side`, "before" or "after"."""
+        """Whether it keeps a query from seeing every token on one side.
+
+        Args:
+            side: "before" or "after".
+        """
         return False
 
     @property
@@ -181,7 +220,8 @@ class MaskSpec:
     def in_words(self) -> str | Words | None:
         """What a token sees under this spec, for `describe`: "the tokens of its speaker".
 
-        `None` lets `describe` show the spec's `repr`.
+        Returns:
+            A phrase. With `None`, the default, `describe` shows the spec's `repr`.
         """
         return None
 
@@ -228,7 +268,7 @@ token that `padding_mask` does not hide.
         return [(f, v) for f, v in pairs if f.default is dataclasses.MISSING or v != f.default]
 
     def get_config(self) -> dict[str, Any]:
-        """This spec as plain JSON values; fields at their default are left out.
+        """The config of this spec, plain JSON values; fields at their default are left out.
 
         Raises:
             TypeError: for a class that is not registered, or a field that JSON cannot hold.
@@ -246,7 +286,10 @@ token that `padding_mask` does not hide.
 
     @staticmethod
     def from_config(config_dict: Mapping[str, Any]) -> Any:
-        """The spec that `config_dict` describes.
+        """The spec that a config describes.
+
+        Args:
+            config_dict: What `get_config` gives, or the JSON of a file, as a dict.
 
         Raises:
             ValueError: for a bad config, with the path to the bad place.
@@ -259,7 +302,15 @@ token that `padding_mask` does not hide.
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], path: str = "") -> Any:
-        """Make a spec of this kind from its JSON fields, which stand at `path`."""
+        """The spec of this kind with these JSON fields.
+
+        Args:
+            fields: The config without its `kind`.
+            path: Where it stands in a larger config, for errors.
+
+        Raises:
+            ValueError: for a field that is missing, unknown or not valid.
+        """
         return config.build_dataclass(cls, fields, path)
 
     @classmethod
@@ -311,7 +362,7 @@ def register_spec(kind: str) -> Callable[[_Class], _Class]:
     Raises:
         TypeError: for another kind of class, a field that hides a member of `MaskSpec`, a field
             with `compare=False`, or `eq=False` without an `__eq__`.
-        ValueError: for a name that another class has, or that is no identifier.
+        ValueError: for a name that another class has, or that is not an identifier.
     """
 
     def decorate(cls: Any) -> Any:

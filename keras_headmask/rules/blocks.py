@@ -16,7 +16,10 @@ from keras_headmask.rules.protocol import Bounds, Tensor, Tiles
 class Chunk(MaskSpec):
     """Keys in the same block of `size` positions as the query, or in neighbouring blocks.
 
-    `before` and `after` count the further blocks that are open behind and ahead.
+    Args:
+        size: Positions in a block.
+        before: Further blocks that are open behind the query's own.
+        after: Further blocks that are open ahead of it.
 
     >>> from keras_headmask import draw
     >>> print(draw(Chunk(2), queries=4))
@@ -63,9 +66,14 @@ class Chunk(MaskSpec):
 class RandomBlocks(MaskSpec):
     """BigBird's random blocks (Zaheer et al. 2020), the same in every process and backend.
 
-    A pair (query block, key block) of `size` positions each is open where an integer hash of
-    `(seed, query block, key block)` falls under `density`, from 0 to 1; so a block does not change
-    with the sequence length. Heads differ by seeds given through `PerHead`.
+    A pair (query block, key block) is open where an integer hash of `(seed, query block, key
+    block)` falls under `density`; so a block does not change with the sequence length. Heads differ
+    by seeds given through `PerHead`.
+
+    Args:
+        size: Positions in a block.
+        density: The share of pairs of blocks that is open, from 0 to 1.
+        seed: A whole number from 0.
 
     >>> from keras_headmask import draw
     >>> print(draw(RandomBlocks(2, 0.5, seed=2), 6))
@@ -85,7 +93,12 @@ class RandomBlocks(MaskSpec):
         return self.is_open(query_positions // self.size, key_positions // self.size)
 
     def is_open(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
-        """Whether each pair of blocks is open; element-wise on block numbers."""
+        """Whether each pair of blocks is open, element-wise.
+
+        Args:
+            query_blocks: Numbers of blocks of queries.
+            key_blocks: Numbers of blocks of keys.
+        """
         value = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
         value = _scramble(_scramble(query_blocks % _PRIME + value))
         value = _scramble(_scramble(key_blocks % _PRIME + value))

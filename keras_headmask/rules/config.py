@@ -80,7 +80,7 @@ def names_heads(value: Any) -> bool:
 
 
 def hint_for(value: Any, call: str = "SPEC") -> str:
-    """What to write in place of `value`, which is no spec; `call` is the code around it."""
+    """What to write in place of `value`, which is not a spec; `call` is the code around it."""
 
     def hint(text: str, spec: str) -> str:
         return f" {text}: {call.replace('SPEC', spec)}."

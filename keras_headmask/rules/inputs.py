@@ -58,6 +58,9 @@ class SameSegment(_Ids):
     Any integer is a segment, 0 too; a negative id matches nothing, not even itself. Padding is the
     padding mask's business. (JAX keeps 32 bits of an id unless its 64-bit mode is on.)
 
+    Args:
+        input: The name of the mask input.
+
     >>> from keras_headmask import draw
     >>> import numpy as np
     >>> print(draw(SameSegment("doc"), 4, mask_inputs={"doc": np.array([[7, 7, 0, -1]])}))
@@ -79,9 +82,12 @@ class SameSegment(_Ids):
 class SameSentence(_Ids):
     """Query and key stand in the same sentence, counted from the token ids.
 
-    A token whose id is one of `end_ids` ends its sentence and belongs to it. A run of end tokens
-    makes one-token sentences; what follows the last end token (a [SEP], padding) is the next
-    sentence. `end_ids` is one id or several. `input` names the token ids, `(batch, length)`.
+    A run of end tokens makes one-token sentences; what follows the last end token (a [SEP],
+    padding) is the next sentence.
+
+    Args:
+        end_ids: The id, or several, of tokens that end a sentence and belong to it.
+        input: The name of the mask input with the token ids, `(batch, length)`.
 
     >>> from keras_headmask import draw
     >>> import numpy as np
@@ -153,6 +159,9 @@ class _Side(_Reader):
 class KeyFlag(_Side):
     """Keys whose flag is true (not 0) in the mask input named `input`, `(batch, length)`.
 
+    Args:
+        input: The name of the mask input.
+
     >>> from keras_headmask import draw
     >>> import numpy as np
     >>> padding_mask = np.array([[1, 1, 0]])
@@ -174,6 +183,9 @@ class KeyFlag(_Side):
 class QueryFlag(_Side):
     """Queries whose flag is true (not 0) see every key, the others none.
 
+    Args:
+        input: The name of the mask input with the flags, `(batch, length)`.
+
     >>> from keras_headmask import draw
     >>> import numpy as np
     >>> print(draw(QueryFlag("is_global"), 2, mask_inputs={"is_global": np.array([[0, 1]])}))
@@ -188,6 +200,10 @@ class QueryFlag(_Side):
 @dataclasses.dataclass(frozen=True, repr=False)
 class KeyIn(_Side):
     """Keys whose id is one of `ids`: a [SEP] that all may see; `~KeyIn(...)`: no punctuation.
+
+    Args:
+        input: The name of the mask input with the ids, `(batch, length)`.
+        ids: One id or several.
 
     >>> from keras_headmask import draw
     >>> import numpy as np
@@ -205,6 +221,10 @@ class KeyIn(_Side):
 @dataclasses.dataclass(frozen=True, repr=False)
 class QueryIn(_Side):
     """Queries whose id is one of `ids` see every key, the others none.
+
+    Args:
+        input: The name of the mask input with the ids, `(batch, length)`.
+        ids: One id or several.
 
     >>> from keras_headmask import draw
     >>> import numpy as np
@@ -224,6 +244,9 @@ class MaskInput(MaskSpec):
 
     Boolean or integer, `True` means allowed. A mask with a head axis is read at each head's own
     number, inside `PerHead` too.
+
+    Args:
+        input: The name of the mask.
 
     >>> from keras_headmask import draw
     >>> import numpy as np

@@ -65,8 +65,8 @@ class PerHead(Compound):
         default: The rule of all other heads.
 
     Raises:
-        TypeError: for rules that are no specs, or keys that name no heads.
-        ValueError: for a head that is named twice, or a text that names no heads.
+        TypeError: for a rule that is not a spec, or a key of another type.
+        ValueError: for a head that is named twice, or a key that names no head.
 
     >>> from keras_headmask import Full, SameSegment, Window
     >>> PerHead({0: SameSegment("sentence_ids"), "1-3": Window(before=2, after=2)})
@@ -78,7 +78,7 @@ class PerHead(Compound):
 
     def __post_init__(self) -> None:
         fields.check_fields(self)
-        merged_inputs(self.children)  # heads that read one input in two ways are refused here
+        merged_inputs(self.children)  # heads that read one input in two forms are refused here
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:

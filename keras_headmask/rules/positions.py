@@ -64,10 +64,14 @@ class Nothing(_Constant):
 class Window(MaskSpec):
     """Keys from `before` positions behind the query to `after` ahead of it, inclusive.
 
-    `-before <= key - query <= after`. `None` leaves a side open: `Window(after=0)` is the causal
-    mask. `step` greater than 1 keeps the distances that are multiples of `step` (dilated; Beltagy
-    et al. 2020). A negative number starts the window away from the query: `Window(before=1,
-    after=-1)` is the previous position alone.
+    `-before <= key - query <= after`. `Window(after=0)` is the causal mask. A negative number
+    starts the window away from the query: `Window(before=1, after=-1)` is the previous position
+    alone.
+
+    Args:
+        before: Positions behind the query; `None` leaves that side open.
+        after: Positions ahead of it; likewise.
+        step: Above 1, only distances that are multiples of it (dilated; Beltagy et al. 2020).
 
     Raises:
         ValueError: for a window that holds no distance: write `Nothing()`.
@@ -219,6 +223,13 @@ class _Range(MaskSpec):
 class Keys(_Range):
     """Key positions in `[start, stop)`; `stop=None` means to the end.
 
+    Args:
+        start: The first position, from 0.
+        stop: The position after the last one.
+
+    Raises:
+        ValueError: for a `stop` that is not greater than `start`.
+
     >>> from keras_headmask import draw
     >>> print(draw(Keys(1, 3), queries=2, keys=4))
     0 1 1 0
@@ -245,6 +256,13 @@ class Keys(_Range):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Queries(_Range):
     """Query positions in `[start, stop)`: those queries see every key, the others none.
+
+    Args:
+        start: The first position, from 0.
+        stop: The position after the last one; `None` means to the end.
+
+    Raises:
+        ValueError: for a `stop` that is not greater than `start`.
 
     >>> from keras_headmask import draw
     >>> print(draw(Queries(1), queries=3, keys=2))

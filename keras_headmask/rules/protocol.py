@@ -9,9 +9,10 @@ Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
 class InputType(NamedTuple):
     """What a spec expects of one mask input.
 
-    `rank` is 2 for a tensor `(batch, length)`, or `None` for a whole mask of rank 2, 3 or 4.
-    `dtype` is the one to declare in `keras.Input`. `sides` says whether the spec looks at the
-    query's value, the key's, or both.
+    Args:
+        rank: 2 for a tensor `(batch, length)`, `None` for a whole mask of rank 2, 3 or 4.
+        dtype: The one to declare in `keras.Input`.
+        sides: Whose value the spec reads: "query", "key" or both.
     """
 
     rank: int | None = 2
@@ -20,7 +21,12 @@ class InputType(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """One mask input, seen from the queries and from the keys."""
+    """One mask input, seen from the queries and from the keys.
+
+    Args:
+        query: The value at each query.
+        key: The value at each key.
+    """
 
     query: Any
     key: Any
@@ -50,7 +56,14 @@ WHOLE = Cuts()
 
 
 class Tiles(NamedTuple):
-    """Tiles of the mask: first and last position, of rows `(n, 1)` and of columns `(1, m)`."""
+    """Tiles of the mask: n rows and m columns of them.
+
+    Args:
+        query_first: The first query position of each row, `(n, 1)`.
+        query_last: The last one.
+        key_first: The first key position of each column, `(1, m)`.
+        key_last: The last one.
+    """
 
     query_first: Tensor
     query_last: Tensor
@@ -59,23 +72,36 @@ class Tiles(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The least and the greatest value that a mask input takes in each row or column of tiles."""
+    """The values that a mask input takes in each row or column of tiles.
+
+    Args:
+        low: The least of them.
+        high: The greatest.
+    """
 
     low: Tensor
     high: Tensor
 
 
 class Bounds(NamedTuple):
-    """Of each tile: whether some pair may be allowed, and whether every pair surely is."""
+    """What is known of each tile.
+
+    Args:
+        possible: Whether some pair may be allowed.
+        certain: Whether every pair surely is.
+    """
 
     possible: Tensor
     certain: Tensor
 
 
 class OpenSide(NamedTuple):
-    """A side of the query, "before" or "after", that a spec may have left open by mistake.
+    """A side of the query that a spec may have left open by mistake.
 
-    `closed` is the spec without that side; `meant` are specs that may have been meant.
+    Args:
+        side: "before" or "after".
+        closed: The spec without that side.
+        meant: Specs that may have been meant.
     """
 
     side: str

@@ -35,6 +35,15 @@ def causal() -> MaskSpec:
 def padding(input: str = "padding_mask") -> MaskSpec:
     """Every key but padding; the mask input `(batch, length)` is true at real tokens.
 
+    Args:
+        input: The name of that mask input.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if `input` is not a name.
+
     >>> padding()
     KeyFlag('padding_mask')
     """
@@ -44,6 +53,16 @@ def padding(input: str = "padding_mask") -> MaskSpec:
 @config.recipe
 def prefix_lm(length: int) -> MaskSpec:
     """The first `length` keys are open to all; after them, causal (Raffel et al. 2020).
+
+    Args:
+        length: The length of the prefix, in positions, at least 1.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if `length` is not a whole number.
+        ValueError: for a `length` below 1.
 
     >>> prefix_lm(4)
     Keys(0, stop=4) | Window(after=0)
@@ -55,7 +74,18 @@ def prefix_lm(length: int) -> MaskSpec:
 def longformer(each_side: int, global_input: str) -> MaskSpec:
     """A window of `each_side` positions on both sides; flagged tokens see all and are seen by all.
 
-    Beltagy et al. 2020. `global_input` names the flags, `(batch, length)`.
+    Beltagy et al. 2020.
+
+    Args:
+        each_side: Positions on each side of the query, at least 0.
+        global_input: The name of the mask input with the flags, `(batch, length)`.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if `each_side` is not a whole number, or `global_input` is not a name.
+        ValueError: for a negative `each_side`.
 
     >>> longformer(2, "is_global")
     Window(before=2, after=2) | QueryFlag('is_global') | KeyFlag('is_global')
@@ -69,9 +99,20 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
     """The query's own sentence; special tokens see all and are seen by all.
 
     For a pretrained encoder, whose `[CLS]` and `[SEP]` speak for the whole text: `SameSentence`
-    alone would cut `[CLS]` to the first sentence, and leave the last `[SEP]` alone. `end_ids` end a
-    sentence and belong to it; `special_ids` are `[CLS]` and `[SEP]`. Each is one id or several.
-    `input` names the token ids, `(batch, length)`. Padding is left to the model's own mask.
+    alone would cut `[CLS]` to the first sentence, and leave the last `[SEP]` alone. Padding is left
+    to the model's own mask.
+
+    Args:
+        end_ids: The id, or several, of tokens that end a sentence and belong to it.
+        special_ids: The id, or several, of tokens such as `[CLS]` and `[SEP]`.
+        input: The name of the mask input with the token ids, `(batch, length)`.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if an id is not a whole number, or `input` is not a name.
+        ValueError: without any id, or for one that does not fit 32 bits.
 
     >>> sentences(end_ids=1012, special_ids=(101, 102))  # BERT's full stop, [CLS] and [SEP]
     SameSentence((1012,)) | QueryIn('token_ids', (101, 102)) | KeyIn('token_ids', (101, 102))
@@ -98,6 +139,17 @@ def streaming(sinks: int, window: int) -> MaskSpec:
 
     Xiao et al. 2023, "attention sinks".
 
+    Args:
+        sinks: How many first keys are always open, at least 0.
+        window: How many last keys are open, at least 1.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if a number is not whole.
+        ValueError: for a negative `sinks`, or a `window` below 1.
+
     >>> streaming(sinks=4, window=256)
     Window(after=0) & (Keys(0, stop=4) | Window(before=255))
     """
@@ -112,6 +164,16 @@ def streaming(sinks: int, window: int) -> MaskSpec:
 def sparse_transformer(stride: int) -> MaskSpec:
     """The strided pattern of Child et al. 2019: causal; distance < `stride`, or a multiple of it.
 
+    Args:
+        stride: In positions, at least 1.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if `stride` is not a whole number.
+        ValueError: for a `stride` below 1.
+
     >>> sparse_transformer(8)
     Window(after=0) & (Window(before=7) | Window(step=8))
     """
@@ -121,10 +183,20 @@ def sparse_transformer(stride: int) -> MaskSpec:
 
 @config.recipe
 def bigbird(block: int, density: float, global_blocks: int, seed: int) -> MaskSpec:
-    """Neighbouring blocks, random blocks, and global blocks both ways (Zaheer et al. 2020).
+    """Neighbouring blocks, random blocks, and global blocks (Zaheer et al. 2020).
 
-    `block` is in positions; the first `global_blocks` blocks see all and are seen by all; of the
-    other pairs of blocks a share of about `density` is open at random.
+    Args:
+        block: Positions in a block, at least 1.
+        density: The share of the other pairs of blocks that is open at random, from 0 to 1.
+        global_blocks: How many first blocks see all and are seen by all, at least 0.
+        seed: The seed of the random blocks, a whole number from 0.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if an argument is not a number of its kind.
+        ValueError: for a number out of its range.
 
     >>> from keras_headmask import draw
     >>> print(draw(bigbird(block=1, density=0.1, global_blocks=1, seed=5), queries=7))

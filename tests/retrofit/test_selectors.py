@@ -54,7 +54,7 @@ def test_selectors(decoder, selector, paths):
         ("1-0", ValueError, r"runs backwards"),
         ("\u0663", ValueError, "No attention layer's path matches"),
         ("second", ValueError, r"No attention layer's path matches 'second'. Paths: 'first'"),
-        ("(", ValueError, r"`layers` is no regex"),
+        ("(", ValueError, r"`layers` is not a regex"),
         ((), ValueError, r"\(\) names no layer"),
         (True, TypeError, r"Layers are named by .* Received: True"),
         (0.0, TypeError, r"Layers are named by .* Received: 0.0"),
@@ -173,7 +173,7 @@ def out_of_sight(x):
 def test_pairs_of_positions_are_attention_however_they_are_made(attend):
     x = keras.Input((4, 8))
     model = keras.Model(x, attend(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
-    with pytest.raises(ValueError, match=r"\(Softmax\) .*cannot be reached"):
+    with pytest.raises(ValueError, match=r"\(Softmax\) .*are out of reach"):
         hm.apply_head_masks(model, CHUNK)
 
 

@@ -152,7 +152,7 @@ def test_signatures_are_read_without_loading(base, tmp_path):
     assert read_signatures(base / "1").keys() <= names
     assert read_signatures(base / "1").keys() >= names - {"serve"}
     (tmp_path / "saved_model.pb").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="cannot be read as a SavedModel"):
+    with pytest.raises(ValueError, match="is not a readable SavedModel"):
         read_signatures(tmp_path)
     (tmp_path / "saved_model.pb").write_bytes(b"")  # a SavedModel of nothing
     with pytest.raises(ValueError, match="holds no signature under the tag 'serve'"):

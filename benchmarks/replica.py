@@ -1,9 +1,9 @@
 """`python -m benchmarks.replica`: what one replica of the development server holds in memory.
 
 The model is all-MiniLM-L6-v2 with a rule for head 0, its answer one embedding a row. A server is a
-process of its own; `/proc` says how much it holds at most: before its first request, after one of
-8 x 256 tokens, with two and four of them in progress, and while a new version takes over. A larger
-request says how memory grows with rows and tokens. No seconds are measured. Linux only.
+process of its own; `/proc` says how much it holds: before its first request (with a tiny model,
+too); at most in requests of several sizes; with two and four of them in progress; and while a new
+version takes over. No seconds are measured. Linux only.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measured(quick: bool, base: Path) -> dict[str, Any]:
-    """MiB by what the server does; all but the first two as what they add."""
+    """MiB by what the server does."""
     sys.path.insert(0, str(EXAMPLES))
     import serve_many
 
@@ -55,7 +55,11 @@ def measured(quick: bool, base: Path) -> dict[str, Any]:
     sentence = hm.recipes.sentences(serve_many.END, special_ids=(serve_many.CLS, serve_many.SEP))
     bert = serve_many.backbone(quick)
     model = serve_many.encoder(bert, hm.PerHead({0: sentence}))
-    hm.export_saved_model(model, base, padded=False, check=False)
+    tiny = serve_many.encoder(serve_many.backbone(quick=True), hm.PerHead({0: sentence}))
+    for folder, exported in ((base, model), (base / "tiny", tiny)):
+        hm.export_saved_model(exported, folder, padded=False, check=False)
+    with _server(base / "tiny") as server:
+        without = server.held()
     sizes = ((2, 16), (2, 32)) if quick else SIZES
     plain = sizes[0] if quick else (8, 256)
     added: dict[str, float] = {}
@@ -77,6 +81,7 @@ def measured(quick: bool, base: Path) -> dict[str, Any]:
         "parameters": model.count_params(),
         "weights_mib": 4 * model.count_params() / 2**20,
         "mib": {
+            "idle, a tiny model": without,
             "idle": idle,
             "a new version adds at most": swap,
             "a request adds at most": added,

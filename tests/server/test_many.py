@@ -194,3 +194,28 @@ def test_the_proxy_accepts_its_configuration(proxy, tmp_path):
     run = subprocess.run([program, *flags, config], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert not re.search(r"warn", run.stderr, re.I), run.stderr
+
+
+# --- The sums of docs/serving.md ------------------------------------------------------------------
+
+
+def test_the_sums_take_the_measured_seconds():
+    record = json.loads((ROOT / "benchmarks/results/serving.json").read_text())
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"^rate, seconds, busy = \d+, ([\d.]+)", page, re.MULTILINE)
+    assert float(seconds) == round(record["c++"]["seconds"]["rule"], 3)
+    assert f"{record['batch']} rows of {record['length']} tokens" in page
+    assert record["machine"]["cores"] == 2
+    assert "the two cores" in page
+
+
+@pytest.mark.long
+def test_what_a_replica_holds_is_measured(tmp_path):
+    for package in ("keras_hub", "kserve", "requests"):
+        pytest.importorskip(package)
+    command = [sys.executable, "-m", "benchmarks.replica", "--quick", "--out", tmp_path / "r.json"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=True)
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["mib"]["idle"] > record["weights_mib"] > 0
+    assert record["parameters"] * 4 / 2**20 == record["weights_mib"]

@@ -244,3 +244,14 @@ def test_input_that_makes_no_parts_is_refused(corpus, exported, tmp_path):
         score_corpus.score([*inputs, str(tmp_path / "b.txt")], model, str(tmp_path))
     with pytest.raises(ValueError, match=r"Received: `--out gs://b/out` without `--input`"):
         score_corpus.main(["--out", "gs://b/out", "--model", model])
+
+
+@pytest.mark.long
+def test_the_benchmark_records_every_run_and_their_vectors_are_equal(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.corpus", "--quick", "--out", tmp_path / "c.json"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
+    record = json.loads((tmp_path / "c.json").read_text())
+    assert all(row["records_per_second"] > 0 for row in record["runs"].values())
+    assert set(record["differences"]) == set(record["runs"])
+    assert max(record["differences"].values()) < 1e-5
+    assert 0 <= record["padding"]["length"] < record["padding"]["arrival"] < 1

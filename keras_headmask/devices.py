@@ -63,7 +63,7 @@ def head_layout(
     spread = [*_of_heads(attention), *_of_feed_forward(model, devices)]
     # (Shared layers come twice. A path is a regex there, and escaped it means itself alone.)
     for weight, place in {id(w): (w, place) for w, place in spread}.values():
-        axes = [None] * len(weight.shape)
+        axes: list[str | None] = [None] * len(weight.shape)
         axes[place] = axis
         layout[re.escape(weight.path)] = tuple(axes)
     return layout

@@ -57,6 +57,7 @@ __all__ = [
     "export_saved_model",
     "from_additive",
     "from_torch",
+    "head_layout",
     "lint",
     "make_mask",
     "mask_specs",
@@ -75,6 +76,7 @@ __all__ = [
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.attend import dense_scope, dot_product_attention
+    from keras_headmask.devices import head_layout
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
@@ -97,6 +99,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
 
 _HOMES = {
     "attention.attend": "dense_scope dot_product_attention",
+    "devices": "head_layout",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
     "layer": "PerHeadMaskedMultiHeadAttention",

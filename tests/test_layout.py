@@ -20,6 +20,7 @@ ARROWS = {
     "attention": {"masks", "rules"},
     "layer": {"masks", "rules", "attention"},
     "retrofit": {"masks", "rules", "attention", "layer"},
+    "devices": {"retrofit"},
     "look": {"rules", "retrofit"},
     "linting": {"masks", "rules", "attention", "retrofit"},
     "export": {"masks", "rules", "attention", "retrofit"},

@@ -303,9 +303,11 @@ def _tiled(request: Request) -> Tensor:
 
 
 def _parts(request: Request) -> list[Part]:
-    """Heads with equal rules together."""
-    rest = request.bound, request.scale, current_tuning()
-    groups = head_groups(request.rule, request.query.shape[2])
+    """Heads with equal rules together; all of them where a slice of heads crosses devices."""
+    rest, heads = (request.bound, request.scale, current_tuning()), request.query.shape[2]
+    groups = head_groups(request.rule, heads)
+    if evaluation.heads_are_spread():
+        groups = [(request.rule, tuple(range(heads)))]
     return [Part(rule, heads, *rest) for rule, heads in groups]
 
 
@@ -319,7 +321,7 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
     order: list[int] = []
     for part in _parts(request):
         if request.dropout:
-            rows = ops.take(drawn.rows, list(part.heads), axis=1)
+            rows = parts.of_heads(drawn.rows, part.heads, axis=1)
             part = part._replace(dropout=drawn._replace(rows=rows))
         of_part = [parts.of_heads(x, part.heads, axis=2) for x in operands]
         # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph

@@ -19,7 +19,8 @@ from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.evaluation import tile_of_heads
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
@@ -42,11 +43,22 @@ class Plan(NamedTuple):
         return seen / max(keys * len(self.runs), 1)
 
 
-def plan(rule: MaskSpec, queries: int, keys: int, query_offset: int, tile: int, block: int) -> Plan:
-    """What each tile of queries looks at by `rule`, free of `PerHead`, by positions alone."""
+def plan(
+    rule: MaskSpec,
+    queries: int,
+    keys: int,
+    query_offset: int,
+    tile: int,
+    block: int,
+    heads: int = 1,
+) -> Plan:
+    """What each tile of queries looks at by `rule`, for any of the `heads`, by positions alone."""
     tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)
     shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
-    possible, certain = (np.broadcast_to(x, shape) for x in coverage.bounds(rule, tiles))
+    of_rules = [coverage.bounds(of_group, tiles) for of_group, _ in head_groups(rule, heads)]
+    every = [np.broadcast_to(possible, shape) for possible, _ in of_rules]
+    sure = [np.broadcast_to(certain, shape) for _, certain in of_rules]
+    possible, certain = np.logical_or.reduce(every), np.logical_and.reduce(sure)
     needs_no_mask = (certain == possible).all(1) & possible.any(1)
     # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
     runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
@@ -54,7 +66,8 @@ def plan(rule: MaskSpec, queries: int, keys: int, query_offset: int, tile: int, 
 
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    return plan(part.rule, queries, keys, query_offset, part.tile, part.tuning.python_block)
+    block = part.tuning.python_block
+    return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))
 
 
 def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -196,7 +209,7 @@ class _Tile(NamedTuple):
             logits = product(queries, keys)
         alive = allowed = None
         if not plan.needs_no_mask[number]:
-            allowed = allowed_tile(part.rule, part.bound, part.heads, cuts)
+            allowed = tile_of_heads(part.rule, part.bound, part.heads, cuts)
             alive = ops.any(allowed, axis=-1, keepdims=True)
             hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
             logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))

@@ -4,6 +4,7 @@
 `allowed_tile` then answers for any tile of the mask; `make_mask` is the tile that is everything.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -352,6 +353,27 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     return masks.lift(rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not))
 
 
+def heads_are_spread() -> bool:
+    """Whether heads may live on several devices, as Keras' distribution in force says."""
+    distribution = keras.distribution.distribution()
+    is_jax = keras.backend.backend() == "jax"  # no other backend has it
+    return is_jax and isinstance(distribution, keras.distribution.ModelParallel)
+
+
+def tile_of_heads(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
+    """As `allowed_tile`, for a rule that may differ between `heads`.
+
+    Nothing is cut or joined along the axis of heads: where they are spread over devices, each
+    device makes the masks of its own heads, and none is sent.
+    """
+    groups = head_groups(rule, len(heads))
+    tiles = [allowed_tile(of_group, bound, heads, cuts) for of_group, _ in groups]
+    if len(groups) == 1:
+        return tiles[0]
+    own = [np.isin(range(len(heads)), members)[None, :, None, None] for _, members in groups]
+    return functools.reduce(ops.logical_or, map(ops.logical_and, own, tiles))
+
+
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
     """A prepared mask input, cut to a tile and shaped to broadcast over it."""
     if isinstance(value, Sides):
@@ -381,6 +403,8 @@ def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
         (bound.query_positions >= bound.query_positions)[None, None, :, None],
         bound.key_positions >= bound.key_positions,
     )
+    if heads_are_spread():
+        return ops.logical_and(tile_of_heads(spec, bound, tuple(range(num_heads))), ones)
     parts = [allowed_tile(rule, bound, heads) for rule, heads in groups]
     if len(parts) == 1:
         return ops.logical_and(parts[0], ones)

@@ -67,11 +67,14 @@ def test_any_rule_has_the_gradients_of_the_definition(case, tile_sizes, seed):
 
 
 @FEW
-@given(cases(), seeds)
-def test_the_python_loop_equals_the_definition_on_every_backend(case, seed):
-    """Called by itself, since TensorFlow has a loop of its own."""
+@given(cases(), seeds, st.booleans())
+def test_the_python_loop_equals_the_definition_on_every_backend(case, seed, of_one_rule):
+    """Called by itself, since TensorFlow has a loop of its own.
+
+    Of heads with one rule, or of all heads together, as where they are spread over devices.
+    """
     spec, inputs, batch, heads, queries, keys, offset = case
-    rule = spec.for_head(1)
+    rule = spec.for_head(1) if of_one_rule else spec
     qkv = operands(batch, queries, keys, heads, seed)
     heads_of_rule = tuple(range(heads))
     inputs = {name: inputs[name] for name in rule.inputs}

@@ -57,7 +57,7 @@ def head_layout(
     """
     _check(model, device_mesh, axis)
     devices = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))[axis]
-    attention = list(dict.fromkeys(nesting.attention(model)))
+    attention = nesting.attention(model)
     _check_attention(model, attention, axis, devices)
     layout = keras.distribution.LayoutMap(device_mesh)
     spread = [*_of_heads(attention), *_of_feed_forward(model, devices)]

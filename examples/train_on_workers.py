@@ -179,7 +179,7 @@ def build_model(rule):
         x = layers.Add()([x, layers.Dense(32)(hidden)])
     model = keras.Model(inputs, layers.Dense(VOCABULARY_SIZE)(layers.LayerNormalization()(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-3), loss)
+    model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-6), loss)
     return model
 
 
@@ -227,10 +227,11 @@ def resume(model, shard, options):
     model.optimizer.build(model.trainable_variables)
     if checkpoint(options).exists():
         model.load_weights(checkpoint(options))  # those of the optimizer, too
-    epochs, more = divmod(int(model.optimizer.iterations), len(shard))
+    steps = int(model.optimizer.iterations.numpy())
+    epochs, more = divmod(steps, len(shard))
     if more:
         raise ValueError(
-            f"The checkpoint was written after {model.optimizer.iterations} steps, which are no "
+            f"The checkpoint was written after {steps} steps, which are no "
             f"whole epochs of {len(shard)}. Train with the --batch and --steps that it was made "
             f"with, or remove {checkpoint(options)}."
         )
@@ -278,9 +279,9 @@ def train_by_loop(rule, shard, options):
         first = resume(model, shard, options)
 
     def step_of_replica(inputs, targets):
-        """The optimizer adds up the workers' gradients: hence each has its share of the mean."""
+        """Keras' losses divide by the number of workers here; its optimizers add up gradients."""
         with tf.GradientTape() as tape:
-            loss = model.loss(targets, model(inputs, training=True)) / shard.num_workers
+            loss = model.loss(targets, model(inputs, training=True))
         gradients = tape.gradient(loss, model.trainable_weights)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
         return loss

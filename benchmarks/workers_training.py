@@ -1,8 +1,8 @@
 """`python -m benchmarks.workers_training`: training steps on 1 worker and on 2, as ratios.
 
 The model and the text are those of `examples/train_on_workers.py`, on JAX and CPUs; the batch
-is the same for all. Two cores can show only this much: one worker whose threads use both, one that is held
-to one core, and two workers with a core each. The first epoch compiles and is not counted.
+is the same for all. Two cores can show only this much: one worker whose threads use both, one that
+is held to one core, and two workers with a core each. The first epoch compiles and is not counted.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def measured(quick: bool, repetitions: int, cores: list[int]) -> dict[str, Any]:
     size = (
         {"batch": 8, "length": 16, "steps": 5}
         if quick
-        else {"batch": 64, "length": 128, "steps": 20}
+        else {"batch": 32, "length": 128, "steps": 10}
     )
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(repetitions):  # in turns, so that a busy moment meets all alike
@@ -131,7 +131,7 @@ def work(task: dict[str, Any]) -> None:
             self.start = time.perf_counter()
 
         def on_epoch_end(self, epoch, logs=None):  # `fit` has waited for the last step's loss
-            epochs.append((time.perf_counter() - self.start) / task["steps"])
+            epochs.append((time.perf_counter() - self.start) / len(self.shard))
 
     example.Epochs = Timed
     options = example.parse(
@@ -144,7 +144,7 @@ def work(task: dict[str, Any]) -> None:
 
 def parameters() -> int:
     example = load_example()
-    return example.build_model(example.make_rule(1)).count_params()
+    return example.build_model(example.make_rule(1), blocks=2).count_params()
 
 
 def load_example() -> Any:

@@ -65,14 +65,16 @@ def parse(arguments=None):
     parser.add_argument("--workers", type=int, default=2, help="processes to start here")
     parser.add_argument("--batch", type=int, default=32, help="rows of a step, of all workers")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40, help="of an epoch, at most")
+    parser.add_argument("--steps", type=int, default=20, help="of an epoch, at most")
     parser.add_argument("--length", type=int, default=64, help="tokens of a row")
+    parser.add_argument(
+        "--blocks", type=int, default=2, help="of attention and a feed-forward part"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/workers"))
     parser.add_argument("--die", action="store_true", help="what `--kill` adds for the last worker")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        options.batch, options.steps, options.length = min(options.batch, 8), 5, 16
-    return options
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(batch=8, steps=5, length=16, blocks=1)
+    return parser.parse_args(arguments)
 
 
 # --- Data: each worker takes its rows of every batch ----------------------------------------------
@@ -165,14 +167,14 @@ def make_rule(full_stop):
     return hm.Window(after=0) & hm.PerHead({0: own_sentence}, default=own_paragraph)
 
 
-def build_model(rule):
+def build_model(rule, blocks):
     keras.utils.set_random_seed(0)  # each worker starts with the same weights
     inputs = {
         name: keras.Input((None,), dtype="int32", name=name)
         for name in ("token_ids", "paragraph_ids")
     }
     x = layers.Embedding(VOCABULARY_SIZE, 32)(inputs["token_ids"])
-    for _ in range(2):
+    for _ in range(blocks):
         attention = hm.PerHeadMaskedMultiHeadAttention(num_heads=4, key_dim=8, mask_spec=rule)
         x = layers.Add()([x, attention(layers.LayerNormalization()(x), mask_inputs=inputs)])
         hidden = layers.Dense(64, activation="gelu")(layers.LayerNormalization()(x))
@@ -254,7 +256,7 @@ def train(options, worker=0, workers=1):
 
 
 def train_by_fit(rule, shard, options):
-    model = build_model(rule)
+    model = build_model(rule, options.blocks)
     model.fit(
         shard,
         initial_epoch=resume(model, shard, options),
@@ -275,7 +277,7 @@ def train_by_loop(rule, shard, options):
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = build_model(rule)
+        model = build_model(rule, options.blocks)
         first = resume(model, shard, options)
 
     def step_of_replica(inputs, targets):
@@ -354,7 +356,7 @@ def compare(options, arguments):
     print("Training in one process.", flush=True)
     expected = train(alone).get_weights()
     weights = keras.saving.load_model(options.out / "model.keras").get_weights()
-    start = build_model(make_rule(0)).get_weights()
+    start = build_model(make_rule(0), options.blocks).get_weights()
     print(f"Training moved a weight by up to {largest_difference(expected, start):.1e}.")
     apart = largest_difference(weights, expected)
     print(f"{options.workers} workers and one process differ by up to {apart:.1e}.")

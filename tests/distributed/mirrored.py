@@ -52,7 +52,7 @@ def trained(make, strategy):
         model.compile(keras.optimizers.Adam(1e-2), loss, jit_compile=False)
     before = model.get_weights()
     model.fit(*data(), batch_size=BATCH, shuffle=False, verbose=0)
-    assert int(model.optimizer.iterations) == 20
+    assert model.optimizer.iterations.numpy() == 20
     return before, model.get_weights()
 
 

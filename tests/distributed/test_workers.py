@@ -144,13 +144,13 @@ def test_ids_of_another_length_than_the_text(example):
 
 def test_a_checkpoint_of_other_steps(example, tmp_path):
     options = example.parse(["--quick", "--out", str(tmp_path)])
-    model = example.build_model(example.make_rule(1))
+    model = example.build_model(example.make_rule(1), blocks=1)
     model.optimizer.build(model.trainable_variables)
     model.optimizer.iterations.assign(7)
     example.write(model.save_weights, example.checkpoint(options), worker=0)
     five_steps = shard(example, 12, worker=0, workers=1)
     with pytest.raises(ValueError, match=r"after 7 steps, .* no whole epochs of 5\. Train with"):
-        example.resume(example.build_model(example.make_rule(1)), five_steps, options)
+        example.resume(example.build_model(example.make_rule(1), blocks=1), five_steps, options)
     model.optimizer.iterations.assign(10)
     example.write(model.save_weights, example.checkpoint(options), worker=0)
     assert example.resume(model, five_steps, options) == 2

@@ -38,6 +38,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -373,8 +374,13 @@ def main(arguments=None):
     if WORKER not in os.environ:
         return compare(options, arguments)
     worker = int(os.environ[WORKER])
-    model = train(options, worker, int(os.environ[WORKERS]))
-    write(model.save, options.out / "model.keras", worker)
+    try:
+        model = train(options, worker, int(os.environ[WORKERS]))
+        write(model.save, options.out / "model.keras", worker)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: JAX's orderly exit would wait minutes for the other workers
 
 
 if __name__ == "__main__":

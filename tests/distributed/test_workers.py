@@ -132,6 +132,14 @@ def test_a_batch_that_the_workers_do_not_divide(example):
         shard(example, 32, worker=0, workers=3)
 
 
+def test_a_worker_whose_data_lack_an_input(example):
+    worker = shard(example, 8, worker=1, workers=2)
+    del worker.rows["paragraph_ids"]
+    message = r"The data of worker 1 lack \['paragraph_ids'\], which the model reads\. Received: \["
+    with pytest.raises(ValueError, match=message):
+        example.check(worker, example.make_rule(full_stop=1))
+
+
 def test_ids_of_another_length_than_the_text(example):
     worker = shard(example, 8, worker=1, workers=2)
     rule = example.make_rule(full_stop=1)
@@ -165,9 +173,8 @@ def test_only_worker_0_leaves_a_file(example, tmp_path):
 
 def test_a_worker_that_fails_ends_the_others(tmp_path):
     pytest.importorskip("jax")
-    script = HERE / "worker_without_input.py"
-    code, printed = run(script, "--quick", "--out", tmp_path, backend="jax")
+    code, printed = run(HERE / "failing_worker.py", "--quick", "--out", tmp_path, backend="jax")
     assert code != 0
-    assert "The data of worker 1 lack ['paragraph_ids'], which the model reads." in printed
-    assert "Worker 1 ended with 1; the others were stopped." in printed
-    assert "Epoch 1" not in printed
+    assert "OSError: no such row" in printed
+    assert "Worker 1 ended with 1; the others were stopped. See its error above." in printed
+    assert "Epoch 2/4" not in printed

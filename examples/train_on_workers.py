@@ -144,7 +144,7 @@ class Shard(keras.utils.PyDataset):
 def check(shard, rule):
     """Stop a worker before it meets the others where its data do not fit the rule.
 
-    Later, the others would wait for it; and Keras' message names no input.
+    `fit` would find the same, and name it, when the others already wait for this worker.
     """
     inputs, _ = shard[0]
     if missing := sorted({"token_ids", *rule.inputs} - inputs.keys()):

@@ -8,8 +8,8 @@ the two runs are apart. With `--kill` a worker is killed in mid-epoch. Both star
 the last checkpoint, and end with the same weights.
 
     pip install -e ".[workers]"
-    python examples/train_on_workers.py                  # 2 to 4 CPU minutes
-    python examples/train_on_workers.py --kill           # 3 to 5 CPU minutes
+    python examples/train_on_workers.py                  # 1 to 3 CPU minutes
+    python examples/train_on_workers.py --kill           # 2 to 4 CPU minutes
     python examples/train_on_workers.py --quick          # 20 steps
     KERAS_BACKEND=tensorflow python examples/train_on_workers.py   # a loop in place of `fit`
 

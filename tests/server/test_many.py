@@ -219,3 +219,28 @@ def test_what_a_replica_holds_is_measured(tmp_path):
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["mib"]["idle"] > record["weights_mib"] > 0
     assert record["parameters"] * 4 / 2**20 == record["weights_mib"]
+
+
+def test_the_sums_take_the_measured_memory():
+    """What the page says of memory is what the record holds, and its formula is near it."""
+    page = " ".join((ROOT / "docs/serving.md").read_text(encoding="utf-8").split())
+    record = json.loads((ROOT / "benchmarks/results/replica.json").read_text(encoding="utf-8"))
+    mib = record["mib"]
+    added, at_once = (
+        mib["a request adds at most"],
+        mib["requests of 8 x 256 in progress add at most"],
+    )
+    assert not record["quick"]
+    assert f"the first {mib['idle, a tiny model']:.0f} MiB" in page
+    assert (
+        f"idle {mib['idle']:.0f} MiB; a request of 8 x 256 added {added['8 x 256']:.0f} MiB" in page
+    )
+    assert (
+        f"one of 16 x 256 {added['16 x 256']:.0f}, one of 8 x 512 {added['8 x 512']:.0f};" in page
+    )
+    assert f"four of 8 x 256 at once {at_once['4']:.0f}, " in page
+    assert f"a new version {mib['a new version adds at most']:.0f}." in page
+    fixed, each = re.search(r"return (\d+) \+ rows \* tokens \* (\d+) / 1024", page).groups()
+    for size, measured in added.items():
+        rows, tokens = map(int, size.split(" x "))
+        assert int(fixed) + rows * tokens * int(each) / 1024 == pytest.approx(measured, rel=0.1)

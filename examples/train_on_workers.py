@@ -63,19 +63,29 @@ def parse(arguments=None):
     )
     parser.add_argument("--quick", action="store_true", help="20 steps, learns next to nothing")
     parser.add_argument("--kill", action="store_true", help="kill a worker in mid-epoch")
-    parser.add_argument("--workers", type=int, default=2, help="processes to start here")
-    parser.add_argument("--batch", type=int, default=32, help="rows of a step, of all workers")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20, help="of an epoch, at most")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
-    parser.add_argument(
-        "--blocks", type=int, default=2, help="of attention and a feed-forward part"
-    )
+    for name, default, meaning in (
+        ("workers", 2, "processes to start here"),
+        ("batch", 32, "rows of a step, of all workers"),
+        ("epochs", 4, None),
+        ("steps", 20, "of an epoch, at most"),
+        ("length", 64, "tokens of a row"),
+        ("blocks", 2, "of attention and a feed-forward part"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=meaning)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/workers"))
     parser.add_argument("--die", action="store_true", help="what `--kill` adds for the last worker")
     if parser.parse_args(arguments).quick:
         parser.set_defaults(batch=8, steps=5, length=16, blocks=1)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.kill and options.epochs < 2:
+        parser.error("--kill needs --epochs of 2 or more: it kills in the second")
+    return options
+
+
+def positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
 
 
 # --- Data: each worker takes its rows of every batch ----------------------------------------------
@@ -116,6 +126,10 @@ class Shard(keras.utils.PyDataset):
 
     def __init__(self, rows, options, worker, workers):
         super().__init__()
+        if not 0 <= worker < workers:
+            raise ValueError(
+                f"There is no worker {worker} of {workers}: they count from 0. Change {WORKER}."
+            )
         if options.batch % workers:
             raise ValueError(
                 f"A batch of {options.batch} rows does not divide over {workers} workers. Change "
@@ -124,6 +138,11 @@ class Shard(keras.utils.PyDataset):
         self.rows, self.batch = rows, options.batch
         self.worker, self.num_workers = worker, workers  # `workers` is Keras': threads that load
         self.in_all = len(rows["token_ids"])
+        if options.batch > self.in_all:
+            raise ValueError(
+                f"A batch of {options.batch} rows is more than the {self.in_all} rows of the text. "
+                "Change --batch, or --length for more rows."
+            )
         self.steps = min(options.steps, self.in_all // options.batch)
         self.start_epoch(0)
 
@@ -157,6 +176,15 @@ def check(shard, rule):
         raise ValueError(
             f"Worker {shard.worker} needs inputs of shape {expected}, one id for each token. "
             f"Received: {odd}. Change what `Shard.__getitem__` returns for them."
+        )
+
+
+def check_devices(batch, devices):
+    """Known once the workers have met: a host may have several devices."""
+    if batch % devices:
+        raise ValueError(
+            f"A batch of {batch} rows does not divide over the {devices} devices of all workers. "
+            f"Change --batch to {batch + -batch % devices}."
         )
 
 
@@ -251,6 +279,7 @@ def train(options, worker=0, workers=1):
         return train_by_loop(rule, shard, options)
     if workers > 1:
         keras.distribution.initialize()  # reads the three variables
+        check_devices(options.batch, len(keras.distribution.list_devices()))
         data_parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
         keras.distribution.set_distribution(data_parallel)
     return train_by_fit(rule, shard, options)

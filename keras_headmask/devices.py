@@ -40,7 +40,8 @@ def head_layout(
     Raises:
         TypeError: if `model` is no Keras layer, or `device_mesh` no Keras mesh.
         ValueError: if the mesh has no such axis, `model` holds no such attention or is not built,
-            or the number of devices along `axis` does not divide the heads of each layer.
+            the number of devices along `axis` does not divide the heads of each layer, or weights
+            of one path must be spread along different axes.
 
     >>> mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"), ["cpu:0", "cpu:1"])
     >>> x = keras.Input((None, 8))
@@ -59,13 +60,19 @@ def head_layout(
     devices = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))[axis]
     attention = nesting.attention(model)
     _check_attention(model, attention, axis, devices)
+    axes_of: dict[str, tuple[str | None, ...]] = {}
+    for weight, place in (*_of_heads(attention), *_of_feed_forward(model, devices)):
+        axes = tuple(axis if i == place else None for i in range(len(weight.shape)))
+        # A shared layer comes twice, and two towers of one model may name their layers alike.
+        if axes_of.setdefault(weight.path, axes) != axes:
+            raise ValueError(
+                f"Two weights of '{model.name}' have the path {weight.path!r}, and are spread "
+                "along different axes. Keras knows a weight by its path: give these layers other "
+                "names."
+            )
     layout = keras.distribution.LayoutMap(device_mesh)
-    spread = [*_of_heads(attention), *_of_feed_forward(model, devices)]
-    # (Shared layers come twice. A path is a regex there, and escaped it means itself alone.)
-    for weight, place in {id(w): (w, place) for w, place in spread}.values():
-        axes: list[str | None] = [None] * len(weight.shape)
-        axes[place] = axis
-        layout[re.escape(weight.path)] = tuple(axes)
+    for path, axes in axes_of.items():
+        layout[re.escape(path)] = axes  # a regex there, and escaped it means this path alone
     return layout
 
 

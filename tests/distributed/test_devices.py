@@ -117,6 +117,28 @@ def test_a_path_is_taken_literally():
     assert layout["axb/query/kernel"] is None
 
 
+def test_two_towers_whose_layers_have_the_same_names():
+    x = keras.Input((None, 8))
+    left, right = model_of(a=4), model_of(a=8)
+    both = keras.Model(x, keras.layers.Add()([left(x), right(x)]))
+    assert axes_of(hm.head_layout(both, MESH)) == axes_of(hm.head_layout(left, MESH))
+
+
+def test_a_path_of_weights_on_different_axes():
+    def tower(wide):
+        x = keras.Input((None, 8))
+        y = keras.layers.MultiHeadAttention(4, 2, name="a")(x, x)
+        first, second = ("in", "out") if wide else ("out", "in")
+        y = keras.layers.Dense(8, name=second)(keras.layers.Dense(16, name=first)(y))
+        return keras.Model(x, y)
+
+    x = keras.Input((None, 8))
+    both = keras.Model(x, keras.layers.Add()([tower(True)(x), tower(False)(x)]), name="both")
+    said = "Two weights of 'both' have the path '(in|out)/kernel', .* give these layers other names"
+    with pytest.raises(ValueError, match=said):
+        hm.head_layout(both, MESH)
+
+
 def test_a_mesh_that_does_not_divide_the_heads():
     said = (
         "axis 'model' of the mesh has 4 devices, which do not divide the 6 heads of the attention "

@@ -132,6 +132,39 @@ def test_a_batch_that_the_workers_do_not_divide(example):
         shard(example, 32, worker=0, workers=3)
 
 
+def test_a_batch_that_the_devices_do_not_divide(example):
+    example.check_devices(32, 8)
+    message = r"32 rows does not divide over the 6 devices of all workers\. Change --batch to 36\."
+    with pytest.raises(ValueError, match=message):
+        example.check_devices(32, 6)
+
+
+def test_a_batch_larger_than_the_text(example):
+    message = r"A batch of 62 rows is more than the 60 rows of the text\. Change --batch, or"
+    with pytest.raises(ValueError, match=message):
+        shard(example, 62, worker=0, workers=2)
+
+
+def test_a_worker_that_is_none(example):
+    message = r"There is no worker 2 of 2: they count from 0\. Change KERAS_DISTRIBUTION_PROCESS_ID"
+    with pytest.raises(ValueError, match=message):
+        shard(example, 32, worker=2, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "0"), r"argument --workers: '0' is no whole number from 1 on"),
+        (("--steps", "-1"), r"argument --steps: '-1' is no whole number"),
+        (("--kill", "--epochs", "1"), r"--kill needs --epochs of 2 or more"),
+    ],
+)
+def test_arguments_that_make_no_run(example, arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        example.parse(list(arguments))
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_a_worker_whose_data_lack_an_input(example):
     worker = shard(example, 8, worker=1, workers=2)
     del worker.rows["paragraph_ids"]

@@ -9,7 +9,7 @@ keras_headmask. Texts are paragraphs of Python's own documentation, or lines of 
     python examples/score_corpus.py             # 2 to 6 CPU minutes, in one process
     python examples/score_corpus.py --direct_num_workers 2 --direct_running_mode multi_processing
     python examples/score_corpus.py --quick     # a tiny BERT of random weights, few texts
-    python examples/score_corpus.py --input news/*.jsonl   # {"text": ...} a line, or *.txt
+    python examples/score_corpus.py --input news/*.jsonl --out scored   # {"text": ...}; or *.txt
 
 Each input file is a part, and one run of the pipeline. After the run was killed, run the same
 command again: parts that are done are skipped, the others scored anew. Options that are not listed
@@ -39,7 +39,7 @@ import pyarrow
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.metrics import Metrics
 from apache_beam.ml.inference.base import ModelHandler, RunInference
-from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions
+from apache_beam.options.pipeline_options import DirectOptions, PipelineOptions, StandardOptions
 from apache_beam.runners.runner import PipelineState
 from apache_beam.transforms.util import SortAndBatchElements
 
@@ -59,8 +59,8 @@ def main(arguments=None):
     inputs = options.input or write_corpus(options)
     model = options.model or model_in(options)
     counts = score(inputs, model, options.out, beam_options)
-    print(f"{counts['good']} vectors in {options.out}/vectors")
-    print(f"{counts['bad']} bad records in {options.out}/bad")
+    print(f"{counts['good']} new vectors in {options.out}/vectors")
+    print(f"{counts['bad']} new bad records in {options.out}/bad")
 
 
 def parsed(arguments):
@@ -70,7 +70,10 @@ def parsed(arguments):
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="a tiny random BERT, few texts")
-    parser.add_argument("--out", default="saved_models/corpus", help="a folder or an address")
+    parser.add_argument(
+        "--out",
+        help="a folder or an address (saved_models/corpus; quick: saved_models/corpus_quick)",
+    )
     parser.add_argument(
         "--input", nargs="+", help="files of texts; default: Python's documentation"
     )
@@ -78,14 +81,29 @@ def parsed(arguments):
     parser.add_argument("--files", type=int, default=4, help="to write the default texts in")
     parser.add_argument("--repeat", type=int, default=1, help="the default texts so often")
     options, for_beam = parser.parse_known_args(arguments)
+    # `DirectRunner` would try Prism first, which ignores `direct_num_workers`.
+    beam_options = PipelineOptions(["--runner=FnApiRunner", *for_beam])
+    if unknown := unknown_options(for_beam, beam_options):
+        parser.error(f"unknown arguments: {' '.join(unknown)}. Files are named after `--input`.")
+    if options.out is None:
+        options.out = "saved_models/corpus_quick" if options.quick else "saved_models/corpus"
     if "://" in options.out and not (options.input and options.model):
         raise ValueError(
             "Texts and the model are written on this machine alone. Received: `--out "
             f"{options.out}` without `--input` or without `--model`. Run with a local `--out` "
             "first, copy its folders `corpus` and `model`, and name them."
         )
-    # `DirectRunner` would try Prism first, which ignores `direct_num_workers`.
-    return options, PipelineOptions(["--runner=FnApiRunner", *for_beam])
+    return options, beam_options
+
+
+def unknown_options(arguments, beam_options):
+    """What neither this script nor Beam knows. A runner elsewhere may know more options."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[:1]
+    if beam_options.view_as(StandardOptions).runner != "FnApiRunner":
+        return []
+    found = beam_options.get_all_options(retain_unknown_options=True)
+    return [f"--{name}" for name in found.keys() - beam_options.get_all_options().keys()]
 
 
 # The corpus and the model: on the machine that starts the run.
@@ -112,7 +130,8 @@ def write_corpus(options):
 
 def model_in(options):
     """`OUT/model`. A run that starts again must find the model that it had."""
-    folder = pathlib.Path(options.out, "model")
+    # A name of its own: a later run without `--quick` must not find random weights.
+    folder = pathlib.Path(options.out, "model_quick" if options.quick else "model")
     if not (folder / "1").exists():  # an export is there whole or not at all
         export(folder, options.quick)
     return str(folder)
@@ -195,7 +214,7 @@ def lines(path):
 def text_of(line, is_json):
     """The text of a line, or a `ValueError` that says why it has none."""
     try:
-        text = line.decode()
+        text = line.decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start}") from None
     if is_json and text.strip():
@@ -293,6 +312,7 @@ class SavedModelHandler(ModelHandler):
 def score(inputs, model, out, options=None):
     """Score each file of `inputs` whose part is not done in `out`; how many records were read."""
     options = options or PipelineOptions(["--runner=FnApiRunner"])
+    check_literal("`--out`", out)
     parts = parts_of(inputs, model)
     done = {name: is_done(out, part) for name, part in parts.items()}
     counts = {"good": 0, "bad": 0}
@@ -309,15 +329,15 @@ def score(inputs, model, out, options=None):
 
 def parts_of(inputs, model):
     """The parts by name: what each is scored from, and a number of the model's export."""
-    with FileSystems.open(FileSystems.join(model, "1", "fingerprint.pb")) as file:
-        fingerprint = hashlib.sha256(file.read()).hexdigest()[:16]
-    parts = {}
+    fingerprint, parts = fingerprint_of(model), {}
     (*matches,) = FileSystems.match(list(inputs))
     for pattern, match in zip(inputs, matches, strict=True):
         if not match.metadata_list:
             raise ValueError(f"`--input` must name files. Received: {pattern}, which matches none.")
         for file in match.metadata_list:
             name = os.path.basename(file.path)
+            is_json(name)  # raises
+            check_literal("The name of an input", name)
             if name in parts:
                 raise ValueError(
                     f"Each part is named after its input file, so names must differ. Received: "
@@ -327,13 +347,44 @@ def parts_of(inputs, model):
     return parts
 
 
+def fingerprint_of(model):
+    """A number of the export and of the tokenizer."""
+    found = hashlib.sha256()
+    for names in (("1", "fingerprint.pb"), ("tokenizer.json",)):
+        path = FileSystems.join(model, *names)
+        if not FileSystems.exists(path):
+            raise ValueError(
+                f"`--model` must name a folder with an export `1` and `tokenizer.json`. Received: "
+                f"{model}, which lacks {path}."
+            )
+        with FileSystems.open(path) as file:
+            found.update(file.read())
+    return found.hexdigest()[:16]
+
+
+def is_json(name):
+    """Whether a file holds JSON lines, or a text a line."""
+    plain = re.sub(r"\.(bz2|deflate|gz|lzma|xz|zstd?)$", "", name.lower())  # Beam reads these
+    if not plain.endswith((".json", ".jsonl", ".ndjson", ".txt")):
+        raise ValueError(
+            "The name of an input must end with .jsonl, .ndjson or .json (JSON lines) or .txt (a "
+            f"text a line), and then may have .gz. Received: {name}. Rename it."
+        )
+    return not plain.endswith(".txt")
+
+
+def check_literal(what, path):
+    """Beam would take a path with these signs for a pattern, and delete or leave other files."""
+    if re.search(r"[*?\[]", path):
+        raise ValueError(f"{what} must hold none of * ? [. Received: {path}. Rename it.")
+
+
 def score_part(part, model, out, options):
     """One run of the pipeline, over one file."""
     name = os.path.basename(part["path"])
     good_folder, bad_folder = (FileSystems.join(out, kind, name) for kind in ("vectors", "bad"))
     for folder in (good_folder, bad_folder):
         remove_files(folder)  # of a run that was killed
-    is_json = name.removesuffix(".gz").endswith((".jsonl", ".json"))
     workers = options.view_as(DirectOptions).direct_num_workers
     threads = max(1, os.cpu_count() // workers) if workers > 1 else None  # else they would contend
     pipeline = beam.Pipeline(options=options)
@@ -342,7 +393,7 @@ def score_part(part, model, out, options):
         | beam.Create([part["path"]])
         | "Read" >> beam.FlatMap(lines)
         | "To all workers" >> beam.Reshuffle()
-        | "Parse" >> beam.ParDo(Parse(model, is_json)).with_outputs("bad", main="good")
+        | "Parse" >> beam.ParDo(Parse(model, is_json(name))).with_outputs("bad", main="good")
     )
     _ = (
         good

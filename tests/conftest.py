@@ -10,7 +10,9 @@ import keras
 import pytest
 from keras.src.backend.common import global_state
 
-collect_ignore_glob = ["*conftest.py"]  # no tests; `--doctest-modules` would import all as one name
+# No tests. `--doctest-modules` would import all of the first as one name, and run the second, which
+# tests start in processes of their own.
+collect_ignore_glob = ["*conftest.py", "distributed/[!t]*.py"]
 
 
 def pytest_addoption(parser):

@@ -246,6 +246,75 @@ def test_input_that_makes_no_parts_is_refused(corpus, exported, tmp_path):
         score_corpus.main(["--out", "gs://b/out", "--model", model])
 
 
+@pytest.fixture
+def empty_model(tmp_path):
+    """What a run looks at before it starts."""
+    (tmp_path / "model" / "1").mkdir(parents=True)
+    (tmp_path / "model" / "1" / "fingerprint.pb").touch()
+    (tmp_path / "model" / "tokenizer.json").touch()
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.csv", r"must end with \.jsonl.*Received: a\.csv"),
+        ("a.gz", r"must end with \.jsonl.*Received: a\.gz"),
+        ("a[1].txt", r"none of \* \? \[.*Received: a\[1\]\.txt"),  # would be the folder of a1.txt
+    ],
+)
+def test_a_file_whose_name_says_no_part_is_refused(name, message, empty_model, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=message):
+        score_corpus.parts_of([str(tmp_path / "a*")], str(empty_model))
+
+
+def test_json_is_known_by_the_name_of_the_file():
+    for name in ("a.jsonl", "a.ndjson", "a.json", "a.JSONL", "a.jsonl.bz2", "a.txt.json.zst"):
+        assert score_corpus.is_json(name)
+    for name in ("a.txt", "a.TXT", "a.jsonl.txt.gz"):
+        assert not score_corpus.is_json(name)
+
+
+def test_a_mark_at_the_begin_of_a_file_is_no_text():
+    assert score_corpus.text_of(b'\xef\xbb\xbf{"text": "a"}', is_json=True) == "a"
+    assert score_corpus.text_of(b"\xef\xbb\xbfa", is_json=False) == "a"
+
+
+def test_out_that_beam_takes_for_a_pattern_is_refused():
+    with pytest.raises(ValueError, match=r"`--out` must hold none of \* \? \[. Received: a\[b"):
+        score_corpus.score([], "", "a[b")
+
+
+def test_another_tokenizer_is_another_model_and_none_is_refused(empty_model):
+    before = score_corpus.fingerprint_of(str(empty_model))
+    (empty_model / "tokenizer.json").write_text("{}")
+    assert score_corpus.fingerprint_of(str(empty_model)) != before
+    (empty_model / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"`--model` must name .*lacks .*tokenizer\.json"):
+        score_corpus.parts_of([], str(empty_model))
+
+
+def test_arguments_that_nobody_knows_are_refused(capsys):
+    """Else the default texts would be scored in place of the files that were meant."""
+    for arguments in (["news/a.jsonl"], ["--inputs", "a.jsonl"]):
+        with pytest.raises(SystemExit):
+            score_corpus.parsed(arguments)
+        assert f"unknown arguments: {arguments[0]}." in capsys.readouterr().err
+    elsewhere = ["--runner", "FlinkRunner", "--of_that_runner", "3"]
+    assert score_corpus.parsed(elsewhere)[0].input is None
+
+
+def test_random_weights_are_not_where_a_run_looks_for_trained_ones(monkeypatch):
+    folders = []
+    monkeypatch.setattr(score_corpus, "export", lambda folder, _: folders.append(folder))
+    for of_quick in ([], ["--quick"]):
+        options, _ = score_corpus.parsed(["--out", "same", *of_quick])
+        score_corpus.model_in(options)
+    assert folders[0] != folders[1]
+    assert len({score_corpus.parsed(of_quick)[0].out for of_quick in ([], ["--quick"])}) == 2
+
+
 @pytest.mark.long
 def test_the_benchmark_records_every_run_and_their_vectors_are_equal(tmp_path):
     command = [sys.executable, "-m", "benchmarks.corpus", "--quick", "--out", tmp_path / "c.json"]

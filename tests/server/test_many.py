@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
 urllib3 = pytest.importorskip("urllib3")
@@ -157,6 +158,29 @@ def test_a_retrying_client_asks_again_where_an_answer_breaks_off(breaks):
             answer, why = many.ask(pool, url, {}, retries)
             assert (bool(why), server.asked) == (lost, asked), why
         assert lost or answer.json() == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b'{"predictions": [[1, 2]]}', 1),
+        (b'{"predictions": [[1, 2.1]]}', None),
+        (b'{"predictions": [1, 2]}', None),  # broadcasts
+        (b'{"predictions": []}', None),
+        (b'{"predictions": [["a", null]]}', None),
+        (b'{"error": "none"}', None),
+        (b"[]", None),
+        (b'{"predictions"', None),
+    ],
+)
+def test_what_no_version_answers_counts_as_wrong(body, version):
+    """Also what has no shape to compare: the client must not end without a word."""
+    expected = {1: [np.array([[1.0, 2.0]])], 2: [np.array([[3.0, 4.0]])]}
+    clients = many.Clients({}, [None], expected, {"127.0.0.1:1": "a"})
+    headers = {"X-Replica": "127.0.0.1:2, 127.0.0.1:1"}
+    about = clients._about(urllib3.HTTPResponse(body, headers), 0)
+    assert (about["replica"], about["version"]) == ("a", version)
+    assert clients._about(urllib3.HTTPResponse(body), 0)["replica"] == "no server"
 
 
 @BOTH

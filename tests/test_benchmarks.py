@@ -222,7 +222,6 @@ def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_
 def quick_language_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("language_model")
     run("benchmarks.language_model", "--out", folder)
-    run("benchmarks.language_model", "--out", folder, "--train", "--seeds", "5")
     return folder
 
 
@@ -238,7 +237,9 @@ def test_the_language_models_differ_in_their_rules_alone(quick_language_model):
         assert first[name] != pytest.approx(first[stock], rel=1e-5), name
 
 
+@long
 def test_every_language_model_is_trained_once_for_a_seed(quick_language_model):
+    run("benchmarks.language_model", "--out", quick_language_model, "--train", "--seeds", "5")
     record = json.loads((quick_language_model / language_model.LOSS).read_text())
     arms = [run["arm"] for run in record["runs"]]
     assert sorted(arms) == sorted(set(arms))

@@ -7,7 +7,7 @@ their own paragraph, none looks ahead. This script trains it in one process, the
 the two runs are apart. With `--kill` a worker is killed in mid-epoch. Both start again, go on from
 the last checkpoint, and end with the same weights.
 
-    pip install -e ".[workers]"
+    pip install -e ".[workers]"   # Orbax, which writes the checkpoints on JAX, is in it
     python examples/train_on_workers.py                  # 1 to 3 CPU minutes
     python examples/train_on_workers.py --kill           # 2 to 4 CPU minutes
     python examples/train_on_workers.py --quick          # 20 steps
@@ -17,7 +17,7 @@ On JAX (the default) the workers train by `fit` under `keras.distribution.DataPa
 TensorFlow, `fit` of Keras 3.15 fails under `MultiWorkerMirroredStrategy`, so a short loop trains.
 
 On a cluster, start this script once on each host, with three variables that Keras reads, and an
-`--out` that all hosts see (the checkpoint lies there; worker 0 writes it, all read it):
+`--out` that all hosts see (the checkpoints lie there, and all read them):
 
     KERAS_DISTRIBUTION_JOB_ADDRESSES=host0:12345,host1:12345   # the same on each host
     KERAS_DISTRIBUTION_NUM_PROCESSES=2                         # the same on each host
@@ -33,6 +33,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -218,7 +219,7 @@ def build_model(rule, blocks):
 
 
 class Epochs(keras.callbacks.Callback):
-    """Each epoch has its order, and ends with a checkpoint."""
+    """Each epoch has its order; with `--die`, the last worker does not end the second."""
 
     def __init__(self, shard, options):
         super().__init__()
@@ -232,41 +233,63 @@ class Epochs(keras.callbacks.Callback):
         if self.options.die and last and self.shard.epoch == 1 and batch == len(self.shard) // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_epoch_end(self, epoch, logs=None):
-        write(self.model.save_weights, checkpoint(self.options), self.shard.worker)
+
+def on_jax():
+    return keras.backend.backend() == "jax"
 
 
 def checkpoint(options):
-    return options.out / "checkpoint.weights.h5"
+    """On JAX Orbax's folder, which the workers write together; on TensorFlow a file of worker 0."""
+    return options.out.absolute() / ("checkpoints" if on_jax() else "checkpoint.weights.h5")
 
 
-def write(save, file, worker):
-    """The file of worker 0 stays, and is replaced whole: a kill leaves the last one.
+def callbacks_of(shard, options):
+    """What notes where a run stands, and what writes a checkpoint after each epoch."""
+    own = [Epochs(shard, options)]
+    if on_jax():
+        # Not in the background: a kill would leave the epoch before.
+        own.append(keras.callbacks.OrbaxCheckpoint(checkpoint(options), save_on_background=False))
+    elif shard.worker == 0:
+        own.append(WeightsFile(checkpoint(options)))
+    return own
 
-    All workers save: on JAX, Keras 3.15 waits for all where it makes a variable, as it does here.
-    """
-    own = file.with_name(f"worker_{worker}_{file.name}")
-    save(own)
-    if worker == 0:
-        own.replace(file)
-    else:
-        own.unlink()
+
+class WeightsFile(keras.callbacks.Callback):
+    """For TensorFlow: Orbax's callback takes no variable of a strategy. A kill leaves it whole."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.file = file
+
+    def on_epoch_end(self, epoch, logs=None):
+        new = self.file.with_name("new.weights.h5")
+        self.model.save_weights(new)  # and the optimizer's variables, its count of steps among them
+        new.replace(self.file)
 
 
 def resume(model, shard, options):
     """Go on from the checkpoint, if there is one; the number of the epoch that comes next."""
     model.optimizer.build(model.trainable_variables)
-    if checkpoint(options).exists():
-        model.load_weights(checkpoint(options))  # those of the optimizer, too
+    file = checkpoint(options)
+    if file.is_file() or any(file.glob("*/commit_success.txt")):
+        model.load_weights(file)  # the newest in a folder; with the optimizer's variables
     steps = int(model.optimizer.iterations.numpy())
     epochs, more = divmod(steps, len(shard))
     if more:
         raise ValueError(
             f"The checkpoint was written after {steps} steps, which are no "
             f"whole epochs of {len(shard)}. Train with the --batch and --steps that it was made "
-            f"with, or remove {checkpoint(options)}."
+            f"with, or remove {file}."
         )
     return epochs
+
+
+def save(model, options, worker):
+    """The model, by worker 0. All write: on JAX, Keras 3.15 waits for all where it saves."""
+    file = options.out / ("model.keras" if worker == 0 else f"worker_{worker}.keras")
+    model.save(file)
+    if worker:
+        file.unlink()
 
 
 def train(options, worker=0, workers=1):
@@ -292,7 +315,7 @@ def train_by_fit(rule, shard, options):
         initial_epoch=resume(model, shard, options),
         epochs=options.epochs,
         shuffle=False,  # `Shard` does, the same on each worker
-        callbacks=[Epochs(shard, options)],
+        callbacks=callbacks_of(shard, options),
         verbose=2 if shard.worker == 0 else 0,
     )
     return model
@@ -323,7 +346,7 @@ def train_by_loop(rule, shard, options):
         losses = strategy.run(step_of_replica, args=(inputs, targets))
         return strategy.reduce("SUM", losses, axis=None)
 
-    epochs = keras.callbacks.CallbackList([Epochs(shard, options)], model=model)
+    epochs = keras.callbacks.CallbackList(callbacks_of(shard, options), model=model)
     for epoch in range(first, options.epochs):
         epochs.on_epoch_begin(epoch)
         losses = []
@@ -377,7 +400,8 @@ def compare(options, arguments):
     alone = argparse.Namespace(**vars(options) | {"out": options.out / "one_process"})
     alone.out.mkdir(exist_ok=True)
     for each in (options, alone):
-        checkpoint(each).unlink(missing_ok=True)  # an earlier run's
+        shutil.rmtree(each.out / "checkpoints", ignore_errors=True)  # an earlier run's
+        (each.out / "checkpoint.weights.h5").unlink(missing_ok=True)
     if options.kill:
         print(failure(run_workers([*arguments, "--die"], options.workers)))
         print("Starting all again.", flush=True)
@@ -405,7 +429,7 @@ def main(arguments=None):
     worker = int(os.environ[WORKER])
     try:
         model = train(options, worker, int(os.environ[WORKERS]))
-        write(model.save, options.out / "model.keras", worker)
+        save(model, options, worker)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

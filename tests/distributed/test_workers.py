@@ -187,21 +187,30 @@ def test_a_checkpoint_of_other_steps(example, tmp_path):
     options = example.parse(["--quick", "--out", str(tmp_path)])
     model = example.build_model(example.make_rule(1), blocks=1)
     model.optimizer.build(model.trainable_variables)
+    writer = example.WeightsFile(example.checkpoint(options))
+    writer.set_model(model)
     model.optimizer.iterations.assign(7)
-    example.write(model.save_weights, example.checkpoint(options), worker=0)
+    writer.on_epoch_end(0)
     five_steps = shard(example, 12, worker=0, workers=1)
     with pytest.raises(ValueError, match=r"after 7 steps, .* no whole epochs of 5\. Train with"):
         example.resume(example.build_model(example.make_rule(1), blocks=1), five_steps, options)
     model.optimizer.iterations.assign(10)
-    example.write(model.save_weights, example.checkpoint(options), worker=0)
+    writer.on_epoch_end(1)
     assert example.resume(model, five_steps, options) == 2
 
 
-def test_only_worker_0_leaves_a_file(example, tmp_path):
-    for worker in (1, 0):
-        example.write(lambda file, w=worker: file.write_text(str(w)), tmp_path / "file", worker)
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-    assert (tmp_path / "file").read_text() == "0"
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_last(example, tmp_path):
+    class Model:
+        def save_weights(self, file):
+            file.write_text("half")
+            raise KeyboardInterrupt
+
+    (tmp_path / "checkpoint").write_text("whole")
+    writer = example.WeightsFile(tmp_path / "checkpoint")
+    writer.set_model(Model())
+    with pytest.raises(KeyboardInterrupt):
+        writer.on_epoch_end(0)
+    assert (tmp_path / "checkpoint").read_text() == "whole"
 
 
 def test_a_worker_that_fails_ends_the_others(tmp_path):

@@ -365,7 +365,8 @@ print(f"largest gradient   {max(np.abs(gradient).max() for gradient in padded_gr
 """
 ## Train
 
-`fit` takes Grain's dataset as it is.
+`fit` takes Grain's dataset as it is. This is one epoch. For several, leave `steps_per_epoch` out,
+or repeat the documents before they are packed: with it, Keras finds no rows in every second epoch.
 """
 
 # %%

@@ -29,6 +29,7 @@ import pathlib
 import pydoc_data.topics
 import re
 import shutil
+import threading
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # SavedModels are TensorFlow's
@@ -58,6 +59,7 @@ def main(arguments=None):
     options, beam_options = parsed(arguments)
     inputs = options.input or write_corpus(options)
     model = options.model or model_in(options)
+    threading.excepthook = end_with_worker
     counts = score(inputs, model, options.out, beam_options)
     print(f"{counts['good']} new vectors in {options.out}/vectors")
     print(f"{counts['bad']} new bad records in {options.out}/bad")
@@ -377,6 +379,14 @@ def check_literal(what, path):
     """Beam would take a path with these signs for a pattern, and delete or leave other files."""
     if re.search(r"[*?\[]", path):
         raise ValueError(f"{what} must hold none of * ? [. Received: {path}. Rename it.")
+
+
+def end_with_worker(failed):
+    """End the run if a worker on this machine was killed: Beam 2.77 would wait for ever."""
+    threading.__excepthook__(failed)
+    if failed.thread is not None and failed.thread.name == "run_worker":
+        print("A worker process has ended: out of memory? Run again.", flush=True)
+        os._exit(1)  # the other workers end as their connection breaks
 
 
 def score_part(part, model, out, options):

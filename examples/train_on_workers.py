@@ -423,6 +423,8 @@ def largest_difference(some, others):
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
+    if (backend := keras.backend.backend()) not in ("jax", "tensorflow"):
+        raise SystemExit(f"Keras 3.15 has no workers on {backend}. Set KERAS_BACKEND=jax.")
     options.out.mkdir(parents=True, exist_ok=True)
     if WORKER not in os.environ:
         return compare(options, arguments)

@@ -219,19 +219,27 @@ def backbone():
     def fit(model):
         return model.fit(data, targets, batch_size=BATCH, epochs=20, verbose=0).history["loss"]
 
-    one = trainable()
-    outputs, losses = one.predict(data, verbose=0), fit(one)
-    with distribution(stock).scope():
-        model = trainable()
+    def gradients_of(model, data):
+        """Those of the weights of the blocks, and the program that makes them."""
         weights = values(model.trainable_variables)
         rest = values(model.non_trainable_variables)
 
         def loss(weights, data):
             return (model.stateless_call(weights, rest, data)[0] ** 2).mean()
 
-        compiled = jax.jit(jax.grad(loss)).lower(weights, by_batch(data)).compile()
+        compiled = jax.jit(jax.grad(loss)).lower(weights, data).compile()
+        pairs = zip(model.trainable_variables, compiled(weights, data), strict=True)
+        return [x for v, x in pairs if v.path.startswith("transformer_layer")], compiled
+
+    one = trainable()
+    gradients, _ = gradients_of(one, data)
+    outputs, losses = one.predict(data, verbose=0), fit(one)
+    with distribution(stock).scope():
+        model = trainable()
+        spread_gradients, compiled = gradients_of(model, by_batch(data))
         facts = {
             "outputs": difference(outputs, model.predict(data, verbose=0)),
+            "gradients": difference(gradients, spread_gradients),
             "losses": difference(losses, fit(model)),
             "weights": difference(one.get_weights(), model.get_weights()),
             "learned": losses[0] - losses[-1],

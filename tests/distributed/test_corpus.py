@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -293,6 +294,19 @@ def test_another_tokenizer_is_another_model_and_none_is_refused(empty_model):
     (empty_model / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"`--model` must name .*lacks .*tokenizer\.json"):
         score_corpus.parts_of([], str(empty_model))
+
+
+def test_a_worker_that_ends_ends_the_run(monkeypatch, capsys):
+    """By the name that Beam gives the thread which waits for it."""
+    ended = []
+    monkeypatch.setattr(score_corpus.os, "_exit", ended.append)
+    monkeypatch.setattr(threading, "excepthook", score_corpus.end_with_worker)
+    for name, expected in (("another", []), ("run_worker", [1])):
+        thread = threading.Thread(name=name, target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+        assert ended == expected
+    assert "A worker process has ended" in capsys.readouterr().out
 
 
 def test_arguments_that_nobody_knows_are_refused(capsys):

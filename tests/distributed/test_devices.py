@@ -57,6 +57,7 @@ def test_a_masked_backbone_trains_on_devices():
     pytest.importorskip("keras_hub")
     pairs, facts = on_eight_devices("backbone")
     assert facts["outputs"] < 1e-5
+    assert facts["gradients"] < 1e-5
     assert facts["losses"] < 1e-5 < facts["learned"]
     assert facts["weights"] < 1e-5
     assert set(facts["sent"]) == {"all-reduce"}

@@ -165,6 +165,12 @@ def test_arguments_that_make_no_run(example, arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_backend_without_workers(example, monkeypatch, tmp_path):
+    monkeypatch.setattr(example.keras.backend, "backend", lambda: "torch")
+    with pytest.raises(SystemExit, match=r"no workers on torch\. Set KERAS_BACKEND=jax\."):
+        example.main(["--out", str(tmp_path)])
+
+
 def test_a_worker_whose_data_lack_an_input(example):
     worker = shard(example, 8, worker=1, workers=2)
     del worker.rows["paragraph_ids"]

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
 from keras_headmask.rules.inputs import (
     KeyFlag,
@@ -20,6 +20,7 @@ from keras_headmask.rules.inputs import (
 from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
 from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Sides, Span, Tiles
+from keras_headmask.rules.registration import register_spec
 
 __version__ = "0.1.0"
 

@@ -288,3 +288,52 @@ def test_the_page_shows_the_language_models_of_the_records():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     shown = page.split(language_model.START)[1].split(language_model.END)[0].strip()
     assert shown == language_model.table(ROOT / "benchmarks" / "results")
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def figures_of(name):
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    assert not record["quick"]
+    return record
+
+
+def test_the_page_says_what_workers_were_measured_to_do():
+    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    record = figures_of("workers_training")
+    ratios = record["steps_per_second_ratios"]
+    one_core = ratios["2 workers with a core each, over 1 worker with 1 core"]
+    two_cores = ratios["2 workers with a core each, over 1 worker with 2 cores"]
+    assert f"take {one_core:.2f} of the steps per second of one worker with one core, and" in page
+    assert f"{two_cores:.2f} of one worker that uses both cores by threads" in page
+    assert f"{record['parameters']:,} weights, {record['batch']} rows of {record['length']}" in page
+    assert f"half of {record['seconds_of_a_step']['1 worker, 1 core']:.2f} s" in page
+
+
+def test_the_page_says_what_packing_was_measured_to_gain():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    record = figures_of("packing")
+    speed, padding = record["tokens_per_second"], record["padding"]
+    for row, name in (
+        ("padded", "padded"),
+        ("sorted by length", "by length"),
+        ("packed", "packed"),
+    ):
+        of_peers = [speed[f"{peer}, {name}"] for peer in ("ours", "ours, dense", "stock Keras")]
+        cells = [f"{padding[name]:.2f}", *(f"{x:,.0f}" for x in of_peers)]
+        assert f"| {row} | {' | '.join(cells)} |" in page
+    gains = [speed[f"ours, {name}"] / speed["ours, padded"] for name in ("packed", "by length")]
+    assert f"Packing gains {gains[0]:.1f} over padding" in page
+    assert f"by length gains {gains[1]:.1f}, " in page
+
+
+def test_the_page_says_what_a_corpus_was_measured_to_take():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    record = figures_of("corpus")
+    assert f"{record['records']:,} paragraphs" in page
+    assert max(record["differences"].values()) < 1e-4
+    for name, row in record["runs"].items():
+        speeds = (row[k] for k in ("records_per_second", "records_per_second_without_start"))
+        of_all, without = (f"{x:.1f}" for x in speeds)
+        assert f"| {name} | {of_all} | {row['start_seconds']:.0f} s | {without} |" in page

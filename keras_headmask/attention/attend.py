@@ -24,7 +24,7 @@ from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import current_tuning, holding
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules import evaluation
+from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
@@ -101,7 +101,7 @@ def dot_product_attention(
         masks.check_shape(masks.as_bool(mask), "mask", *lengths)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
-    query_offset = evaluation.given_offset(query_offset, mask_spec, queries, lengths.keys)
+    query_offset = offsets.given_offset(query_offset, mask_spec, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)

@@ -9,7 +9,7 @@ import keras
 
 from keras_headmask import masks
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.rules import evaluation
+from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
 
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
@@ -60,7 +60,7 @@ def checked_call(
     if attention_mask is not None:
         attention_mask = masks.as_bool(attention_mask, "attention_mask")
     if len(query.shape) != 3:
-        offset = evaluation.checked_offset(0 if query_offset is None else query_offset)
+        offset = offsets.checked_offset(0 if query_offset is None else query_offset)
         if spec is not None or mask_inputs or not is_zero(offset):
             raise ValueError(
                 "A mask spec, `mask_inputs` and `query_offset` speak of one axis of queries and "
@@ -71,7 +71,7 @@ def checked_call(
         return offset
     lengths = evaluation.Lengths(query.shape[0], num_heads, query.shape[1], value.shape[1])
     both = window if spec is None else spec if window is None else spec & window
-    offset = evaluation.given_offset(query_offset, both, lengths.queries, lengths.keys)
+    offset = offsets.given_offset(query_offset, both, lengths.queries, lengths.keys)
     for name, axis in (("query_mask", "queries"), ("value_mask", "keys"), ("key_mask", "keys")):
         if outside[name] is None:
             continue

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.masks import Mask
-from keras_headmask.rules import evaluation, fields, words
+from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import head_groups
 
@@ -38,7 +38,7 @@ class Subject:
         is_cross: bool = False,
     ):
         self.spec, self.padding, self.is_cross = spec, padding, is_cross
-        self.offset = evaluation.checked_offset(query_offset)
+        self.offset = offsets.checked_offset(query_offset)
         self.heads = words.enough_heads(spec) if num_heads is None else num_heads
         self.groups = head_groups(spec, self.heads)
         self.given = dict(given or {})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from keras import ops, tree
 
-from keras_headmask.rules import evaluation, fields, words
+from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
@@ -62,7 +62,7 @@ def panels_of(
 ) -> Panels:
     """See `draw`. `called` is the function that draws: a picture shows more positions than text."""
     check_spec(spec, "spec", f"{called}(SPEC, ...)")
-    query_offset = evaluation.checked_offset(query_offset)
+    query_offset = offsets.checked_offset(query_offset)
     if not isinstance(query_offset, int):
         raise TypeError("`query_offset` of a drawing must be an int, not a tensor.")
     of_queries, of_keys = _sides(tokens)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, Tensor, Tiles
+from keras_headmask.rules.registration import register_spec
 
 
 @register_spec("chunk")

@@ -5,7 +5,6 @@
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,9 +17,9 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.offsets import MOST_OFFSET, checked_offset
 from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, InputType, Sides
 
-_MOST_OFFSET = 2**30  # positions are int32
 _PAIR = "pair (query_side, key_side)"
 
 
@@ -87,45 +86,6 @@ def as_pair(value: Any) -> tuple[Tensor, ...] | None:
     if isinstance(value, list) and len(value) == 2:
         return tuple(value) if all(v is None or hasattr(v, "shape") for v in value) else None
     return value if isinstance(value, tuple) else None
-
-
-def checked_offset(query_offset: Any) -> Length:
-    """`query_offset` as an int, or as a scalar integer tensor."""
-    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        offset = int(query_offset)
-        if abs(offset) <= _MOST_OFFSET:
-            return offset
-    elif hasattr(query_offset, "dtype") and not isinstance(query_offset, np.ndarray):
-        offset = masks.as_mask_input(query_offset)
-        if len(offset.shape) == 0 and "int" in keras.backend.standardize_dtype(offset.dtype):
-            return offset
-    raise ValueError(
-        "`query_offset` must be a whole number within 30 bits, or a scalar integer tensor: one "
-        "offset for the whole batch. (Examples at different positions: pass an `attention_mask`.) "
-        f"Received: {query_offset!r}."
-    )
-
-
-def given_offset(
-    query_offset: Any, spec: MaskSpec | None, queries: int | None, keys: int | None
-) -> Length:
-    """`query_offset`, checked; 0 for `None`, with a warning if a cached step may have lost it."""
-    if query_offset is not None:
-        return checked_offset(query_offset)
-    if queries is None or keys is None or queries >= keys:
-        return 0
-    if spec is not None and spec.reads_query_positions:
-        last = f"0 to {queries - 1}"
-        warnings.warn(
-            f"The rule depends on the positions of the queries, and there are {queries} queries "
-            f"for {keys} keys: without `query_offset` they are taken to stand at positions {last}. "
-            f"In a step with a cache of keys pass `query_offset={keys - queries}`, the position of "
-            f"the first query. If positions {last} are meant, as in cross-attention, pass "
-            "`query_offset=0`.",
-            UserWarning,
-            stacklevel=3,
-        )
-    return 0
 
 
 def check_inputs(
@@ -324,7 +284,7 @@ def _of_length(side: Tensor | None, positions: Tensor) -> Tensor | None:
         return side
     if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
         return side
-    return ops.where(positions[None] >= -_MOST_OFFSET, side, ops.zeros_like(side))
+    return ops.where(positions[None] >= -MOST_OFFSET, side, ops.zeros_like(side))
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:

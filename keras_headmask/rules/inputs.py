@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import cast
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles, Words
+from keras_headmask.rules.registration import register_spec
 
 
 class _Reader(MaskSpec):

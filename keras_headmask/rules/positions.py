@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec, register_spec
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, OpenSide, Tensor, Tiles, Words
+from keras_headmask.rules.registration import register_spec
 
 
 class _Constant(MaskSpec):

@@ -13,7 +13,7 @@ from strategies import MANY, cases, specs
 import keras_headmask as hm
 from keras_headmask.attention import attend, tiles_python
 from keras_headmask.export import samples, signatures
-from keras_headmask.rules import config, evaluation
+from keras_headmask.rules import config, offsets
 from keras_headmask.rules.algebra import Compound
 
 CAUSAL, NEAR = hm.Window(after=0), hm.Window(2, 2)
@@ -182,9 +182,9 @@ def test_a_twin_warns_where_an_offset_may_be_forgotten(leaf):
     for rule in (leaf, twins(leaf)):
         if warns:
             with pytest.warns(UserWarning, match="depends on the positions of the queries"):
-                evaluation.given_offset(None, rule, 1, 4)
+                offsets.given_offset(None, rule, 1, 4)
         else:
-            assert evaluation.given_offset(None, rule, 1, 4) == 0
+            assert offsets.given_offset(None, rule, 1, 4) == 0
 
 
 # --- what the answers promise ---

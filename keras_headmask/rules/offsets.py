@@ -1,0 +1,52 @@
+"""The position of the first query, as callers give it."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_headmask import masks
+from keras_headmask.masks import Length
+from keras_headmask.rules.base import MaskSpec
+
+MOST_OFFSET = 2**30  # positions are int32
+
+
+def checked_offset(query_offset: Any) -> Length:
+    """`query_offset` as an int, or as a scalar integer tensor."""
+    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
+        offset = int(query_offset)
+        if abs(offset) <= MOST_OFFSET:
+            return offset
+    elif hasattr(query_offset, "dtype") and not isinstance(query_offset, np.ndarray):
+        offset = masks.as_mask_input(query_offset)
+        if len(offset.shape) == 0 and "int" in keras.backend.standardize_dtype(offset.dtype):
+            return offset
+    raise ValueError(
+        "`query_offset` must be a whole number within 30 bits, or a scalar integer tensor: one "
+        "offset for the whole batch. (Examples at different positions: pass an `attention_mask`.) "
+        f"Received: {query_offset!r}."
+    )
+
+
+def given_offset(
+    query_offset: Any, spec: MaskSpec | None, queries: int | None, keys: int | None
+) -> Length:
+    """`query_offset`, checked; 0 for `None`, with a warning if a cached step may have lost it."""
+    if query_offset is not None:
+        return checked_offset(query_offset)
+    if queries is None or keys is None or queries >= keys:
+        return 0
+    if spec is not None and spec.reads_query_positions:
+        last = f"0 to {queries - 1}"
+        warnings.warn(
+            f"The rule depends on the positions of the queries, and there are {queries} queries "
+            f"for {keys} keys: without `query_offset` they are taken to stand at positions {last}. "
+            f"In a step with a cache of keys pass `query_offset={keys - queries}`, the position of "
+            f"the first query. If positions {last} are meant, as in cross-attention, pass "
+            "`query_offset=0`.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return 0

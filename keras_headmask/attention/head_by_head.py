@@ -22,7 +22,6 @@ from keras_headmask.attention.tensorflow_graph import (
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.heads import head_groups
 
 
 @shared
@@ -89,7 +88,7 @@ def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others
     logits_of_a_row = queries * tf.shape(others[0])[1]
     rows = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
-    groups = head_groups(part.rule, len(part.heads))
+    groups = part.groups()
     steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
     arrays = tuple(
         tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)

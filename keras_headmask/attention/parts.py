@@ -8,11 +8,12 @@ from keras import ops
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import Bound, Cuts
 
 
 class Part(NamedTuple):
-    """The heads that obey one rule, and its prepared mask inputs."""
+    """Heads that are computed together, their rule, and its prepared mask inputs."""
 
     rule: MaskSpec
     heads: tuple[int, ...]
@@ -20,6 +21,10 @@ class Part(NamedTuple):
     scale: float
     tuning: Tuning
     dropout: "Dropout | None" = None
+
+    def groups(self) -> list[tuple[MaskSpec, tuple[int, ...]]]:
+        """Each rule that some of the heads obey, with the places of these among them."""
+        return head_groups(self.rule, len(self.heads))
 
     @property
     def tile(self) -> int:

@@ -96,10 +96,11 @@ def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) ->
 def _forward(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     queries = _split(_heads_first(query) * part.scale, plan.tile)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
+    groups = part.groups()
 
     def attended(number: int, queries: Tensor, *blocks: Tensor) -> Tensor:
         half = len(blocks) // 2
-        tile = _Tile.of(part, plan, number, queries, blocks[:half])
+        tile = _Tile.of(part, groups, plan, number, queries, blocks[:half])
         probabilities = part.dropped(tile.probabilities, tile.cuts)
         return tile.alive_or_0(ops.einsum("bhts,bhsd->bhtd", probabilities, _joined(blocks[half:])))
 
@@ -134,6 +135,7 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
     if kept is not None:
         marked_queries = _heads_first(marked_query) * part.scale
         marked_keys = _split(_heads_first(marked_key), plan.block)
+    groups = part.groups()
     d_queries = []
     # What each tile adds to each block.
     d_keys: list[list[Tensor]] = [[] for _ in keys]
@@ -141,7 +143,8 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
     rows = (_split(x, plan.tile) for x in (marked_queries, queries, upstream))
     for number, (marked_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
         blocks = plan.blocks(number)
-        tile = _Tile.of(part, plan, number, marked_rows, [marked_keys[i] for i in blocks])
+        tile_blocks = [marked_keys[i] for i in blocks]
+        tile = _Tile.of(part, groups, plan, number, marked_rows, tile_blocks)
         tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of fully masked rows below
         # A row whose logits overflow is NaN, which hidden keys must not get.
@@ -189,7 +192,13 @@ class _Tile(NamedTuple):
 
     @classmethod
     def of(
-        cls, part: Part, plan: Plan, number: int, queries: Tensor, blocks: Sequence[Tensor]
+        cls,
+        part: Part,
+        groups: list[tuple[MaskSpec, tuple[int, ...]]],
+        plan: Plan,
+        number: int,
+        queries: Tensor,
+        blocks: Sequence[Tensor],
     ) -> "_Tile":
         start, runs = number * plan.tile, plan.runs[number]
         stop = start + queries.shape[2]
@@ -209,7 +218,7 @@ class _Tile(NamedTuple):
             logits = product(queries, keys)
         alive = allowed = None
         if not plan.needs_no_mask[number]:
-            allowed = tile_of_heads(part.rule, part.bound, part.heads, cuts)
+            allowed = tile_of_heads(groups, part.bound, part.heads, cuts)
             alive = ops.any(allowed, axis=-1, keepdims=True)
             hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
             logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))

@@ -68,9 +68,8 @@ class Survey:
         query = given.get("query")
         value = given.get("value") if given.get("value") is not None else query
         same = query is value or query is given.get("key")
-        shapes: list[Any] = [
-            getattr(x, "shape", ()) for x in (query, value)
-        ]  # (a subclass may take others)
+        # (A subclass may take arguments that have none.)
+        shapes: list[Any] = [getattr(x, "shape", ()) for x in (query, value)]
         lengths = {shape[1] for shape in shapes if len(shape) > 1} - {None}
         self.calls.append(Call(layer, same, len(lengths) > 1))
 

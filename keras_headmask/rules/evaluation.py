@@ -320,13 +320,17 @@ def heads_are_spread() -> bool:
     return is_jax and isinstance(distribution, keras.distribution.ModelParallel)
 
 
-def tile_of_heads(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
-    """As `allowed_tile`, for a rule that may differ between `heads`.
+def tile_of_heads(
+    groups: list[tuple[MaskSpec, tuple[int, ...]]],
+    bound: Bound,
+    heads: tuple[int, ...],
+    cuts: Cuts = WHOLE,
+) -> Mask:
+    """As `allowed_tile`, for `heads` in `groups` by their rules, as `head_groups` makes them.
 
     Nothing is cut or joined along the axis of heads: where they are spread over devices, each
     device makes the masks of its own heads, and none is sent.
     """
-    groups = head_groups(rule, len(heads))
     tiles = [allowed_tile(of_group, bound, heads, cuts) for of_group, _ in groups]
     if len(groups) == 1:
         return tiles[0]
@@ -364,7 +368,7 @@ def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
         bound.key_positions >= bound.key_positions,
     )
     if heads_are_spread():
-        return ops.logical_and(tile_of_heads(spec, bound, tuple(range(num_heads))), ones)
+        return ops.logical_and(tile_of_heads(groups, bound, tuple(range(num_heads))), ones)
     parts = [allowed_tile(rule, bound, heads) for rule, heads in groups]
     if len(parts) == 1:
         return ops.logical_and(parts[0], ones)

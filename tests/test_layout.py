@@ -18,14 +18,14 @@ ARROWS = {
     "masks": set(),
     "rules": {"masks"},
     "attention": {"masks", "rules"},
-    "layer": {"masks", "rules", "attention"},
-    "retrofit": {"masks", "rules", "attention", "layer"},
+    "layers": {"masks", "rules", "attention"},
+    "retrofit": {"masks", "rules", "attention", "layers"},
     "devices": {"retrofit"},
     "look": {"rules", "retrofit"},
     "linting": {"masks", "rules", "attention", "retrofit"},
     "export": {"masks", "rules", "attention", "retrofit"},
     "server": {"rules", "export"},
-    "cli": {"rules", "attention", "layer", "retrofit", "look", "linting", "export", "server"},
+    "cli": {"rules", "attention", "layers", "retrofit", "look", "linting", "export", "server"},
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
 NEED_KERAS = {"rules.evaluation", "rules.offsets"}

@@ -147,6 +147,7 @@ class Request:
     query_offset: Length = 0  # query i stands at position i + `query_offset`, as in `bound`
     dropout: float = 0.0  # share of the probabilities set to 0; 0 at inference
     seed: Any = None  # for `dropout`: an int or a `keras.random.SeedGenerator`
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap), before `bias`
     bias: Tensor | None = None  # added to the logits, broadcastable to (B, H, T, S)
     wants_probabilities: bool = False  # whether the caller reads them
     tiled: bool | None = None  # `None` leaves it to size and rule
@@ -175,8 +176,8 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     if request.dropout:
         drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
     operands = request.query, request.key, request.value
-    may_branch = not _in_dense_scope.get()
-    return dense.attend(*operands, mask, request.scale, request.bias, drop, may_branch)
+    changes = request.scale, request.soft_cap, request.bias
+    return dense.attend(*operands, mask, *changes, drop, may_branch=not _in_dense_scope.get())
 
 
 def all_that_restricts(
@@ -246,8 +247,11 @@ def _is_tiled(request: Request) -> bool:
     # A symbolic Keras tensor cannot enter a loop of the backend's.
     symbolic = keras.backend.is_keras_tensor(request.query)
     offset, obstacle = request.query_offset, None
-    if request.wants_probabilities or request.bias is not None or symbolic:
-        obstacle = "returned probabilities, a bias and symbolic Keras tensors need all logits."
+    changes = request.soft_cap, request.bias
+    if request.wants_probabilities or symbolic or changes != (None, None):
+        obstacle = (
+            "returned probabilities, a soft cap, a bias and symbolic Keras tensors need all logits."
+        )
     # (Sizes unknown to JAX are not `None`, and comparing them raises.)
     elif not (_has_loops() or all(isinstance(x, int) for x in (queries, keys, offset))):
         obstacle = (

@@ -20,6 +20,7 @@ def attend(
     value: Tensor,
     mask: Mask | None,
     scale: float,
+    soft_cap: float | None = None,
     bias: Tensor = None,
     drop: Callable[[Tensor], Tensor] | None = None,
     may_branch: bool = True,
@@ -42,6 +43,8 @@ def attend(
         all_finite = finite.are_finite(*given, may_branch=may_branch)
         query, key, value = finite.unless(all_finite, finite.zeroed, *given)
     logits = ops.einsum("bthd,bshd->bhts", query, key)
+    if soft_cap is not None:
+        logits = soft_cap * ops.tanh(logits / soft_cap)
     if bias is not None:
         logits = logits + ops.cast(bias, dtype)
     if mask is not None:

@@ -10,7 +10,7 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
-from keras_headmask.layer import PerHeadMaskedMultiHeadAttention, dropout_of
+from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, dropout_of
 from keras_headmask.retrofit import frames
 from keras_headmask.retrofit.compiled import check_not_in_own_function
 from keras_headmask.retrofit.frames import LayerRule

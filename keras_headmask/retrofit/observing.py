@@ -16,7 +16,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
-from keras_headmask.layer import PerHeadMaskedMultiHeadAttention
+from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
 from keras_headmask.retrofit import frames
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of

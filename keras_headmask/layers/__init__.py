@@ -1,0 +1,1 @@
+"""Attention layers of Keras that take a rule: multi-head, and grouped-query."""

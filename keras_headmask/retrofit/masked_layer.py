@@ -17,7 +17,10 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
-from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, supports_unknown_lengths
+from keras_headmask.layers.multi_head import (
+    PerHeadMaskedMultiHeadAttention,
+    supports_unknown_lengths,
+)
 from keras_headmask.retrofit import frames, obeying
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import attention, holds, is_inside

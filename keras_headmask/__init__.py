@@ -19,7 +19,8 @@ from keras_headmask.rules.inputs import (
 )
 from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
-from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Reach, Sides, Span, Tiles
+from keras_headmask.rules.reaching import reach
 from keras_headmask.rules.registration import register_spec
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "QueryFlag",
     "QueryIn",
     "RandomBlocks",
+    "Reach",
     "SameSegment",
     "SameSentence",
     "Sides",
@@ -66,6 +68,7 @@ __all__ = [
     "or_masks",
     "plot",
     "plot_attention",
+    "reach",
     "recipes",
     "register_spec",
     "schema",

@@ -13,7 +13,8 @@ import tensorflow as tf
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
-from keras_headmask.rules.base import MaskSpec, leaves_under_or
+from keras_headmask.rules.algebra import leaves_under_or
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
 
 

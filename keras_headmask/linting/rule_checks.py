@@ -10,7 +10,8 @@ from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, numbers_of
 from keras_headmask.rules import words
-from keras_headmask.rules.base import MaskSpec, joins, leaves
+from keras_headmask.rules.algebra import joins
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import OpenSide
 
 _MANY = 1024  # positions, to see what tiles skip

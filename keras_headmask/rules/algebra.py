@@ -2,12 +2,12 @@
 
 import dataclasses
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
-from keras_headmask.rules import config, fields, words
+from keras_headmask.rules import config, fields, reaching, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
-from keras_headmask.rules.protocol import Words
+from keras_headmask.rules.protocol import Reach, Words
 from keras_headmask.rules.registration import register_spec
 
 
@@ -43,6 +43,9 @@ class Compound(MaskSpec):
 
     def closes(self, side: str) -> bool:
         return self._joint(child.closes(side) for child in self.children)
+
+    def looks_back(self, hidden: bool = False) -> Reach:
+        return reaching.of_any(child.looks_back(hidden) for child in self.children)
 
 
 _SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
@@ -80,6 +83,11 @@ class Join(Compound):
     @property
     def children(self) -> tuple[MaskSpec, ...]:
         return self.specs
+
+    def looks_back(self, hidden: bool = False) -> Reach:
+        # `&` allows what all parts allow, and hides what any part hides; `|` the reverse.
+        of_parts = [spec.looks_back(hidden) for spec in self.specs]
+        return (reaching.of_all if hidden is self._decides else reaching.of_any)(of_parts)
 
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         return self.of(children)
@@ -181,6 +189,9 @@ class Not(Compound):
     def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
         return True
 
+    def looks_back(self, hidden: bool = False) -> Reach:
+        return self.spec.looks_back(not hidden)
+
     def closes(self, side: str) -> bool:
         return False
 
@@ -195,3 +206,19 @@ class Not(Compound):
 
     def __repr__(self) -> str:
         return f"~({self.spec!r})" if isinstance(self.spec, Join) else f"~{self.spec!r}"
+
+
+def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
+    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
+    if spec.kind in ("and", "or"):
+        yield spec
+    for child in spec.children if head is None else spec.children_at(head):
+        yield from joins(child, head)
+
+
+def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
+    """The leaves that stand under `|` and under no `~`: each may be what alone allows a pair."""
+    if spec.kind in ("and", "or"):
+        is_under = is_under or spec.kind == "or"
+        return [leaf for part in spec.children for leaf in leaves_under_or(part, is_under)]
+    return [spec] if is_under else []

@@ -8,11 +8,20 @@ any, so that a new leaf is right before it is fast. Nothing here imports Keras.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from keras_headmask.rules import config, fields
-from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Sides, Tensor, Tiles, Words
+from keras_headmask.rules.protocol import (
+    Bounds,
+    InputType,
+    OpenSide,
+    Reach,
+    Sides,
+    Tensor,
+    Tiles,
+    Words,
+)
 
 T = TypeVar("T")
 
@@ -181,6 +190,14 @@ class MaskSpec:
             taken_out: The flags whose rows and columns are computed apart.
         """
         return any(child.may_leave_gaps(taken_out) for child in self.children)
+
+    def looks_back(self, hidden: bool = False) -> Reach:
+        """The bound on keys up to a query's own position that it may see; unbounded by default.
+
+        Args:
+            hidden: Whether to bound instead the keys that it may not see, for `~`.
+        """
+        return Reach(before=-1) if self.constant is hidden else Reach()
 
     # --- what `lint` looks for ---
     @property
@@ -379,19 +396,3 @@ def leaves(spec: MaskSpec) -> list[MaskSpec]:
     if not spec.children:
         return [spec]
     return list(dict.fromkeys(leaf for child in spec.children for leaf in leaves(child)))
-
-
-def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
-    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
-    if spec.kind in ("and", "or"):
-        yield spec
-    for child in spec.children if head is None else spec.children_at(head):
-        yield from joins(child, head)
-
-
-def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
-    """The leaves that stand under `|` and under no `~`: each may be what alone allows a pair."""
-    if spec.kind in ("and", "or"):
-        is_under = is_under or spec.kind == "or"
-        return [leaf for part in spec.children for leaf in leaves_under_or(part, is_under)]
-    return [spec] if is_under else []

@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, Tensor, Tiles
+from keras_headmask.rules.protocol import Bounds, Reach, Tensor, Tiles
 from keras_headmask.rules.registration import register_spec
 
 
@@ -46,6 +46,10 @@ class Chunk(MaskSpec):
             (greatest >= -self.before) & (least <= self.after),
             (least >= -self.before) & (greatest <= self.after),
         )
+
+    def looks_back(self, hidden: bool = False) -> Reach:
+        # From the end of the query's block to the start of the first one that is open.
+        return Reach() if hidden else Reach(before=self.size * (self.before + 1) - 1)
 
     @property
     def reach(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, OpenSide, Tensor, Tiles, Words
+from keras_headmask.rules.protocol import Bounds, OpenSide, Reach, Tensor, Tiles, Words
 from keras_headmask.rules.registration import register_spec
 
 
@@ -133,6 +133,13 @@ class Window(MaskSpec):
     def is_local(self) -> bool:
         return None not in (self.before, self.after)
 
+    def looks_back(self, hidden: bool = False) -> Reach:
+        if not hidden and self.before is not None:
+            return Reach(max(-1, self.before // self.step * self.step))
+        if hidden and self.before is None and self.step == 1:  # what is nearer than the window
+            return Reach(max(-1, -(self.after or 0) - 1))
+        return Reach()
+
     @property
     def reach(self) -> int:
         return max(abs(self.before or 0), abs(self.after or 0), self.step)
@@ -213,6 +220,15 @@ class _Range(MaskSpec):
     @property
     def is_sparse(self) -> bool:
         return self.stop is not None
+
+    def looks_back(self, hidden: bool = False) -> Reach:
+        first, stop = self.start, self.stop
+        if hidden:
+            first, stop = 0, self.start if self.stop is None else None
+        if stop is None:
+            return Reach()
+        # No query below `stop` looks farther back than to position 0.
+        return Reach(stop - 1) if self.reads_query_positions else Reach(-1, ((first, stop),))
 
     @property
     def reach(self) -> int:

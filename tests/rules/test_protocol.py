@@ -117,6 +117,7 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         chosen = [attend._is_tiled(r) for r in requests]
         assert chosen[0] == chosen[1]
         assert rule.is_local == twin.is_local
+        assert hm.reach(rule) == hm.reach(twin)
 
 
 def drawn(graph):

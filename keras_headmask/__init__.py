@@ -54,6 +54,7 @@ __all__ = [
     "Window",
     "and_masks",
     "apply_head_masks",
+    "cache_bytes",
     "dense_scope",
     "dot_product_attention",
     "draw",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit.apply import apply_head_masks
+    from keras_headmask.retrofit.generating import cache_bytes
     from keras_headmask.retrofit.masked_model import unmasked
     from keras_headmask.retrofit.report import mask_specs, summary_masks
     from keras_headmask.rules.evaluation import make_mask
@@ -112,6 +114,7 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
+    "retrofit.generating": "cache_bytes",
     "retrofit.masked_model": "unmasked",
     "retrofit.report": "mask_specs summary_masks",
     "rules.evaluation": "make_mask",

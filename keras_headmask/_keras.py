@@ -349,3 +349,18 @@ def is_function_graph(graph: Any) -> bool:
 def infers_shapes(graph: Any) -> bool:
     """Whether a graph is the one in which Keras infers shapes."""
     return graph.name.startswith("scratch_graph")
+
+
+# TEMP
+def key_heads(layer):
+    return layer.num_heads
+
+
+def head_size(layer):
+    return layer.key_dim
+
+
+def is_attention(layer):
+    import keras
+
+    return isinstance(layer, keras.layers.MultiHeadAttention)

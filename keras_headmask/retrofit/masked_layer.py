@@ -21,7 +21,7 @@ from keras_headmask.layers.multi_head import (
     PerHeadMaskedMultiHeadAttention,
     supports_unknown_lengths,
 )
-from keras_headmask.retrofit import frames, obeying
+from keras_headmask.retrofit import frames, head_cache, obeying
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import attention, holds, is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
@@ -67,7 +67,8 @@ class MaskedLayer(_Layer):
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)
             self._check_given()
-            outputs = super().__call__(*args, **kwargs)
+            call = functools.partial(super().__call__, *args)
+            outputs = head_cache.called(self, call, kwargs)
             attach(self, computes)
             if computes:
                 self._check_used(frame)

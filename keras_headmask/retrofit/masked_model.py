@@ -15,6 +15,7 @@ from keras_headmask.retrofit import masked_layer, report, rewiring
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import find_attention
 from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.generating import Generates, generates
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
 from keras_headmask.retrofit.model_inputs import new_inputs
 from keras_headmask.retrofit.nesting import holds, is_inside
@@ -77,6 +78,10 @@ class HeadMasked(MaskedLayer):
         )
 
 
+class HeadMaskedCausalLM(Generates, HeadMasked):
+    """One that generates text."""
+
+
 def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> keras.Model:
     """`model` itself, each attention layer of `planned` under its rule.
 
@@ -91,10 +96,13 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
         roots = operations_around(model, layer) or [model]
         for root in roots:  # a layer may stand in several, each of which hands it what it reads
             masked_layer.add_rule(root, layer, dataclasses.replace(rule, owner=roots[0]))
+    if generates(model):  # all keep their keys in one cache
+        for layer in attention_inside(model):
+            masked_layer.mask(layer)
     if has_edges:
         rewiring.rewire(model, new)
         if not _keras.is_plain_functional(model):
-            masked_layer.mask(model, HeadMasked)
+            masked_layer.mask(model, HeadMaskedCausalLM if generates(model) else HeadMasked)
     return model
 
 
@@ -130,3 +138,4 @@ def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Laye
 
 # The name under which masked models of any class are filed; known before the first one is made.
 keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(HeadMasked)
+_keras.file_under(HeadMaskedCausalLM, _FILED_AS)

@@ -11,7 +11,7 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, dropout_of
-from keras_headmask.retrofit import frames
+from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.compiled import check_not_in_own_function
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules import evaluation
@@ -49,6 +49,9 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         if not _keras.in_symbolic_scope():  # which asks for shapes alone
             for rule in rules():
                 compute = functools.partial(_under, layer, rule, compute)
+            if (run := head_cache.run.get()) is not None:
+                held = () if looking.are_rules_off() else rules()
+                return run.attend(layer, [x for x in held if x.restricts], compute, **arguments)
         return compute(**arguments)
 
     @looking.asks
@@ -147,8 +150,9 @@ def missing(name: str, rule: LayerRule) -> str:
         f"The attention layer '{name}' obeys a rule that reads {rule.reads}, and was called "
         "without them. Build on tensors of the masked model, which hand them on: "
         "`keras.Model(masked.input, layer(masked.output))`; or call the layer with "
-        f"`head_mask_inputs={{{example}}}`. (Generation with a cache passes the newest token "
-        "alone, so only rules on positions work there: Window, Chunk, Keys, RandomBlocks.)"
+        f"`head_mask_inputs={{{example}}}`. (KerasHub's cache passes the newest token alone. "
+        "Generation with a cache by `generate()` keeps what rules read, for a causal language "
+        "model that has the rule itself; else rules on positions work: Window, Chunk, Keys.)"
     )
 
 

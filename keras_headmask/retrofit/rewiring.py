@@ -88,11 +88,12 @@ def _read_by_rules_alone(model: keras.Model) -> set[int]:
     by_rules: set[int] = set()
     by_others: set[int] = set()
     for node in _keras.nodes(model):
-        edges = node.arguments.kwargs.get(_ARGUMENT)
-        of_rules = {id(x) for x in keras.tree.flatten(edges)}
+        kwargs = dict(node.arguments.kwargs)
+        edges = kwargs.pop(_ARGUMENT, None)
+        own = node.arguments.args, kwargs  # which may hold what the rules read, too
         is_ours = isinstance(node.operation, HeadMaskInputs)
-        for tensor in node.input_tensors:
-            (by_rules if is_ours or id(tensor) in of_rules else by_others).add(id(tensor))
+        by_rules |= {id(x) for x in keras.tree.flatten((edges, own) if is_ours else edges)}
+        by_others |= set() if is_ours else {id(x) for x in keras.tree.flatten(own)}
     return (by_rules - by_others) & {id(x) for x in model.inputs}
 
 

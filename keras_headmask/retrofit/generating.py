@@ -1,0 +1,230 @@
+"""`generate()` of a causal language model under rules.
+
+KerasHub's own code runs: its sampler, its loop, its forward of one token. Instead of its cache, one
+tensor for all layers, it gets one that has its shape and no heads; the keys themselves are kept by
+`head_cache`, and what the rules read is kept beside them.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask import _keras, masks
+from keras_headmask.attention.tuning import holding
+from keras_headmask.masks import Length, Tensor
+from keras_headmask.retrofit import frames, head_cache
+from keras_headmask.retrofit.finding import aligned, find_attention
+from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, rules_in_force
+from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs, names_read
+from keras_headmask.rules.fields import whole_number
+
+_TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
+
+
+class _Prompt(NamedTuple):
+    """What `generate()` begins with."""
+
+    inputs: dict[str, Tensor]  # what the rules read, `(B, length)`
+    length: Length  # of the shortest prompt
+
+
+_prompt: ContextVar[_Prompt | None] = ContextVar("prompt", default=None)
+
+
+if TYPE_CHECKING:
+    from keras_hub.models import CausalLM as _CausalLM
+else:
+    _CausalLM = object
+
+
+def _as_written(method: Callable) -> Callable:
+    """`method`, which AutoGraph leaves as it is: to read all that runs in it takes seconds."""
+    if keras.backend.backend() != "tensorflow":
+        return method
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(method)
+
+
+class Generates(_CausalLM):
+    """What a causal language model of KerasHub's does under rules, beside its own class."""
+
+    _stock_class: type
+
+    @_as_written
+    def generate_step(self, inputs: Mapping[str, Any], stop_token_ids: Any = None) -> Any:
+        if not self._keeps_by_head() or inputs[_TOKENS].shape[1] is None:
+            return super().generate_step(inputs, stop_token_ids)
+        lengths = ops.sum(ops.cast(inputs[_PADDING], "int32"), axis=-1)
+        shortest = ops.maximum(ops.min(lengths), 1)
+        with holding(_prompt, _Prompt(self._read_by_rules(inputs), shortest)):
+            return super().generate_step(inputs, stop_token_ids)
+
+    def _build_cache(self, token_ids: Tensor) -> tuple[Tensor, Any]:
+        prompt = _prompt.get()
+        if prompt is None:
+            return super()._build_cache(token_ids)
+        length, given = token_ids.shape[1], prompt.inputs
+        if _has_any_size():  # what follows the prompt is padding
+            token_ids = token_ids[:, : prompt.length]
+            given = {name: x[:, : prompt.length] for name, x in given.items()}
+        run = head_cache.Run(length, prompt.length - 1)
+        _, hidden_states, _ = self._run(run, token_ids, given, 0)
+        rest = ops.zeros_like(hidden_states[:, :1])
+        rest = ops.repeat(rest, length - ops.shape(hidden_states)[1], axis=1)
+        hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
+        hidden_states = ops.reshape(hidden_states, (-1, length, hidden_states.shape[-1]))
+        return hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
+
+    def call_with_cache(self, token_ids: Tensor, cache: Any, cache_update_index: Any) -> Any:
+        if not isinstance(cache, Mapping):
+            return super().call_with_cache(token_ids, cache, cache_update_index)
+        at, inputs = (0, cache_update_index), dict(cache["inputs"])
+        for name, new in ((_TOKENS, token_ids), (_PADDING, ops.ones_like(token_ids))):
+            if name in inputs:
+                new = ops.cast(new, inputs[name].dtype)
+                inputs[name] = ops.slice_update(inputs[name], at, new)
+        length = inputs[_TOKENS].shape[1]
+        run = head_cache.Run(length, cache_update_index, cache["layers"])
+        logits, hidden_states, _ = self._run(run, token_ids, inputs, cache_update_index)
+        return logits, hidden_states, {"inputs": inputs, "layers": run.made}
+
+    def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
+        """KerasHub's forward with a cache that has its shape and no heads."""
+        for layer in _keras.layers_of(self):
+            if isinstance(layer, HeadMaskInputs):
+                names = names_read(layer)
+                inputs = inputs | layer({name: inputs[name] for name in names})
+        layers = len(attention_inside(self))
+        length = run.length if run.states is not None else ops.shape(token_ids)[1]
+        shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
+        with holding(head_cache.run, run), frames.opened(self, inputs, None):
+            return super().call_with_cache(token_ids, ops.zeros(shape), index)
+
+    def _keeps_by_head(self) -> bool:
+        """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
+        stock = self._stock_class
+        takes = [
+            list(inspect.signature(getattr(stock, name)).parameters)
+            for name in ("_build_cache", "call_with_cache")
+        ]
+        known = ["self", _TOKENS], ["self", _TOKENS, "cache", "cache_update_index"]
+        return takes == list(known) and all(
+            isinstance(layer, MaskedLayer) for layer in attention_inside(self)
+        )
+
+    def _read_by_rules(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What the rules read, from the inputs of `generate()`; tokens always."""
+        rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
+        names = sorted({name for rule in rules if rule.restricts for name in rule.reads})
+        if lacking := [name for name in names if name not in inputs]:
+            raise ValueError(
+                f"The rules of '{self.name}' read {lacking}, which `generate()` was not given. "
+                "Set `model.preprocessor = None` and pass them in the dict beside 'token_ids' and "
+                "'padding_mask', each as long as the whole text, with the values of the tokens to "
+                f"come. Received: {sorted(inputs)}."
+            )
+        tensors = {name: masks.as_mask_input(inputs[name]) for name in (_TOKENS, *names)}
+        wanted = tuple(tensors[_TOKENS].shape)
+        for name, tensor in tensors.items():
+            if tuple(tensor.shape)[:2] != wanted:
+                raise ValueError(
+                    f"`{name}` must be as long as the whole text, tokens to come included: shape "
+                    f"{wanted}, as 'token_ids'. Received: shape {tuple(tensor.shape)}."
+                )
+        return tensors
+
+
+def _has_any_size() -> bool:
+    """Whether a slice may have a size that is known only when it runs."""
+    backend = keras.backend.backend()
+    return backend == "torch" or (backend == "tensorflow" and not _keras.in_xla())
+
+
+def generates(model: Any) -> bool:
+    """Whether it is a causal language model of KerasHub's, or one that works alike."""
+    return all(
+        hasattr(model, name) for name in ("generate_step", "_build_cache", "call_with_cache")
+    )
+
+
+class CacheBytes(NamedTuple):
+    """What the keys and values of `generate()` take, in bytes.
+
+    Args:
+        by_layer: For each attention layer, by its path: what it takes, and what it takes in
+            KerasHub's own cache.
+        inputs: What the rules read, which is kept beside the keys.
+    """
+
+    by_layer: dict[str, tuple[int, int]]
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(ours for ours, _ in self.by_layer.values()) + self.inputs
+
+    @property
+    def stock(self) -> int:
+        """What KerasHub's own cache takes."""
+        return sum(stock for _, stock in self.by_layer.values())
+
+    def __str__(self) -> str:
+        rows = [("layer", "bytes", "stock", "share")]
+        whole = self.by_layer | {"total": (self.total, self.stock)}
+        rows += [(path, f"{a:,}", f"{b:,}", f"{a / b:.2f}") for path, (a, b) in whole.items()]
+        return "\n".join(aligned(rows))
+
+
+def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
+    """What the cache of `task.generate()` takes, and what KerasHub's own takes.
+
+    Args:
+        task: A causal language model of KerasHub's, `GPT2CausalLM` for one, under rules or not.
+        length: The longest text in tokens, prompt included: `max_length` of `generate()`.
+        batch: How many texts are generated at once.
+
+    Returns:
+        A `CacheBytes`; print it for a table by layer. The keys alone: the logits and the weights
+        come on top.
+
+    Raises:
+        TypeError: if `task` is no causal language model.
+        ValueError: if `length` or `batch` is not a whole number of at least 1.
+
+    >>> import keras_hub
+    >>> import keras_headmask as hm
+    >>> sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 32}
+    >>> backbone = keras_hub.models.GPT2Backbone(vocabulary_size=50, **sizes)
+    >>> task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    >>> rule = hm.PerHead({"1-3": hm.recipes.streaming(sinks=4, window=60)})
+    >>> print(cache_bytes(hm.apply_head_masks(task, rule), length=512))
+    layer                                             bytes   stock    share
+    gpt2_backbone/transformer_layer_0/self_attention  45,056  131,072  0.34
+    gpt2_backbone/transformer_layer_1/self_attention  45,056  131,072  0.34
+    total                                             90,112  262,144  0.34
+    """
+    if not (isinstance(task, keras.Model) and generates(task)):
+        raise TypeError(
+            "`task` must be a causal language model that generates with a cache, such as "
+            f"keras_hub.models.GPT2CausalLM. Received: {task!r}."
+        )
+    length = whole_number(length, "length", at_least=1)
+    batch = whole_number(batch, "batch", at_least=1)
+    by_head = isinstance(task, Generates) and task._keeps_by_head()
+    by_layer, names = {}, set()
+    for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):
+        rules = [x for x in rules_in_force(layer) if x.restricts] if by_head else []
+        slots = head_cache.slots_of(layer, rules, length)
+        bits = int(re.sub(r"\D", "", layer.compute_dtype))
+        of_slot = 2 * batch * _keras.head_size(layer) * bits // 8
+        kept = sum(len(of_group.heads) * of_group.count for of_group in slots)
+        by_layer[path] = (kept * of_slot, _keras.key_heads(layer) * length * of_slot)
+        names |= {name for rule in rules for name in rule.reads}
+    return CacheBytes(by_layer, 4 * batch * length * len(names))

@@ -1,0 +1,216 @@
+"""A cache that keeps, for the heads of one reach, only the keys that a later query may see.
+
+A head that sees the first keys and the last ones keeps just these: the first at places of their
+own, the last in a ring. Which position a place holds follows from the position of the newest key
+alone, so nothing about it is stored.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask import _keras, masks
+from keras_headmask.attention import one_query, parts
+from keras_headmask.masks import Length, Tensor
+from keras_headmask.retrofit import frames
+from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.rules import evaluation, reaching
+from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.protocol import Bound, Cuts, Reach
+
+
+class Slots(NamedTuple):
+    """Where the keys of some heads are kept: `fixed` positions (ranges), and the last `ring`."""
+
+    heads: tuple[int, ...]  # of keys
+    fixed: tuple[tuple[int, int], ...]
+    ring: int
+
+    @property
+    def count(self) -> int:
+        return sum(stop - start for start, stop in self.fixed) + self.ring
+
+    def positions(self, last: Length) -> Tensor:
+        """Which position each slot holds, `(count,)`, once `last` is written; negative: none."""
+        slots = ops.arange(self.ring, dtype="int32")
+        newest = last - ops.mod(last - slots, self.ring)
+        for start, stop in self.fixed:  # these have slots of their own
+            newest = ops.where(ops.logical_and(newest >= start, newest < stop), -1, newest)
+        fixed = [i for start, stop in self.fixed for i in range(start, stop)]
+        if not fixed:
+            return newest
+        known = ops.convert_to_tensor(fixed, "int32")
+        return ops.concatenate([ops.where(known <= last, known, -1), newest])
+
+    def place(self, position: Length) -> Tensor:
+        """The slot of a new position."""
+        before = self.count - self.ring
+        place = before + ops.mod(position, self.ring)
+        before = 0
+        for start, stop in self.fixed:
+            inside = ops.logical_and(position >= start, position < stop)
+            place = ops.where(inside, before + position - start, place)
+            before += stop - start
+        return place
+
+
+def slots_of(layer: Any, rules: Sequence[LayerRule], length: int) -> list[Slots]:
+    """The slots of each group of key heads, for sequences of up to `length` tokens."""
+    shared = layer.num_heads // _keras.key_heads(layer)  # query heads that share keys
+    found: dict[Reach, list[int]] = {}
+    for first in range(0, layer.num_heads, shared):
+        of_group = reaching.of_any(
+            reaching.of_all([rule.spec.for_head(head).looks_back() for rule in rules])
+            for head in range(first, first + shared)
+        )
+        found.setdefault(of_group, []).append(first // shared)
+    return [_slots(tuple(heads), of_group, length) for of_group, heads in found.items()]
+
+
+def _slots(heads: tuple[int, ...], reach: Reach, length: int) -> Slots:
+    if reach.before is not None:
+        # (A ring has a slot at least, for what is written last.)
+        slots = Slots(heads, reach.fixed, max(reach.before + 1, 1))
+        if slots.count < length:
+            return slots
+    return Slots(heads, (), length)
+
+
+# --- One forward of a model ----------------------------------------------------------------------
+
+State = list[dict[str, Tensor]]  # of one layer: "key" and "value" of each group of heads
+
+
+class Run:
+    """One cached forward: of the prompt, which seeds the cache, or of one token.
+
+    `last` is the position of the newest token. `states` are those of the layers, in the order in
+    which they run; the prompt's forward makes them.
+    """
+
+    def __init__(self, length: int, last: Length, states: Sequence[State] | None = None):
+        self.length, self.last = length, ops.convert_to_tensor(last, "int32")
+        self.states = None if states is None else list(states)
+        self.made: list[State] = []
+        self._bound: dict[int, Bound] = {}  # by rule; layers share rules
+
+    def attend(
+        self, layer: Any, rules: Sequence[LayerRule], usual: Callable, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        """What attention gives under `rules`; `usual` computes it where all keys are there."""
+        tokens = arguments["query"].shape[1]
+        keys = {name: arguments[name] for name in ("key", "value")}
+        if _is_torch():  # see `called`
+            keys = {name: x[:, -tokens:] for name, x in keys.items()}
+        slots = slots_of(layer, rules, self.length)
+        if self.states is None:
+            self.made.append([self._seeds(of_group, keys) for of_group in slots])
+            return usual(**arguments | keys)
+        state, made = self.states[len(self.made)], []
+        contexts, order = [], []
+        for of_group, kept in zip(slots, state, strict=True):
+            place = of_group.place(self.last)
+            new = {
+                name: one_query.written(kept[name], _heads_first(x, of_group), place)
+                for name, x in keys.items()
+            }
+            made.append(new)
+            heads = _query_heads(layer, of_group)
+            query = parts.of_heads(arguments["query"], heads, axis=2)
+            mask = self._mask(layer, rules, of_group, heads, arguments["attention_mask"])
+            contexts.append(
+                one_query.attend(query, new["key"], new["value"], mask, _keras.scale(layer))
+            )
+            order.extend(heads)
+        self.made.append(made)
+        context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
+        return parts.in_order(context, order, axis=2), None
+
+    def _seeds(self, slots: Slots, keys: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the slots hold after a prompt, of all its keys `(B, T, K, D)`."""
+        place = ops.maximum(slots.positions(self.last), 0)
+        return {
+            name: ops.transpose(
+                ops.take(parts.of_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
+            )
+            for name, x in keys.items()
+        }
+
+    def _mask(
+        self,
+        layer: Any,
+        rules: Sequence[LayerRule],
+        slots: Slots,
+        heads: tuple[int, ...],
+        attention_mask: Any,
+    ) -> Tensor:
+        """Which slots the newest token sees, `(B or 1, len(heads) or 1, 1, slots)`."""
+        positions = slots.positions(self.last)
+        place = ops.maximum(positions, 0)
+        cuts = Cuts(
+            lambda x, axis: ops.take(x, ops.reshape(self.last, (1,)), axis=axis),
+            lambda x, axis: ops.take(x, place, axis=axis),
+        )
+        mask = (positions >= 0)[None, None, None, :]
+        if attention_mask is not None:
+            given = masks.lift(masks.as_bool(attention_mask, "attention_mask"))
+            of_slots = ops.take(given, place, axis=3)
+            if given.shape[1] != 1:
+                of_slots = parts.of_heads(of_slots, heads, axis=1)
+            mask = ops.logical_and(mask, of_slots)
+        for rule in rules:
+            groups = [
+                (spec, tuple(i for i, head in enumerate(heads) if head in of_rule))
+                for spec, of_rule in head_groups(rule.spec, rule.num_heads)
+            ]
+            groups = [(spec, members) for spec, members in groups if members]
+            bound = self._bind(layer, rule)
+            mask = ops.logical_and(mask, evaluation.tile_of_heads(groups, bound, heads, cuts))
+        return mask
+
+    def _bind(self, layer: Any, rule: LayerRule) -> Bound:
+        """What a rule reads, for the whole sequence as it is known by now."""
+        if id(rule) not in self._bound:
+            tensors: Any = frames.inputs_of(rule) or {}
+            given, length = rule.given(tensors), self.length
+            prepared = rule.prepared(tensors)
+            bound = evaluation.bind(rule.spec, given, length, length, prepared=prepared)
+            self._bound[id(rule)] = bound
+        return self._bound[id(rule)]
+
+
+def _query_heads(layer: Any, slots: Slots) -> tuple[int, ...]:
+    shared = layer.num_heads // _keras.key_heads(layer)
+    return tuple(head * shared + i for head in slots.heads for i in range(shared))
+
+
+def _heads_first(x: Tensor, slots: Slots) -> Tensor:
+    return ops.transpose(parts.of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
+
+
+run: ContextVar[Run | None] = ContextVar("run", default=None)
+
+
+def called(layer: Any, call: Callable, kwargs: dict[str, Any]) -> Any:
+    """`call(**kwargs)`; where keys are kept by heads, with a cache for the new keys alone.
+
+    A cached attention layer writes its new keys into the cache that it is given, at a place that
+    TensorFlow and JAX clamp to it, and attends to all of that. PyTorch needs the places before.
+    """
+    cache = kwargs.get("cache")
+    if run.get() is None or cache is None or not _keras.is_attention(layer):
+        return call(**kwargs)
+    batch, tokens = ops.shape(kwargs["query"])[:2]
+    if _is_torch():
+        tokens += int(kwargs["cache_update_index"])
+    shape = (batch, 2, tokens, _keras.key_heads(layer), _keras.head_size(layer))
+    given = {**kwargs, "cache": ops.zeros(shape, layer.compute_dtype)}
+    output, _ = call(**given)
+    return output, cache
+
+
+def _is_torch() -> bool:
+    return keras.backend.backend() == "torch"

@@ -1,0 +1,268 @@
+"""`generate()` under rules: the same tokens as without a cache, and only the keys that are seen."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask._keras import made_by
+from keras_headmask.attention import one_query
+from keras_headmask.retrofit import head_cache
+from keras_headmask.retrofit.head_cache import Slots
+
+keras_hub = pytest.importorskip("keras_hub")
+
+# --- Slots ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def slots(draw):
+    edges = sorted(draw(st.lists(st.integers(0, 12), max_size=4, unique=True)))
+    fixed = tuple(zip(edges[::2], edges[1::2], strict=False))
+    return Slots((0,), fixed, draw(st.integers(1, 7)))
+
+
+def held_after(slots, last):
+    """Position by position, what stands in each slot; -1 where nothing does."""
+    held = np.full(slots.count, -1)
+    for position in range(last + 1):
+        held[int(slots.place(position))] = position
+    return held
+
+
+@given(slots(), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_slots_hold_the_last_positions_and_the_fixed_ones(slots, last):
+    held = held_after(slots, last)
+    said = numpy(slots.positions(last))
+    np.testing.assert_array_equal(said[said >= 0], held[said >= 0])
+    fixed = {i for start, stop in slots.fixed for i in range(start, min(stop, last + 1))}
+    wanted = fixed | set(range(max(0, last - slots.ring + 1), last + 1))
+    assert sorted(said[said >= 0]) == sorted(wanted)  # each once
+
+
+@given(slots(), st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_a_prompt_leaves_what_its_tokens_one_by_one_leave(slots, last):
+    keys = np.random.default_rng(0).normal(size=(2, 12, 1, 3)).astype("float32")
+    run = head_cache.Run(12, last)
+    seeds = numpy(run._seeds(slots, {"key": ops.convert_to_tensor(keys)})["key"])
+    kept = ops.zeros((2, 1, slots.count, 3))
+    for position in range(last + 1):
+        new = ops.convert_to_tensor(keys[:, position : position + 1].transpose(0, 2, 1, 3))
+        kept = one_query.written(kept, new, slots.place(position))
+    alive = numpy(slots.positions(last)) >= 0
+    np.testing.assert_array_equal(seeds[:, :, alive], numpy(kept)[:, :, alive])
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("of_keys", [1, 2, 4])
+def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
+    rng = np.random.default_rng(1)
+    query, key, value = (
+        rng.normal(size=shape).astype("float32")
+        for shape in ((2, 1, 4, 8), (2, of_keys, 9, 8), (2, of_keys, 9, 5))
+    )
+    mask = rng.random((2, 4, 1, 9)) < 0.5
+    mask[1, 2] = False
+    got = numpy(
+        one_query.attend(*map(ops.convert_to_tensor, (query, key, value, mask)), 0.3, soft_cap)
+    )
+    for example, head in np.ndindex(2, 4):
+        of_head = head * of_keys // 4
+        logits = key[example, of_head] @ query[example, 0, head] * 0.3
+        if soft_cap:
+            logits = soft_cap * np.tanh(logits / soft_cap)
+        seen = mask[example, head, 0]
+        wanted = np.zeros(5)
+        if seen.any():
+            weights = np.exp(logits[seen] - logits[seen].max())
+            wanted = weights @ value[example, of_head][seen] / weights.sum()
+        assert_close(got[example, 0, head], wanted)
+
+
+# --- Generation -----------------------------------------------------------------------------------
+
+LENGTH, END = 14, 9
+SIZES = {"num_layers": 2, "num_heads": 4, "hidden_dim": 16, "intermediate_dim": 16}
+PROMPT = np.random.default_rng(0).integers(1, 30, (2, LENGTH)).astype("int32")
+GIVEN = (np.arange(LENGTH) < [[5], [7]]).astype("int32")
+PROMPT = np.where(GIVEN, PROMPT, 0).astype("int32")
+PROMPT[:, 2] = END
+OTHERS = {
+    "segment_ids": np.repeat([[0] * 6 + [1] * 8, [0] * 3 + [1] * 11], 1, 0).astype("int32"),
+    "is_global": np.array([[1, 0] * 7, [0, 0, 1, 0, 0, 0, 0] * 2], "int32"),
+}
+STREAMING = hm.PerHead({0: hm.recipes.streaming(2, 3), 1: hm.Window(4, 0), 2: hm.Nothing()})
+READING = hm.PerHead(
+    {
+        0: hm.SameSentence(END),
+        1: hm.SameSegment("segment_ids"),
+        2: hm.Window(2, 0) | hm.KeyFlag("is_global"),
+        3: hm.KeyFlag("padding_mask") & hm.Window(5, 0),
+    }
+)
+
+
+def causal_lm():
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=30, max_sequence_length=LENGTH, dropout=0.0, **SIZES
+    )
+    rng = np.random.default_rng(2)
+    for weight in backbone.weights:
+        weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.4)
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+def inputs_of(task, token_ids=PROMPT, padding_mask=GIVEN):
+    given = {"token_ids": token_ids, "padding_mask": padding_mask} | OTHERS
+    return {name: given[name].copy() for name in task.input}
+
+
+def generated(task, sampler, run_eagerly=False, **inputs):
+    task.compile(sampler=sampler, run_eagerly=run_eagerly)
+    return task.generate(inputs_of(task) | inputs, stop_token_ids=None)["token_ids"]
+
+
+def without_cache(task, sampler):
+    """KerasHub's sampler, asking the whole model for each token."""
+    hidden = keras.Model(task.input, made_by(task.output)[1][0])
+
+    def known(prompt, index):
+        """As if all up to `index` were given."""
+        prompt = numpy(prompt)
+        times = len(prompt) // len(PROMPT)  # beams
+        given = {name: np.repeat(x, times, 0) for name, x in inputs_of(task).items()}
+        seen = np.arange(LENGTH) < int(index)
+        both = {"token_ids": prompt, "padding_mask": np.maximum(given["padding_mask"], seen)}
+        return given | {name: x.astype("int32") for name, x in both.items()}
+
+    def following(prompt, cache, index):
+        given = known(prompt, index)
+        place = int(index) - 1
+        return task(given)[:, place], hidden(given)[:, place], cache
+
+    sampler = keras_hub.samplers.get(sampler)
+    sampler.run_loop = lambda cond, body, loop_vars, maximum_iterations, model: _loop(
+        cond, body, loop_vars, int(maximum_iterations)
+    )
+    index = int(GIVEN.sum(1).min())
+    return numpy(
+        sampler(
+            next=following,
+            prompt=ops.convert_to_tensor(PROMPT),
+            cache=(),
+            index=index,
+            mask=ops.convert_to_tensor(GIVEN.astype(bool)),
+            hidden_states=hidden(known(PROMPT, index)),
+        )
+    )
+
+
+def _loop(cond, body, loop_vars, steps):
+    for _ in range(steps):
+        loop_vars = body(*loop_vars)
+    return loop_vars
+
+
+SAMPLERS = {
+    "greedy": lambda: "greedy",
+    "top_k": lambda: keras_hub.samplers.TopKSampler(k=4, seed=3),
+    "beam": lambda: keras_hub.samplers.BeamSampler(num_beams=3),
+    "contrastive": lambda: keras_hub.samplers.ContrastiveSampler(k=3, alpha=0.3),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_generation_under_any_rule_is_generation_without_a_cache(sampler):
+    stock = causal_lm()
+    masked = hm.apply_head_masks(stock, {"0": READING, "1": STREAMING}, add_inputs=True)
+    run_eagerly = sampler != "greedy"  # compiled once: it takes its time
+    got = generated(masked, SAMPLERS[sampler](), run_eagerly)
+    np.testing.assert_array_equal(got, without_cache(masked, SAMPLERS[sampler]()))
+    assert (got != without_cache(stock, SAMPLERS[sampler]())).any()
+
+
+def test_full_is_stock_and_a_file_generates_alike(tmp_path):
+    stock = causal_lm()
+    full = hm.apply_head_masks(stock, hm.Full())
+    np.testing.assert_array_equal(generated(full, "greedy", True), generated(stock, "greedy", True))
+    masked = hm.apply_head_masks(stock, STREAMING, layers=1)
+    masked.save(tmp_path / "masked.keras")
+    again = keras.saving.load_model(tmp_path / "masked.keras", compile=False)
+    assert type(again) is type(masked)
+    got = generated(again, "greedy", True)
+    np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
+    assert (got != without_cache(stock, "greedy")).any()
+
+
+@pytest.mark.tensorflow
+def test_generation_compiled_by_xla():
+    """Where no size may depend on data: the prompt's forward goes over the padding, too."""
+    import tensorflow as tf
+
+    masked = hm.apply_head_masks(causal_lm(), STREAMING)
+    masked.compile(sampler="greedy")
+    got = tf.function(masked.generate_step, jit_compile=True)(inputs_of(masked))["token_ids"]
+    np.testing.assert_array_equal(numpy(got), without_cache(masked, "greedy"))
+
+
+class Looks(keras_hub.samplers.GreedySampler):
+    """Keeps what it is given as a cache."""
+
+    def __call__(self, next, prompt, cache, **kwargs):
+        self.cache = cache
+        return prompt
+
+
+@pytest.mark.parametrize("rule", [STREAMING, hm.Full(), hm.SameSentence(END) & hm.Window(3, 0)])
+def test_the_cache_holds_as_many_bytes_as_are_said(rule):
+    masked = hm.apply_head_masks(causal_lm(), {"0": rule, "1": hm.Window(20)})
+    sampler = Looks()
+    generated(masked, sampler, run_eagerly=True)
+    said = hm.cache_bytes(masked, LENGTH, batch=2)
+    held = [
+        sum(numpy(x).nbytes for x in keras.tree.flatten(layer)) for layer in sampler.cache["layers"]
+    ]
+    assert [ours for ours, _ in said.by_layer.values()] == held
+    assert said.stock == 2 * 2 * 2 * LENGTH * 16 * 4
+    assert said.total == sum(held) + said.inputs
+    assert said.inputs == (2 * LENGTH * 4 if rule.inputs else 0)
+    stock = hm.cache_bytes(hm.unmasked(masked), LENGTH, batch=2)
+    assert stock.total == stock.stock == said.stock
+
+
+def test_a_head_keeps_what_its_rule_may_show():
+    """Sinks and a ring; a ring; nothing but the newest; all."""
+    masked = hm.apply_head_masks(causal_lm(), STREAMING, layers=0)
+    sampler = Looks()
+    generated(masked, sampler, run_eagerly=True)
+    first, second = sampler.cache["layers"]
+    assert [tuple(group["key"].shape) for group in first] == [
+        (2, 1, 2 + 3, 4),
+        (2, 1, 5, 4),
+        (2, 1, 1, 4),
+        (2, 1, LENGTH, 4),
+    ]
+    assert [tuple(group["value"].shape) for group in second] == [(2, 4, LENGTH, 4)]
+
+
+def test_what_cannot_be_generated_or_counted_is_refused():
+    masked = hm.apply_head_masks(causal_lm(), hm.SameSegment("segment_ids"), add_inputs=True)
+    masked.compile(sampler="greedy", run_eagerly=True)
+    given = {"token_ids": PROMPT, "padding_mask": GIVEN}
+    with pytest.raises(ValueError, match=r"read \['segment_ids'\], which `generate\(\)` was not"):
+        masked.generate(given, stop_token_ids=None)
+    short = given | {"segment_ids": OTHERS["segment_ids"][:, :5]}
+    with pytest.raises(ValueError, match=r"`segment_ids`.*\(2, 14\).*\(2, 5\)"):
+        masked.generate(short, stop_token_ids=None)
+    with pytest.raises(TypeError, match="causal language model"):
+        hm.cache_bytes(masked.backbone, 8)
+    with pytest.raises(ValueError, match="`length`"):
+        hm.cache_bytes(masked, 0)

@@ -106,7 +106,7 @@ class Reach:
     behind the query, or lies in one of the ranges `fixed`. Nothing is said of keys ahead of it.
 
     Args:
-        before: Positions behind the query; `None` is unbounded, -1 is none, not even its own.
+        before: Positions behind the query; `None` is unbounded, -1 holds no key, not even its own.
         fixed: Ranges `(start, stop)` of key positions, the last one not included. They are kept
             sorted, joined where they meet, and dropped if `before` is `None`.
 

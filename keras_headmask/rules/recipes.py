@@ -9,14 +9,16 @@
 1 0 0 1 1
 """
 
+import os
 from collections.abc import Sequence
 
-from keras_headmask.rules import config
+from keras_headmask.rules import config, published
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
-from keras_headmask.rules.fields import id_tuple, whole_number
+from keras_headmask.rules.fields import fraction, id_tuple, whole_number
 from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
-from keras_headmask.rules.positions import Keys, Queries, Window
+from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Full, Keys, Queries, Window
 
 _Ids = int | Sequence[int]
 
@@ -214,3 +216,57 @@ def bigbird(block: int, density: float, global_blocks: int, seed: int) -> MaskSp
     if global_blocks:
         spec = spec | Queries(0, global_blocks * block) | Keys(0, global_blocks * block)
     return spec
+
+
+def duo_attention(
+    folder: str | os.PathLike[str], sparsity: float, num_layers: int, num_heads: int
+) -> dict[str, MaskSpec]:
+    """The rule of each layer by a published pattern of DuoAttention (Xiao et al. 2024).
+
+    The pattern gives each key head of a decoder a number, the more the head needs the whole text.
+    The least of them stream: they see the first `sink_size` tokens and the last `recent_size`, the
+    query itself included, as the mask does that they were trained with. The others keep what the
+    model lets them see. Of equal numbers, those of lower layers stream first, then those of lower
+    heads; DuoAttention draws lots.
+
+    Args:
+        folder: Holds `full_attention_heads.tsv` and `config.json`, such as a copy of
+            `attn_patterns/Llama-2-7B-32K-Instruct/...` of github.com/mit-han-lab/duo-attention.
+        sparsity: The share of key heads that stream, over all layers together, from 0 to 1.
+        num_layers: The layers of the model. The pattern must have as many.
+        num_heads: The query heads of a layer, which a rule counts. Neighbouring ones share a key
+            head, so it must be a multiple of the key heads in the pattern.
+
+    Returns:
+        The mapping that `apply_head_masks` takes: `{"0": spec, "1": spec, ...}`.
+
+    Raises:
+        TypeError: if a number is not of its kind.
+        ValueError: if a size of the model does not fit the pattern, `sparsity` does not lie between
+            0 and 1, or a file does not hold what it should.
+        FileNotFoundError: if a file is not there.
+
+    >>> import pathlib, tempfile
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text('{"sink_size": 4, "recent_size": 256}')
+    >>> _ = (folder / "full_attention_heads.tsv").write_text("0.9\\t0.1\\n0.8\\t0.7\\n")
+    >>> duo_attention(folder, sparsity=0.25, num_layers=2, num_heads=4)["0"]
+    PerHead({'2-3': Window(after=0) & (Keys(0, stop=4) | Window(before=255))})
+    """
+    sparsity = fraction(sparsity, "sparsity")
+    num_layers = whole_number(num_layers, "num_layers", at_least=1)
+    num_heads = whole_number(num_heads, "num_heads", at_least=1)
+    pattern = published.read_duo_attention(folder)
+    layers, key_heads = len(pattern.gates), len(pattern.gates[0])
+    if layers != num_layers or num_heads % key_heads:
+        raise ValueError(
+            f"{pattern.heads_file} is of another model: it has {layers} layers of {key_heads} key "
+            f"heads, and yours {num_layers} layers of {num_heads} query heads (`num_layers`, "
+            "`num_heads`). The layers must be as many, and the query heads a multiple."
+        )
+    rule, shared = streaming(pattern.sink_size, pattern.recent_size), num_heads // key_heads
+    rules: dict[str, MaskSpec] = {}
+    for layer, heads in enumerate(pattern.streaming_heads(sparsity)):
+        named = {tuple(range(head * shared, (head + 1) * shared)): rule for head in sorted(heads)}
+        rules[str(layer)] = PerHead(named) if named else Full()
+    return rules

@@ -36,6 +36,7 @@ TUTORIALS = (
     "pretrained_bert",
     "two_berts",
     "longformer_heads",
+    "streaming_heads",
     "pack_documents",
     "from_pytorch",
     "serve_bert",

@@ -202,7 +202,7 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         replaces = own.replaces or (replaces and others is not None)
     spec.get_config()  # raises for a spec that could not be saved
     try:
-        check_heads(spec, layer.num_heads)
+        check_heads(spec, entry.num_heads)
     except ValueError as error:
         raise ValueError(f"In the attention layer {entry}: {error}") from error
-    return LayerRule(spec, layer.num_heads, sources_of(entry, spec, model), replaces)
+    return LayerRule(spec, entry.num_heads, sources_of(entry, spec, model), replaces)

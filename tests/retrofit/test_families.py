@@ -125,6 +125,22 @@ def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
         assert_close(numpy(stock(data())), wanted, depth=12)
 
 
+def test_gemmas_attention_without_a_backbone(monkeypatch):
+    """Of a scale that no backbone has, and bidirectional windows."""
+    from keras_hub.src.models.gemma3.gemma3_attention import CachedGemma3Attention
+
+    more = {"use_sliding_window_attention": True, "use_bidirectional_attention": True}
+    layer = CachedGemma3Attention(
+        8, 4, 2, sliding_window_size=4, query_head_dim_normalize=False, logit_soft_cap=2.0, **more
+    )
+    x, mask = keras.Input((LENGTH, 64)), keras.Input((LENGTH, LENGTH), dtype="int32")
+    model = lively(keras.Model([x, mask], layer(x, attention_mask=mask)))
+    given = normal(2, LENGTH, 64), np.ones((2, LENGTH, LENGTH), "int32")
+    wanted = by_oracle(monkeypatch, model, given)
+    masked = hm.apply_head_masks(model, RULE, copy=False)
+    assert_close(numpy(masked(given)), wanted, depth=12)
+
+
 def test_what_an_adapter_says(family):
     _, masked = models(family)
     for layer in attention(masked):
@@ -371,7 +387,7 @@ TINY = {
 NEAR = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-4, dtype=bool)
 GEMMA_2 = {
     "head_dim": 16,
-    "query_pre_attn_scalar": 8,
+    "query_pre_attn_scalar": 16,  # KerasHub's decoder block takes no other than the head size
     "sliding_window": 4,
     "attn_logit_softcapping": 2.0,
     "layer_types": ["sliding_attention", "full_attention"],

@@ -18,10 +18,10 @@ _GEMMA_2 = _SLIDING | {
     "num_layers": 2,  # the second does not slide
     "head_dim": 8,
     "attention_logit_soft_cap": 2.0,
-    "query_head_dim_normalize": False,
     "use_post_ffw_norm": True,
     "use_post_attention_norm": True,
 }
+_GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
 
 
 class Family(NamedTuple):
@@ -71,7 +71,7 @@ FAMILIES = [
         "Gemma 3, text",
         "Gemma3Backbone",
         "CachedGemma3Attention",
-        _GROUPED | _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0},
+        _GROUPED | _GEMMA_3,
         2,
         1,
         keeps="sliding window, soft cap",

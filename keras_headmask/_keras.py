@@ -80,6 +80,26 @@ scale = operator.attrgetter("_inverse_sqrt_key_dim")
 dropout_layer = operator.attrgetter("_dropout_layer")
 
 
+# What a subclass of KerasHub's attention may override to attend in another way.
+KERAS_HUB_HOOKS = (
+    COMPUTE_ATTENTION,
+    "_masked_softmax",
+    "_mask_sliding_window",
+    "_compute_bidirectional_sliding_mask",
+    "_use_fused_attention_op",
+)
+
+
+def part_name(layer: Any, name: str) -> str:
+    """How a layer of KerasHub calls its `name`: some classes write an underscore before it."""
+    return name if hasattr(layer, name) else f"_{name}"
+
+
+def part(layer: Any, name: str) -> Any:
+    """What a layer of KerasHub holds as `name`."""
+    return getattr(layer, part_name(layer, name))
+
+
 def before_dot_product_attention(see: Callable[[], None]) -> None:
     """Call `see` whenever `keras.ops.dot_product_attention` computes: it is not a layer."""
     usual = backend.nn.dot_product_attention
@@ -182,16 +202,21 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
 
 
 def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `layer` by name; empty if they do not fit, which Keras says."""
+    """The arguments of a call of `layer` by name, those left out by their defaults.
+
+    Empty if they do not fit, which Keras says.
+    """
     try:
-        return layer._call_signature.bind_partial(*args, **kwargs).arguments
+        bound = layer._call_signature.bind_partial(*args, **kwargs)
     except TypeError:
         return {}
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def has_argument(layer: Any, name: str) -> bool:
-    """Whether calls of `layer` take an argument of that name."""
-    return name in layer._call_signature.parameters
+def argument_names(layer: Any) -> list[str]:
+    """The names of the arguments that calls of `layer` take."""
+    return list(layer._call_signature.parameters)
 
 
 def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:
@@ -349,18 +374,3 @@ def is_function_graph(graph: Any) -> bool:
 def infers_shapes(graph: Any) -> bool:
     """Whether a graph is the one in which Keras infers shapes."""
     return graph.name.startswith("scratch_graph")
-
-
-# TEMP
-def key_heads(layer):
-    return layer.num_heads
-
-
-def head_size(layer):
-    return layer.key_dim
-
-
-def is_attention(layer):
-    import keras
-
-    return isinstance(layer, keras.layers.MultiHeadAttention)

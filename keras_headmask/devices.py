@@ -58,7 +58,8 @@ def head_layout(
     """
     _check(model, device_mesh, axis)
     devices = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))[axis]
-    attention = nesting.attention(model)
+    found = nesting.attention(model)
+    attention = [x for x in found if isinstance(x, keras.layers.MultiHeadAttention)]
     _check_attention(model, attention, axis, devices)
     axes_of: dict[str, tuple[str | None, ...]] = {}
     for weight, place in (*_of_heads(attention), *_of_feed_forward(model, devices)):

@@ -18,6 +18,7 @@ from keras import ops
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.retrofit import masked_layer, masked_model
+from keras_headmask.retrofit.families import adapter_of
 
 BACKEND = keras.backend.backend()
 MHA = keras.layers.MultiHeadAttention
@@ -179,6 +180,29 @@ def test_flash_is_switched_off_on_a_stand_in():
     vars(stand_in).update(vars(layer) | {_keras.FLASH: False})
     _, scores = stand_in(X, X, return_attention_scores=True)
     assert tuple(scores.shape) == (2, 2, 5, 5)
+
+
+@relies_on("KERAS_HUB_HOOKS part part_name", breaks="no rule would reach KerasHub's decoders")
+def test_the_parts_of_kerashubs_attention():
+    hub = pytest.importorskip("keras_hub").models
+    sizes = {"num_layers": 1, "hidden_dim": 8, "intermediate_dim": 8, "vocabulary_size": 9}
+    llama = hub.LlamaBackbone(num_query_heads=4, num_key_value_heads=2, **sizes)
+    bloom = hub.BloomBackbone(num_heads=4, **sizes)
+    gemma = hub.GemmaBackbone(num_query_heads=4, num_key_value_heads=2, head_dim=2, **sizes)
+    mistral = hub.MistralBackbone(num_query_heads=4, num_key_value_heads=2, **sizes)
+    of = [adapter.layer for model in (llama, bloom, gemma, mistral) for adapter in adapters(model)]
+    assert [_keras.part_name(x, "num_query_heads") for x in (of[0], of[3])] == [
+        "num_query_heads",
+        "_num_query_heads",
+    ]
+    assert isinstance(_keras.part(of[1], "softmax"), keras.layers.Softmax)
+    defined = {name for layer in of for cls in type(layer).__mro__ for name in vars(cls)}
+    assert {*_keras.KERAS_HUB_HOOKS} - defined <= {"_compute_bidirectional_sliding_mask"}
+
+
+def adapters(model):
+    found = map(adapter_of, _keras.layers_of(model))
+    return [adapter for adapter in found if adapter is not None]
 
 
 @relies_on("has_own_softmax", breaks="a subclass with another softmax would get the usual one")
@@ -344,14 +368,16 @@ def test_a_graph_knows_whether_its_layers_know_its_calls():
     assert not _keras.is_whole(model)
 
 
-@relies_on("arguments_of has_argument", breaks="a cached step would not know its position")
+@relies_on("arguments_of argument_names", breaks="a cached step would not know its position")
 def test_arguments_of_a_call_by_name():
     layer = attention()
     found = _keras.arguments_of(layer, (1, 2), {"use_causal_mask": True})
-    assert found == {"query": 1, "value": 2, "use_causal_mask": True}
+    assert found["query"] == 1
+    assert found["value"] == 2
+    assert found["use_causal_mask"]
+    assert found["return_attention_scores"] is False  # by default
     assert _keras.arguments_of(layer, (), {"nonsense": 1}) == {}
-    assert _keras.has_argument(layer, "query")
-    assert not _keras.has_argument(layer, "nonsense")
+    assert _keras.argument_names(layer)[:2] == ["query", "value"]
 
 
 @relies_on("add_to_last_call", breaks="what a rule reads would be no edge of the graph")

@@ -93,8 +93,13 @@ def as_seen(layer: Any) -> Any:
     """`layer`; if its probabilities are wanted, another object of the same parts without flash."""
     if not _keras.flash(layer) or uses_flash(layer):
         return layer
+    return standing_in(layer, {_keras.FLASH: False})
+
+
+def standing_in(layer: Any, parts: Mapping[str, Any]) -> Any:
+    """Another object of the parts of `layer`, and of `parts` in place of its own."""
     seen = object.__new__(type(layer))
-    vars(seen).update(vars(layer) | {_keras.FLASH: False})
+    vars(seen).update(vars(layer) | parts)
     return seen
 
 

@@ -161,7 +161,7 @@ def information(model: "keras.Model") -> dict[str, Any]:
 
     found, layers = find_attention(model), []
     for number, entry in numbered(found):
-        heads = getattr(entry.layer, "num_heads", None)
+        heads = entry.num_heads
         spec = spec_of(entry.layer) if entry in found.known else None
         layers.append(
             {

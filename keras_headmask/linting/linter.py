@@ -126,7 +126,7 @@ def _of_a_model(
 def _of_a_layer(
     layer: model_facts.SeenLayer, has_examples: bool, most: int | None
 ) -> Iterator[Finding]:
-    heads, is_cross = layer.entry.layer.num_heads, layer.entry.kind == "cross"
+    heads, is_cross = layer.entry.num_heads, layer.entry.kind == "cross"
     subject_of = functools.partial(Subject, layer.spec, heads, is_cross=is_cross)
     given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
     yield from odd

@@ -13,10 +13,12 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.linting.subject import marks_padding
 from keras_headmask.masks import Mask, lift
+from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
 from keras_headmask.retrofit.observing import called, probabilities_seen
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import make_mask
 
 # Made-up inputs: those of queries are longer, so that cross-attention shows as such.
 _OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
@@ -42,7 +44,7 @@ class SeenLayer:
         """Equal for layers of which the same is found."""
         outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
         given = tuple(map(id, keras.tree.flatten(self.given)))
-        of_layer = self.entry.layer.num_heads, self.entry.kind
+        of_layer = self.entry.num_heads, self.entry.kind
         return self.spec, of_layer, given, self.lengths, outside
 
 
@@ -61,7 +63,7 @@ def seen_in_a_forward(
     problem, graph = "", _keras.functional_of(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)
     calls: dict[str, Any] = {}  # the arguments of each layer's call, by its path
-    arriving: dict[str, Any] = {}  # those of its attention
+    arriving: dict[str, Any] = {}  # those of its attention, and "lengths"
     try:
         # Eagerly, so that the masks are arrays.
         with contextlib.ExitStack() as stack:
@@ -85,19 +87,22 @@ def seen_in_a_forward(
         given = {name: given[name] for name in spec.inputs if name in given}
         layer = SeenLayer(entry, spec, given)
         if (arguments := arriving.get(entry.path)) is not None:
-            queries, keys = layer.lengths = tuple(arguments[x].shape[1] for x in ("query", "key"))
+            queries, keys = layer.lengths = arguments["lengths"]
             if arguments["attention_mask"] is not None:
                 layer.outside = ops.convert_to_numpy(lift(arguments["attention_mask"]))
-            if arguments.get("use_causal_mask"):
-                layer.outside = layer.outside & np.tri(queries, keys, dtype=bool)[None, None]
+            if (window := adapted(entry.layer).window(arguments)) is not None:
+                of_window = ops.convert_to_numpy(make_mask(window, queries, keys))
+                layer.outside = layer.outside & of_window
             if given.keys() == spec.inputs.keys():
                 layer.paddings = {name: p for name, p in paddings.items() if p.shape[1] == keys}
         found.append(layer)
     return found, problem
 
 
-def _keep(seen: dict[str, Any], path: str, arguments: Any, _probabilities: Any = None) -> None:
-    seen[path] = arguments
+def _keep(seen: dict[str, Any], path: str, arguments: Any, probabilities: Any = None) -> None:
+    seen[path] = dict(arguments)
+    if probabilities is not None:
+        seen[path]["lengths"] = tuple(probabilities.shape[-2:])
 
 
 def unread_inputs(model: Any) -> list[str]:

@@ -125,7 +125,7 @@ def _model_html(model: keras.Model) -> str | None:
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
     for entry in find_attention(model).known:
         if (spec := spec_of(entry.layer)) is not None:
-            layers.setdefault((spec, entry.layer.num_heads), []).append(entry.path)
+            layers.setdefault((spec, entry.num_heads), []).append(entry.path)
     if not layers:
         return None
     parts = [f"<p>{html.escape(f'{type(model).__name__} {model.name!r}, under rules:')}</p>"]

@@ -54,9 +54,10 @@ def apply_head_masks(
 
     Args:
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
-            `_compute_attention`, or `PerHeadMaskedMultiHeadAttention`, in nested layers and models
-            too. A Sequential model whose rule reads inputs comes back as a functional one. Without
-            a graph, a subclassed model takes rules on positions alone.
+            `_compute_attention`, `PerHeadMaskedMultiHeadAttention`, or the attention of KerasHub's
+            Llama, Gemma and others (docs/decoders.md: a rule names their query heads), in nested
+            layers and models too. A Sequential model whose rule reads inputs comes back as a
+            functional one. Without a graph, a subclassed model takes rules on positions alone.
         mask_spec: A `MaskSpec`, its config (a dict, or JSON text), or a mapping from selectors of
             layers to specs: `{"0-1": a, "2": b}`. (Not `2: b`: a number may mean a head.)
         layers: Which attention layers: `None` for all self-attention; a number, counted over
@@ -202,7 +203,7 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         replaces = own.replaces or (replaces and others is not None)
     spec.get_config()  # raises for a spec that could not be saved
     try:
-        check_heads(spec, layer.num_heads)
+        check_heads(spec, entry.num_heads)
     except ValueError as error:
         raise ValueError(f"In the attention layer {entry}: {error}") from error
-    return LayerRule(spec, layer.num_heads, sources_of(entry, spec, model), replaces)
+    return LayerRule(spec, entry.num_heads, sources_of(entry, spec, model), replaces)

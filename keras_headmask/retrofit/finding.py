@@ -7,6 +7,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.by_hand import softmaxes_of_attention
+from keras_headmask.retrofit.families import adapter_of
 from keras_headmask.retrofit.nesting import walk
 from keras_headmask.retrofit.survey import Call, Survey
 
@@ -18,11 +19,17 @@ class AttentionLayer(NamedTuple):
     one sequence after the other. `untracked`: a weight in it that Keras does not track.
     """
 
-    layer: keras.layers.MultiHeadAttention
+    layer: keras.Layer
     path: str
     kind: str
     runs_on_two: bool = False
     untracked: str = ""
+
+    @property
+    def num_heads(self) -> Any:
+        """The heads of the query; of a layer that no rule reaches, what it says, or `None`."""
+        adapter = adapter_of(self.layer)
+        return getattr(self.layer, "num_heads", None) if adapter is None else adapter.num_heads
 
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.layer).__name__})"
@@ -58,12 +65,14 @@ def find_attention(model: keras.Model) -> Found:
         paths[path] = paths.get(path, 0) + 1
         if paths[path] > 1:  # layers inside a layer may share a name
             path = f"{path}#{paths[path]}"
+        adapter = adapter_of(layer)
         kind = _kind(layer.name.lower(), calls.get(id(layer), []))
+        kind = "self" if adapter is not None and adapter.is_self else kind
         held = survey.untracked.get(id(layer), "")
         entry = AttentionLayer(layer, path, kind, id(layer) in survey.on_two, held)
         if id(layer) in by_hand or "attention" in held or _attends_by_its_name(layer):
             found.unknown.append(entry)
-        elif isinstance(layer, keras.layers.MultiHeadAttention):
+        elif adapter is not None:
             found.known.append(entry)
     # List attention classes before layers around them, which were seen to attend.
     found.unknown.sort(key=lambda entry: not _is_named_for_attention(entry.layer))
@@ -87,10 +96,10 @@ def _kind(name: str, calls: list[Call]) -> str:
 def _attends_by_its_name(layer: Any) -> bool:
     """Whether its class is named for attention and leaves it to no layer inside."""
     return (
-        not isinstance(layer, keras.layers.MultiHeadAttention)
+        adapter_of(layer) is None
         and _is_named_for_attention(layer)
         and not any(
-            _is_named_for_attention(inner) or isinstance(inner, keras.layers.MultiHeadAttention)
+            _is_named_for_attention(inner) or adapter_of(inner) is not None
             for _, inner in walk(layer)
         )
     )

@@ -18,6 +18,7 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention.tuning import holding
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import frames, head_cache
+from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import aligned, find_attention
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, rules_in_force
 from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs, names_read
@@ -103,7 +104,7 @@ class Generates(_CausalLM):
         layers = len(attention_inside(self))
         length = run.length if run.states is not None else ops.shape(token_ids)[1]
         shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with holding(head_cache.run, run), frames.opened(self, inputs, None):
+        with head_cache.running(run), frames.opened(self, inputs, None):
             return super().call_with_cache(token_ids, ops.zeros(shape), index)
 
     def _keeps_by_head(self) -> bool:
@@ -115,7 +116,8 @@ class Generates(_CausalLM):
         ]
         known = ["self", _TOKENS], ["self", _TOKENS, "cache", "cache_update_index"]
         return takes == list(known) and all(
-            isinstance(layer, MaskedLayer) for layer in attention_inside(self)
+            isinstance(layer, MaskedLayer) and head_cache.keeps(layer)
+            for layer in attention_inside(self)
         )
 
     def _read_by_rules(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -220,11 +222,13 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
     by_head = isinstance(task, Generates) and task._keeps_by_head()
     by_layer, names = {}, set()
     for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):
-        rules = [x for x in rules_in_force(layer) if x.restricts] if by_head else []
-        slots = head_cache.slots_of(layer, rules, length)
+        adapter = adapted(layer)
+        rules = [x for x in rules_in_force(layer) if x.restricts]
+        rules = head_cache.with_own_window(adapter, rules) if by_head else []
+        slots = head_cache.slots_of(adapter, rules, length)
         bits = int(re.sub(r"\D", "", layer.compute_dtype))
-        of_slot = 2 * batch * _keras.head_size(layer) * bits // 8
-        kept = sum(len(of_group.heads) * of_group.count for of_group in slots)
-        by_layer[path] = (kept * of_slot, _keras.key_heads(layer) * length * of_slot)
+        of_slot = 2 * batch * adapter.head_dim * bits // 8
+        kept = sum(len(of_group.heads) * of_group.size for of_group in slots)
+        by_layer[path] = (kept * of_slot, adapter.num_key_heads * length * of_slot)
         names |= {name for rule in rules for name in rule.reads}
     return CacheBytes(by_layer, 4 * batch * length * len(names))

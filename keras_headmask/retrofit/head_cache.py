@@ -6,6 +6,7 @@ alone, so nothing about it is stored.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import one_query, parts
+from keras_headmask.attention.tuning import holding
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import frames
+from keras_headmask.retrofit.families import Attention, adapter_of
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules import evaluation, reaching
 from keras_headmask.rules.heads import head_groups
@@ -30,11 +33,11 @@ class Slots(NamedTuple):
     ring: int
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return sum(stop - start for start, stop in self.fixed) + self.ring
 
     def positions(self, last: Length) -> Tensor:
-        """Which position each slot holds, `(count,)`, once `last` is written; negative: none."""
+        """Which position each slot holds, `(size,)`, once `last` is written; negative: none."""
         slots = ops.arange(self.ring, dtype="int32")
         newest = last - ops.mod(last - slots, self.ring)
         for start, stop in self.fixed:  # these have slots of their own
@@ -47,7 +50,7 @@ class Slots(NamedTuple):
 
     def place(self, position: Length) -> Tensor:
         """The slot of a new position."""
-        before = self.count - self.ring
+        before = self.size - self.ring
         place = before + ops.mod(position, self.ring)
         before = 0
         for start, stop in self.fixed:
@@ -57,11 +60,17 @@ class Slots(NamedTuple):
         return place
 
 
-def slots_of(layer: Any, rules: Sequence[LayerRule], length: int) -> list[Slots]:
+def with_own_window(adapter: Attention, rules: Sequence[LayerRule]) -> list[LayerRule]:
+    """`rules`, and what the class restricts by itself."""
+    window = adapter.window({})
+    return [*rules, *([] if window is None else [LayerRule(window, adapter.num_heads)])]
+
+
+def slots_of(adapter: Attention, rules: Sequence[LayerRule], length: int) -> list[Slots]:
     """The slots of each group of key heads, for sequences of up to `length` tokens."""
-    shared = layer.num_heads // _keras.key_heads(layer)  # query heads that share keys
+    shared = adapter.num_heads // adapter.num_key_heads  # query heads that share keys
     found: dict[Reach, list[int]] = {}
-    for first in range(0, layer.num_heads, shared):
+    for first in range(0, adapter.num_heads, shared):
         of_group = reaching.of_any(
             reaching.of_all([rule.spec.for_head(head).looks_back() for rule in rules])
             for head in range(first, first + shared)
@@ -74,7 +83,7 @@ def _slots(heads: tuple[int, ...], reach: Reach, length: int) -> Slots:
     if reach.before is not None:
         # (A ring has a slot at least, for what is written last.)
         slots = Slots(heads, reach.fixed, max(reach.before + 1, 1))
-        if slots.count < length:
+        if slots.size < length:
             return slots
     return Slots(heads, (), length)
 
@@ -95,35 +104,44 @@ class Run:
         self.length, self.last = length, ops.convert_to_tensor(last, "int32")
         self.states = None if states is None else list(states)
         self.made: list[State] = []
-        self._bound: dict[int, Bound] = {}  # by rule; layers share rules
+        self._bound: dict[LayerRule, Bound] = {}
 
     def attend(
-        self, layer: Any, rules: Sequence[LayerRule], usual: Callable, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        """What attention gives under `rules`; `usual` computes it where all keys are there."""
-        tokens = arguments["query"].shape[1]
+        self,
+        adapter: Attention,
+        rules: Sequence[LayerRule],
+        usual: Callable,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """Context under `rules`; `usual` computes it, and probabilities, where all keys are there.
+
+        `arguments` are those of the hook: see `families`.
+        """
+        query, mask = arguments["query"], arguments["attention_mask"]
         keys = {name: arguments[name] for name in ("key", "value")}
         if _is_torch():  # see `called`
-            keys = {name: x[:, -tokens:] for name, x in keys.items()}
-        slots = slots_of(layer, rules, self.length)
+            keys = {name: x[:, -query.shape[1] :] for name, x in keys.items()}
+        own = {name: x[:, :, :: adapter.key_repeats] for name, x in keys.items()}
+        rules = with_own_window(adapter, rules)
+        slots = slots_of(adapter, rules, self.length)
         if self.states is None:
-            self.made.append([self._seeds(of_group, keys) for of_group in slots])
-            return usual(**arguments | keys)
+            self.made.append([self._seeds(of_group, own) for of_group in slots])
+            return usual(arguments | keys)
         state, made = self.states[len(self.made)], []
-        contexts, order = [], []
+        contexts: list[Tensor] = []
+        order: list[int] = []
         for of_group, kept in zip(slots, state, strict=True):
             place = of_group.place(self.last)
             new = {
                 name: one_query.written(kept[name], _heads_first(x, of_group), place)
-                for name, x in keys.items()
+                for name, x in own.items()
             }
             made.append(new)
-            heads = _query_heads(layer, of_group)
-            query = parts.of_heads(arguments["query"], heads, axis=2)
-            mask = self._mask(layer, rules, of_group, heads, arguments["attention_mask"])
-            contexts.append(
-                one_query.attend(query, new["key"], new["value"], mask, _keras.scale(layer))
-            )
+            heads = _query_heads(adapter, of_group)
+            seen = self._mask(rules, of_group, heads, mask)
+            of_heads = parts.of_heads(query, heads, axis=2)
+            operands = of_heads, new["key"], new["value"], seen
+            contexts.append(one_query.attend(*operands, adapter.scale, adapter.soft_cap))
             order.extend(heads)
         self.made.append(made)
         context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
@@ -141,7 +159,6 @@ class Run:
 
     def _mask(
         self,
-        layer: Any,
         rules: Sequence[LayerRule],
         slots: Slots,
         heads: tuple[int, ...],
@@ -167,23 +184,23 @@ class Run:
                 for spec, of_rule in head_groups(rule.spec, rule.num_heads)
             ]
             groups = [(spec, members) for spec, members in groups if members]
-            bound = self._bind(layer, rule)
+            bound = self._bind(rule)
             mask = ops.logical_and(mask, evaluation.tile_of_heads(groups, bound, heads, cuts))
         return mask
 
-    def _bind(self, layer: Any, rule: LayerRule) -> Bound:
+    def _bind(self, rule: LayerRule) -> Bound:
         """What a rule reads, for the whole sequence as it is known by now."""
-        if id(rule) not in self._bound:
+        if rule not in self._bound:
             tensors: Any = frames.inputs_of(rule) or {}
             given, length = rule.given(tensors), self.length
             prepared = rule.prepared(tensors)
             bound = evaluation.bind(rule.spec, given, length, length, prepared=prepared)
-            self._bound[id(rule)] = bound
-        return self._bound[id(rule)]
+            self._bound[rule] = bound
+        return self._bound[rule]
 
 
-def _query_heads(layer: Any, slots: Slots) -> tuple[int, ...]:
-    shared = layer.num_heads // _keras.key_heads(layer)
+def _query_heads(adapter: Attention, slots: Slots) -> tuple[int, ...]:
+    shared = adapter.num_heads // adapter.num_key_heads
     return tuple(head * shared + i for head in slots.heads for i in range(shared))
 
 
@@ -191,24 +208,43 @@ def _heads_first(x: Tensor, slots: Slots) -> Tensor:
     return ops.transpose(parts.of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
 
 
-run: ContextVar[Run | None] = ContextVar("run", default=None)
+_run: ContextVar[Run | None] = ContextVar("run", default=None)
 
 
-def called(layer: Any, call: Callable, kwargs: dict[str, Any]) -> Any:
-    """`call(**kwargs)`; where keys are kept by heads, with a cache for the new keys alone.
+def current() -> Run | None:
+    return _run.get()
+
+
+def running(run: Run) -> AbstractContextManager[Any]:
+    """Let attention keep its keys by `run`."""
+    return holding(_run, run)
+
+
+def keeps(layer: Any) -> bool:
+    """Whether the keys of an attention layer can be kept by heads.
+
+    Not where its class, or a kernel, computes attention by code of its own.
+    """
+    adapter = adapter_of(layer)
+    return adapter is not None and adapter.softmax is None and not adapter.has_own_code
+
+
+def called(layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`call(...)`; where keys are kept by heads, with a cache for the new keys alone.
 
     A cached attention layer writes its new keys into the cache that it is given, at a place that
     TensorFlow and JAX clamp to it, and attends to all of that. PyTorch needs the places before.
     """
     cache = kwargs.get("cache")
-    if run.get() is None or cache is None or not _keras.is_attention(layer):
-        return call(**kwargs)
-    batch, tokens = ops.shape(kwargs["query"])[:2]
+    adapter = None if current() is None or cache is None else adapter_of(layer)
+    if adapter is None:
+        return call(*args, **kwargs)
+    tokens_at = next(iter(_keras.arguments_of(layer, args, kwargs).values()))
+    batch, tokens = ops.shape(tokens_at)[:2]
     if _is_torch():
         tokens += int(kwargs["cache_update_index"])
-    shape = (batch, 2, tokens, _keras.key_heads(layer), _keras.head_size(layer))
-    given = {**kwargs, "cache": ops.zeros(shape, layer.compute_dtype)}
-    output, _ = call(**given)
+    shape = (batch, 2, tokens, adapter.num_key_heads, adapter.head_dim)
+    output, _ = call(*args, **kwargs | {"cache": ops.zeros(shape, layer.compute_dtype)})
     return output, cache
 
 

@@ -22,6 +22,7 @@ from keras_headmask.layers.multi_head import (
     supports_unknown_lengths,
 )
 from keras_headmask.retrofit import frames, head_cache, obeying
+from keras_headmask.retrofit.families import adapter_of
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import attention, holds, is_inside
 from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
@@ -30,8 +31,8 @@ from keras_headmask.rules.heads import restricts
 
 _STATE = "headmask_state"
 # Where KerasHub's layers take the position of the first query, the outermost layer first.
-_OFFSETS = "self_attention_cache_update_index", "cache_update_index"
-_CACHES = "self_attention_cache", "cache"
+_CACHES = "self_attention_cache", "attention_cache", "cache"
+_OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
 
 
@@ -67,8 +68,7 @@ class MaskedLayer(_Layer):
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)
             self._check_given()
-            call = functools.partial(super().__call__, *args)
-            outputs = head_cache.called(self, call, kwargs)
+            outputs = head_cache.called(self, super().__call__, args, kwargs)
             attach(self, computes)
             if computes:
                 self._check_used(frame)
@@ -166,7 +166,7 @@ def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
     given = _keras.arguments_of(layer, args, kwargs)
     offset = next((given[name] for name in _OFFSETS if given.get(name) is not None), None)
     for cache, name in zip(_CACHES, _OFFSETS, strict=True):
-        cached = given.get(cache) is not None and _keras.has_argument(layer, name)
+        cached = given.get(cache) is not None and name in _keras.argument_names(layer)
         if cached and offset is None and frames.current().offset is None:
             raise ValueError(
                 f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
@@ -184,19 +184,25 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
         return
     vars(layer)[_STATE] = _State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
-    if isinstance(layer, keras.layers.MultiHeadAttention):
-        vars(layer)[obeying.HOOK] = obeying.hook(layer, lambda: rules_in_force(layer))
+    if (adapter := adapter_of(layer)) is not None:
+        vars(layer)[adapter.hook] = obeying.hook(layer, lambda: rules_in_force(layer))
 
 
 def unmask(layer: Any) -> None:
     """Make `layer` what it was."""
     if isinstance(layer, MaskedLayer):
         object.__setattr__(layer, "__class__", layer._stock_class)
-        for name in (_STATE, obeying.HOOK):
+        for name in _own(layer):
             layer.__dict__.pop(name, None)
         if isinstance(layer, PerHeadMaskedMultiHeadAttention):
             own = layer.mask_spec
             layer.__dict__["_restricts"] = own is not None and restricts(own, layer.num_heads)
+
+
+def _own(layer: Any) -> set[str]:
+    """The attributes that are not the stock layer's."""
+    adapter = adapter_of(layer)
+    return {_STATE} if adapter is None else {_STATE, adapter.hook}
 
 
 def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
@@ -289,7 +295,7 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
     state = _state(layer)
     if state.stock is None:
         state.stock = object.__new__(layer._stock_class)
-    own = {_STATE, obeying.HOOK}
+    own = _own(layer)
     vars(state.stock).update({k: v for k, v in looking.attributes(layer).items() if k not in own})
     token = _filed.set(_filed.get() | {id(rule) for _, rule in rules})
     try:

@@ -8,11 +8,12 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
+from keras_headmask.retrofit.families import adapter_of
 
 
 def walk(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
-    if isinstance(layer, keras.layers.MultiHeadAttention):
+    if adapter_of(layer) is not None:
         return  # its projections are no attention of their own
     inner = children(layer)
     # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
@@ -34,7 +35,7 @@ def children(layer: Any) -> list[Any]:
 def attention(layer: Any) -> list[keras.Layer]:
     """The attention layers that `layer` is or holds, each once, in the order of `walk`."""
     found = (layer, *(inner for _, inner in walk(layer)))
-    return list(dict.fromkeys(x for x in found if isinstance(x, keras.layers.MultiHeadAttention)))
+    return list(dict.fromkeys(x for x in found if adapter_of(x) is not None))
 
 
 def holds(outer: Any, inner: Any) -> bool:

@@ -1,8 +1,9 @@
 """One call of attention under the rules of its layer."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -10,115 +11,186 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
-from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, dropout_of
 from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.compiled import check_not_in_own_function
+from keras_headmask.retrofit.families import Attention, adapted, repeated
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.positions import Window
+from keras_headmask.rules.base import MaskSpec
 
-HOOK = _keras.COMPUTE_ATTENTION  # the method whose place the hook of a rule takes on a layer
-
-
-def attention_arguments(
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any = None,
-    training: bool | None = None,
-    return_attention_scores: bool = False,
-    use_causal_mask: bool = False,
-) -> dict[str, Any]:
-    """The arguments of a call of `_compute_attention`, by name."""
-    given = dict(locals())
-    if not use_causal_mask:
-        del given["use_causal_mask"]  # subclasses written for an older Keras lack it
-    return given
+Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
 
 
 def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Callable:
-    """What stands on an attention layer for `_compute_attention`.
+    """What stands on an attention layer for the method of its class that computes attention.
 
     On the object, not in its class: there Keras would give up its shortcut for causal masks.
     """
+    name = adapted(layer).hook
 
     def obey(*args: Any, **kwargs: Any) -> Any:
-        arguments = attention_arguments(*args, **kwargs)
+        adapter = adapted(layer)
+        arguments = adapter.arguments(*args, **kwargs)
         frames.current().used.add(id(layer))
-        compute = getattr(type(layer), HOOK).__get__(looking.as_seen(layer))
-        if not _keras.in_symbolic_scope():  # which asks for shapes alone
-            for rule in rules():
-                compute = functools.partial(_under, layer, rule, compute)
-            if (run := head_cache.run.get()) is not None:
-                held = () if looking.are_rules_off() else rules()
-                return run.attend(layer, [x for x in held if x.restricts], compute, **arguments)
-        return compute(**arguments)
+        is_free = _keras.in_symbolic_scope() or looking.are_rules_off()  # (for shapes alone)
+        in_force = [rule for rule in rules() if rule.restricts and not is_free]
+        compute: Callable = functools.partial(without_rules, adapter)
+        if adapter.softmax is not None and in_force:
+            compute = functools.partial(_by_softmax, adapter, in_force)
+        else:
+            for rule in in_force:
+                compute = functools.partial(_under, adapter, rule, compute)
+        run = head_cache.current()
+        if run is not None:
+            compute = functools.partial(run.attend, adapter, in_force, compute)
+        context, probabilities = compute(arguments)
+        return (context, probabilities) if adapter.gives_pair(arguments) else context
 
     @looking.asks
-    @functools.wraps(attention_arguments, assigned=())  # whose signature it has
     def compute_attention(*args: Any, **kwargs: Any) -> Any:
-        return looking.run(layer, HOOK, obey, *args, **kwargs)
+        return looking.run(layer, name, obey, *args, **kwargs)
 
     return compute_attention
 
 
-def _under(layer: Any, rule: LayerRule, compute: Callable, **arguments: Any) -> Any:
+def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
+    """Context and probabilities as the class itself computes them."""
+    if arguments["return_attention_scores"] and not adapter.returns_pair:
+        if adapter.softmax is not None:
+            return _by_softmax(adapter, [], arguments)
+        return _attended(adapter, arguments, _Beside.of(adapter, arguments, _offset(arguments)))
+    seen = looking.as_seen(adapter.layer)
+    return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
+
+
+def _under(
+    adapter: Attention, rule: LayerRule, compute: Callable, arguments: Arguments
+) -> tuple[Any, Any]:
     """Context and probabilities under `rule`; `compute` is what the layer does without it."""
-    if not rule.restricts or looking.are_rules_off():
-        return compute(**arguments)
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    query, frame = arguments["query"], frames.current()
     if len(query.shape) != 4:
         raise ValueError(
-            f"The attention layer '{layer.name}' attends over several axes: a mask spec speaks of "
-            "one axis of queries and one of keys. Leave it out by `layers=`."
+            f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "
+            "speaks of one axis of queries and one of keys. Leave it out by `layers=`."
         )
-    frame, lengths = frames.current(), _lengths(layer, query, key)
-    sizes = ops.shape(query)[1], ops.shape(key)[1]
-    offset = 0 if frame.offset is None else frame.offset
-    bound = _bound(layer, rule, frame, lengths, sizes, offset)
-    attention_mask = _checked_mask(layer, arguments["attention_mask"], lengths)
-    causal = Window(after=0) if arguments.get("use_causal_mask") else None
-    if causal is not None and not (isinstance(offset, int) and offset == 0):
-        # Keras counts both from 0, wherever the rule sees the queries.
-        attention_mask = masks.and_masks(attention_mask, evaluation.make_mask(causal, *sizes))
-        causal = None
+    offset = _offset(arguments)
+    lengths = _lengths(adapter, arguments)
+    bound = _bound(adapter.layer, rule, frame, lengths, _sizes(arguments), offset)
+    beside = _Beside.of(adapter, arguments, offset)
 
     def make_mask() -> Any:
-        made = None if causal is None else evaluation.make_mask(causal, *sizes)
-        of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
-        return masks.and_masks(of_rule, attention_mask, made)
+        made = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
+        made = masks.and_masks(made, beside.mask)
+        if beside.window is not None:
+            of_window = evaluation.mask_of_all_heads(beside.window, bound, rule.num_heads)
+            made = masks.and_masks(made, of_window)
+        return made
 
-    wanted = bool(arguments["return_attention_scores"])
-    if _is_left_to(layer, compute):
+    has_rule_beneath = getattr(compute, "func", None) is _under
+    if has_rule_beneath or adapter.has_own_code:
         mask = make_mask()
         merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
-        context, probabilities = compute(**merged | {"attention_mask": mask})
+        context, probabilities = compute(merged | {"attention_mask": mask})
         return masks.zero_dead_rows(context, mask), probabilities
-    outside, inputs = all_that_restricts(
-        None, None, **_as_argument(attention_mask, lengths), window=causal
-    )
-    whole = bound
-    if outside is not None and inputs:
-        whole = evaluation.bind(outside, inputs, *sizes, offset, bound)
+    return _attended(adapter, arguments, beside, rule.spec, bound, make_mask)
+
+
+def _by_softmax(
+    adapter: Attention, rules: list[LayerRule], arguments: Arguments
+) -> tuple[Any, Any]:
+    """What a layer returns, and probabilities, where its `call` holds all of attention.
+
+    Its own code runs, on an object of the same parts whose softmax obeys the rules, too.
+    """
+    assert adapter.softmax is not None
+    frame, offset, made = frames.current(), _offset(arguments), []
+    usual = getattr(adapter.layer, adapter.softmax)
+
+    def softmax(logits: Any, mask: Any = None) -> Any:
+        mask = None if mask is None else masks.as_bool(mask)
+        lengths = evaluation.Lengths(*logits.shape)
+        for rule in rules:
+            bound = _bound(adapter.layer, rule, frame, lengths, ops.shape(logits)[2:], offset)
+            of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
+            mask = masks.and_masks(mask, of_rule)
+        probabilities = usual(logits, mask)
+        if rules:  # for fully masked rows
+            probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))
+        made.append(probabilities)
+        return probabilities
+
+    seen = looking.standing_in(adapter.layer, {adapter.softmax: softmax})
+    context, _ = adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
+    return context, made[-1]
+
+
+class _Beside(NamedTuple):
+    """What restricts one call beside the rules: a mask, and a rule on positions."""
+
+    mask: Any
+    window: MaskSpec | None
+    offset: Any  # of the first query
+
+    @classmethod
+    def of(cls, adapter: Attention, arguments: Arguments, offset: Any) -> "_Beside":
+        lengths, window = _lengths(adapter, arguments), adapter.window(arguments)
+        mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
+        if arguments.get("use_causal_mask") and not (isinstance(offset, int) and offset == 0):
+            # Keras counts both from 0, wherever the rule sees the queries.
+            assert window is not None
+            causal = evaluation.make_mask(window, *_sizes(arguments))
+            mask, window = masks.and_masks(mask, causal), None
+        return cls(mask, window, offset)
+
+
+def _attended(
+    adapter: Attention,
+    arguments: Arguments,
+    beside: _Beside,
+    spec: MaskSpec | None = None,
+    bound: Any = None,
+    make_mask: Callable | None = None,
+) -> tuple[Any, Any]:
+    """Context and probabilities by our own attention, under `spec` and what restricts beside it."""
+    of_mask = _as_argument(beside.mask, _lengths(adapter, arguments))
+    outside, inputs = all_that_restricts(None, None, **of_mask, window=beside.window)
+    if outside is not None and (inputs or bound is None):
+        bound = evaluation.bind(outside, inputs, *_sizes(arguments), beside.offset, bound)
+    rules = [x for x in (spec, outside) if x is not None]
+    wanted = bool(arguments["return_attention_scores"])
     return attend(
         Request(
-            query,
-            key,
-            value,
-            rule.spec if outside is None else rule.spec & outside,
-            whole,
-            scale=_keras.scale(layer),
-            query_offset=offset,
+            arguments["query"],
+            repeated(arguments["key"], adapter.num_heads),
+            repeated(arguments["value"], adapter.num_heads),
+            functools.reduce(operator.and_, rules) if rules else None,
+            bound,
+            scale=adapter.scale,
+            query_offset=beside.offset,
+            soft_cap=adapter.soft_cap,
             wants_probabilities=wanted,
-            tiled=None if wanted else getattr(layer, "_tiled", None),
+            tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
             make_mask=make_mask,
-            **dropout_of(layer, arguments["training"]),
+            **adapter.dropout(arguments["training"]),
         )
     )
 
 
-def _lengths(layer: Any, query: Any, key: Any) -> evaluation.Lengths:
-    return evaluation.Lengths(query.shape[0], layer.num_heads, query.shape[1], key.shape[1])
+def _offset(arguments: Arguments) -> Any:
+    """The position of the first query."""
+    offset = frames.current().offset
+    if offset is None:
+        offset = arguments.get("cache_update_index")
+    return 0 if offset is None else offset
+
+
+def _sizes(arguments: Arguments) -> tuple[Any, Any]:
+    return ops.shape(arguments["query"])[1], ops.shape(arguments["key"])[1]
+
+
+def _lengths(adapter: Attention, arguments: Arguments) -> evaluation.Lengths:
+    query, key = arguments["query"], arguments["key"]
+    return evaluation.Lengths(query.shape[0], adapter.num_heads, query.shape[1], key.shape[1])
 
 
 def _bound(
@@ -176,14 +248,3 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
     if len(shape) == 3 and shape[1] == 1 and lengths.queries != 1:
         return {"key_mask": attention_mask[:, 0]}  # padding alone: whole ranges can be skipped
     return {"attention_mask": attention_mask}
-
-
-def _is_left_to(layer: Any, compute: Callable) -> bool:
-    """Whether a class, or a rule beneath, computes attention with code of its own."""
-    classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
-    known = [getattr(cls, HOOK) for cls in classes]
-    return bool(
-        looking.uses_flash(layer)
-        or getattr(compute, "__func__", None) not in known
-        or _keras.has_own_softmax(layer)
-    )

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import keras
@@ -17,16 +18,15 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import looking
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit import frames
+from keras_headmask.retrofit import frames, obeying
+from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
 from keras_headmask.retrofit.nesting import without_remat
-from keras_headmask.retrofit.obeying import HOOK, attention_arguments
 from keras_headmask.retrofit.selectors import select
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
-from keras_headmask.rules.positions import Window
 
 
 class Observed(NamedTuple):
@@ -51,7 +51,7 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     kept: list[tuple[np.ndarray, np.ndarray]] = []
 
     def keep(arguments: Mapping[str, Any], probabilities: Any) -> None:
-        if len(arguments["query"].shape) != 4:
+        if len(probabilities.shape) != 4:
             raise ValueError(
                 f"The attention layer {entry} attends over several axes: a picture has one of "
                 "queries and one of keys."
@@ -90,15 +90,34 @@ def probabilities_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]
     The probabilities are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
     """
 
-    def compute_attention(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        arguments = attention_arguments(*args, **kwargs)
-        context, probabilities = usual(**arguments | {"return_attention_scores": True})
+    def computed(usual: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        context, probabilities = usual(arguments | {"return_attention_scores": True})
         see(arguments, probabilities)
         return context, probabilities if arguments["return_attention_scores"] else None
 
-    attention = looking.overriding(layer, HOOK, compute_attention)
-    with attention, looking.probabilities_wanted(layer):
+    with _hook_overridden(layer, computed), looking.probabilities_wanted(layer):
         yield
+
+
+def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[None]:
+    """Let `override(usual, arguments)` be called for the hook of `layer`.
+
+    It returns context and probabilities, as `usual(arguments)` does; the arguments are by name.
+    """
+    adapter = adapted(layer)
+
+    def computed(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        def both(arguments: dict[str, Any]) -> tuple[Any, Any]:
+            if inspect.ismethod(usual):  # of the class
+                return obeying.without_rules(adapter, arguments)
+            found = usual(**arguments)
+            return found if adapter.gives_pair(arguments) else (found, None)
+
+        arguments = adapter.arguments(*args, **kwargs)
+        context, probabilities = override(both, arguments)
+        return (context, probabilities) if adapter.gives_pair(arguments) else context
+
+    return looking.overriding(layer, adapter.hook, computed)
 
 
 @contextlib.contextmanager
@@ -121,8 +140,8 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
     if arguments["attention_mask"] is not None:
         given = masks.lift(ops.cast(arguments["attention_mask"], "bool"))
         allowed = allowed & ops.convert_to_numpy(given)
-    if arguments.get("use_causal_mask"):
-        mask = evaluation.make_mask(Window(after=0), queries, keys)
+    if (window := adapted(layer).window(arguments)) is not None:
+        mask = evaluation.make_mask(window, queries, keys)
         allowed = allowed & ops.convert_to_numpy(mask)
     of_rules = mask_of_rules(layer, heads, queries, keys)
     return allowed if of_rules is None else allowed & ops.convert_to_numpy(of_rules)
@@ -144,7 +163,7 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 def is_restricted(model: keras.Model) -> bool:
     """Whether any rule in `model` keeps any head from any key."""
     return any(
-        (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.layer.num_heads)
+        (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.num_heads)
         for entry in find_attention(model).known
     )
 
@@ -156,36 +175,43 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
         for entry in find_attention(model).known:
             layer = entry.layer
             if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
-                name, argument = "call", "key_mask"
+                override = _limited_call(layer.call, live)
+                stack.enter_context(looking.overriding(layer, "call", override))
             else:
-                name, argument = HOOK, "attention_mask"
-            override = _limited(getattr(layer, name), argument, live)
-            stack.enter_context(looking.overriding(layer, name, override))
+                limited = functools.partial(_limited, live)
+                stack.enter_context(_hook_overridden(layer, limited))
         yield
 
 
 def _is_our_own(layer: keras.Layer) -> bool:
-    is_free = looking.held(layer, HOOK) is None
+    is_free = looking.held(layer, adapted(layer).hook) is None
     ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and is_free
     return ours and "key_mask" in inspect.signature(layer.call).parameters
 
 
-def _limited(method: Callable, argument: str, live: Any) -> Callable:
-    """`method` with `live` ANDed to the mask of its `argument`."""
-    signature = inspect.signature(method)
+def _limited_call(call: Callable, live: Any) -> Callable:
+    """`call` of our layer with `live` ANDed to its mask of keys."""
+    signature = inspect.signature(call)
 
     def limited(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        mask = bound.arguments.get(argument)
-        if argument == "attention_mask" and mask is not None and len(mask.shape) != 3:
-            both = masks.and_masks(mask, live[:, None, None, :])
-        else:  # in `_compute_attention` a mask of rank 3 is taken for padding, which skips tiles
-            limit = live[:, None, :] if argument == "attention_mask" else live
-            both = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
-        bound.arguments[argument] = both
+        mask = bound.arguments.get("key_mask")
+        both = live if mask is None else ops.logical_and(masks.as_bool(mask), live)
+        bound.arguments["key_mask"] = both
         return usual(*bound.args, **bound.kwargs)
 
     return limited
+
+
+def _limited(live: Any, usual: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """The hook with `live` ANDed to `attention_mask`."""
+    mask = arguments["attention_mask"]
+    if mask is not None and len(mask.shape) != 3:
+        both = masks.and_masks(mask, live[:, None, None, :])
+    else:  # a mask of rank 3 is taken for padding, which skips tiles
+        limit = live[:, None, :]
+        both = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
+    return usual(arguments | {"attention_mask": both})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,8 +237,7 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
     ) -> None:
         allowed = None
         if with_rules:
-            sizes = (ops.shape(arguments[name])[1] for name in ("query", "key"))
-            allowed = _rules_allow(entry.layer, given, *sizes)
+            allowed = _rules_allow(entry.layer, given, *ops.shape(probabilities)[2:])
         count = runs[entry.path] = runs.get(entry.path, -1) + 1
         seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, probabilities, allowed))
 
@@ -228,7 +253,7 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
 
 def _rules_allow(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
     """The mask of all rules that hold in `layer`, from what they read in this run."""
-    mask = mask_of_rules(layer, layer.num_heads, queries, keys)
+    mask = mask_of_rules(layer, adapted(layer).num_heads, queries, keys)
     if getattr(layer, "_restricts", False):
         offset, inputs = given.get("query_offset") or 0, given.get("mask_inputs")
         spec, heads = layer.mask_spec, layer.num_heads

@@ -41,7 +41,7 @@ def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) ->
     """
     rows = []
     for number, entry in numbered(find_attention(model)):
-        heads = f"{getattr(entry.layer, 'num_heads', '?')} heads"
+        heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
         place = "-" if number is None else str(number)
         spec = repr(spec_of(entry.layer))
         rows.append((place, entry.path, type(entry.layer).__name__, heads, entry.kind, spec))

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules.base import MaskSpec
 
@@ -39,4 +40,4 @@ def rules_from_config(
                 )
             spec, layer = MaskSpec.from_config(part["spec"]), attention[place]
             replaces = part.get("replaces", False)
-            yield layer, LayerRule(spec, layer.num_heads, sources, replaces)
+            yield layer, LayerRule(spec, adapted(layer).num_heads, sources, replaces)

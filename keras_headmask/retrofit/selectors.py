@@ -66,8 +66,8 @@ def select(found: Found, selector: Any) -> list[int]:
             message = _out_of_reach(found.unknown[0])
             if not found.unknown[0].untracked:
                 message += (
-                    " Known are keras.layers.MultiHeadAttention and its subclasses that compute by "
-                    "`_compute_attention`."
+                    " Known are keras.layers.MultiHeadAttention, its subclasses that compute by "
+                    "`_compute_attention`, and attention of KerasHub's decoders."
                 )
             if found.known:
                 message += f" To leave it as it is, name the others in `layers`: {_names(found)}."
@@ -75,9 +75,9 @@ def select(found: Found, selector: Any) -> list[int]:
         _check_all_clear(found)
         if not of_self:
             raise ValueError(
-                "The model holds no self-attention layer (keras.layers.MultiHeadAttention or a "
-                f"subclass). Attention layers: {_names(found) or 'none'}. Cross-attention is "
-                "masked only when `layers` names it."
+                "The model holds no self-attention layer (keras.layers.MultiHeadAttention, a "
+                "subclass, or that of a KerasHub decoder). Attention layers: "
+                f"{_names(found) or 'none'}. Cross-attention is masked only when `layers` names it."
             )
         return of_self
     if isinstance(selector, str) and not selector:

@@ -13,9 +13,8 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
+from keras_headmask.retrofit.families import adapted, adapter_of
 from keras_headmask.retrofit.nesting import attention, without_remat
-
-_HOOK = _keras.COMPUTE_ATTENTION
 
 
 class Call(NamedTuple):
@@ -48,7 +47,7 @@ class Survey:
             for layer in attention(operation):
                 runs.setdefault(id(layer), []).append(node)
             inner = _keras.functional_of(operation)
-            if isinstance(operation, keras.layers.MultiHeadAttention):
+            if adapter_of(operation) is not None:
                 before = len(self.calls)
                 if _runs_code_of_others(operation):
                     self._run(operation, node)
@@ -64,6 +63,9 @@ class Survey:
                 self.on_two.add(layer_id)
 
     def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
+        if adapted(layer).is_self:
+            self.calls.append(Call(layer, True))
+            return
         given = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
         query = given.get("query")
         value = given.get("value") if given.get("value") is not None else query
@@ -138,7 +140,7 @@ class _Seen:
 
         with contextlib.ExitStack() as stack:
             for layer in attention(root):
-                for name, see in (("call", called), (_HOOK, computed)):
+                for name, see in (("call", called), (adapted(layer).hook, computed)):
                     see = functools.partial(see, layer)
                     stack.enter_context(looking.overriding(layer, name, see))
             stack.enter_context(without_remat(root))

@@ -141,7 +141,6 @@ def test_all_reload_in_a_fresh_process(models, tmp_path):
                 np.testing.assert_array_equal(out[output], value, err_msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
 @pytest.mark.parametrize("entry", backbones.REFUSED, ids=lambda entry: entry.name)
 def test_other_attention_is_refused_by_name(entry):
     model = getattr(keras_hub.models, entry.name)(**entry.arguments)

@@ -29,7 +29,7 @@ def slots(draw):
 
 def held_after(slots, last):
     """Position by position, what stands in each slot; -1 where nothing does."""
-    held = np.full(slots.count, -1)
+    held = np.full(slots.size, -1)
     for position in range(last + 1):
         held[int(slots.place(position))] = position
     return held
@@ -52,7 +52,7 @@ def test_a_prompt_leaves_what_its_tokens_one_by_one_leave(slots, last):
     keys = np.random.default_rng(0).normal(size=(2, 12, 1, 3)).astype("float32")
     run = head_cache.Run(12, last)
     seeds = numpy(run._seeds(slots, {"key": ops.convert_to_tensor(keys)})["key"])
-    kept = ops.zeros((2, 1, slots.count, 3))
+    kept = ops.zeros((2, 1, slots.size, 3))
     for position in range(last + 1):
         new = ops.convert_to_tensor(keys[:, position : position + 1].transpose(0, 2, 1, 3))
         kept = one_query.written(kept, new, slots.place(position))

@@ -1,12 +1,15 @@
 """KerasHub's backbones, tiny and random: which ones a rule reaches, and which are refused.
 
-The table in docs/retrofit.md comes from these lists: `python tests/support/backbones.py` writes it.
+Those with attention of their own are in decoders.py. The table in docs/retrofit.md comes from these
+lists: `python tests/support/backbones.py` writes it.
 """
 
 import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import decoders
 
 PAGE = Path(__file__).parents[2] / "docs" / "retrofit.md"
 START, END = "<!-- backbones:start -->", "<!-- backbones:end -->"
@@ -19,14 +22,6 @@ _TEXT = {
     "intermediate_dim": 16,
 }
 _TEXT_SHORT = _TEXT | {"dropout": 0.0, "max_sequence_length": 16}
-_GROUPED = {
-    "vocabulary_size": 30,
-    "num_layers": 1,
-    "num_query_heads": 2,
-    "num_key_value_heads": 1,
-    "hidden_dim": 8,
-    "intermediate_dim": 16,
-}
 _ELECTRA = {k: v for k, v in _TEXT_SHORT.items() if k != "vocabulary_size"}
 _WHISPER = _TEXT | {
     "num_mels": 4,
@@ -104,27 +99,6 @@ COVERED = [
 ]
 
 REFUSED = [
-    Refused("DebertaV3Backbone", _TEXT_SHORT | {"bucket_size": 4}, "DisentangledSelfAttention"),
-    Refused("T5Backbone", _TEXT, "T5MultiHeadAttention"),
-    Refused("GemmaBackbone", _GROUPED | {"head_dim": 4}, "CachedGemmaAttention"),
-    Refused("LlamaBackbone", _GROUPED, "LlamaAttention"),
-    Refused("MistralBackbone", _GROUPED, "CachedMistralAttention"),
-    Refused("QwenBackbone", _GROUPED, "QwenAttention"),
-    Refused("Phi3Backbone", _GROUPED, "Phi3Attention"),
-    Refused(
-        "FalconBackbone",
-        {
-            "vocabulary_size": 30,
-            "num_layers": 1,
-            "num_attention_heads": 2,
-            "hidden_dim": 8,
-            "intermediate_dim": 16,
-        },
-        "FalconAttention",
-    ),
-    Refused("BloomBackbone", _TEXT, "BloomAttention"),
-    Refused("GPTNeoXBackbone", _TEXT, "GPTNeoXAttention"),
-    Refused("XLNetBackbone", _TEXT, "TwoStreamRelativeAttention"),
     Refused("FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None),
 ]
 
@@ -133,7 +107,10 @@ def table():
     """The table of `PAGE`."""
     rows = ["| KerasHub backbone | a rule reaches |", "|---|---|"]
     rows += [f"| `{entry.name}` | {entry.layers} |" for entry in COVERED]
-    for entry in REFUSED:
+    by_name = dict.fromkeys(family.backbone for family in decoders.FAMILIES)
+    rows += [f"| `{name}` | all self-attention, by query heads |" for name in by_name]
+    refused = [Refused(x.backbone, x.arguments, x.attention) for x in decoders.REFUSED]
+    for entry in [*refused, *REFUSED]:
         why = "has no attention" if entry.attention is None else f"computes in `{entry.attention}`"
         rows.append(f"| `{entry.name}` | refused: {why} |")
     return "\n".join(rows)

@@ -1,0 +1,283 @@
+"""The attention classes that a rule reaches, and what the hook must know of each.
+
+A rule stands for one method of an attention layer, the hook. `Attention` says how Keras' own class
+computes in it; a class of KerasHub differs by what its adapter says. An adapter is found by the
+module and the name of the class, so nothing of KerasHub is imported. A rule names *query* heads.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.attention import looking
+from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, dropout_of
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.positions import Window
+
+_OPERANDS = "query", "key", "value", "attention_mask"
+_DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}
+
+
+class Attention:
+    """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`.
+
+    `key_repeats`: how many times each key head comes repeated to the hook, for as many query heads.
+    """
+
+    hook = _keras.COMPUTE_ATTENTION  # the method whose place a rule takes on a layer
+    returns_pair = True  # context and probabilities; else the context alone
+    is_self = False  # whether it can attend to its own sequence alone
+    key_repeats = 1
+    soft_cap: float | None = None
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    @property
+    def num_heads(self) -> int:
+        """The heads of the query, by which a rule names them."""
+        return self.layer.num_heads
+
+    @property
+    def num_key_heads(self) -> int:
+        """The heads of keys and values, as a cache keeps them."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The features of a key in one head."""
+        return self.layer.key_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+        return _keras.scale(self.layer)
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        """What the hook restricts beside `attention_mask`, by positions."""
+        return Window(after=0) if arguments.get("use_causal_mask") else None
+
+    @property
+    def softmax(self) -> str | None:
+        """Where all of attention is in `call`, which is the hook: its attribute, the softmax."""
+        return None
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the class, or a flash kernel, must compute attention, by a mask of rank 4."""
+        classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
+        known = [getattr(cls, self.hook) for cls in classes]
+        return bool(
+            looking.uses_flash(self.layer)
+            or getattr(type(self.layer), self.hook) not in known
+            or _keras.has_own_softmax(self.layer)
+        )
+
+    def dropout(self, training: bool | None) -> dict[str, Any]:
+        """What a `Request` says of dropout of the probabilities."""
+        return dropout_of(self.layer, training)
+
+    def arguments(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any = None,
+        training: bool | None = None,
+        return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
+    ) -> dict[str, Any]:
+        """The arguments of a call of the hook, by the names of Keras' own class."""
+        given = {k: v for k, v in locals().items() if k != "self"}
+        if not use_causal_mask:
+            del given["use_causal_mask"]  # subclasses written for an older Keras lack it
+        return given
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        """Context and probabilities by `compute`, the method of the class."""
+        return compute(**arguments)
+
+    def gives_pair(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the hook, so called, returns context and probabilities, not the context alone."""
+        return self.returns_pair or arguments["return_attention_scores"]
+
+
+def _held(name: str) -> Any:
+    """An attribute of the layer; KerasHub's classes name some with an underscore before them."""
+    return property(lambda self: _keras.part(self.layer, name))
+
+
+class Grouped(Attention):
+    """KerasHub's decoders after Llama: keys come repeated to all query heads."""
+
+    returns_pair = False
+    is_self = True
+    num_heads = _held("num_query_heads")
+    num_key_heads = _held("num_key_value_heads")
+    key_repeats = _held("num_key_value_groups")
+    scale = _held("inv_norm_factor")
+    has_own_code = False
+
+    @property
+    def head_dim(self) -> int:
+        return _keras.part(self.layer, "query_dense").partial_output_shape[-1]
+
+    def dropout(self, training: bool | None) -> dict[str, Any]:
+        return {}  # that of the class is of the context
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        return None
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        rest = {k: x for k, x in arguments.items() if k not in (*_OPERANDS, *_DEFAULTS)}
+        if arguments["training"] is not None:
+            rest["training"] = arguments["training"]
+        return compute(*(arguments[name] for name in _OPERANDS), **rest), None
+
+
+def _near(size: int) -> MaskSpec:
+    """A sliding window as KerasHub's decoders have it: the causal mask does the rest."""
+    return Window(before=size - 1, after=size - 1)
+
+
+class Qwen(Grouped):
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        is_sliding = self.layer.use_sliding_window_attention
+        return _near(self.layer.sliding_window_size) if is_sliding else None
+
+
+class Qwen3(Grouped):
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        size = self.layer.sliding_window_size
+        return _near(size) if size else None
+
+
+class Gemma(Qwen):
+    """Gemma 1 and 2: grouped inside the hook, with a soft cap."""
+
+    key_repeats = 1
+    soft_cap = _held("logit_soft_cap")
+
+    @property
+    def scale(self) -> float:
+        layer = self.layer
+        if layer.query_head_dim_normalize:
+            return layer.head_dim**-0.5
+        return (layer.hidden_dim // layer.num_query_heads) ** -0.5
+
+    def dropout(self, training: bool | None) -> dict[str, Any]:
+        return _dropout_by(self.layer.dropout_layer, training)
+
+
+class Gemma3(Gemma):
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        layer = self.layer
+        if layer.use_sliding_window_attention and layer.use_bidirectional_attention:
+            ahead = layer.sliding_window_size // 2
+            return Window(before=layer.sliding_window_size - ahead - 1, after=ahead)
+        return super().window(arguments)
+
+
+class GPTNeoX(Grouped):
+    """As many key heads as query heads."""
+
+    num_heads = num_key_heads = _held("num_heads")
+    head_dim = _held("attn_head_size")
+    key_repeats = 1
+
+    def dropout(self, training: bool | None) -> dict[str, Any]:
+        return _dropout_by(_keras.part(self.layer, "attn_dropout_layer"), training)
+
+
+class OwnSoftmax(Grouped):
+    """The decoders with ALiBi: all in `call`, where a softmax of logits and their mask stands."""
+
+    hook = "call"
+    num_heads = num_key_heads = _held("num_heads")
+    head_dim = _held("head_dim")
+    key_repeats = 1
+
+    @property
+    def softmax(self) -> str:
+        return _keras.part_name(self.layer, "softmax")
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        asked = {k: kwargs.pop(k) for k in _DEFAULTS if k in kwargs and k != "attention_mask"}
+        return _DEFAULTS | _keras.arguments_of(self.layer, args, kwargs) | asked
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        names = _keras.argument_names(self.layer)
+        return compute(**{k: x for k, x in arguments.items() if k in names}), None
+
+
+class Deberta(Attention):
+    """Its logits hold a bias of keys and distances: its class adds that, and takes a whole mask."""
+
+    is_self = True
+    has_own_code = True
+    head_dim = _held("attn_head_size")
+    scale = _held("scale_factor")
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        return None
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        return compute(**{k: x for k, x in arguments.items() if k != "return_attention_scores"})
+
+
+def _dropout_by(dropout: Any, training: bool | None) -> dict[str, Any]:
+    if not (dropout.rate > 0 and training):
+        return {}
+    return {"dropout": dropout.rate, "seed": dropout.seed_generator}
+
+
+# --- Which class has which ------------------------------------------------------------------------
+
+_MODELS = "keras_hub.src.models."
+_ADAPTERS: dict[str, type[Attention]] = {
+    f"{_MODELS}llama.llama_attention.LlamaAttention": Grouped,
+    f"{_MODELS}mistral.mistral_attention.CachedMistralAttention": Grouped,
+    f"{_MODELS}phi3.phi3_attention.Phi3Attention": Grouped,
+    f"{_MODELS}qwen.qwen_attention.QwenAttention": Qwen,
+    f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Qwen3,
+    f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
+    f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
+    f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
+    f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
+    f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,
+    f"{_MODELS}gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": GPTNeoX,
+}
+
+
+def adapter_of(layer: Any) -> Attention | None:
+    """What the hook must know of an attention layer; `None` if no rule reaches its class."""
+    if isinstance(layer, keras.layers.MultiHeadAttention):
+        return Attention(layer)
+    for cls in type(layer).__mro__:
+        if found := _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}"):
+            return found(layer)
+        if any(name in vars(cls) for name in _keras.KERAS_HUB_HOOKS):
+            return None  # a subclass that computes in another way
+    return None
+
+
+def adapted(layer: Any) -> Attention:
+    """The adapter of a layer that has one."""
+    found = adapter_of(layer)
+    assert found is not None, layer
+    return found
+
+
+def repeated(x: Any, heads: int) -> Any:
+    """Keys or values `(B, S, heads of keys, D)` for each of the query's `heads`, in their order."""
+    repeats = heads // x.shape[2]
+    return x if repeats == 1 else ops.repeat(x, repeats, axis=2)

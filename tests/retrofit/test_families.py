@@ -1,0 +1,461 @@
+"""KerasHub's families whose attention is no class of Keras, held to one contract under rules.
+
+The oracle is a family's own code with another softmax: one in NumPy, under the mask of each query
+head, drawn by plain loops.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import decoders
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy
+from decoders import FAMILIES
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.retrofit import observing
+from keras_headmask.retrofit.families import adapted, adapter_of
+from keras_headmask.retrofit.nesting import attention
+
+keras_hub = pytest.importorskip("keras_hub")
+pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
+RULE = hm.PerHead({0: hm.Window(before=2, after=0), 1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
+LENGTH = 8
+
+
+def is_allowed(head, i, j):
+    """What `RULE` says, pair by pair."""
+    if head == 0:
+        return 0 <= i - j <= 2
+    if head == 1:
+        return i == j
+    return head == 2 or i - j > 1  # head 3: no keys for the first two queries
+
+
+ALLOWED = np.array(
+    [[[is_allowed(h, i, j) for j in range(LENGTH)] for i in range(LENGTH)] for h in range(4)]
+)
+
+
+def lively(model, scale=0.3):
+    """Larger weights than a fresh model has, so that what leaks is seen."""
+    rng = np.random.default_rng(2)
+    for weight in model.weights:
+        if "float" in keras.backend.standardize_dtype(weight.dtype):
+            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * scale)
+    return model
+
+
+_made = {}
+
+
+def models(family):
+    """The stock model and the masked one, made once."""
+    if family.name not in _made:
+        keras.utils.set_random_seed(0)
+        stock = lively(getattr(keras_hub.models, family.backbone)(**family.arguments))
+        _made[family.name] = stock, hm.apply_head_masks(stock, RULE)
+    return _made[family.name]
+
+
+def data(padded=2):
+    ids = np.random.default_rng(1).integers(2, 30, (2, LENGTH)).astype("int32")
+    mask = np.ones((2, LENGTH), "int32")
+    mask[1, LENGTH - padded :] = 0
+    return {"token_ids": ids, "padding_mask": mask}
+
+
+def softmax_under(allowed):
+    """A softmax of logits and a mask, in NumPy, of heads that `allowed` restricts, too."""
+
+    def softmax(logits, mask=None, **_):
+        shape = logits.shape
+        heads = (shape[0], 4, *shape[-2:])  # Gemma's are (key heads, groups): one after the other
+        logits = numpy(logits).astype("float64").reshape(heads)
+        both = np.broadcast_to(allowed, heads)
+        if mask is not None:
+            mask = numpy(mask).astype(bool)
+            both = both & mask.reshape(shape[0], -1, *mask.shape[-2:])
+        weights = np.where(both, np.exp(np.where(both, logits, -np.inf)), 0.0)
+        total = weights.sum(-1, keepdims=True)
+        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+        return keras.ops.convert_to_tensor(weights.reshape(shape).astype("float32"))
+
+    return softmax
+
+
+def by_oracle(monkeypatch, stock, given, allowed=ALLOWED):
+    """What `stock` computes when each of its attention layers has the softmax in NumPy."""
+    with monkeypatch.context() as patch:
+        for layer in attention(stock):
+            module = sys.modules[type(layer).__module__]
+            patch.setattr(module, "fused_attention_op_available", lambda: False, raising=False)
+            name = "softmax" if hasattr(layer, "softmax") else "_softmax"
+            patch.setitem(vars(layer), name, softmax_under(allowed))
+        return numpy(stock(given))
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def family(request):
+    return request.param
+
+
+def test_full_is_stock(family):
+    stock, _ = models(family)
+    full = hm.apply_head_masks(stock, hm.Full())
+    np.testing.assert_array_equal(numpy(full(data())), numpy(stock(data())))
+    assert type(full).__name__ == family.backbone
+
+
+def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
+    stock, masked = models(family)
+    wanted = by_oracle(monkeypatch, stock, data())
+    assert abs(wanted - numpy(stock(data()))).max() > 1e-2
+    assert_close(numpy(masked(data())), wanted, depth=12)
+    if keras.backend.backend() == "tensorflow":  # elsewhere Qwen's fused kernel ignores its window
+        everything = np.ones_like(ALLOWED)
+        wanted = by_oracle(monkeypatch, stock, data(), everything)
+        assert_close(numpy(stock(data())), wanted, depth=12)
+
+
+def test_gemmas_attention_without_a_backbone(monkeypatch):
+    """Of a scale that no backbone has, and bidirectional windows."""
+    from keras_hub.src.models.gemma3.gemma3_attention import CachedGemma3Attention
+
+    more = {"use_sliding_window_attention": True, "use_bidirectional_attention": True}
+    layer = CachedGemma3Attention(
+        8, 4, 2, sliding_window_size=4, query_head_dim_normalize=False, logit_soft_cap=2.0, **more
+    )
+    x, mask = keras.Input((LENGTH, 64)), keras.Input((LENGTH, LENGTH), dtype="int32")
+    model = lively(keras.Model([x, mask], layer(x, attention_mask=mask)))
+    given = normal(2, LENGTH, 64), np.ones((2, LENGTH, LENGTH), "int32")
+    wanted = by_oracle(monkeypatch, model, given)
+    masked = hm.apply_head_masks(model, RULE, copy=False)
+    assert_close(numpy(masked(given)), wanted, depth=12)
+
+
+def test_what_an_adapter_says(family):
+    _, masked = models(family)
+    for layer in attention(masked):
+        adapter = adapted(layer)
+        assert type(layer).__name__ == family.attention
+        assert adapter.num_heads == 4
+        assert adapter.num_key_heads == family.key_heads
+        assert adapter.key_repeats == family.key_repeats
+        assert adapter.head_dim == family.arguments.get("head_dim", 8)
+
+
+def test_a_hidden_key_changes_nothing_of_its_head(family):
+    """By the hook: a changed key and value reach the heads that may see it, and no other."""
+    _, masked = models(family)
+    layer = attention(masked)[-1]
+    adapter = adapted(layer)
+    if adapter.softmax is not None or family.name == "DeBERTa v3":
+        pytest.skip("its hook takes no query, key and value alone")
+    keys = adapter.num_key_heads * adapter.key_repeats
+    query = normal(1, LENGTH, 4, adapter.head_dim)
+    key, value = (normal(1, LENGTH, keys, adapter.head_dim, seed=n) for n in (1, 2))
+    open_mask = np.ones((1, LENGTH, LENGTH), "int32")
+
+    def context(key, value):
+        given = map(keras.ops.convert_to_tensor, (query, key, value, open_mask))
+        return numpy(getattr(layer, adapter.hook)(*given))[0]  # (T, H, D)
+
+    before = context(key, value)
+    for place in range(LENGTH):
+        for head in range(keys):
+            other = key.copy(), value.copy()
+            for x in other:
+                x[0, place, head] += 1.0
+            moved = abs(context(*other) - before).max(-1).T > 0
+            readers = [h for h in range(4) if h // (4 // keys) == head]
+            may = np.array([ALLOWED[h, :, place] & (h in readers) for h in range(4)])
+            assert not (moved & ~may).any()
+            near = np.abs(np.arange(LENGTH) - place) < 4  # a window of its own lets these see it
+            assert moved[may & near].all()
+
+
+def test_padding_stays_hidden(family):
+    _, masked = models(family)
+    given, changed = data(), data()
+    changed["token_ids"][1, -2:] = 31
+    before, after = numpy(masked(given)), numpy(masked(changed))
+    np.testing.assert_array_equal(after[1, :-2], before[1, :-2])
+    np.testing.assert_array_equal(after[0], before[0])
+    assert np.isfinite(after).all()
+
+
+def test_what_an_observer_sees(family):
+    """Probabilities of each head: 0 where hidden, of sum 1 or 0; with a rule and without."""
+    stock, masked = models(family)
+    wanted = data()["padding_mask"].astype(bool)[:, None, None, :]
+    for model in (masked, stock):
+        seen = observing.observe(model, data(), 0, -1)
+        assert seen.probabilities.shape == (2, 4, LENGTH, LENGTH)
+        assert not seen.probabilities[~seen.allowed].any()
+        hidden = ~(ALLOWED[None] & wanted) if model is masked else ~wanted
+        assert not (seen.allowed & hidden).any()
+        total = seen.probabilities[seen.allowed.any(-1)].sum(-1)
+        np.testing.assert_allclose(total, 1, rtol=1e-5)
+    assert hm.lint(masked) is not None
+
+
+def test_a_copy_obeys_and_trains(family):
+    masked = copy.deepcopy(models(family)[1])
+    np.testing.assert_array_equal(numpy(masked(data())), numpy(models(family)[1](data())))
+    assert set(hm.mask_specs(masked).values()) == {RULE}
+    masked.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True, jit_compile=False)
+    before = [numpy(w) for w in masked.trainable_weights]
+    masked.train_on_batch(data(), np.zeros((2, LENGTH, 32), "float32"))
+    after = [numpy(w) for w in masked.trainable_weights]
+    assert all(np.isfinite(w).all() for w in after)
+    assert sum((a != b).any() for a, b in zip(after, before, strict=True)) > len(after) / 2
+
+
+def test_a_head_that_is_not_is_refused(family):
+    """A rule names query heads, of which there are four, whatever the keys have."""
+    stock, _ = models(family)
+    with pytest.raises(ValueError, match=rf"\({family.attention}\): .*4 heads"):
+        hm.apply_head_masks(stock, hm.PerHead({4: hm.Window(1, 1)}))
+
+
+ONE_OF_EACH_HOOK = [x for x in FAMILIES if x.name in ("Llama", "Falcon", "DeBERTa v3")]
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
+def test_made_anew_and_unmasked(family):
+    stock, masked = models(family)
+    made_anew = type(masked).from_config(masked.get_config())
+    made_anew.set_weights(masked.get_weights())
+    np.testing.assert_array_equal(numpy(made_anew(data())), numpy(masked(data())))
+    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(data())), numpy(stock(data())))
+
+
+@pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
+def test_rules_of_one_layer_are_joined(family):
+    stock, masked = models(family)
+    first = hm.apply_head_masks(stock, hm.PerHead({0: hm.Window(before=2, after=0)}))
+    rest = hm.PerHead({1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
+    inner = keras.Model(first.input, first(first.input))
+    outer = hm.apply_head_masks(inner, rest, existing="and")
+    assert_close(numpy(outer(data())), numpy(masked(data())), depth=3)
+
+
+FRESH = """
+import sys, pathlib, numpy as np, keras, keras_headmask, keras_hub
+folder = pathlib.Path(sys.argv[1])
+given = dict(np.load(folder / "given.npz"))
+for file in folder.glob("*.keras"):
+    out = keras.saving.load_model(file)(given)
+    np.save(file.with_suffix(".npy"), keras.ops.convert_to_numpy(out))
+"""
+
+
+def test_all_reload_in_a_fresh_process(tmp_path):
+    np.savez(tmp_path / "given.npz", **data())
+    for family in FAMILIES:
+        models(family)[1].save(tmp_path / f"{family.name}.keras")
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(tmp_path)],
+        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for family in FAMILIES:
+        loaded = np.load(tmp_path / f"{family.name}.npy")
+        np.testing.assert_array_equal(loaded, numpy(models(family)[1](data())), str(family))
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", decoders.REFUSED, ids=lambda entry: entry.name)
+def test_other_families_are_refused_by_name(entry):
+    model = getattr(keras_hub.models, entry.backbone)(**entry.arguments)
+    with pytest.raises(ValueError, match=rf"\({entry.attention}\)"):
+        hm.apply_head_masks(model, hm.Full())
+
+
+def test_a_subclass_that_computes_by_itself_is_not_taken_for_the_class():
+    from keras_hub.src.models.llama.llama_attention import LlamaAttention
+
+    class Named(LlamaAttention):
+        """Nothing of its own."""
+
+    class Doubled(LlamaAttention):
+        def _masked_softmax(self, attention_scores, attention_mask=None):
+            return 2 * super()._masked_softmax(attention_scores, attention_mask)
+
+    assert adapter_of(Named(2, 1)) is not None
+    assert adapter_of(Doubled(2, 1)) is None
+
+
+IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen 3", "Gemma")]
+
+
+@pytest.mark.parametrize("family", IN_VLLM, ids=str)
+def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
+    masked = hm.apply_head_masks(models(family)[0], RULE)
+    layer = attention(masked)[0]
+    module = sys.modules[adapter_module(layer)]
+    context = types.SimpleNamespace(paged_attention_func=print)
+    monkeypatch.setattr(module, "get_vllm_context", lambda: context)
+    cls = getattr(module, family.attention)
+    monkeypatch.setattr(cls, "_compute_vllm_attention", lambda self, x, cache, vllm_context: x)
+    with pytest.raises(RuntimeError, match=r"was not used in this call.*inside vLLM"):
+        masked(data())
+
+
+def adapter_module(layer):
+    """The module of a masked layer's stock class."""
+    return type(layer)._stock_class.__module__
+
+
+# --- Generation with a cache ----------------------------------------------------------------------
+
+TASKS = {"Llama": "LlamaCausalLM", "Gemma 2": "GemmaCausalLM", "Falcon": "FalconCausalLM"}
+PROMPT = np.array([[3, 7, 5, 11] + [0] * 6, [8, 2, 9, 0] + [0] * 6], "int32")
+GIVEN = np.array([[1] * 4 + [0] * 6, [1] * 3 + [0] * 7], "int32")
+
+
+def without_cache(task):
+    """Greedy decoding by whole forwards."""
+    ids = PROMPT.copy()
+    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
+        logits = numpy(task({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
+        best = logits[:, position - 1].argmax(-1)
+        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
+    return ids
+
+
+def task_of(name):
+    family = next(x for x in FAMILIES if x.name == name)
+    backbone = copy.deepcopy(models(family)[0])
+    table = backbone.token_embedding.embeddings
+    table.assign(0.1 * table)  # else tied embeddings repeat the last token
+    return getattr(keras_hub.models, TASKS[name])(backbone=backbone, preprocessor=None)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_generation_is_the_uncached_forward(name):
+    task = task_of(name)
+    masked = hm.apply_head_masks(task, RULE)
+    masked.compile(sampler="greedy", run_eagerly=True)
+    given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
+    got = masked.generate(given, stop_token_ids=None)["token_ids"]
+    np.testing.assert_array_equal(got, without_cache(masked))
+    assert (without_cache(masked) != without_cache(task)).any()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_cache_index_is_the_offset(name):
+    """Token by token, the logits of each step are those of the whole forward."""
+    masked = hm.apply_head_masks(task_of(name), RULE)
+    ids = data()["token_ids"]
+    whole = numpy(masked({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
+    key_heads = next(x.key_heads for x in FAMILIES if x.name == name)
+    cache = keras.ops.zeros((2, masked.backbone.num_layers, 2, LENGTH, key_heads, 8))
+    for position in range(LENGTH):
+        index = keras.ops.convert_to_tensor(position, "int32") if position % 2 else position
+        logits, _, cache = masked.call_with_cache(ids[:, position : position + 1], cache, index)
+        assert_close(numpy(logits)[:, 0], whole[:, position], depth=12)
+
+
+# --- Against Hugging Face -------------------------------------------------------------------------
+
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+    "attn_implementation": "eager",  # which takes additive masks of rank 4 as they are
+}
+NEAR = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-4, dtype=bool)
+GEMMA_2 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,  # KerasHub's decoder block takes no other than the head size
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# Kind, backbone, config, and what each type of layer adds to the causal mask.
+PEERS = {
+    "Llama": ("Llama", "LlamaBackbone", {}, None),
+    "Mistral": ("Mistral", "MistralBackbone", {"sliding_window": 4, "head_dim": 8}, NEAR),
+    "Qwen 2": ("Qwen2", "QwenBackbone", {}, {"full_attention": True}),
+    "Qwen 3": ("Qwen3", "Qwen3Backbone", {"head_dim": 8}, {"full_attention": True}),
+    "Gemma": ("Gemma", "GemmaBackbone", {"head_dim": 16}, None),
+    "Gemma 2": (
+        "Gemma2",
+        "GemmaBackbone",
+        GEMMA_2,
+        {"full_attention": True, "sliding_attention": NEAR},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_windows_on_three_heads_are_those_of_hugging_face(name, tmp_path):
+    """To 3 times what the conversion differs by without a rule, or 2e-5."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    kind, backbone, config, types_of_layers = PEERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**TINY | config)
+    peer = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for weight in peer.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    peer.save_pretrained(tmp_path)
+    stock = getattr(keras_hub.models, backbone).from_preset(str(tmp_path))
+    windows = hm.PerHead({0: hm.Window(before=2), 1: hm.Window(0, 0), 3: hm.Window(before=1)})
+    masked, ids = hm.apply_head_masks(stock, windows), data()["token_ids"]
+
+    def of_peer(reaches):
+        i, j = np.indices((LENGTH, LENGTH))
+        allowed = np.stack([(j <= i) & (i - j <= reach) for reach in reaches])
+
+        def additive(extra):
+            mask = np.where(allowed & (True if extra is None else extra), 0.0, -1e9)
+            return torch.tensor(np.tile(mask[None], (2, 1, 1, 1)), dtype=torch.float32)
+
+        several = isinstance(types_of_layers, dict)
+        mask = (
+            {name: additive(extra) for name, extra in types_of_layers.items()}
+            if several
+            else additive(types_of_layers)
+        )
+        with torch.no_grad():
+            out = peer.model(
+                input_ids=torch.tensor(ids).long(), attention_mask=mask, use_cache=False
+            )
+        return out.last_hidden_state.numpy()
+
+    given = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    bare = abs(numpy(stock(given)) - of_peer([LENGTH] * 4)).max()
+    differ = abs(numpy(masked(given)) - of_peer([2, 0, LENGTH, 1])).max()
+    assert bare < 1e-2
+    assert differ < max(3 * bare, 2e-5), f"{differ} under the rule, {bare} without"
+    assert abs(numpy(masked(given)) - numpy(stock(given))).max() > 1e-2
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table():
+    text = decoders.PAGE.read_text(encoding="utf-8")
+    assert decoders.written(text) == text

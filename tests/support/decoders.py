@@ -1,0 +1,155 @@
+"""KerasHub's modern families, tiny and random, whose attention is no class of Keras.
+
+The table in docs/decoders.md comes from these lists: `python tests/support/decoders.py` writes it.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parents[2] / "docs" / "decoders.md"
+START, END = "<!-- families:start -->", "<!-- families:end -->"
+
+_TEXT = {"vocabulary_size": 32, "num_layers": 1, "hidden_dim": 32, "intermediate_dim": 16}
+_HEADS = {"num_heads": 4}
+_GROUPED = _TEXT | {"num_query_heads": 4, "num_key_value_heads": 2}
+_SLIDING = {"use_sliding_window_attention": True, "sliding_window_size": 4}
+_GEMMA_2 = _SLIDING | {
+    "num_layers": 2,  # the second does not slide
+    "head_dim": 8,
+    "attention_logit_soft_cap": 2.0,
+    "use_post_ffw_norm": True,
+    "use_post_attention_norm": True,
+}
+_GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
+
+
+class Family(NamedTuple):
+    """`key_repeats` is how often each key head comes repeated to attention's hook."""
+
+    name: str
+    backbone: str  # of the class in keras_hub.models
+    attention: str  # of the class that computes
+    arguments: dict
+    key_heads: int = 2
+    key_repeats: int = 2
+    keeps: str = "-"  # of what it does by itself
+
+    def __str__(self):
+        return self.name
+
+
+FAMILIES = [
+    Family("Llama", "LlamaBackbone", "LlamaAttention", _GROUPED),
+    Family(
+        "Mistral",
+        "MistralBackbone",
+        "CachedMistralAttention",
+        _GROUPED | {"sliding_window": 4},
+        keeps="sliding window",
+    ),
+    Family("Qwen 2", "QwenBackbone", "QwenAttention", _GROUPED | _SLIDING, keeps="sliding window"),
+    Family(
+        "Qwen 3",
+        "Qwen3Backbone",
+        "Qwen3Attention",
+        _GROUPED | {"head_dim": 8, "sliding_window_size": 4},
+        keeps="sliding window",
+    ),
+    Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
+    Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
+    Family(
+        "Gemma 2",
+        "GemmaBackbone",
+        "CachedGemmaAttention",
+        _GROUPED | _GEMMA_2,
+        2,
+        1,
+        keeps="sliding window, soft cap",
+    ),
+    Family(
+        "Gemma 3, text",
+        "Gemma3Backbone",
+        "CachedGemma3Attention",
+        _GROUPED | _GEMMA_3,
+        2,
+        1,
+        keeps="sliding window, soft cap",
+    ),
+    Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4, 1),
+    Family(
+        "Falcon",
+        "FalconBackbone",
+        "FalconAttention",
+        _TEXT | {"num_attention_heads": 4},
+        4,
+        1,
+        keeps="bias by distance (ALiBi)",
+    ),
+    Family(
+        "BLOOM",
+        "BloomBackbone",
+        "BloomAttention",
+        _TEXT | _HEADS,
+        4,
+        1,
+        keeps="bias by distance (ALiBi)",
+    ),
+    Family(
+        "DeBERTa v3",
+        "DebertaV3Backbone",
+        "DisentangledSelfAttention",
+        _TEXT | _HEADS | {"max_sequence_length": 16, "bucket_size": 4},
+        4,
+        1,
+        keeps="disentangled bias",
+    ),
+]
+
+
+class Refused(NamedTuple):
+    name: str
+    backbone: str
+    attention: str
+    arguments: dict
+    why: str
+
+
+REFUSED = [
+    Refused(
+        "T5",
+        "T5Backbone",
+        "T5MultiHeadAttention",
+        _TEXT | _HEADS,
+        "adds its mask to a bias that later layers reuse",
+    ),
+    Refused(
+        "XLNet",
+        "XLNetBackbone",
+        "TwoStreamRelativeAttention",
+        _TEXT | _HEADS,
+        "two streams of queries, by code of its own",
+    ),
+]
+
+
+def table():
+    """The table of `PAGE`."""
+    rows = ["| family | backbone | attention | keeps its own |", "|---|---|---|---|"]
+    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.keeps} |" for x in FAMILIES]
+    rows += ["", "| refused | backbone | attention | why |", "|---|---|---|---|"]
+    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.why} |" for x in REFUSED]
+    return "\n".join(rows)
+
+
+def written(text):
+    """`text` of `PAGE` with the table as it is now."""
+    before, _, rest = text.partition(START)
+    _, found, after = rest.partition(END)
+    assert found, f"{PAGE.name} lacks {START} and {END}"
+    return f"{before}{START}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(0)

@@ -199,6 +199,16 @@ def test_packed_rows_are_measured_on_the_documents_of_padded_ones(tmp_path):
     assert record["padding"]["packed"] < record["padding"]["padded"]
 
 
+@long
+def test_generation_is_measured_on_models_that_choose_the_same_tokens(tmp_path):
+    pytest.importorskip("keras_hub")
+    run("benchmarks.generation", "--out", tmp_path / "generation.json")
+    (of_length,) = json.loads((tmp_path / "generation.json").read_text())["lengths"].values()
+    assert not of_length["runs"]["errors"]
+    assert of_length["equal"]["best"] >= of_length["equal"]["tokens"] - 1  # (rounding)
+    assert of_length["bytes"]["cache_ratio"] == pytest.approx((64 + 3 * 8) / (4 * 64))
+
+
 def test_the_bytes_of_a_request_are_those_of_the_page():
     pytest.importorskip("tensorflow_serving")
     request_bytes = importlib.import_module("benchmarks.request_bytes")
@@ -326,6 +336,20 @@ def test_the_page_says_what_packing_was_measured_to_gain():
     gains = [speed[f"ours, {name}"] / speed["ours, padded"] for name in ("packed", "by length")]
     assert f"Packing gains {gains[0]:.1f} over padding" in page
     assert f"by length gains {gains[1]:.1f}, " in page
+
+
+def test_the_page_says_what_generation_was_measured_to_take():
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    for length, of_length in figures_of("generation")["lengths"].items():
+        held, seconds = of_length["bytes"], of_length["seconds_per_token"]
+        cells = [f"{int(length):,}", f"{held['cache_ratio']:.2f}"]
+        cells += [f"{1000 * seconds[arm]:.0f} ms" for arm in ("ours", "stock")]
+        cells += [f"{seconds['ratio']:.2f}"]
+        cells += [f"{held['raised'][arm] / 1e6:,.0f} MB" for arm in ("ours", "stock")]
+        assert f"| {' | '.join(cells)} |" in page
+        equal = of_length["equal"]
+        assert equal["best"] == equal["tokens"]
+        assert f"{equal['tokens']} generated tokens" in page
 
 
 def test_the_page_says_what_a_corpus_was_measured_to_take():

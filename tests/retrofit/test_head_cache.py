@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
+from decoders import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
@@ -187,6 +188,62 @@ def test_generation_under_any_rule_is_generation_without_a_cache(sampler):
     got = generated(masked, SAMPLERS[sampler](), run_eagerly)
     np.testing.assert_array_equal(got, without_cache(masked, SAMPLERS[sampler]()))
     assert (got != without_cache(stock, SAMPLERS[sampler]())).any()
+
+
+# --- Of families whose query heads share keys -----------------------------------------------------
+
+CAUSAL_LMS = {
+    "Falcon": "FalconCausalLM",
+    "Llama": "LlamaCausalLM",
+    "Mistral": "MistralCausalLM",
+    "Qwen 2": "QwenCausalLM",
+    "Qwen 3": "Qwen3CausalLM",
+    "Phi-3": "Phi3CausalLM",
+    "Gemma": "GemmaCausalLM",
+    "Gemma 2": "GemmaCausalLM",
+}
+OF_EACH = hm.PerHead(
+    {0: hm.recipes.streaming(1, 2), 1: hm.Window(2, 0), 2: hm.SameSentence(END)},
+    default=hm.KeyFlag("padding_mask"),
+)
+
+
+def decoder(name):
+    family = next(x for x in FAMILIES if x.name == name)
+    keras.utils.set_random_seed(0)
+    backbone = getattr(keras_hub.models, family.backbone)(**family.arguments)
+    rng = np.random.default_rng(2)
+    for weight in backbone.weights:
+        weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.3)
+    table = backbone.token_embedding.embeddings
+    table.assign(0.1 * table)  # else tied embeddings repeat the last token
+    return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
+
+
+@pytest.mark.parametrize("name", [name for name in CAUSAL_LMS if name != "Falcon"])
+def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
+    stock = decoder(name)
+    masked = hm.apply_head_masks(stock, OF_EACH)
+    got = generated(masked, "greedy", run_eagerly=True)
+    np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
+    assert (got != without_cache(stock, "greedy")).any()
+    sampler = Looks()
+    generated(masked, sampler, run_eagerly=True)
+    # Queries 0 and 1 share the first head of keys: 1 sink and 3 last positions. Queries 2 and 3 may
+    # look anywhere, or as far as the attention's own window of 4.
+    places = [group["key"].shape[2] for layer in sampler.cache["layers"] for group in layer]
+    windows = [4, 4] if name in ("Qwen 2", "Qwen 3") else [4, LENGTH]
+    assert places == ([4, 4, 4, LENGTH] if name == "Gemma 2" else windows)
+
+
+def test_a_class_with_all_in_one_method_keeps_all_keys():
+    """Falcon's bias stands inside: its cache is KerasHub's, so rules that read ids are refused."""
+    stock = decoder("Falcon")
+    held = hm.cache_bytes(hm.apply_head_masks(stock, STREAMING), LENGTH)
+    assert held.total == held.stock
+    by_ids = hm.apply_head_masks(stock, hm.SameSentence(END))
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\].*KerasHub's cache"):
+        generated(by_ids, "greedy", run_eagerly=True)
 
 
 def test_full_is_stock_and_a_file_generates_alike(tmp_path):

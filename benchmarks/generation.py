@@ -3,9 +3,9 @@
 GPT-2's shape with random weights, greedy, one text. Three heads of twelve see every key before,
 nine see the first 4 and the last 252. Stock is KerasHub's `generate()` as it comes.
 
-- `bytes`: what the caches hold, and by how much tracing and a run of a few tokens raise what a fresh
-  process holds above the weights. (Several texts at once for the shorter length: the graph alone
-  takes some 200 MB.) Linux only.
+- `bytes`: what the caches hold, and by how much tracing and a run of a few tokens raise what a
+  fresh process holds above the weights. (Several texts at once for the shorter length: the graph
+  alone takes some 200 MB.) Linux only.
 - `seconds_per_token`: of the steps alone. Runs of a few tokens and of more take turns, medians; the
   difference holds neither the prompt's forward nor the start. A step costs the same at any place.
 - `equal`: how many of the tokens that a cached run chose are the best of one forward without a

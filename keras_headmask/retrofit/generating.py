@@ -31,7 +31,8 @@ class _Prompt(NamedTuple):
     """What `generate()` begins with."""
 
     inputs: dict[str, Tensor]  # what the rules read, `(B, length)`
-    length: Length  # of the shortest prompt
+    length: int  # of the text, with all tokens to come
+    shortest: Length  # of the prompts
 
 
 _prompt: ContextVar[_Prompt | None] = ContextVar("prompt", default=None)
@@ -59,22 +60,23 @@ class Generates(_CausalLM):
 
     @_as_written
     def generate_step(self, inputs: Mapping[str, Any], stop_token_ids: Any = None) -> Any:
-        if not self._keeps_by_head() or inputs[_TOKENS].shape[1] is None:
+        length = inputs[_TOKENS].shape[1]
+        if not self._keeps_by_head() or length is None:
             return super().generate_step(inputs, stop_token_ids)
         lengths = ops.sum(ops.cast(inputs[_PADDING], "int32"), axis=-1)
         shortest = ops.maximum(ops.min(lengths), 1)
-        with holding(_prompt, _Prompt(self._read_by_rules(inputs), shortest)):
+        with holding(_prompt, _Prompt(self._read_by_rules(inputs), length, shortest)):
             return super().generate_step(inputs, stop_token_ids)
 
     def _build_cache(self, token_ids: Tensor) -> tuple[Tensor, Any]:
         prompt = _prompt.get()
         if prompt is None:
             return super()._build_cache(token_ids)
-        length, given = token_ids.shape[1], prompt.inputs
+        length, given = prompt.length, prompt.inputs
         if _has_any_size():  # what follows the prompt is padding
-            token_ids = token_ids[:, : prompt.length]
-            given = {name: x[:, : prompt.length] for name, x in given.items()}
-        run = head_cache.Run(length, prompt.length - 1)
+            token_ids = token_ids[:, : prompt.shortest]
+            given = {name: x[:, : prompt.shortest] for name, x in given.items()}
+        run = head_cache.Run(length, prompt.shortest - 1)
         _, hidden_states, _ = self._run(run, token_ids, given, 0)
         rest = ops.zeros_like(hidden_states[:, :1])
         rest = ops.repeat(rest, length - ops.shape(hidden_states)[1], axis=1)
@@ -83,15 +85,14 @@ class Generates(_CausalLM):
         return hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
 
     def call_with_cache(self, token_ids: Tensor, cache: Any, cache_update_index: Any) -> Any:
-        if not isinstance(cache, Mapping):
+        prompt = _prompt.get()
+        if prompt is None or not isinstance(cache, Mapping):
             return super().call_with_cache(token_ids, cache, cache_update_index)
         at, inputs = (0, cache_update_index), dict(cache["inputs"])
         for name, new in ((_TOKENS, token_ids), (_PADDING, ops.ones_like(token_ids))):
             if name in inputs:
-                new = ops.cast(new, inputs[name].dtype)
-                inputs[name] = ops.slice_update(inputs[name], at, new)
-        length = inputs[_TOKENS].shape[1]
-        run = head_cache.Run(length, cache_update_index, cache["layers"])
+                inputs[name] = ops.slice_update(inputs[name], at, ops.cast(new, "int32"))
+        run = head_cache.Run(prompt.length, cache_update_index, cache["layers"])
         logits, hidden_states, _ = self._run(run, token_ids, inputs, cache_update_index)
         return logits, hidden_states, {"inputs": inputs, "layers": run.made}
 
@@ -121,7 +122,7 @@ class Generates(_CausalLM):
         )
 
     def _read_by_rules(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the rules read, from the inputs of `generate()`; tokens always."""
+        """What the rules read, from the inputs of `generate()`."""
         rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         names = sorted({name for rule in rules if rule.restricts for name in rule.reads})
         if lacking := [name for name in names if name not in inputs]:
@@ -131,15 +132,15 @@ class Generates(_CausalLM):
                 "'padding_mask', each as long as the whole text, with the values of the tokens to "
                 f"come. Received: {sorted(inputs)}."
             )
-        tensors = {name: masks.as_mask_input(inputs[name]) for name in (_TOKENS, *names)}
-        wanted = tuple(tensors[_TOKENS].shape)
+        tensors = {name: masks.as_mask_input(inputs[name]) for name in names}
+        wanted = tuple(inputs[_TOKENS].shape)
         for name, tensor in tensors.items():
-            if tuple(tensor.shape)[:2] != wanted:
+            if tuple(tensor.shape) != wanted:
                 raise ValueError(
                     f"`{name}` must be as long as the whole text, tokens to come included: shape "
                     f"{wanted}, as 'token_ids'. Received: shape {tuple(tensor.shape)}."
                 )
-        return tensors
+        return {name: ops.cast(tensor, "int32") for name, tensor in tensors.items()}
 
 
 def _has_any_size() -> bool:

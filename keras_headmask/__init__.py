@@ -40,6 +40,7 @@ __all__ = [
     "Nothing",
     "OpenSide",
     "PerHead",
+    "PerHeadMaskedGroupedQueryAttention",
     "PerHeadMaskedMultiHeadAttention",
     "Queries",
     "QueryFlag",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.devices import head_layout
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
+    from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
     from keras_headmask.look.drawing import draw
@@ -108,6 +110,7 @@ _HOMES = {
     "devices": "head_layout",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
+    "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",
     "look.drawing": "draw",
@@ -139,7 +142,7 @@ def __dir__() -> list[str]:
 
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
-    for module in ("layers.multi_head", "retrofit.masked_model"):
+    for module in ("layers.grouped_query", "layers.multi_head", "retrofit.masked_model"):
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
 

@@ -40,7 +40,6 @@ OVERRIDDEN = {
 # --- Attention -----------------------------------------------------------------------------------
 
 COMPUTE_ATTENTION = "_compute_attention"
-ATTENTION_ARGUMENTS = {*inspect.signature(keras.layers.MultiHeadAttention).parameters} - {"kwargs"}
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
 # What a subclass may override to mask or to attend by itself.
 ATTENTION_HOOKS = (
@@ -52,9 +51,19 @@ ATTENTION_HOOKS = (
 )
 
 
-def stock_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that Keras' layer takes."""
-    return {k: v for k, v in arguments.items() if k in ATTENTION_ARGUMENTS}
+@functools.cache
+def _arguments_of_class(stock: type) -> frozenset[str]:
+    return frozenset(inspect.signature(stock).parameters) - {"kwargs"}
+
+
+def stock_arguments(stock: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `arguments` that Keras' class `stock` takes."""
+    return {k: v for k, v in arguments.items() if k in _arguments_of_class(stock)}
+
+
+def is_grouped(layer: Any) -> bool:
+    """Whether Keras' grouped-query attention computes in `layer`, and not multi-head attention."""
+    return isinstance(layer, keras.layers.GroupQueryAttention)
 
 
 def flash(layer: Any) -> bool:
@@ -64,18 +73,38 @@ def flash(layer: Any) -> bool:
 
 def has_own_softmax(layer: Any) -> bool:
     """Whether a subclass computes the softmax itself, so that we must leave it to that."""
-    return type(layer)._masked_softmax is not keras.layers.MultiHeadAttention._masked_softmax
+    layers = keras.layers
+    stock = layers.GroupQueryAttention if is_grouped(layer) else layers.MultiHeadAttention
+    return type(layer)._masked_softmax is not stock._masked_softmax
+
+
+# The projections of query, key and value, and that of the output.
+projections = operator.attrgetter("_query_dense", "_key_dense", "_value_dense", "_output_dense")
 
 
 def gate(layer: Any) -> Any:
     """The projection of the query that multiplies the context (`use_gate=True`), or `None`."""
-    return layer._gate_dense if layer._use_gate else None
+    return getattr(layer, "_gate_dense", None)
 
 
-# How near keys must be, the query itself counted; our layer turns it into a `Window`.
-sliding_window = operator.attrgetter("_sliding_window")
-# By what logits are multiplied; a subclass may have changed it.
-scale = operator.attrgetter("_inverse_sqrt_key_dim")
+def sliding_window(layer: Any) -> int | None:
+    """How near keys must be, the query itself counted; our layers turn it into a `Window`."""
+    return layer.sliding_window if is_grouped(layer) else layer._sliding_window
+
+
+def scale(layer: Any) -> float:
+    """By what logits are multiplied; a subclass may have changed it."""
+    return layer._inverse_sqrt_head_dim if is_grouped(layer) else layer._inverse_sqrt_key_dim
+
+
+# Grouped-query attention hands on by an attribute whether probabilities are asked for.
+wants_scores = operator.attrgetter("_return_attention_scores")
+
+
+def want_scores(layer: Any, wanted: bool) -> None:
+    layer._return_attention_scores = wanted
+
+
 # What drops probabilities: its seed is the layer's, in every implementation.
 dropout_layer = operator.attrgetter("_dropout_layer")
 
@@ -311,6 +340,11 @@ def file_weights_under(name: str, other: str) -> None:
     usual = saving_lib.naming.to_snake_case
     names = vars(saving_lib.naming) | {"to_snake_case": to_snake_case}
     saving_lib.naming = types.SimpleNamespace(**names)
+
+
+def query_in_files(layer: Any) -> str:
+    """The part of an attention layer as which its file holds the projection of the query."""
+    return "_query_dense" if is_grouped(layer) else "query_dense"
 
 
 def has_in_file(store: Any, part: str) -> bool:

@@ -209,6 +209,21 @@ def test_generation_is_measured_on_models_that_choose_the_same_tokens(tmp_path):
     assert of_length["bytes"]["cache_ratio"] == pytest.approx((64 + 3 * 8) / (4 * 64))
 
 
+@long
+def test_the_memory_of_grouped_queries_is_measured(tmp_path):
+    run("benchmarks.grouped_queries", "--out", tmp_path / "grouped_queries.json")
+    record = json.loads((tmp_path / "grouped_queries.json").read_text())
+    assert record["mib"].keys() == record["peaks_mib"].keys() == {"shared keys", "repeated keys"}
+
+
+def test_grouped_queries_are_measured_on_equal_attention():
+    grouped_queries = importlib.import_module("benchmarks.grouped_queries")
+    given = grouped_queries.operands(600)
+    arms = grouped_queries.SHARED, grouped_queries.REPEATED
+    shared, repeated = (np.asarray(grouped_queries.attention(arm)(*given)) for arm in arms)
+    np.testing.assert_allclose(shared, repeated, atol=1e-5)
+
+
 def test_the_bytes_of_a_request_are_those_of_the_page():
     pytest.importorskip("tensorflow_serving")
     request_bytes = importlib.import_module("benchmarks.request_bytes")

@@ -17,11 +17,14 @@ from keras import ops
 
 import keras_headmask as hm
 from keras_headmask import _keras
+from keras_headmask.layers import grouped_query, masked, multi_head
 from keras_headmask.retrofit import masked_layer, masked_model
 from keras_headmask.retrofit.families import adapter_of
 
 BACKEND = keras.backend.backend()
 MHA = keras.layers.MultiHeadAttention
+GQA = keras.layers.GroupQueryAttention
+each_stock = pytest.mark.parametrize("stock", [MHA, GQA])
 X = np.random.default_rng(0).normal(size=(2, 5, 8)).astype("float32")
 COVERED = set()
 
@@ -46,7 +49,9 @@ def relies_on(names, breaks):
 
 
 def attention(cls=MHA, **kwargs):
-    layer = cls(2, 4, name="attention", **kwargs)
+    """Two heads of size 4; those of grouped-query attention share a key head."""
+    sizes = (4, 2, 1) if issubclass(cls, GQA) else (2, 4)
+    layer = cls(*sizes, name="attention", **kwargs)
     layer.build((2, 5, 8), (2, 5, 8))
     return layer
 
@@ -87,27 +92,31 @@ def test_every_private_name_is_covered():
     ("ours", "stock"),
     [
         (hm.PerHeadMaskedMultiHeadAttention, MHA),
+        (hm.PerHeadMaskedGroupedQueryAttention, GQA),
+        (masked.MaskedAttention, MHA),
+        (masked.MaskedAttention, GQA),
         *((cls, _keras.Functional) for cls in (masked_layer.MaskedLayer, masked_model.HeadMasked)),
     ],
 )
 def test_our_classes_override_nothing_else(ours, stock):
     """Or a method that Keras calls would be ours by accident."""
     private = {n for n in vars(ours) if n.startswith("_") and not n.startswith("__")}
-    example = attention() if stock is MHA else graph()
+    example = graph() if stock is _keras.Functional else attention(stock)
     # `_restricts` and the like are ours alone.
     assert {n for n in private if hasattr(example, n)} <= set(_keras.OVERRIDDEN)
 
 
-def test_our_attributes_are_none_of_keras():
-    file = sys.modules[hm.PerHeadMaskedMultiHeadAttention.__module__].__file__
+@each_stock
+def test_our_attributes_are_none_of_keras(stock):
     stored = {
         ast.unparse(node).removeprefix("self.")
-        for node in ast.walk(ast.parse(Path(file).read_text()))
+        for module in (masked, multi_head, grouped_query)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
     private = {name for name in stored if name.startswith("_")}
     assert "_mask_spec" in private
-    assert not [name for name in private if hasattr(attention(), name)]
+    assert not [name for name in private if hasattr(attention(stock), name)]
 
 
 # --- Attention -----------------------------------------------------------------------------------
@@ -158,17 +167,18 @@ def test_masks_are_merged_by_one_method():
 
 
 @relies_on(
-    "ATTENTION_HOOKS ATTENTION_ARGUMENTS stock_arguments",
+    "ATTENTION_HOOKS stock_arguments _arguments_of_class",
     breaks="a subclass that masks or attends by itself would be passed over",
 )
-def test_attention_passes_all_hooks():
-    layer, seen = attention(sliding_window=2), []
+@each_stock
+def test_attention_passes_all_hooks(stock):
+    layer, seen = attention(stock, sliding_window=2), []
     for name in _keras.ATTENTION_HOOKS:
         hooked(layer, name, seen)
     mask = np.ones((2, 5, 5), bool)
     layer(X, X, attention_mask=mask, use_causal_mask=True, return_attention_scores=True)
     assert {name for name, *_ in seen} == set(_keras.ATTENTION_HOOKS)
-    assert _keras.stock_arguments({"num_heads": 1, "mask_spec": None}) == {"num_heads": 1}
+    assert _keras.stock_arguments(stock, {"seed": 1, "mask_spec": None}) == {"seed": 1}
 
 
 @relies_on("flash FLASH", breaks="probabilities of a layer with a flash kernel cannot be seen")
@@ -205,13 +215,17 @@ def adapters(model):
     return [adapter for adapter in found if adapter is not None]
 
 
-@relies_on("has_own_softmax", breaks="a subclass with another softmax would get the usual one")
-def test_a_softmax_of_ones_own():
-    class Mine(MHA):
+@relies_on(
+    "has_own_softmax is_grouped", breaks="a subclass with another softmax would get the usual one"
+)
+@each_stock
+def test_a_softmax_of_ones_own(stock):
+    class Mine(stock):
         def _masked_softmax(self, attention_scores, attention_mask=None):
             return ops.zeros_like(attention_scores)
 
-    assert not _keras.has_own_softmax(attention())
+    assert _keras.is_grouped(attention(stock)) == (stock is GQA)
+    assert not _keras.has_own_softmax(attention(stock))
     layer = attention(Mine)
     assert _keras.has_own_softmax(layer)
     _, scores = layer(X, X, return_attention_scores=True)
@@ -219,17 +233,19 @@ def test_a_softmax_of_ones_own():
 
 
 @relies_on("scale", breaks="attention under a rule would differ from stock's")
-def test_the_scale_of_logits():
-    layer = attention()
+@each_stock
+def test_the_scale_of_logits(stock):
+    layer = attention(stock)
     assert _keras.scale(layer) == 1 / math.sqrt(4)
-    vars(layer)["_inverse_sqrt_key_dim"] = 0.0
+    vars(layer)["_inverse_sqrt_head_dim" if stock is GQA else "_inverse_sqrt_key_dim"] = 0.0
     _, scores = layer(X, X, return_attention_scores=True)
     np.testing.assert_allclose(ops.convert_to_numpy(scores), 0.2, rtol=1e-5)
 
 
 @relies_on("dropout_layer", breaks="dropout under a rule would be off, or ignore the seed")
-def test_what_drops_probabilities():
-    layer = attention(dropout=0.5, seed=3)
+@each_stock
+def test_what_drops_probabilities(stock):
+    layer = attention(stock, dropout=0.5, seed=3)
     seeds = _keras.dropout_layer(layer).seed_generator
     before = ops.convert_to_numpy(seeds.state.value).tolist()
     layer(X, X, training=True)
@@ -237,13 +253,16 @@ def test_what_drops_probabilities():
     assert ops.convert_to_numpy(seeds.state.value).tolist() != before
 
 
-@relies_on("gate", breaks="layers with `use_gate=True` would leave out the gate")
-def test_the_gate():
-    assert _keras.gate(attention()) is None
-    layer = attention(use_gate=True)
-    query, key, value = layer.query_dense(X), layer.key_dense(X), layer.value_dense(X)
-    context, _ = getattr(layer, _keras.COMPUTE_ATTENTION)(query, key, value)
-    output = layer.output_dense(context * _keras.gate(layer)(X))
+@relies_on("gate projections", breaks="our layers would project otherwise, or leave out the gate")
+@each_stock
+def test_the_gate(stock):
+    assert _keras.gate(attention(stock)) is None
+    layer = attention(stock, use_gate=True)
+    *projections, output_dense = _keras.projections(layer)
+    query, *of_keys = (projection(X) for projection in projections)
+    every = [ops.repeat(x, 2 // x.shape[2], axis=2) for x in of_keys]  # as grouped attention does
+    context, _ = getattr(layer, _keras.COMPUTE_ATTENTION)(query, *every)
+    output = output_dense(context * _keras.gate(layer)(X))
     np.testing.assert_allclose(*map(ops.convert_to_numpy, (layer(X, X), output)), rtol=1e-5)
 
 
@@ -251,15 +270,39 @@ def test_the_gate():
     "sliding_window",
     breaks="our layer would see other keys by the causal mask or the sliding window than stock's",
 )
-def test_the_masks_that_a_layer_makes():
-    layer, steps = attention(), np.arange(5)
+@each_stock
+def test_the_masks_that_a_layer_makes(stock):
+    layer, steps = attention(stock), np.arange(5)
     assert _keras.sliding_window(layer) is None
     causal = ops.convert_to_numpy(layer._compute_attention_mask(X, X, use_causal_mask=True))
     np.testing.assert_array_equal(causal.reshape(5, 5), np.tril(np.ones((5, 5), bool)))
-    layer = attention(sliding_window=2)
+    layer = attention(stock, sliding_window=2)
     assert _keras.sliding_window(layer) == 2
     mask = ops.convert_to_numpy(layer._compute_attention_mask(X, X))
     np.testing.assert_array_equal(mask.reshape(5, 5), abs(steps[:, None] - steps) < 2)
+
+
+@relies_on(
+    "wants_scores want_scores",
+    breaks="grouped-query attention would return no probabilities, or compute them in vain",
+)
+def test_how_grouped_attention_is_asked_for_probabilities():
+    seen = []
+
+    class Mine(GQA):
+        def _compute_attention(self, *args, **kwargs):
+            seen.append(_keras.wants_scores(self))
+            return super()._compute_attention(*args, **kwargs)
+
+    layer = attention(Mine)
+    layer(X, X, return_attention_scores=True)
+    layer(X, X)
+    assert seen == [True, False]
+    _keras.want_scores(layer, True)
+    query, key, _ = (project(X) for project in _keras.projections(layer)[:3])
+    key = ops.repeat(key, 2, axis=2)
+    _, scores = getattr(layer, _keras.COMPUTE_ATTENTION)(query, key, key)
+    assert tuple(scores.shape) == (2, 2, 5, 5)
 
 
 @relies_on("get_keras_mask set_keras_mask", breaks="attention would see the padding of `mask_zero`")
@@ -536,25 +579,35 @@ def test_weights_are_filed_by_the_name_of_a_class(tmp_path):
     class PerHeadMaskedMultiHeadAttention(keras.layers.Dense):
         pass
 
-    model = keras.Sequential([keras.Input((3,)), PerHeadMaskedMultiHeadAttention(2)])
+    class PerHeadMaskedGroupedQueryAttention(keras.layers.Dense):
+        pass
+
+    layers = PerHeadMaskedMultiHeadAttention(2), PerHeadMaskedGroupedQueryAttention(2)
+    model = keras.Sequential([keras.Input((3,)), *layers])
     model.save_weights(tmp_path / "model.weights.h5")
     with h5py.File(tmp_path / "model.weights.h5") as file:
-        assert list(file["layers"]) == ["multi_head_attention"]
+        assert list(file["layers"]) == ["grouped_query_attention", "multi_head_attention"]
 
 
-@relies_on("has_in_file", breaks="weights of a layer that Keras could not build would be lost")
-def test_weights_are_read_from_a_place_in_a_file(tmp_path):
-    class Mine(MHA):
+@relies_on(
+    "has_in_file query_in_files",
+    breaks="weights of a layer that Keras could not build would be lost",
+)
+@each_stock
+def test_weights_are_read_from_a_place_in_a_file(stock, tmp_path):
+    part = _keras.query_in_files(attention(stock))
+
+    class Mine(stock):
         def load_own_variables(self, store):
-            seen.extend(_keras.has_in_file(store, part) for part in ("query_dense", "no_dense"))
+            seen.extend(_keras.has_in_file(store, name) for name in (part, "no_dense"))
 
     seen = []
     x = keras.Input((5, 8))
-    for cls in (MHA, Mine):
-        model = keras.Model(x, cls(2, 4, name="attention")(x, x))
-        if cls is MHA:
+    for cls in (stock, Mine):
+        model = keras.Model(x, attention(cls)(x, x))
+        if cls is stock:
             model.save_weights(tmp_path / "model.weights.h5")
-    Mine.__name__ = MHA.__name__  # files know a layer by it
+    Mine.__name__ = stock.__name__  # files know a layer by it
     model.load_weights(tmp_path / "model.weights.h5")
     assert seen == [True, False]
     assert not _keras.has_in_file({}, "query_dense")

@@ -51,8 +51,9 @@ def dot_product_attention(
 
     Args:
         query: `(B, T, H, D)`.
-        key: `(B, S, H, D)`.
-        value: `(B, S, H, Dv)`.
+        key: `(B, S, Hk, D)`. Hk divides H: query head h reads key head h // (H / Hk). Tiles do not
+            repeat the keys and values.
+        value: `(B, S, Hk, Dv)`.
         mask: Boolean or integer, True = may attend: `(T, S)`, `(B, T, S)` or
             `(B or 1, H or 1, T, S)`.
         mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
@@ -138,8 +139,8 @@ class Request:
     """One call of attention, whoever makes it."""
 
     query: Tensor  # (B, T, H, D)
-    key: Tensor  # (B, S, H, D)
-    value: Tensor  # (B, S, H, Dv)
+    key: Tensor  # (B, S, Hk, D); Hk divides H, and query head h reads key head h // (H / Hk)
+    value: Tensor  # (B, S, Hk, Dv)
     rule: MaskSpec | None = None  # everything that restricts, as one spec
     bound: Any = None  # the prepared mask inputs of `rule`: a `Bound`
     _: dataclasses.KW_ONLY
@@ -154,6 +155,11 @@ class Request:
     # Makes the whole mask, boolean of rank 4, for a caller that has it, or shares it with other
     # layers; by default `rule` is evaluated. Without `rule`, all that restricts.
     make_mask: Callable[[], Mask | None] | None = None
+
+    @property
+    def sharing(self) -> int:
+        """How many query heads share a key head."""
+        return parts.sharing_of(self.query, self.key)
 
 
 def attend(request: Request) -> tuple[Tensor, Tensor | None]:
@@ -247,8 +253,8 @@ def _is_tiled(request: Request) -> bool:
     # A symbolic Keras tensor cannot enter a loop of the backend's.
     symbolic = keras.backend.is_keras_tensor(request.query)
     offset, obstacle = request.query_offset, None
-    changes = request.soft_cap, request.bias
-    if request.wants_probabilities or symbolic or changes != (None, None):
+    is_changed = request.soft_cap is not None or request.bias is not None
+    if request.wants_probabilities or symbolic or is_changed:
         obstacle = (
             "returned probabilities, a soft cap, a bias and symbolic Keras tensors need all logits."
         )
@@ -295,7 +301,9 @@ def _tiled(request: Request) -> Tensor:
 
     heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
     assert request.rule is not None
-    of_all = Part(request.rule, heads, request.bound, request.scale, tuning)
+    of_all = Part(
+        request.rule, heads, request.bound, request.scale, tuning, sharing=request.sharing
+    )
     by_head = functools.partial(head_by_head.attend, of_all, *operands)
     queries, keys = (x.shape[1] for x in operands[:2])
     if None in (queries, keys):
@@ -307,12 +315,20 @@ def _tiled(request: Request) -> Tensor:
 
 
 def _parts(request: Request) -> list[Part]:
-    """Heads with equal rules together; all of them where a slice of heads crosses devices."""
+    """Heads with equal rules together; all of them where a slice of heads crosses devices.
+
+    In each part every key head is read by equally many.
+    """
     rest, heads = (request.bound, request.scale, current_tuning()), request.query.shape[2]
     groups = head_groups(request.rule, heads)
     if evaluation.heads_are_spread():
         groups = [(request.rule, tuple(range(heads)))]
-    return [Part(rule, heads, *rest) for rule, heads in groups]
+    made = []
+    for rule, of_rule in groups:
+        for members in parts.of_equal_sharing(of_rule, request.sharing):
+            keys = parts.key_heads(members, request.sharing)
+            made.append(Part(rule, members, *rest, sharing=len(members) // len(keys)))
+    return made
 
 
 def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
@@ -327,7 +343,9 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
         if request.dropout:
             rows = parts.of_heads(drawn.rows, part.heads, axis=1)
             part = part._replace(dropout=drawn._replace(rows=rows))
-        of_part = [parts.of_heads(x, part.heads, axis=2) for x in operands]
+        of_keys = parts.key_heads(part.heads, request.sharing)
+        which = part.heads, of_keys, of_keys
+        of_part = [parts.of_heads(x, own, 2) for x, own in zip(operands, which, strict=True)]
         # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph
         # of one size. Unrolled in Python, the same tiles train in less time if they are few.
         is_few = known and queries <= part.tuning.most_unrolled * part.tile

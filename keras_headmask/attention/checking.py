@@ -16,7 +16,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 
 
 def check_operands(**operands: Tensor) -> None:
-    """Floats of shape `(batch, length, heads, size)` that agree."""
+    """Floats of shape `(batch, length, heads, size)` that agree; the key heads may be fewer."""
     received = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
     query, key, value = operands.values()
     if any(len(x.shape) != 4 for x in (query, key, value)):
@@ -27,12 +27,18 @@ def check_operands(**operands: Tensor) -> None:
     dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
     if any("float" not in dtype for dtype in dtypes.values()):
         raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    every = query, key, value
-    same = ((0, every), (1, (key, value)), (2, every), (3, (query, key)))
+    of_keys = key, value
+    same = ((0, (query, key, value)), (1, of_keys), (2, of_keys), (3, (query, key)))
     if any(len({x.shape[axis] for x in those} - {None}) > 1 for axis, those in same):
         raise ValueError(
-            "`query` (B, T, H, D), `key` (B, S, H, D) and `value` (B, S, H, Dv) do not fit. "
-            f"Received: {received}. (Fewer key heads than query heads: repeat the keys and values.)"
+            "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
+            f"Received: {received}."
+        )
+    heads, key_heads = query.shape[2], key.shape[2]
+    if heads != key_heads and None not in (heads, key_heads) and heads % (key_heads or heads + 1):
+        raise ValueError(
+            f"The number of key heads must divide the number of query heads: {key_heads} does not "
+            f"divide {heads}. Received: {received}."
         )
 
 

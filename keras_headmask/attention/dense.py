@@ -11,6 +11,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import finite
+from keras_headmask.attention.parts import sharing_of
 from keras_headmask.masks import Mask, Tensor
 
 
@@ -31,12 +32,17 @@ def attend(
     that float32 resolves to better than 64; a bias may lie anywhere. Without `may_branch` the graph
     has no branch for operands that are all finite.
 
+    Of fewer key heads than query heads each is repeated for the queries that share it.
+
     Returns the context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before `drop`, both in
     the dtype of `value`.
     """
     # (`result_type` would make float64 float32 on JAX and torch.)
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
+    sharing = sharing_of(query, key)
+    if sharing != 1:
+        key, value = (ops.repeat(x, sharing, axis=2) for x in (key, value))
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
     given = query, key, value
     if mask is not None:

@@ -4,7 +4,8 @@ Where one tile would hold a whole sequence there is little to skip, and what cos
 logits of a batch are written and read again by each operation on them. Those of some rows, one head
 of one example each, stay in the processor's cache. As in the loop over tiles, the backward pass
 computes them again instead of keeping them. A step takes well under a millisecond, so it has few
-operations beside its products: what can be is made once, before the loop.
+operations beside its products: what can be is made once, before the loop. Keys and values that
+query heads share are repeated within a step alone.
 """
 
 from collections.abc import Callable
@@ -32,10 +33,19 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return _over_heads(part, _context, 1, *operands)[0]
 
     def backward(*given: Tensor) -> tuple:
-        d_query, d_key, d_value = _over_heads(part, _gradients, 3, *given)
-        return d_query * part.scale, d_key, d_value
+        d_query, *of_keys = _over_heads(part, _gradients, 3, *given)
+        return d_query * part.scale, *(_summed(gradient, part.sharing) for gradient in of_keys)
 
     return computed_again(forward, backward, query, key, value)
+
+
+def _summed(gradient: Tensor, sharing: int) -> Tensor:
+    """`(B, S, H, size)`, summed over the heads that share a key head: `(B, S, Hk, size)`."""
+    if sharing == 1:
+        return gradient
+    batch, length, heads, size = tf.unstack(tf.shape(gradient))
+    by_key = tf.reshape(gradient, [batch, length, heads // sharing, sharing, size])
+    return tf.reduce_sum(by_key, axis=3)
 
 
 # Both are of some rows, `(n, L, size)` each.
@@ -82,12 +92,30 @@ def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tens
     return lambda begin, size: tf.gather(different, tf.slice(place, begin[:1], size[:1]))
 
 
+def _rows_of(
+    tensor: Tensor, heads: tuple[int, ...], sharing: int
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Gives the rows in a slice, `(n, L, size)`, of query `heads`, each of which has a row.
+
+    `tensor`: `(H, B, L, size)`; `(H / sharing, B, L, size)` for heads that share.
+    """
+    if sharing == 1:
+        rows = _as_rows(of_heads(tensor, heads, axis=0))
+        # (A slice along the first axis copies nothing.)
+        return lambda begin, size: tf.slice(rows, begin, size)
+    every, batch = _as_rows(tensor), tf.shape(tensor)[1]
+    read = tf.constant([head // sharing for head in heads])
+    place = tf.reshape(read[:, None] * batch + tf.range(batch), [-1])
+    return lambda begin, size: tf.gather(every, tf.slice(place, begin[:1], size[:1]))
+
+
 def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others: Tensor) -> tuple:
     """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
     logits_of_a_row = queries * tf.shape(others[0])[1]
     rows = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
+    sharing = [part.sharing if place in (1, 2) else 1 for place in range(len(operands))]
     groups = part.groups()
     steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
     arrays = tuple(
@@ -99,15 +127,14 @@ def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others
         arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Tensor, count: Tensor
     ) -> tuple:
         """Write the results of the heads with one rule, after the `done` that are there."""
-        own = [_as_rows(of_heads(tensor, of_rule, axis=0)) for tensor in operands]
+        own = [_rows_of(x, of_rule, n) for x, n in zip(operands, sharing, strict=True)]
 
         def masked_by(masks: Callable | None) -> tuple:
             def body(i: Tensor, arrays: tuple) -> tuple:
                 first = i * rows
                 begin = tf.stack([first, 0, 0])
                 size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
-                # (A slice along the first axis copies nothing.)
-                of_step = [tf.slice(tensor, begin, size) for tensor in own]
+                of_step = [rows_in(begin, size) for rows_in in own]
                 made = step(masks and masks(begin, size), *of_step)
                 written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
                 return i + 1, tuple(written)

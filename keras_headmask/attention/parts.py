@@ -1,4 +1,4 @@
-"""What the tiled implementations share: the heads of one rule, slices, and dropout."""
+"""What the tiled implementations share: heads of one rule and their keys, slices, dropout."""
 
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ class Part(NamedTuple):
     scale: float
     tuning: Tuning
     dropout: "Dropout | None" = None
+    sharing: int = 1  # how many of the heads, side by side, share a key head
 
     def groups(self) -> list[tuple[MaskSpec, tuple[int, ...]]]:
         """Each rule that some of the heads obey, with the places of these among them."""
@@ -47,6 +48,49 @@ def of_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
     if len(heads) != last - first + 1:
         return ops.take(tensor, list(heads), axis=axis)
     return tensor if len(heads) == tensor.shape[axis] else cut(tensor, axis, first, last + 1)
+
+
+def sharing_of(query: Tensor, key: Tensor) -> int:
+    """How many query heads share a key head; both tensors are `(B, L, heads, size)`."""
+    heads, of_keys = query.shape[2], key.shape[2]
+    return 1 if heads == of_keys or None in (heads, of_keys) else heads // of_keys
+
+
+def key_heads(heads: tuple[int, ...], sharing: int) -> tuple[int, ...]:
+    """The key heads that query `heads` read, where `sharing` query heads read each."""
+    return tuple(dict.fromkeys(head // sharing for head in heads))
+
+
+def of_equal_sharing(heads: tuple[int, ...], sharing: int) -> list[tuple[int, ...]]:
+    """`heads`, sorted, in sets: in each, every key head is read by equally many."""
+    readers: dict[int, list[int]] = {}
+    for head in heads:
+        readers.setdefault(head // sharing, []).append(head)
+    sets: dict[int, list[int]] = {}
+    for of_key in readers.values():
+        sets.setdefault(len(of_key), []).extend(of_key)
+    return [tuple(heads) for heads in sets.values()]
+
+
+# Keys are not repeated for the query heads that share them: rows of these heads, one head after the
+# other, stand in the products as rows of one head. What such a product sums over rows, as gradients
+# of keys, is so summed over these heads, too.
+
+
+def folded(rows: Tensor, sharing: int) -> Tensor:
+    """`(B, H, L, size)` as `(B, H / sharing, sharing * L, size)`."""
+    if sharing == 1:
+        return rows
+    batch, heads, length, size = ops.shape(rows)
+    return ops.reshape(rows, (batch, heads // sharing, sharing * length, size))
+
+
+def unfolded(rows: Tensor, sharing: int) -> Tensor:
+    """What was `folded`, as it was."""
+    if sharing == 1:
+        return rows
+    batch, heads, length, size = ops.shape(rows)
+    return ops.reshape(rows, (batch, heads * sharing, length // sharing, size))
 
 
 def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:

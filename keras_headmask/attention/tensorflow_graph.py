@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_headmask import _keras
 from keras_headmask.attention import finite
+from keras_headmask.attention.parts import folded, unfolded
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
@@ -108,14 +109,29 @@ def computed_again(forward: Callable, backward: Callable, *operands: Tensor) -> 
     )
 
 
+def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:
+    """`rows @ keys`, rows of every query head by keys (or values) of the key head that it reads."""
+    product = tf.matmul(folded(rows, sharing), keys, transpose_b=transpose_b)
+    return unfolded(product, sharing)
+
+
+def sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
+    """`pairs^T @ rows`, summed over the query heads that share a key head."""
+    return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
+
+
 def logits_of(
-    queries: Tensor, keys: Tensor, allowed: Mask | None, whole_rows: bool = True
+    queries: Tensor,
+    keys: Tensor,
+    allowed: Mask | None,
+    whole_rows: bool = True,
+    sharing: int = 1,
 ) -> tuple[Tensor, Mask | None]:
     """The logits, -inf where hidden, and which rows see something (`None`: all do).
 
     With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN.
     """
-    logits = tf.matmul(queries, keys, transpose_b=True)
+    logits = product_of(queries, keys, sharing, transpose_b=True)
     if allowed is None:
         return logits, None
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)

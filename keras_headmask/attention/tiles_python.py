@@ -14,7 +14,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.attention import finite
-from keras_headmask.attention.parts import Part, cut
+from keras_headmask.attention.parts import Part, cut, folded, unfolded
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
@@ -71,7 +71,10 @@ def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
 
 
 def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
+
+    H = `part.sharing` * Hk.
+    """
     backend = keras.backend.backend()
     if backend == "jax" or is_forward_only():
         return _forward(part, plan, *finite.marked(query, key, value))
@@ -102,7 +105,7 @@ def _forward(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) 
         half = len(blocks) // 2
         tile = _Tile.of(part, groups, plan, number, queries, blocks[:half])
         probabilities = part.dropped(tile.probabilities, tile.cuts)
-        return tile.alive_or_0(ops.einsum("bhts,bhsd->bhtd", probabilities, _joined(blocks[half:])))
+        return tile.alive_or_0(_weighted(probabilities, _joined(blocks[half:]), part.sharing))
 
     contexts = []
     for number, rows in enumerate(queries):
@@ -150,7 +153,7 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
         # A row whose logits overflow is NaN, which hidden keys must not get.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
-        d_probabilities = ops.einsum("bhtd,bhsd->bhts", d_context, tile_values)
+        d_probabilities = _of_pairs(d_context, tile_values, part.sharing)
         d_probabilities = part.dropped(d_probabilities, tile.cuts)
         if delta is None:  # a hidden value may let its gradient overflow
             d_probabilities = tile.allowed_or_0(d_probabilities)
@@ -158,10 +161,10 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
         else:
             of_tile = delta[number]
         d_logits = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
-        d_queries.append(ops.einsum("bhts,bhsd->bhtd", d_logits, tile_keys) * part.scale)
-        d_tile_keys = ops.einsum("bhts,bhtd->bhsd", d_logits, queries)
+        d_queries.append(_weighted(d_logits, tile_keys, part.sharing) * part.scale)
+        d_tile_keys = _for_keys(d_logits, queries, part.sharing)
         kept_probabilities = part.dropped(tile.probabilities, tile.cuts)
-        d_tile_values = ops.einsum("bhts,bhtd->bhsd", kept_probabilities, d_context)
+        d_tile_values = _for_keys(kept_probabilities, d_context, part.sharing)
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
             for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
                 of_blocks[block].append(d_block)
@@ -208,14 +211,14 @@ class _Tile(NamedTuple):
             WHOLE.batch,
         )
         keys = _joined(blocks)
-        # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
-        product = functools.partial(ops.einsum, "bhtd,bhsd->bhts")
         is_jax = keras.backend.backend() == "jax"
         if is_jax:  # whose gradient is that of what stands here
-            marks = finite.marks(queries, keys, heads_first=True)
-            logits = product(*finite.zeroed(queries, keys)) + marks
+            marks = finite.marks(folded(queries, part.sharing), keys, heads_first=True)
+            zeroed_queries, zeroed_keys = finite.zeroed(queries, keys)
+            logits = _of_pairs(zeroed_queries, zeroed_keys, part.sharing)
+            logits = logits + unfolded(marks, part.sharing)
         else:
-            logits = product(queries, keys)
+            logits = _of_pairs(queries, keys, part.sharing)
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = tile_of_heads(groups, part.bound, part.heads, cuts)
@@ -232,6 +235,25 @@ class _Tile(NamedTuple):
 
     def alive_or_0(self, rows: Tensor) -> Tensor:
         return rows if self.alive is None else ops.where(self.alive, rows, ops.zeros_like(rows))
+
+
+# Not `matmul`, which Keras computes in float32 on torch, float64 or not.
+
+
+def _of_pairs(queries: Tensor, keys: Tensor, sharing: int) -> Tensor:
+    """The products of queries and keys, or of what belongs to these: `(B, H, T, S)`."""
+    product = ops.einsum("bhtd,bhsd->bhts", folded(queries, sharing), keys)
+    return unfolded(product, sharing)
+
+
+def _weighted(pairs: Tensor, values: Tensor, sharing: int) -> Tensor:
+    """Sums of values (or keys), by numbers for each pair: `(B, H, T, size)`."""
+    return unfolded(ops.einsum("bhts,bhsd->bhtd", folded(pairs, sharing), values), sharing)
+
+
+def _for_keys(pairs: Tensor, queries: Tensor, sharing: int) -> Tensor:
+    """Sums of queries, and over the heads that share a key: `(B, Hk, S, size)`."""
+    return ops.einsum("bhts,bhtd->bhsd", folded(pairs, sharing), folded(queries, sharing))
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

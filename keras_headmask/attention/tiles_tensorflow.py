@@ -17,7 +17,9 @@ from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
     logits_of,
+    product_of,
     shared,
+    sum_for_keys,
     times,
 )
 from keras_headmask.masks import Mask, Tensor
@@ -29,7 +31,12 @@ _DEAD = 1e30  # the log-sum of a fully masked row: exp(logit - _DEAD) is 0
 
 @shared
 def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value`."""
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
+
+    H = `part.sharing` * Hk.
+    """
+    product = functools.partial(product_of, sharing=part.sharing)
+    for_keys = functools.partial(sum_for_keys, sharing=part.sharing)
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = _heads_first(key), _heads_first(value)
@@ -37,7 +44,7 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         def tile(visit: Visit) -> tuple:
             logits, alive = _logits(part, visit, visit.rows(query) * part.scale, visit.runs(key))
             probabilities = part.dropped(tf.nn.softmax(logits), visit.cuts)
-            return (alive_or_0(alive, tf.matmul(probabilities, visit.runs(value))),)
+            return (alive_or_0(alive, product(probabilities, visit.runs(value))),)
 
         return _over_tiles(part, query, tile, False, 4)[0]
 
@@ -55,10 +62,10 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             # The largest probability is exp(its logit - log_sum).
             log_sum = tf.reduce_max(logits, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
             values = visit.runs(values_first)
-            d_probabilities = tf.matmul(visit.rows(upstream), values, transpose_b=True)
+            d_probabilities = product(visit.rows(upstream), values, transpose_b=True)
             d_probabilities = part.dropped(d_probabilities, visit.cuts)
             d_logits = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
-            d_query = alive_or_0(alive, tf.matmul(d_logits, keys) * part.scale)
+            d_query = alive_or_0(alive, product(d_logits, keys) * part.scale)
             if alive is not None:
                 # (NaN or inf where logits overflow, which hidden keys must not get.)
                 counts = tf.squeeze(alive, -1) & tf.math.is_finite(log_sum)
@@ -75,12 +82,12 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             queries = queries * part.scale
             logits, _ = _logits(part, visit, queries, visit.rows(key), whole_rows=False)
             probabilities = tf.exp(logits - sums[..., None])
-            d_probabilities = tf.matmul(d_context, visit.rows(value), transpose_b=True)
+            d_probabilities = product(d_context, visit.rows(value), transpose_b=True)
             d_probabilities = part.dropped(d_probabilities, visit.cuts)
             d_logits = times(probabilities, d_probabilities - of_delta[..., None])
             return (
-                tf.matmul(d_logits, queries, transpose_a=True),
-                tf.matmul(part.dropped(probabilities, visit.cuts), d_context, transpose_a=True),
+                for_keys(d_logits, queries),
+                for_keys(part.dropped(probabilities, visit.cuts), d_context),
             )
 
         return d_query, *_over_tiles(part, query, to_keys, True, 4, 4)
@@ -97,13 +104,14 @@ def _logits(
         allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
-        return logits_of(queries, keys, allowed, whole_rows)
+        return logits(queries, keys, allowed, whole_rows)
 
     def plain() -> tuple[Tensor, Mask]:
-        return logits_of(queries, keys, None)[0], tf.ones([1, 1, 1, 1], tf.bool)
+        return logits(queries, keys, None)[0], tf.ones([1, 1, 1, 1], tf.bool)
 
+    logits = functools.partial(logits_of, sharing=part.sharing)
     if part.rule.constant:
-        return logits_of(queries, keys, None)
+        return logits(queries, keys, None)
     # The product stands in each branch, so that a branch may write over it.
     return masked() if visit.needs_mask is None else tf.cond(visit.needs_mask, masked, plain)
 

@@ -13,12 +13,23 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
-from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention, dropout_of
+from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
+from keras_headmask.layers.masked import dropout_of
+from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.positions import Window
 
 _OPERANDS = "query", "key", "value", "attention_mask"
 _DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}
+
+
+# Whose code a `Request` says all of.
+_OF_KERAS = (
+    keras.layers.MultiHeadAttention,
+    keras.layers.GroupQueryAttention,
+    PerHeadMaskedMultiHeadAttention,
+    PerHeadMaskedGroupedQueryAttention,
+)
 
 
 class Attention:
@@ -68,8 +79,7 @@ class Attention:
     @property
     def has_own_code(self) -> bool:
         """Whether the class, or a flash kernel, must compute attention, by a mask of rank 4."""
-        classes = keras.layers.MultiHeadAttention, PerHeadMaskedMultiHeadAttention
-        known = [getattr(cls, self.hook) for cls in classes]
+        known = [getattr(cls, self.hook) for cls in _OF_KERAS]
         return bool(
             looking.uses_flash(self.layer)
             or getattr(type(self.layer), self.hook) not in known
@@ -108,6 +118,25 @@ class Attention:
 def _held(name: str) -> Any:
     """An attribute of the layer; KerasHub's classes name some with an underscore before them."""
     return property(lambda self: _keras.part(self.layer, name))
+
+
+class GroupQuery(Attention):
+    """`keras.layers.GroupQueryAttention`: keys come repeated to all query heads."""
+
+    num_heads = _held("num_query_heads")
+    num_key_heads = _held("num_key_value_heads")
+    key_repeats = _held("num_repeats")
+    head_dim = _held("head_dim")
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # It keeps what is wanted on itself.
+        kwargs = {"return_attention_scores": _keras.wants_scores(self.layer)} | kwargs
+        return super().arguments(*args, **kwargs)
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        given = dict(arguments)
+        _keras.want_scores(self.layer, given.pop("return_attention_scores"))
+        return compute(**given)
 
 
 class Grouped(Attention):
@@ -262,6 +291,8 @@ def adapter_of(layer: Any) -> Attention | None:
     """What the hook must know of an attention layer; `None` if no rule reaches its class."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
         return Attention(layer)
+    if isinstance(layer, keras.layers.GroupQueryAttention):
+        return GroupQuery(layer)
     for cls in type(layer).__mro__:
         if found := _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}"):
             return found(layer)

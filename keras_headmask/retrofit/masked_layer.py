@@ -17,10 +17,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
-from keras_headmask.layers.multi_head import (
-    PerHeadMaskedMultiHeadAttention,
-    supports_unknown_lengths,
-)
+from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
 from keras_headmask.retrofit import frames, head_cache, obeying
 from keras_headmask.retrofit.families import adapter_of
 from keras_headmask.retrofit.frames import LayerRule
@@ -194,7 +191,7 @@ def unmask(layer: Any) -> None:
         object.__setattr__(layer, "__class__", layer._stock_class)
         for name in _own(layer):
             layer.__dict__.pop(name, None)
-        if isinstance(layer, PerHeadMaskedMultiHeadAttention):
+        if isinstance(layer, MaskedAttention):
             own = layer.mask_spec
             layer.__dict__["_restricts"] = own is not None and restricts(own, layer.num_heads)
 
@@ -215,7 +212,7 @@ def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
     outer = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
     kept.insert(next(outer, len(kept)), rule)  # the innermost first, as files have them
     state.rules = tuple(kept)
-    if rule.replaces and isinstance(layer, PerHeadMaskedMultiHeadAttention):
+    if rule.replaces and isinstance(layer, MaskedAttention):
         layer.__dict__["_restricts"] = False
 
 

@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import looking
-from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
+from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit import frames, obeying
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
@@ -185,7 +185,7 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
 
 def _is_our_own(layer: keras.Layer) -> bool:
     is_free = looking.held(layer, adapted(layer).hook) is None
-    ours = isinstance(layer, PerHeadMaskedMultiHeadAttention) and is_free
+    ours = isinstance(layer, MaskedAttention) and is_free
     return ours and "key_mask" in inspect.signature(layer.call).parameters
 
 

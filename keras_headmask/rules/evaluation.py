@@ -269,8 +269,13 @@ def bind(
                     bound[leaf][name] = Sides(query, key)
             for name, value in bound[leaf].items():
                 if isinstance(value, Sides):
-                    positions = beside.query_positions, beside.key_positions
-                    bound[leaf][name] = Sides(*map(_of_length, value, positions))
+                    read = leaf.inputs[name].sides if name in leaf.inputs else ("query", "key")
+                    query, key = value
+                    if "query" in read:
+                        query = _of_length(query, beside.query_positions)
+                    if "key" in read:
+                        key = _of_length(key, beside.key_positions)
+                    bound[leaf][name] = Sides(query, key)
     return beside._replace(leaf_inputs=bound)
 
 

@@ -1,7 +1,6 @@
 """Tiles equal the definition: any rule, any lengths, any backend, forward and gradient."""
 
 import dataclasses
-import math
 
 import keras
 import numpy as np
@@ -11,6 +10,7 @@ from contract import gradient, numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
+from largest import largest_in_jax, largest_in_torch
 from strategies import FEW, MANY, cases
 from tiled_contract import (
     BACKEND,
@@ -238,43 +238,6 @@ def test_a_rule_that_says_nothing_of_tiles(tiny):
 
 
 # ---------------------------------------------------------------- memory, off TensorFlow
-
-
-def largest_in_jax(function, *arrays):
-    """The size of the largest array that a traced function makes, in what it calls too."""
-    import jax
-
-    def sizes(jaxpr):
-        for equation in jaxpr.eqns:
-            yield from (math.prod(out.aval.shape) for out in equation.outvars)
-            for inner in jax.tree.leaves(
-                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-            ):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from sizes(inner)
-
-    return max(sizes(jax.make_jaxpr(function)(*arrays).jaxpr))
-
-
-def largest_in_torch(function, *arrays):
-    """The size of the largest tensor that any operation gives while the function runs."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            out = operation(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest[0] = max(largest[0], tensor.numel())
-            return out
-
-    with Watch():
-        function(*arrays)
-    return largest[0]
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="its graphs are looked through elsewhere")

@@ -9,6 +9,7 @@ from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
+from largest import shapes_in
 from strategies import FEW, cases
 from tiled_contract import (
     ALWAYS,
@@ -274,25 +275,6 @@ def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys)
                 )
 
 
-def shapes_in(graph, seen=None):
-    """The static shape of every tensor in a graph and in the functions that it calls."""
-    from tensorflow.python.framework import func_graph
-
-    seen = set() if seen is None else seen
-    if id(graph) in seen:
-        return
-    seen.add(id(graph))
-    for op in graph.get_operations():
-        for out in op.outputs:
-            if out.shape.rank is not None:
-                yield op.type, out.shape.as_list()
-        for attribute in op.node_def.attr.values():
-            if attribute.HasField("func"):
-                inner = graph._get_function(attribute.func.name)
-                if inner is not None and isinstance(inner.graph, func_graph.FuncGraph):
-                    yield from shapes_in(inner.graph, seen)
-
-
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
@@ -351,7 +333,7 @@ def test_layers_with_one_rule_share_their_loops():
 def test_tiles_give_no_probabilities(asked):
     qkv = operands(1, 5, 5, 2)
     with pytest.raises(
-        ValueError, match="`tiled=True` is not possible here: returned probabilities, a bias"
+        ValueError, match="`tiled=True` is not possible here: returned probabilities, a soft cap"
     ):
         attend(qkv, hm.Window(1, 1), **asked)
     attend(qkv, hm.Window(1, 1), tiled=None, **asked)

@@ -6,7 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from contract import normal, numpy
+from contract import GROUPED, MULTI_HEAD, normal, numpy
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -20,8 +20,12 @@ IDS = np.array([[1, 1, 2, 2, 2]])
 
 
 def layer_on(ids, spec):
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=spec)
+    layer = MULTI_HEAD.layer(2, 4, mask_spec=spec)
     return layer(normal(4, 5, 8), mask_inputs={"ids": ids})
+
+
+def grouped_on(ids, spec):
+    return GROUPED.layer(2, 4, mask_spec=spec)(normal(4, 5, 8), mask_inputs={"ids": ids})
 
 
 def attention_on(ids, spec):
@@ -35,7 +39,7 @@ def retrofitted_on(ids, spec):
     return hm.apply_head_masks(model, spec)([normal(4, 5, 8), ids])
 
 
-@pytest.mark.parametrize("call", [layer_on, attention_on, retrofitted_on])
+@pytest.mark.parametrize("call", [layer_on, grouped_on, attention_on, retrofitted_on])
 @pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.KeyFlag("ids")], ids=repr)
 def test_ids_of_one_example_do_not_serve_a_batch(call, spec):
     with pytest.raises(ValueError, match=r"'ids'\]` has 1 examples where the batch has 4.*repeat"):
@@ -71,7 +75,8 @@ def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
     for call in (
         lambda: hm.and_masks(mask),
         lambda: hm.dot_product_attention(X, KEYS, KEYS, mask=mask),
-        lambda: hm.PerHeadMaskedMultiHeadAttention(2, 4)(normal(1, 5, 8), attention_mask=mask),
+        lambda: MULTI_HEAD.layer(2, 4)(normal(1, 5, 8), attention_mask=mask),
+        lambda: GROUPED.layer(2, 4)(normal(1, 5, 8), attention_mask=mask),
         lambda: hm.make_mask(hm.MaskInput("m"), 2, 5, mask_inputs={"m": mask}),
         lambda: hm.not_mask(keras.ops.convert_to_tensor(mask)),
     ):
@@ -115,13 +120,17 @@ def decoded(spec=None, queries=2, **more):
     return hm.dot_product_attention(X[:, :queries], KEYS, KEYS, mask_spec=spec, **more)
 
 
-def by_layer(spec=None, queries=2, causal=False, **more):
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=spec)
+def by_layer(spec=None, queries=2, causal=False, kind=MULTI_HEAD, **more):
+    layer = kind.layer(2, 4, mask_spec=spec)
     x = normal(4, 5, 8)
     return layer(x[:, :queries], x, use_causal_mask=causal, **more)
 
 
-@pytest.mark.parametrize("call", [decoded, by_layer])
+def by_grouped(spec=None, **more):
+    return by_layer(spec, kind=GROUPED, **more)
+
+
+@pytest.mark.parametrize("call", [decoded, by_layer, by_grouped])
 @pytest.mark.parametrize("spec", ON_POSITIONS, ids=repr)
 def test_fewer_queries_than_keys_and_no_offset_warns(call, spec):
     with pytest.warns(UserWarning, match=FORGOTTEN):
@@ -134,9 +143,9 @@ def test_fewer_queries_than_keys_and_no_offset_warns(call, spec):
         call(spec, query_offset=3)
 
 
-def test_the_causal_flag_warns_too():
+def test_the_causal_flag_warns_too(kind):
     with pytest.warns(UserWarning, match=FORGOTTEN):
-        by_layer(causal=True)
+        by_layer(causal=True, kind=kind)
 
 
 @pytest.mark.parametrize("spec", [None, hm.Full(), hm.Keys(1), hm.MaskInput("m")], ids=repr)
@@ -146,18 +155,23 @@ def test_what_does_not_read_the_positions_of_queries_does_not_warn(spec):
         warnings.simplefilter("error", UserWarning)
         decoded(spec, **given)
         by_layer(spec, **given)
+        by_grouped(spec, **given)
 
 
 # --- XLA ---
 
 
-def model_of(length, retrofit):
+def model_of(length, holds):
+    """A model of one attention layer: one of ours, or one under `apply_head_masks`."""
     keras.utils.set_random_seed(1)
     x = keras.Input((length, 8))
-    if retrofit:
+    if holds == "retrofitted":
         y = keras.layers.MultiHeadAttention(2, 4)(x, x)
         return hm.apply_head_masks(keras.Model(x, y), hm.Window(2, 0))
-    return keras.Model(x, hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 0))(x))
+    return keras.Model(x, holds.layer(2, 4, mask_spec=hm.Window(2, 0))(x))
+
+
+each_holder = pytest.mark.parametrize("holds", [MULTI_HEAD, GROUPED, "retrofitted"], ids=str)
 
 
 def trained(model, jit_compile):
@@ -167,19 +181,19 @@ def trained(model, jit_compile):
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("retrofit", [False, True], ids=["layer", "retrofitted"])
-def test_xla_trains_where_lengths_are_known(retrofit):
-    compiled = model_of(5, retrofit)
+@each_holder
+def test_xla_trains_where_lengths_are_known(holds):
+    compiled = model_of(5, holds)
     weights = trained(compiled, True)
     assert compiled.jit_compile is True
-    for one, other in zip(weights, trained(model_of(5, retrofit), False), strict=True):
+    for one, other in zip(weights, trained(model_of(5, holds), False), strict=True):
         assert_close(one, other)
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("retrofit", [False, True], ids=["layer", "retrofitted"])
-def test_why_there_is_no_xla_where_lengths_are_unknown(retrofit):
-    model = model_of(None, retrofit)
+@each_holder
+def test_why_there_is_no_xla_where_lengths_are_unknown(holds):
+    model = model_of(None, holds)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model.compile("sgd", "mse")
@@ -194,9 +208,9 @@ def test_why_there_is_no_xla_where_lengths_are_unknown(retrofit):
 
 
 @pytest.mark.parametrize("name", ["query_mask", "value_mask", "key_mask"])
-def test_an_additive_keras_mask_is_refused(name):
+def test_an_additive_keras_mask_is_refused(kind, name):
     additive = np.array([[0] * 5 + [-10000] * 3] * 2)
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4)
+    layer = kind.layer(2, 4)
     with pytest.raises(ValueError, match=rf"`{name}` holds the integer -10000.*from_additive"):
         layer(np.ones((2, 8, 8), "float32"), **{name: additive})
     layer(np.ones((2, 8, 8), "float32"), **{name: (additive == 0).astype("int32")})

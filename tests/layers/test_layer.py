@@ -1,11 +1,11 @@
-"""The layer against NumPy loops, and the traps by name."""
+"""Our layers against NumPy loops, and the traps by name."""
 
 from dataclasses import dataclass
 
 import keras
 import numpy as np
 import pytest
-from contract import by_hand, gradient, normal, numpy, random_biases
+from contract import MULTI_HEAD, by_hand, gradient, normal, numpy
 from keras import ops
 from tolerance import assert_close
 
@@ -13,14 +13,6 @@ import keras_headmask as hm
 from keras_headmask import _keras
 
 Layer = hm.PerHeadMaskedMultiHeadAttention
-
-
-def make(num_heads=3, dim=8, dtype=None, **kwargs):
-    """A built layer of `dim` features whose biases are not 0."""
-    layer = Layer(num_heads, key_dim=4, dtype=dtype, **kwargs)
-    layer.build((None, None, dim), (None, None, dim))
-    random_biases(layer)
-    return layer
 
 
 def with_mask(x, mask):
@@ -42,9 +34,9 @@ PADDED = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], bool)  # 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(batch, heads):
+def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(kind, batch, heads):
     """B == H, B != H, B == 1, H == 1: stock Keras fails or mis-broadcasts some of them."""
-    layer = make(heads)
+    layer = kind.built(heads)
     x = normal(batch, 5, 8)
     padding = PADDED[:batch]
     mask = np.random.default_rng(1).random((batch, heads, 5, 5)) < 0.6
@@ -56,9 +48,9 @@ def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(batch, heads):
     assert (numpy(scores)[~merged] == 0).all()
 
 
-def test_everything_that_restricts_is_anded():
+def test_everything_that_restricts_is_anded(kind):
     spec = hm.PerHead({0: hm.SameSegment("ids"), 2: ~hm.Chunk(2)})
-    layer = make(3, mask_spec=spec, sliding_window=4)
+    layer = kind.built(3, mask_spec=spec, sliding_window=4)
     x, ids = normal(3, 5, 8), np.array([[0, 0, 1, 1, 1]] * 3)
     explicit = np.random.default_rng(2).random((3, 5, 5)) < 0.8
     y, scores = layer(
@@ -80,15 +72,15 @@ def test_everything_that_restricts_is_anded():
 
 
 @pytest.mark.parametrize("rule", [~hm.Full(), ~hm.Nothing(), hm.Full() | ~hm.Window(0, 0)])
-def test_no_rule_reopens_keras_padding(rule):
-    layer = make(2, mask_spec=rule)
+def test_no_rule_reopens_keras_padding(kind, rule):
+    layer = kind.built(2, mask_spec=rule)
     _, scores = layer(with_mask(normal(3, 5, 8), PADDED), return_attention_scores=True)
     hidden = ~(PADDED[:, None, None, :] & PADDED[:, None, :, None])
     assert (numpy(scores)[np.broadcast_to(hidden, scores.shape)] == 0).all()
 
 
-def test_explicit_keras_masks_count_for_query_value_and_key():
-    layer = make(2)
+def test_explicit_keras_masks_count_for_query_value_and_key(kind):
+    layer = kind.built(2)
     q, v, k = normal(2, 3, 8), normal(2, 4, 8, seed=1), normal(2, 4, 8, seed=2)
     query_mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
     value_mask = np.array([[1, 1, 0, 1], [1, 1, 1, 1]], bool)
@@ -110,8 +102,8 @@ def test_explicit_keras_masks_count_for_query_value_and_key():
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
-def test_explicit_masks_of_rank_2_3_and_4_in_cross_attention(rank):
-    layer = make(3)
+def test_explicit_masks_of_rank_2_3_and_4_in_cross_attention(kind, rank):
+    layer = kind.built(3)
     q, v = normal(2, 4, 8), normal(2, 6, 8, seed=1)
     mask = np.random.default_rng(3).random((2, 3, 4, 6)[4 - rank :]) < 0.5
     if rank == 3:
@@ -124,8 +116,8 @@ def test_explicit_masks_of_rank_2_3_and_4_in_cross_attention(rank):
 # ---------------------------------------------------------------- implicit masks
 
 
-def test_one_tensor_feeds_two_layers_and_keeps_its_mask():
-    first, second = make(2), make(2)
+def test_one_tensor_feeds_two_layers_and_keeps_its_mask(kind):
+    first, second = kind.built(2), kind.built(2)
     x = with_mask(normal(3, 5, 8), PADDED)
     _, a = first(x, x, return_attention_scores=True)
     _, b = second(x, x, return_attention_scores=True)
@@ -134,8 +126,8 @@ def test_one_tensor_feeds_two_layers_and_keeps_its_mask():
     np.testing.assert_array_equal(numpy(keras_mask(x)), PADDED)
 
 
-def test_the_mask_is_back_on_the_tensor_after_an_error():
-    layer = make(2)
+def test_the_mask_is_back_on_the_tensor_after_an_error(kind):
+    layer = kind.built(2)
     x = with_mask(normal(3, 5, 8), PADDED)
     layer._compute_attention = lambda *a, **k: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -150,8 +142,8 @@ def test_more_attention_axes_leave_the_mask_on_the_tensor():
     assert keras_mask(x) is not None
 
 
-def test_one_tensor_alone_is_self_attention_with_its_mask():
-    layer = make(2)
+def test_one_tensor_alone_is_self_attention_with_its_mask(kind):
+    layer = kind.built(2)
     x = normal(3, 5, 8)
     alone, pair = layer(with_mask(x, PADDED)), layer(with_mask(x, PADDED), with_mask(x, PADDED))
     np.testing.assert_array_equal(numpy(alone), numpy(pair))
@@ -160,13 +152,13 @@ def test_one_tensor_alone_is_self_attention_with_its_mask():
     np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
 
 
-def test_sequential_with_padding_from_an_embedding():
+def test_sequential_with_padding_from_an_embedding(kind):
     tokens = np.array([[3, 4, 5, 0, 0], [3, 0, 0, 0, 0]])
     model = keras.Sequential(
         [
             keras.Input((None,), dtype="int32"),
             keras.layers.Embedding(9, 8, mask_zero=True),
-            Layer(2, 4, mask_spec=hm.PerHead({0: hm.Window(after=0)})),
+            kind.layer(2, 4, mask_spec=hm.PerHead({0: hm.Window(after=0)})),
         ]
     )
     embedding, layer = model.layers
@@ -177,9 +169,9 @@ def test_sequential_with_padding_from_an_embedding():
     assert_close(model.predict(tokens, verbose=0), by_hand(layer, x, mask=mask)[0])
 
 
-def test_a_rule_that_reads_inputs_says_that_sequential_cannot_hold_it():
+def test_a_rule_that_reads_inputs_says_that_sequential_cannot_hold_it(kind):
     with pytest.raises(ValueError, match=r"\['ids'\] missing.*keras.Sequential cannot pass them"):
-        keras.Sequential([keras.Input((4, 8)), Layer(2, 4, mask_spec=hm.SameSegment("ids"))])
+        keras.Sequential([keras.Input((4, 8)), kind.layer(2, 4, mask_spec=hm.SameSegment("ids"))])
 
 
 # ---------------------------------------------------------------- dead rows and hidden keys
@@ -187,10 +179,10 @@ def test_a_rule_that_reads_inputs_says_that_sequential_cannot_hold_it():
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("how", ["plain", "scores", "dropout"])
-def test_a_row_with_no_allowed_key_is_0_with_finite_gradients(dtype, how):
+def test_a_row_with_no_allowed_key_is_0_with_finite_gradients(kind, dtype, how):
     if dtype == "mixed_float16" and keras.backend.backend() == "jax":
         pytest.skip("XLA on the CPU has no float16 dot")
-    layer = make(2, dtype=dtype, use_bias=False, dropout=0.5 if how == "dropout" else 0.0)
+    layer = kind.built(2, dtype=dtype, use_bias=False, dropout=0.5 if how == "dropout" else 0.0)
     mask = np.ones((1, 2, 4, 4), bool)
     mask[0, :, 2] = False
 
@@ -219,11 +211,11 @@ def test_a_row_with_no_allowed_key_is_0_with_finite_gradients(dtype, how):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_scores_of_a_million_do_not_open_a_hidden_key(dtype):
+def test_scores_of_a_million_do_not_open_a_hidden_key(kind, dtype):
     """In float16 such a score is infinite: it must be computed, not only softmaxed, in float32."""
     if dtype == "mixed_float16" and keras.backend.backend() == "jax":
         pytest.skip("XLA on the CPU has no float16 dot")
-    layer = Layer(1, 4, dtype=dtype, use_bias=False, mask_spec=~hm.Keys(1, 2))
+    layer = kind.layer(1, 4, dtype=dtype, use_bias=False, mask_spec=~hm.Keys(1, 2))
     x = np.zeros((1, 3, 4), "float32")
     x[0, :, 0] = [1.0, 2000.0, 1.0]
     layer.build(x.shape, x.shape)
@@ -234,10 +226,10 @@ def test_scores_of_a_million_do_not_open_a_hidden_key(dtype):
 
 
 @pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16"], indirect=True)
-def test_ids_255_and_256_stay_apart_under_bfloat16(dtype_policy):
+def test_ids_255_and_256_stay_apart_under_bfloat16(kind, dtype_policy):
     tokens = keras.Input((4,), dtype="int32", name="ids")
     x = keras.Input((4, 8), name="x")
-    layer = Layer(2, 4, mask_spec=hm.SameSegment("ids"))
+    layer = kind.layer(2, 4, mask_spec=hm.SameSegment("ids"))
     _, scores = layer(x, mask_inputs={"ids": tokens}, return_attention_scores=True)
     model = keras.Model({"x": x, "ids": tokens}, scores)
     ids = np.array([[255, 256, 255, 257]], "int32")
@@ -250,10 +242,10 @@ def test_ids_255_and_256_stay_apart_under_bfloat16(dtype_policy):
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_query_offset_moves_rule_causal_mask_and_window(as_tensor):
+def test_query_offset_moves_rule_causal_mask_and_window(kind, as_tensor):
     """The last queries alone give the last rows of the whole: decoding with a cache."""
     spec = hm.PerHead({0: hm.Window(before=1), 1: hm.SameSegment("ids")})
-    layer = make(3, mask_spec=spec, sliding_window=4)
+    layer = kind.built(3, mask_spec=spec, sliding_window=4)
     x, ids = normal(2, 6, 8), np.array([[0, 0, 0, 1, 1, 1], [2, 2, 2, 2, 2, 3]])
     whole = layer(x, use_causal_mask=True, mask_inputs={"ids": ids})
     offset = ops.convert_to_tensor(4, dtype="int32") if as_tensor else 4
@@ -266,8 +258,8 @@ def test_query_offset_moves_rule_causal_mask_and_window(as_tensor):
     )
 
 
-def test_cross_attention_takes_a_pair_of_sides():
-    layer = make(2, mask_spec=hm.PerHead({1: hm.SameSegment("ids")}))
+def test_cross_attention_takes_a_pair_of_sides(kind):
+    layer = kind.built(2, mask_spec=hm.PerHead({1: hm.SameSegment("ids")}))
     q, v = normal(2, 3, 8), normal(2, 5, 8, seed=1)
     ids_q, ids_k = np.array([[0, 1, 1], [0, 0, 2]]), np.array([[0, 0, 1, 1, 1], [0, 0, 0, 0, 5]])
     y, scores = layer(q, v, mask_inputs={"ids": (ids_q, ids_k)}, return_attention_scores=True)
@@ -278,14 +270,14 @@ def test_cross_attention_takes_a_pair_of_sides():
     assert_close(numpy(scores), probabilities)
 
 
-def test_symbolic_shapes_of_cross_attention():
+def test_symbolic_shapes_of_cross_attention(kind):
     q, v = keras.Input((3, 8)), keras.Input((5, 8))
-    y, scores = Layer(2, 4)(q, v, return_attention_scores=True)
+    y, scores = kind.layer(2, 4)(q, v, return_attention_scores=True)
     assert y.shape == (None, 3, 8)
     assert scores.shape == (None, 2, 3, 5)
     (alone, scores) = Layer(2, 4, value_dim=3, output_shape=7)(q, return_attention_scores=True)
     assert (alone.shape, scores.shape) == ((None, 3, 7), (None, 2, 3, 3))
-    model = keras.Model([q, v], Layer(2, 4)(q, v, return_attention_scores=True))
+    model = keras.Model([q, v], kind.layer(2, 4)(q, v, return_attention_scores=True))
     assert [a.shape for a in model.predict([normal(2, 3, 8), normal(2, 5, 8)], verbose=0)] == [
         (2, 3, 8),
         (2, 2, 3, 5),
@@ -311,8 +303,9 @@ def test_more_attention_axes_work_as_in_stock_keras(axes):
 
 @pytest.mark.parametrize("use_gate", [False, True])
 @pytest.mark.parametrize("spec", [None, hm.Window(1, 1)], ids=repr)
-def test_gate_value_dim_and_no_bias(use_gate, spec):
-    layer = make(2, use_gate=use_gate, value_dim=3, use_bias=False, mask_spec=spec)
+def test_gate_value_dim_and_no_bias(kind, use_gate, spec):
+    more = {"value_dim": 3} if kind is MULTI_HEAD else {}
+    layer = kind.built(2, use_gate=use_gate, use_bias=False, mask_spec=spec, **more)
     x = normal(2, 5, 8)
     i = np.arange(5)
     mask = None if spec is None else abs(i[:, None] - i) <= 1
@@ -322,10 +315,10 @@ def test_gate_value_dim_and_no_bias(use_gate, spec):
 def test_two_narrow_layers_side_by_side_equal_one_with_a_rule_per_head():
     """One head under its rule and fifteen under another, outputs summed, are a 16-head layer."""
     rules = {0: hm.SameSegment("ids"), "1-15": hm.Window(2, 1)}
-    wide = make(16, use_bias=False, mask_spec=hm.PerHead(rules))
+    wide = MULTI_HEAD.built(16, use_bias=False, mask_spec=hm.PerHead(rules))
     x, ids = normal(2, 6, 8), np.array([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 2, 2]])
-    first = make(1, use_bias=False, mask_spec=rules[0])
-    rest = make(15, use_bias=False, mask_spec=rules["1-15"])
+    first = MULTI_HEAD.built(1, use_bias=False, mask_spec=rules[0])
+    rest = MULTI_HEAD.built(15, use_bias=False, mask_spec=rules["1-15"])
     q, k, v, out = wide.get_weights()
     first.set_weights([q[:, :1], k[:, :1], v[:, :1], out[:1]])
     rest.set_weights([q[:, 1:], k[:, 1:], v[:, 1:], out[1:]])
@@ -336,23 +329,23 @@ def test_two_narrow_layers_side_by_side_equal_one_with_a_rule_per_head():
 # ---------------------------------------------------------------- subclasses, LoRA, quantization
 
 
-def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask():
-    class Spy(Layer):
+def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask(kind):
+    class Spy(kind.ours):
         def _compute_attention(self, query, key, value, attention_mask=None, *args, **kwargs):
             self.seen = numpy(attention_mask)
             return super()._compute_attention(query, key, value, attention_mask, *args, **kwargs)
 
-    spy = Spy(2, 4, mask_spec=hm.PerHead({1: hm.Window(0, 0)}))
+    spy = Spy(**kind.sizes(2, 4), mask_spec=hm.PerHead({1: hm.Window(0, 0)}))
     spy(normal(3, 5, 8), use_causal_mask=True)
     causal = np.tri(5, dtype=bool)
     np.testing.assert_array_equal(spy.seen, np.stack([causal, np.eye(5, dtype=bool)])[None])
-    causal_alone = Spy(2, 4)
+    causal_alone = Spy(**kind.sizes(2, 4))
     causal_alone(normal(3, 5, 8), use_causal_mask=True)
     np.testing.assert_array_equal(causal_alone.seen, causal[None, None])
 
 
-def test_hooks_of_stock_that_a_subclass_overrides_are_called():
-    class Hooked(Layer):
+def test_hooks_of_stock_that_a_subclass_overrides_are_called(kind):
+    class Hooked(kind.ours):
         def _compute_causal_mask(self, query, value=None):
             return ops.ones((1, query.shape[1], query.shape[1]), "bool")
 
@@ -366,43 +359,44 @@ def test_hooks_of_stock_that_a_subclass_overrides_are_called():
             return ops.full_like(attention_scores, 0.25)
 
     x = normal(2, 5, 8)
-    layer = Hooked(2, 4)
+    layer = Hooked(**kind.sizes(2, 4))
     _, scores = layer(x, use_causal_mask=True, return_attention_scores=True, query_offset=0)
     np.testing.assert_array_equal(numpy(scores), 0.25)
 
 
-def test_a_thread_of_its_own_does_not_take_a_mask_away():
+def test_a_thread_of_its_own_does_not_take_a_mask_away(kind):
     """The mask stays on the caller's tensor during the call, not only after it."""
     seen = []
 
-    class Looks(Layer):
+    class Looks(kind.ours):
         def _compute_attention(self, *args, **kwargs):
             seen.append(keras_mask(x))
             return super()._compute_attention(*args, **kwargs)
 
     x = with_mask(normal(3, 5, 8), PADDED)
-    Looks(2, 4)(x)
+    Looks(**kind.sizes(2, 4))(x)
     assert seen[0] is not None
 
 
-def test_summaries_and_files_show_the_true_name():
+def test_summaries_and_files_show_the_true_name(kind):
     x = keras.Input((4, 8))
-    model = keras.Model(x, Layer(3, 4)(x))
+    model = keras.Model(x, kind.layer(3, 4)(x))
     lines = []
     model.summary(line_length=120, print_fn=lines.append)
-    assert "(PerHeadMaskedMultiHeadAttention)" in "".join(lines)
+    assert f"({kind.ours.__name__})" in "".join(lines)
     filed = keras.saving.serialize_keras_object(model.layers[-1])
-    assert filed["class_name"] == "PerHeadMaskedMultiHeadAttention"  # as an error names it
+    assert filed["class_name"] == kind.ours.__name__  # as an error names it
 
 
-def test_lora_and_int8_quantization_come_with_it():
+def test_lora_and_int8_quantization_come_with_it(kind):
     x = keras.Input((5, 8))
-    model = keras.Model(x, Layer(2, 4, mask_spec=hm.Window(1, 1), name="attention")(x))
+    model = keras.Model(x, kind.layer(2, 4, mask_spec=hm.Window(1, 1), name="attention")(x))
     layer = model.get_layer("attention")
     data = normal(4, 5, 8)
     before = model.predict(data, verbose=0)
-    layer.query_dense.enable_lora(2)
-    assert len(layer.query_dense.trainable_weights) == 3
+    of_query, *_ = _keras.projections(layer)
+    of_query.enable_lora(2)
+    assert len(of_query.trainable_weights) == 3
     assert_close(model.predict(data, verbose=0), before, depth=3)
     model.quantize("int8")
     after = model.predict(data, verbose=0)
@@ -445,10 +439,10 @@ def ones(*shape):
         (ValueError, r"`key_mask` must .*an `attention_mask`", {"key_mask": ones(2, 1, 5)}),
     ],
 )
-def test_bad_calls_of_a_layer_without_a_rule(error, message, call):
+def test_bad_calls_of_a_layer_without_a_rule(kind, error, message, call):
     x = normal(2, 5, 8)
     with pytest.raises(error, match=message):
-        make(4)(x, x, **call)
+        kind.built(4)(x, x, **call)
 
 
 @pytest.mark.parametrize(
@@ -463,7 +457,7 @@ def test_bad_calls_of_a_layer_without_a_rule(error, message, call):
     ],
 )
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_bad_mask_inputs_are_told_at_once_eager_and_symbolic(error, message, call, symbolic):
+def test_bad_mask_inputs_are_told_at_once_eager_and_symbolic(kind, error, message, call, symbolic):
     x = normal(2, 5, 8)
     if symbolic:
         x = keras.Input(batch_shape=(2, 5, 8))
@@ -472,7 +466,7 @@ def test_bad_mask_inputs_are_told_at_once_eager_and_symbolic(error, message, cal
             for k, v in call.items()
         }
     with pytest.raises(error, match=message):
-        make(4, mask_spec=hm.SameSegment("ids"))(x, x, mask_inputs=call)
+        kind.built(4, mask_spec=hm.SameSegment("ids"))(x, x, mask_inputs=call)
 
 
 BAD_WINDOW = {"kind": "window", "before": "1"}
@@ -487,9 +481,9 @@ BAD_WINDOW = {"kind": "window", "before": "1"}
         (ValueError, r"`heads.0.before`.*whole", {"kind": "per_head", "heads": {"0": BAD_WINDOW}}),
     ],
 )
-def test_bad_rules_are_told_at_construction(error, message, spec):
+def test_bad_rules_are_told_at_construction(kind, error, message, spec):
     with pytest.raises(error, match=message):
-        Layer(4, 4, mask_spec=spec)
+        kind.layer(4, 4, mask_spec=spec)
 
 
 @pytest.mark.parametrize("call", [{"query_offset": 1}, {"mask_inputs": {"ids": ones(2, 3)}}])
@@ -498,13 +492,13 @@ def test_offset_and_mask_inputs_need_one_axis_of_queries(call):
         Layer(2, 4)(normal(2, 3, 4, 8), **call)
 
 
-def test_a_rule_that_could_not_be_saved_is_told_at_construction():
+def test_a_rule_that_could_not_be_saved_is_told_at_construction(kind):
     @dataclass(frozen=True)
     class Unregistered(hm.Window):
         pass
 
     with pytest.raises(TypeError, match=r"Unregistered has no kind.*@register_spec"):
-        Layer(2, 4, mask_spec=hm.PerHead({0: Unregistered(1, 1)}))
+        kind.layer(2, 4, mask_spec=hm.PerHead({0: Unregistered(1, 1)}))
 
 
 def test_a_rule_with_more_attention_axes_is_an_error():
@@ -514,11 +508,11 @@ def test_a_rule_with_more_attention_axes_is_an_error():
 
 
 @pytest.mark.tensorflow
-def test_flash_attention_says_what_stock_says():
+def test_flash_attention_says_what_stock_says(kind):
     with pytest.raises(ValueError, match="Flash attention is not supported in tensorflow"):
-        make(2, flash_attention=True)(normal(1, 3, 8))
+        kind.built(2, flash_attention=True)(normal(1, 3, 8))
     with pytest.raises(ValueError, match="Dropout is not supported when flash"):
-        Layer(2, 4, flash_attention=True, dropout=0.1)
+        kind.layer(2, 4, flash_attention=True, dropout=0.1)
 
 
 # ---------------------------------------------------------------- precision
@@ -526,12 +520,12 @@ def test_flash_attention_says_what_stock_says():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_precisions_with_and_without_scores_and_with_idle_dropout(dtype, dropout):
+def test_precisions_with_and_without_scores_and_with_idle_dropout(kind, dtype, dropout):
     if dtype == "mixed_float16" and keras.backend.backend() == "jax":
         pytest.skip("XLA on the CPU has no float16 dot")
     if dtype == "float64" and keras.backend.backend() == "jax":
         pytest.skip("JAX computes in float32 unless x64 is enabled for the whole process")
-    layer = make(3, dtype=dtype, dropout=dropout, mask_spec=hm.PerHead({1: hm.Window(1, 0)}))
+    layer = kind.built(3, dtype=dtype, dropout=dropout, mask_spec=hm.PerHead({1: hm.Window(1, 0)}))
     x = normal(2, 5, 8)
     i = np.arange(5)
     mask = np.ones((3, 5, 5), bool)
@@ -540,7 +534,7 @@ def test_precisions_with_and_without_scores_and_with_idle_dropout(dtype, dropout
     y, scores = layer(x, return_attention_scores=True)
     assert keras.backend.standardize_dtype(y.dtype) == layer.compute_dtype
     assert keras.backend.standardize_dtype(scores.dtype) == layer.compute_dtype
-    stock = keras.layers.MultiHeadAttention(3, 4, dtype=dtype)
+    stock = kind.stock(**kind.sizes(3, 4), dtype=dtype)
     stock.build(x.shape, x.shape)
     stock.set_weights(layer.get_weights())
     of_stock = map(numpy, stock(x, x, attention_mask=mask[None], return_attention_scores=True))

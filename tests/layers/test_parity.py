@@ -5,13 +5,13 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from contract import by_hand, normal, numpy, random_biases
+from contract import GROUPED, MULTI_HEAD, by_hand, normal, numpy, random_biases
 from keras import ops
 from tolerance import assert_close
 
 import keras_headmask as hm
 
-Ours, Stock = hm.PerHeadMaskedMultiHeadAttention, keras.layers.MultiHeadAttention
+Ours = hm.PerHeadMaskedMultiHeadAttention
 
 ARGUMENTS = {
     "defaults": {},
@@ -27,27 +27,24 @@ ARGUMENTS = {
         "kernel_constraint": "max_norm",
     },
 }
-
-
-def twins(dim=8, **arguments):
-    """Ours and stock with the same weights."""
-    ours, stock = (layer(3, 4, name="attention", **arguments) for layer in (Ours, Stock))
-    for layer in (ours, stock):
-        layer.build((None, None, dim), (None, None, dim))
-    random_biases(stock)
-    ours.set_weights(stock.get_weights())
-    return ours, stock
+CASES = {
+    f"{kind}, {name}": (kind, arguments)
+    for kind in (MULTI_HEAD, GROUPED)
+    for name, arguments in ARGUMENTS.items()
+    if arguments.keys() <= inspect.signature(kind.stock).parameters.keys()
+}
+with_arguments = pytest.mark.parametrize(("kind", "arguments"), CASES.values(), ids=CASES.keys())
 
 
 @pytest.mark.parametrize("spec", [None, hm.Full(), hm.PerHead({0: hm.Full()})], ids=repr)
-@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS.keys())
-def test_outputs_and_scores(arguments, spec):
+@with_arguments
+def test_outputs_and_scores(kind, arguments, spec):
     if "value_dim" in arguments and keras.backend.backend() == "jax":
         pytest.skip("stock Keras fails on JAX when values and keys differ in size")
-    ours, stock = twins(**arguments)
+    ours, stock = kind.twins(**arguments)
     if spec is not None:
         config = ours.get_config() | {"mask_spec": spec}
-        with_rule = Ours.from_config(config)
+        with_rule = kind.ours.from_config(config)
         with_rule.build((None, None, 8), (None, None, 8))
         with_rule.set_weights(ours.get_weights())
         ours = with_rule
@@ -70,34 +67,40 @@ def test_outputs_and_scores(arguments, spec):
             assert_close(numpy(a), numpy(b), message=str(call))
 
 
-def test_weight_names_and_order():
-    ours, stock = twins(use_gate=True)
+def test_weight_names_and_order(kind):
+    ours, stock = kind.twins(use_gate=True)
     assert [w.path for w in ours.weights] == [w.path for w in stock.weights]
     assert [w.shape for w in ours.weights] == [w.shape for w in stock.weights]
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS.keys())
-def test_config_has_stock_keys_and_two_more(arguments):
-    ours, stock = (layer(3, 4, name="a", **arguments) for layer in (Ours, Stock))
+@with_arguments
+def test_config_has_stock_keys_and_two_more(kind, arguments):
+    ours, stock = kind.twins(**arguments)
     config, stock_config = ours.get_config(), stock.get_config()
     assert {k: config[k] for k in stock_config} == stock_config
     assert config.keys() - stock_config.keys() == {"mask_spec", "flash_attention"}
 
 
-def test_constructor_takes_what_stock_takes_in_the_same_order():
-    ours, stock = (list(inspect.signature(c.__init__).parameters.values()) for c in (Ours, Stock))
+def test_constructor_takes_what_stock_takes_in_the_same_order(kind):
+    classes = kind.ours, kind.stock
+    ours, stock = (list(inspect.signature(c.__init__).parameters.values()) for c in classes)
     assert [(p.name, p.default) for p in ours[: len(stock) - 1]] == [
         (p.name, p.default) for p in stock[:-1]
     ]
     assert [p.name for p in ours[len(stock) - 1 :]] == ["mask_spec", "tiled", "kwargs"]
-    by_place = Ours(2, 4, None, 0.0, True, None, None, None, False)
+    by_place = {
+        MULTI_HEAD: (2, 4, None, 0.0, True, None, None, None, False),
+        GROUPED: (4, 4, 2, 0.0, True, None, False),
+    }
+    by_place = kind.ours(*by_place[kind])
     assert by_place.get_config()["flash_attention"] is False
 
 
-def test_config_round_trip_keeps_everything():
+def test_config_round_trip_keeps_everything(kind):
     spec = hm.PerHead({0: hm.SameSegment("ids"), "1-2": ~hm.Window(1, 1)}, default=hm.Chunk(2))
-    layer = Ours(3, 4, dropout=0.1, flash_attention=False, mask_spec=spec, dtype="mixed_bfloat16")
-    again = Ours.from_config(layer.get_config())
+    more = {"dropout": 0.1, "flash_attention": False, "dtype": "mixed_bfloat16"}
+    layer = kind.layer(3, 4, mask_spec=spec, **more)
+    again = kind.ours.from_config(layer.get_config())
     assert again.get_config() == layer.get_config()
     assert again.mask_spec == spec
     assert layer.get_config()["flash_attention"] is False
@@ -106,12 +109,12 @@ def test_config_round_trip_keeps_everything():
 
 
 @pytest.mark.parametrize("direction", ["stock to ours", "ours to stock"])
-def test_weight_files_load_both_ways(direction, tmp_path):
+def test_weight_files_load_both_ways(kind, direction, tmp_path):
     def model(layer):
         x = keras.Input((4, 8))
-        return keras.Model(x, layer(3, 4, name="attention")(x, x))
+        return keras.Model(x, layer(**kind.sizes(4, 4), name="attention")(x, x))
 
-    source, target = model(Stock), model(Ours)
+    source, target = model(kind.stock), model(kind.ours)
     if direction == "ours to stock":
         source, target = target, source
     random_biases(source.get_layer("attention"))
@@ -121,35 +124,35 @@ def test_weight_files_load_both_ways(direction, tmp_path):
     assert_close(target.predict(x, verbose=0), source.predict(x, verbose=0))
 
 
-def test_layers_of_both_kinds_share_a_file(tmp_path):
+def test_ours_and_stock_share_a_file(kind, tmp_path):
     def model(first, second):
-        x = keras.Input((4, 8))
-        y = first(3, 4, name="first")(x, x)
-        return keras.Model(x, second(3, 4, name="second")(y, y))
+        x, sizes = keras.Input((4, 8)), kind.sizes(4, 4)
+        y = first(**sizes, name="first")(x, x)
+        return keras.Model(x, second(**sizes, name="second")(y, y))
 
-    source, target = model(Ours, Stock), model(Stock, Ours)
+    source, target = model(kind.ours, kind.stock), model(kind.stock, kind.ours)
     source.save_weights(tmp_path / "a.weights.h5")
     target.load_weights(tmp_path / "a.weights.h5")
     for a, b in zip(source.get_weights(), target.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_training_step():
+def test_training_step(kind):
     def trained(layer):
         keras.utils.set_random_seed(3)
         x = keras.Input((4, 8))
-        model = keras.Model(x, layer(3, 4)(x, x, use_causal_mask=True))
+        model = keras.Model(x, layer(**kind.sizes(4, 4))(x, x, use_causal_mask=True))
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.fit(normal(8, 4, 8), normal(8, 4, 8, seed=1), batch_size=4, epochs=2, verbose=0)
         return model.get_weights()
 
-    for ours, stock in zip(trained(Ours), trained(Stock), strict=True):
+    for ours, stock in zip(trained(kind.ours), trained(kind.stock), strict=True):
         assert_close(ours, stock)
 
 
-def test_dropout_is_seeded_as_in_stock():
+def test_dropout_is_seeded_as_in_stock(kind):
     """In training the probabilities drop, by the same draws; the scores returned are whole."""
-    ours, stock = twins(dropout=0.5, seed=11)
+    ours, stock = kind.twins(dropout=0.5, seed=11)
     x = normal(2, 4, 8)
     got = ours(x, x, training=True, return_attention_scores=True)
     wanted = stock(x, x, training=True, return_attention_scores=True)
@@ -162,8 +165,31 @@ def test_constructor_errors_are_stocks():
     for arguments in ({"num_heads": 0, "key_dim": 4}, {"num_heads": 2, "key_dim": "4"}):
         with pytest.raises(ValueError, match="expected a positive integer"):
             Ours(**arguments)
-    with pytest.raises(ValueError, match="`sliding_window` must be"):
-        Ours(2, 4, sliding_window=-1)
+    for kind in (MULTI_HEAD, GROUPED):
+        with pytest.raises(ValueError, match="`sliding_window` must be"):
+            kind.layer(2, 4, sliding_window=-1)
+    with pytest.raises(ValueError, match="must be divisible by `num_key_value_heads`"):
+        hm.PerHeadMaskedGroupedQueryAttention(4, 3, 2)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_grouped_is_multi_head_with_repeated_weights_of_keys(key_heads, tiled):
+    """Query head h reads key head h // (H / Hk), by its own rule."""
+    rules = {0: hm.Window(1, 0), 3: hm.SameSegment("ids"), 4: hm.Window(1, 0)}
+    more = {"mask_spec": hm.PerHead(rules, hm.Window(2, 2)), "tiled": tiled, "use_gate": True}
+    grouped = hm.PerHeadMaskedGroupedQueryAttention(4, 6, key_heads, **more)
+    every = Ours(6, 4, **more)
+    x, ids = normal(2, 9, 8), np.sort(np.random.default_rng(0).integers(0, 4, (2, 9)))
+    for layer in (grouped, every):
+        layer.build(x.shape, x.shape)
+    random_biases(grouped)
+    for one, other in zip(grouped.weights, every.weights, strict=True):
+        *_, projection, _ = one.path.split("/")
+        repeats = 6 // key_heads if projection in ("key", "value") else 1
+        other.assign(np.repeat(numpy(one), repeats, axis=-2) if repeats > 1 else one)
+    given = {"mask_inputs": {"ids": ids}, "use_causal_mask": True}
+    assert_close(numpy(grouped(x, **given)), numpy(every(x, **given)), depth=3)
 
 
 def test_torch_multihead_attention_with_a_mask_per_head():

@@ -8,7 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from contract import by_hand, numpy, random_biases
+from contract import GROUPED, MULTI_HEAD, by_hand, numpy, random_biases
 from oracle import mask as mask_by_loops
 from tolerance import assert_close
 
@@ -25,13 +25,20 @@ RULES = {
     "a head off": hm.PerHead({3: hm.Nothing()}),
 }
 CALLS = {"plain": {}, "causal": {"use_causal_mask": True}, "dropout": {"dropout": 0.5}}
-CASES = [(rule, call) for rule in RULES for call in CALLS]
 # Each rule and each call is compiled or written, not each pair of them: that takes its time.
-PAIRED = [(rule, list(CALLS)[i % len(CALLS)]) for i, rule in enumerate(RULES)]
+PAIRED = [(MULTI_HEAD, rule, list(CALLS)[i % len(CALLS)]) for i, rule in enumerate(RULES)]
+GROUPED_CASES = [(GROUPED, *case) for _, *case in PAIRED]
+CASES = [(MULTI_HEAD, rule, call) for rule in RULES for call in CALLS] + GROUPED_CASES
+PAIRED += GROUPED_CASES[1::3]
+PER_HEAD_CALL = "causal"  # as that rule is paired
 
 
-def build(rule, call):
-    """Tokens -> embedding with an implicit mask -> our layer -> context and scores."""
+def name_of(case):
+    return ", ".join(map(str, case))
+
+
+def build(kind, rule, call):
+    """Tokens -> embedding with an implicit mask -> one of our layers -> context and scores."""
     spec, call = RULES[rule], dict(CALLS[call])
     reads = {} if spec is None else spec.inputs
     inputs = {"token_ids": keras.Input((None,), dtype="int32", name="token_ids")}
@@ -41,7 +48,7 @@ def build(rule, call):
     dropout = call.pop("dropout", 0.0)
     call["mask_inputs"] = {name: inputs[name] for name in reads} or None
     plain, scored = (
-        hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=spec, dropout=dropout, name=name)
+        kind.layer(4, 3, mask_spec=spec, dropout=dropout, name=name)
         for name in ("attention", "scored")
     )
     context = plain(x, **call)
@@ -55,7 +62,7 @@ def data(model):
     return {k: v for k, v in {"token_ids": TOKENS, "parts": PARTS}.items() if k in model.input}
 
 
-def expected(model, rule, call):
+def expected(model, kind, rule, call):
     layer = model.get_layer("attention")
     x = numpy(model.get_layer("embedding")(TOKENS))
     real = TOKENS != 0
@@ -85,7 +92,7 @@ def models():
     return {case: build(*case) for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_eager_predict_and_clone(models, case):
     model = models[case]
     wanted = expected(model, *case)
@@ -93,13 +100,13 @@ def test_eager_predict_and_clone(models, case):
     check(model.predict(data(model), verbose=0), wanted, "predict")
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
-    assert clone.get_layer("attention").mask_spec == RULES[case[0]]
+    assert clone.get_layer("attention").mask_spec == RULES[case[1]]
     check(clone(data(model)), wanted, "clone_model")
 
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("case", PAIRED, ids=str)
+@pytest.mark.parametrize("case", PAIRED, ids=name_of)
 def test_tf_function(models, case, jit_compile):
     import tensorflow as tf
 
@@ -153,20 +160,20 @@ def test_saved_and_loaded_in_a_fresh_process(models, what, tmp_path):
     run_fresh(tmp_path, what)
     for case, name in names.items():
         with np.load(tmp_path / f"{name}.out.npz") as out:
-            check(dict(out), expected(models[case], *case), f"{what} {case}")
+            check(dict(out), expected(models[case], *case), f"{what} {name_of(case)}")
 
 
-def test_a_saved_rule_is_readable_json(models, tmp_path):
+def test_a_saved_rule_is_readable_json(models, kind, tmp_path):
     """The file holds the rule by its permanent kinds, not by class paths."""
     import json
     import zipfile
 
     path = Path(tmp_path / "model.keras")
-    models["per head", "plain"].save(path)
+    models[kind, "per head", PER_HEAD_CALL].save(path)
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
     (layer,) = [x for x in config["config"]["layers"] if x["config"]["name"] == "attention"]
-    assert layer["registered_name"] == "keras_headmask>PerHeadMaskedMultiHeadAttention"
+    assert layer["registered_name"] == f"keras_headmask>{kind.ours.__name__}"
     assert layer["config"]["mask_spec"] == {
         "kind": "per_head",
         "heads": {
@@ -177,13 +184,13 @@ def test_a_saved_rule_is_readable_json(models, tmp_path):
     }
 
 
-def test_cross_attention_with_pairs_of_mask_inputs_reloads(tmp_path):
+def test_cross_attention_with_pairs_of_mask_inputs_reloads(kind, tmp_path):
     """JSON makes a list of the pair."""
     q, v = keras.Input((None, 8), name="q"), keras.Input((None, 8), name="v")
     a = keras.Input((None,), dtype="int32", name="a")
     b = keras.Input((None,), dtype="int32", name="b")
     spec = hm.SameSegment("ids") | hm.KeyFlag("open") & hm.QueryFlag("wide")
-    out = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=spec)(
+    out = kind.layer(2, 4, mask_spec=spec)(
         q, v, mask_inputs={"ids": (a, b), "open": (None, b), "wide": (a, None)}
     )
     model = keras.Model([q, v, a, b], out)
@@ -201,7 +208,7 @@ def test_cross_attention_with_pairs_of_mask_inputs_reloads(tmp_path):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("with_scores", [False, True])
-def test_rematerialised_layers_see_the_padding_again(with_scores):
+def test_rematerialised_layers_see_the_padding_again(kind, with_scores):
     """The recomputation has no Keras mask on its tensors: it must come as an argument."""
 
     def trained(remat):
@@ -209,7 +216,7 @@ def test_rematerialised_layers_see_the_padding_again(with_scores):
         with keras.RematScope(mode="full" if remat else None):
             tokens = keras.Input((7,), dtype="int32")
             x = keras.layers.Embedding(12, 8, mask_zero=True)(tokens)
-            layer = hm.PerHeadMaskedMultiHeadAttention(2, 4)
+            layer = kind.layer(2, 4)
             x = layer(x, return_attention_scores=True)[0] if with_scores else layer(x)
         # Without the mask that `fit` would weigh the loss by, which Keras loses here on its own.
         model = keras.Model(tokens, x[:, :4] * 1.0)
@@ -221,13 +228,13 @@ def test_rematerialised_layers_see_the_padding_again(with_scores):
         assert_close(again, plain)
 
 
-def test_training_learns_and_keeps_the_rule(models):
+def test_training_learns_and_keeps_the_rule(models, kind):
     """`fit` runs the rule in the compiled step; the loss falls and the hidden keys stay hidden."""
-    model = keras.models.clone_model(models["per head", "plain"])
+    model = keras.models.clone_model(models[kind, "per head", PER_HEAD_CALL])
     target = {"context": np.ones((2, 7, 8), "float32")}
     trained = keras.Model(model.input, {"context": model.output["context"]})
     trained.compile("adam", "mse")
     losses = trained.fit(data(model), target, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    wanted = expected(model, "per head", "plain")
+    wanted = expected(model, kind, "per head", PER_HEAD_CALL)
     check(trained(data(model)), {"context": wanted["context"]}, "trained")

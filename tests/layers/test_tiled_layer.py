@@ -1,4 +1,4 @@
-"""The layer computes tiles by itself, and trains, saves and serves with them."""
+"""Our layers compute tiles by themselves, and train, save and serve with them."""
 
 import keras
 import numpy as np
@@ -18,17 +18,17 @@ import keras_headmask as hm
 # ---------------------------------------------------------------- the layer
 
 
-def layer_of(spec, tiled, **rest):
-    return hm.PerHeadMaskedMultiHeadAttention(3, 4, mask_spec=spec, tiled=tiled, **rest)
+def layer_of(kind, spec, tiled, **rest):
+    return kind.layer(4, 4, mask_spec=spec, tiled=tiled, **rest)
 
 
-def test_the_argument_is_saved_only_where_set(tmp_path, tiny):
+def test_the_argument_is_saved_only_where_set(kind, tmp_path, tiny):
     spec = hm.Window(2, 2)
-    assert "tiled" not in layer_of(spec, None).get_config()
+    assert "tiled" not in layer_of(kind, spec, None).get_config()
     for tiled in (True, False):
-        layer = layer_of(spec, tiled)
+        layer = layer_of(kind, spec, tiled)
         assert layer.get_config()["tiled"] is tiled
-        again = hm.PerHeadMaskedMultiHeadAttention.from_config(layer.get_config())
+        again = kind.ours.from_config(layer.get_config())
         assert again.get_config() == layer.get_config()
         x = keras.Input((9, 8))
         model = keras.Model(x, layer(x))
@@ -40,13 +40,13 @@ def test_the_argument_is_saved_only_where_set(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("tiled", ["yes", 2, 0.5])
-def test_the_argument_of_a_wrong_type(tiled):
+def test_the_argument_of_a_wrong_type(kind, tiled):
     with pytest.raises(TypeError, match=r"`tiled` must be True, False or None\. Received: "):
-        layer_of(hm.Window(1, 1), tiled)
+        layer_of(kind, hm.Window(1, 1), tiled)
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16", "float64"])
-def test_the_layer_gives_the_same_either_way(tiny, policy):
+def test_the_layer_gives_the_same_either_way(kind, tiny, policy):
     spec = hm.PerHead({0: hm.SameSegment("ids"), 1: hm.Window(2, 1)}, hm.Queries(3) | hm.Keys(0, 2))
     if policy == "float64" and BACKEND == "jax":
         pytest.skip("JAX holds 32 bits")
@@ -59,22 +59,22 @@ def test_the_layer_gives_the_same_either_way(tiny, policy):
     results = []
     for tiled in (True, False):
         keras.utils.set_random_seed(1)
-        layer = layer_of(spec, tiled, dtype=policy)
+        layer = layer_of(kind, spec, tiled, dtype=policy)
         results.append(layer(x, **call))
         # With returned scores all logits are computed.
         _, scores = layer(x, return_attention_scores=True, **call)
-        assert tuple(scores.shape) == (3, 3, 11, 11)
+        assert tuple(scores.shape) == (3, 4, 11, 11)
     assert results[0].dtype == results[1].dtype
     assert_close(*map(numpy, results), dtype=policy)
 
 
-def test_a_layer_trains_the_same_either_way(tiny):
+def test_a_layer_trains_the_same_either_way(kind, tiny):
     x = np.random.default_rng(0).normal(size=(4, 11, 8)).astype("float32")
     results = []
     for tiled in (True, False):
         keras.utils.set_random_seed(1)
         inputs = keras.Input((11, 8))
-        model = keras.Model(inputs, layer_of(hm.recipes.streaming(1, 3), tiled)(inputs))
+        model = keras.Model(inputs, layer_of(kind, hm.recipes.streaming(1, 3), tiled)(inputs))
         model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
         model.fit(x, x, epochs=3, batch_size=2, shuffle=False, verbose=0)
         results.append(model.get_weights())
@@ -83,12 +83,14 @@ def test_a_layer_trains_the_same_either_way(tiny):
 
 
 @pytest.mark.tensorflow
-def test_a_saved_model_serves_any_length(tiny, tmp_path):
+def test_a_saved_model_serves_any_length(kind, tiny, tmp_path):
     import tensorflow as tf
 
     spec = hm.PerHead({0: hm.SameSegment("ids")}, hm.recipes.streaming(1, 3))
     x, ids = keras.Input((None, 8), name="x"), keras.Input((None,), dtype="int32", name="ids")
-    model = keras.Model({"x": x, "ids": ids}, layer_of(spec, True)(x, mask_inputs={"ids": ids}))
+    model = keras.Model(
+        {"x": x, "ids": ids}, layer_of(kind, spec, True)(x, mask_inputs={"ids": ids})
+    )
     model.export(tmp_path / "saved", verbose=False)
     served = tf.saved_model.load(str(tmp_path / "saved"))
     layer = model.layers[-1]

@@ -1,9 +1,64 @@
-"""What every route to the layer must give, computed in NumPy from the layer's weights alone."""
+"""What every route to our layers must give, computed in NumPy from a layer's weights alone."""
+
+import dataclasses
+from collections.abc import Callable
 
 import keras
 import numpy as np
 from keras import ops
 from oracle import attention
+
+import keras_headmask as hm
+from keras_headmask import _keras
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One of our layers, the layer of Keras that it extends, and how both are told their sizes."""
+
+    ours: type
+    stock: type
+    sizes: Callable[[int, int], dict]
+
+    def __str__(self):
+        return self.stock.__name__
+
+    def layer(self, num_heads, size, **arguments):
+        """One of ours with so many heads (of the query) of that size."""
+        return self.ours(**self.sizes(num_heads, size), **arguments)
+
+    def built(self, num_heads=3, dim=8, size=4, **arguments):
+        """The same for `dim` features, with biases that are not 0."""
+        layer = self.layer(num_heads, size, **arguments)
+        layer.build((None, None, dim), (None, None, dim))
+        random_biases(layer)
+        return layer
+
+    def twins(self, num_heads=3, dim=8, size=4, **arguments):
+        """Ours and stock with the same weights."""
+        sizes = self.sizes(num_heads, size)
+        ours, stock = (c(**sizes, name="attention", **arguments) for c in (self.ours, self.stock))
+        for layer in (ours, stock):
+            layer.build((None, None, dim), (None, None, dim))
+        random_biases(stock)
+        ours.set_weights(stock.get_weights())
+        return ours, stock
+
+
+def _sizes_of_grouped(num_heads, size):
+    """Two query heads share a key head; all of them where their number is odd."""
+    of_keys = num_heads // 2 if num_heads % 2 == 0 else 1
+    return {"head_dim": size, "num_query_heads": num_heads, "num_key_value_heads": of_keys}
+
+
+MULTI_HEAD = Kind(
+    hm.PerHeadMaskedMultiHeadAttention,
+    keras.layers.MultiHeadAttention,
+    lambda num_heads, size: {"num_heads": num_heads, "key_dim": size},
+)
+GROUPED = Kind(
+    hm.PerHeadMaskedGroupedQueryAttention, keras.layers.GroupQueryAttention, _sizes_of_grouped
+)
 
 
 def numpy(tensor):
@@ -31,22 +86,18 @@ def by_hand(layer, query, value=None, key=None, mask=None):
         bias = 0.0 if dense.bias is None else numpy(dense.bias).astype("float64")
         return np.einsum("btd,dhk->bthk", np.asarray(x, "float64"), kernel) + bias
 
-    q, k, v = (
-        project(dense, x)
-        for dense, x in (
-            (layer.query_dense, query),
-            (layer.key_dense, key),
-            (layer.value_dense, value),
-        )
-    )
-    b, t, h, _ = q.shape
+    *projections, output_dense = _keras.projections(layer)
+    pairs = zip(projections, (query, key, value), strict=True)
+    q, k, v = (project(dense, x) for dense, x in pairs)
+    b, t, h, size = q.shape
+    k, v = (np.stack([x[:, :, i * x.shape[2] // h] for i in range(h)], axis=2) for x in (k, v))
     mask = np.ones((b, h, t, k.shape[1]), bool) if mask is None else mask
     mask = np.broadcast_to(mask, (b, h, t, k.shape[1]))
-    context, probabilities = attention(q, k, v, mask, 1 / np.sqrt(layer.key_dim))
-    if layer._use_gate:
-        context = context / (1 + np.exp(-project(layer._gate_dense, query)))
-    kernel = numpy(layer.output_dense.kernel).astype("float64")
-    bias = 0.0 if layer.output_dense.bias is None else numpy(layer.output_dense.bias)
+    context, probabilities = attention(q, k, v, mask, 1 / np.sqrt(size))
+    if (gate := _keras.gate(layer)) is not None:
+        context = context / (1 + np.exp(-project(gate, query)))
+    kernel = numpy(output_dense.kernel).astype("float64")
+    bias = 0.0 if output_dense.bias is None else numpy(output_dense.bias)
     return np.einsum("bthk,hkd->btd", context, kernel) + bias, probabilities
 
 

@@ -47,13 +47,14 @@ def heads_alone(logits=2 * 11 * 11):
         yield tuning
 
 
-def operands(batch, queries, keys, heads, seed=0, size=3, value_size=2):
-    rng = np.random.default_rng(seed)
+def operands(batch, queries, keys, heads, seed=0, size=3, value_size=2, key_heads=None):
+    rng, key_heads = np.random.default_rng(seed), key_heads or heads
 
-    def normal(length, last):
+    def normal(length, heads, last):
         return rng.normal(size=(batch, length, heads, last)).astype("float32")
 
-    return normal(queries, size), normal(keys, size), normal(keys, value_size)
+    query = normal(queries, heads, size)
+    return query, normal(keys, key_heads, size), normal(keys, key_heads, value_size)
 
 
 def attend(qkv, spec, inputs=None, offset=0, tiled=True, **rest):

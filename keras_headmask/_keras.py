@@ -111,6 +111,7 @@ dropout_layer = operator.attrgetter("_dropout_layer")
 
 # What a subclass of KerasHub's attention may override to attend in another way.
 KERAS_HUB_HOOKS = (
+    "call",
     COMPUTE_ATTENTION,
     "_masked_softmax",
     "_mask_sliding_window",

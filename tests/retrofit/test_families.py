@@ -300,7 +300,13 @@ def test_a_subclass_that_computes_by_itself_is_not_taken_for_the_class():
             return 2 * super()._masked_softmax(attention_scores, attention_mask)
 
     assert adapter_of(Named(2, 1)) is not None
+
+    class Crossed(LlamaAttention):
+        def call(self, hidden_states, memory, **kwargs):
+            return super().call(hidden_states + memory, **kwargs)
+
     assert adapter_of(Doubled(2, 1)) is None
+    assert adapter_of(Crossed(2, 1)) is None
 
 
 IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen 3", "Gemma")]

@@ -250,6 +250,7 @@ def quick_language_model(tmp_path_factory):
     return folder
 
 
+@long
 def test_the_language_models_differ_in_their_rules_alone(quick_language_model):
     record = json.loads((quick_language_model / language_model.TIME).read_text())
     assert not record["errors"]

@@ -207,6 +207,8 @@ def _over_tiles(
     if found.of_examples:  # (B * L, 1, H, ...), else (L, B, H, ...)
         shapes = [tf.concat([[batch, length], tf.shape(x)[2:]], 0) for x in flat]
         return tuple(tf.reshape(x, shape) for x, shape in zip(flat, shapes, strict=True))
+    if query.shape[0] == 1:  # a reshape, where a transpose would copy
+        return tuple(x[None, :, 0] for x in flat)
     return tuple(tf.transpose(x, (1, 0, 2, 3)[:rank]) for x, rank in zip(flat, ranks, strict=True))
 
 

@@ -221,7 +221,17 @@ def decoder(name):
     return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize("name", [name for name in CAUSAL_LMS if name != "Falcon"])
+ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ALIKE else ())
+        for name in CAUSAL_LMS
+        if name != "Falcon"
+    ],
+)
 def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     stock = decoder(name)
     masked = hm.apply_head_masks(stock, OF_EACH)

@@ -123,7 +123,7 @@ def causal_lm():
 
 def inputs_of(task, token_ids=PROMPT, padding_mask=GIVEN):
     given = {"token_ids": token_ids, "padding_mask": padding_mask} | OTHERS
-    return {name: given[name].copy() for name in task.input}
+    return {name: given[name].copy() for name in task.input if name in given}
 
 
 def generated(task, sampler, run_eagerly=False, **inputs):
@@ -131,7 +131,7 @@ def generated(task, sampler, run_eagerly=False, **inputs):
     return task.generate(inputs_of(task) | inputs, stop_token_ids=None)["token_ids"]
 
 
-def without_cache(task, sampler):
+def without_cache(task, sampler, **inputs):
     """KerasHub's sampler, asking the whole model for each token."""
     hidden = keras.Model(task.input, made_by(task.output)[1][0])
 
@@ -139,7 +139,7 @@ def without_cache(task, sampler):
         """As if all up to `index` were given."""
         prompt = numpy(prompt)
         times = len(prompt) // len(PROMPT)  # beams
-        given = {name: np.repeat(x, times, 0) for name, x in inputs_of(task).items()}
+        given = {name: np.repeat(x, times, 0) for name, x in (inputs_of(task) | inputs).items()}
         seen = np.arange(LENGTH) < int(index)
         both = {"token_ids": prompt, "padding_mask": np.maximum(given["padding_mask"], seen)}
         return given | {name: x.astype("int32") for name, x in both.items()}
@@ -308,6 +308,18 @@ def test_a_head_keeps_what_its_rule_may_show():
         (2, 1, LENGTH, 4),
     ]
     assert [tuple(group["value"].shape) for group in second] == [(2, 4, LENGTH, 4)]
+
+
+def test_a_whole_mask_holds_in_generation():
+    rule = hm.PerHead({"0-1": hm.MaskInput("seen"), 2: hm.MaskInput("seen") & hm.Window(3, 0)})
+    masked = hm.apply_head_masks(causal_lm(), {"0": rule}, add_inputs=True)
+    seen = np.random.default_rng(5).random((2, 4, LENGTH, LENGTH)) < 0.6
+    got = generated(masked, "greedy", True, seen=seen)
+    np.testing.assert_array_equal(got, without_cache(masked, "greedy", seen=seen))
+    assert (got != generated(masked, "greedy", True, seen=np.ones_like(seen))).any()
+    assert hm.cache_bytes(masked, LENGTH, batch=2).inputs == seen.nbytes
+    with pytest.raises(ValueError, match=r"whole mask `seen`.*14, 14\).*\(2, 4, 14, 9\)"):
+        generated(masked, "greedy", True, seen=seen[..., :9])
 
 
 def test_what_cannot_be_generated_or_counted_is_refused():

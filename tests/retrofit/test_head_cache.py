@@ -87,6 +87,15 @@ def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
         assert_close(got[example, 0, head], wanted)
 
 
+def test_one_slot_is_all_or_nothing(recwarn):
+    """A head that sees itself alone, or no key; Keras' softmax would warn at every step."""
+    query, value = (ops.ones((2, 1, 1, 3)) * x for x in (5.0, 7.0))
+    mask = ops.convert_to_tensor(np.array([True, False])[:, None, None, None])
+    got = numpy(one_query.attend(query, query, value, mask, 1.0))
+    np.testing.assert_array_equal(got[:, 0, 0, 0], [7, 0])
+    assert not recwarn.list
+
+
 # --- Generation -----------------------------------------------------------------------------------
 
 LENGTH, END = 14, 9

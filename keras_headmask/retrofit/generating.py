@@ -67,10 +67,10 @@ class Generates(_CausalLM):
         with holding(_prompt, _Prompt(self._read_by_rules(inputs), shortest)):
             return super().generate_step(inputs, stop_token_ids)
 
-    def _build_cache(self, token_ids: Tensor) -> tuple[Tensor, Any]:
+    def _build_cache(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         prompt = _prompt.get()
-        if prompt is None:
-            return super()._build_cache(token_ids)
+        if prompt is None:  # some classes take more: images, padding
+            return super()._build_cache(token_ids, *args, **kwargs)
         length, given = token_ids.shape[1], prompt.inputs
         if _has_any_size():  # what follows the prompt is padding
             token_ids = token_ids[:, : prompt.length]
@@ -83,9 +83,12 @@ class Generates(_CausalLM):
         hidden_states = ops.reshape(hidden_states, (-1, length, hidden_states.shape[-1]))
         return hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
 
-    def call_with_cache(self, token_ids: Tensor, cache: Any, cache_update_index: Any) -> Any:
+    def call_with_cache(
+        self, token_ids: Tensor, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not isinstance(cache, Mapping):
-            return super().call_with_cache(token_ids, cache, cache_update_index)
+            arguments = token_ids, cache, cache_update_index, *args
+            return super().call_with_cache(*arguments, **kwargs)
         at, inputs = (0, cache_update_index), dict(cache["inputs"])
         for name, new in ((_TOKENS, token_ids), (_PADDING, ops.ones_like(token_ids))):
             if name in inputs:

@@ -33,7 +33,9 @@ def attend(
     if mask.shape[1] != 1:
         mask = ops.reshape(mask, (-1, of_keys, heads // of_keys, key.shape[2]))
     logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
-    probabilities = ops.where(mask, ops.softmax(logits, axis=-1), ops.zeros_like(logits))
+    only_one = key.shape[2] == 1  # of which Keras' softmax warns
+    probabilities = ops.ones_like(logits) if only_one else ops.softmax(logits, axis=-1)
+    probabilities = ops.where(mask, probabilities, ops.zeros_like(logits))
     context = ops.matmul(ops.cast(probabilities, value.dtype), value)
     return ops.reshape(context, (-1, 1, heads, value.shape[3]))
 

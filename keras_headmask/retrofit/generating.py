@@ -7,7 +7,7 @@ tensor for all layers, it gets one that has its shape and no heads; the keys the
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +20,7 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import aligned, find_attention
+from keras_headmask.retrofit.frames import LayerRule, names_in
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, rules_in_force
 from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs, names_read
 from keras_headmask.rules.fields import whole_number
@@ -59,23 +60,23 @@ class Generates(_CausalLM):
     _stock_class: type
 
     @_as_written
-    def generate_step(self, inputs: Mapping[str, Any], stop_token_ids: Any = None) -> Any:
+    def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs[_TOKENS].shape[1]
         if not self._keeps_by_head() or length is None:
-            return super().generate_step(inputs, stop_token_ids)
+            return super().generate_step(inputs, *args, **kwargs)
         lengths = ops.sum(ops.cast(inputs[_PADDING], "int32"), axis=-1)
         shortest = ops.maximum(ops.min(lengths), 1)
         with holding(_prompt, _Prompt(self._read_by_rules(inputs), length, shortest)):
-            return super().generate_step(inputs, stop_token_ids)
+            return super().generate_step(inputs, *args, **kwargs)
 
-    def _build_cache(self, token_ids: Tensor) -> tuple[Tensor, Any]:
+    def _build_cache(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         prompt = _prompt.get()
-        if prompt is None:
-            return super()._build_cache(token_ids)
+        if prompt is None:  # some classes take more: images, padding
+            return super()._build_cache(token_ids, *args, **kwargs)
         length, given = prompt.length, prompt.inputs
         if _has_any_size():  # what follows the prompt is padding
             token_ids = token_ids[:, : prompt.shortest]
-            given = {name: x[:, : prompt.shortest] for name, x in given.items()}
+            given = {name: _of_prompt(x, prompt.shortest) for name, x in given.items()}
         run = head_cache.Run(length, prompt.shortest - 1)
         _, hidden_states, _ = self._run(run, token_ids, given, 0)
         rest = ops.zeros_like(hidden_states[:, :1])
@@ -84,10 +85,13 @@ class Generates(_CausalLM):
         hidden_states = ops.reshape(hidden_states, (-1, length, hidden_states.shape[-1]))
         return hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
 
-    def call_with_cache(self, token_ids: Tensor, cache: Any, cache_update_index: Any) -> Any:
+    def call_with_cache(
+        self, token_ids: Tensor, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         prompt = _prompt.get()
         if prompt is None or not isinstance(cache, Mapping):
-            return super().call_with_cache(token_ids, cache, cache_update_index)
+            arguments = token_ids, cache, cache_update_index, *args
+            return super().call_with_cache(*arguments, **kwargs)
         at, inputs = (0, cache_update_index), dict(cache["inputs"])
         for name, new in ((_TOKENS, token_ids), (_PADDING, ops.ones_like(token_ids))):
             if name in inputs:
@@ -123,8 +127,9 @@ class Generates(_CausalLM):
 
     def _read_by_rules(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """What the rules read, from the inputs of `generate()`."""
-        rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
-        names = sorted({name for rule in rules if rule.restricts for name in rule.reads})
+        in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
+        rules = [rule for rule in in_force if rule.restricts]
+        names = sorted({name for rule in rules for name in rule.reads})
         if lacking := [name for name in names if name not in inputs]:
             raise ValueError(
                 f"The rules of '{self.name}' read {lacking}, which `generate()` was not given. "
@@ -133,14 +138,40 @@ class Generates(_CausalLM):
                 f"come. Received: {sorted(inputs)}."
             )
         tensors = {name: masks.as_mask_input(inputs[name]) for name in names}
-        wanted = tuple(inputs[_TOKENS].shape)
+        wanted, whole = tuple(inputs[_TOKENS].shape), _whole_masks(rules)
         for name, tensor in tensors.items():
-            if tuple(tensor.shape) != wanted:
+            shape = tuple(tensor.shape)
+            if name in whole:
+                batch, length = wanted
+                if len(shape) != 4 or shape[0] != batch or shape[2:] != (length, length):
+                    raise ValueError(
+                        f"The whole mask `{name}` must cover the whole text, tokens to come "
+                        f"included: shape (batch, heads or 1, {length}, {length}), with as many "
+                        f"examples as 'token_ids' of shape {wanted}. Received: shape {shape}."
+                    )
+                tensors[name] = masks.as_bool(tensor, name)
+            elif shape != wanted:
                 raise ValueError(
                     f"`{name}` must be as long as the whole text, tokens to come included: shape "
-                    f"{wanted}, as 'token_ids'. Received: shape {tuple(tensor.shape)}."
+                    f"{wanted}, as 'token_ids'. Received: shape {shape}."
                 )
-        return {name: ops.cast(tensor, "int32") for name, tensor in tensors.items()}
+        return {k: x if k in whole else ops.cast(x, "int32") for k, x in tensors.items()}
+
+
+def _whole_masks(rules: Iterable[LayerRule]) -> set[str]:
+    """The names of what `rules` read that are masks of queries and keys."""
+    return {
+        place
+        for rule in rules
+        for name, source in rule.sources.items()
+        if rule.spec.inputs[name].rank is None
+        for place in names_in(source)
+    }
+
+
+def _of_prompt(x: Tensor, length: Length) -> Tensor:
+    """What a rule reads, cut to the first `length` positions."""
+    return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
 
 
 def _has_any_size() -> bool:
@@ -221,7 +252,8 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
     length = whole_number(length, "length", at_least=1)
     batch = whole_number(batch, "batch", at_least=1)
     by_head = isinstance(task, Generates) and task._keeps_by_head()
-    by_layer, names = {}, set()
+    by_layer: dict[str, tuple[int, int]] = {}
+    in_force: list[LayerRule] = []
     for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):
         adapter = adapted(layer)
         rules = [x for x in rules_in_force(layer) if x.restricts]
@@ -231,5 +263,8 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
         of_slot = 2 * batch * adapter.head_dim * bits // 8
         kept = sum(len(of_group.heads) * of_group.size for of_group in slots)
         by_layer[path] = (kept * of_slot, adapter.num_key_heads * length * of_slot)
-        names |= {name for rule in rules for name in rule.reads}
-    return CacheBytes(by_layer, 4 * batch * length * len(names))
+        in_force += rules
+    whole = {name: x.num_heads for x in in_force for name in _whole_masks([x])}
+    ids = {name for rule in in_force for name in rule.reads} - whole.keys()
+    of_whole = sum(whole.values()) * length**2  # booleans
+    return CacheBytes(by_layer, batch * (4 * length * len(ids) + of_whole))

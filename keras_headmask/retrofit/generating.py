@@ -235,14 +235,14 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
     >>> import keras_hub
     >>> import keras_headmask as hm
     >>> sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 32}
-    >>> backbone = keras_hub.models.GPT2Backbone(vocabulary_size=50, **sizes)
+    >>> backbone = keras_hub.models.GPT2Backbone(vocabulary_size=50, name="gpt2", **sizes)
     >>> task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
     >>> rule = hm.PerHead({"1-3": hm.recipes.streaming(sinks=4, window=60)})
     >>> print(cache_bytes(hm.apply_head_masks(task, rule), length=512))
-    layer                                             bytes   stock    share
-    gpt2_backbone/transformer_layer_0/self_attention  45,056  131,072  0.34
-    gpt2_backbone/transformer_layer_1/self_attention  45,056  131,072  0.34
-    total                                             90,112  262,144  0.34
+    layer                                    bytes   stock    share
+    gpt2/transformer_layer_0/self_attention  45,056  131,072  0.34
+    gpt2/transformer_layer_1/self_attention  45,056  131,072  0.34
+    total                                    90,112  262,144  0.34
     """
     if not (isinstance(task, keras.Model) and generates(task)):
         raise TypeError(

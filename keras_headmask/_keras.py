@@ -51,14 +51,10 @@ ATTENTION_HOOKS = (
 )
 
 
-@functools.cache
-def _arguments_of_class(stock: type) -> frozenset[str]:
-    return frozenset(inspect.signature(stock).parameters) - {"kwargs"}
-
-
 def stock_arguments(stock: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `arguments` that Keras' class `stock` takes."""
-    return {k: v for k, v in arguments.items() if k in _arguments_of_class(stock)}
+    taken = {*inspect.signature(stock).parameters} - {"kwargs"}
+    return {k: v for k, v in arguments.items() if k in taken}
 
 
 def is_grouped(layer: Any) -> bool:
@@ -111,13 +107,9 @@ dropout_layer = operator.attrgetter("_dropout_layer")
 
 # What a subclass of KerasHub's attention may override to attend in another way.
 KERAS_HUB_HOOKS = (
-    "call",
-    COMPUTE_ATTENTION,
-    "_masked_softmax",
-    "_mask_sliding_window",
-    "_compute_bidirectional_sliding_mask",
-    "_use_fused_attention_op",
-)
+    f"call {COMPUTE_ATTENTION} _masked_softmax _use_fused_attention_op _mask_sliding_window "
+    "_compute_bidirectional_sliding_mask"
+).split()
 
 
 def part_name(layer: Any, name: str) -> str:
@@ -232,10 +224,7 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
 
 
 def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of `layer` by name, those left out by their defaults.
-
-    Empty if they do not fit, which Keras says.
-    """
+    """The arguments of a call of `layer` and its defaults; empty if they do not fit."""
     try:
         bound = layer._call_signature.bind_partial(*args, **kwargs)
     except TypeError:

@@ -167,7 +167,7 @@ def test_masks_are_merged_by_one_method():
 
 
 @relies_on(
-    "ATTENTION_HOOKS stock_arguments _arguments_of_class",
+    "ATTENTION_HOOKS stock_arguments",
     breaks="a subclass that masks or attends by itself would be passed over",
 )
 @each_stock

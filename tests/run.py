@@ -14,18 +14,18 @@ def _files(*names):
 _CONTRACT = (
     "-k",
     "not fresh_process",
-    *_files("layer/test_layer", "attention/test_attention", "layer/test_parity"),
+    *_files("layers/test_layer", "attention/test_attention", "layers/test_parity"),
 )
 # What a mask is and what attention under it gives. The longest come first, for two workers.
 _LAWS = (
-    *_files("test_readme", "attention/test_tiled", "layer/test_layer", "layer/test_parity"),
+    *_files("test_readme", "attention/test_tiled", "layers/test_layer", "layers/test_parity"),
     "tests/rules",
     *_files("attention/test_attention", "test_golden", "test_layout", "test_public_names"),
 )
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
-    *_files("attention/test_attention", "attention/test_attend", "layer/test_layer"),
-    *_files("layer/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
+    *_files("attention/test_attention", "attention/test_attend", "layers/test_layer"),
+    *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
     *_files("test_keras_internals", "retrofit/test_retrofit"),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")

@@ -37,6 +37,8 @@ def test_each_run_says_how_long_it_takes_and_is_a_command(name):
     said, passes = run.RUNS[name]
     assert re.search(r"\d+ minutes", said)
     assert all({"ruff", "mypy"} & {*command} for _, backend, command in passes if backend is None)
+    for path in {x for _, _, command in passes for x in command if x.startswith("tests/")}:
+        assert (ROOT / path).exists(), path
     assert f"\n{name}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 

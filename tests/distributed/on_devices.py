@@ -157,9 +157,12 @@ def perturbed(rule, tiled, length=24):
 
         before, seen = context(x), []
         for key in range(length):
-            changed = x.copy()
-            changed[:, key] += 1
-            seen.append((context(changed) != before).any(-1))
+            moved = np.zeros(before.shape[:3], bool)
+            for step in (1, -1):  # one of them may leave a pair too small a probability
+                changed = x.copy()
+                changed[:, key] += step
+                moved |= (context(changed) != before).any(-1)
+            seen.append(moved)
     given = {name: inputs[name] for name in rule.inputs}
     expected = oracle.mask(rule, BATCH, HEADS, length, length, given)
     wrong = np.stack(seen, axis=-1).transpose(0, 2, 1, 3) != expected

@@ -278,11 +278,11 @@ def test_chosen_layers_give_their_scores(tmp_path):
 def test_attention_of_an_unknown_class_is_reported(tmp_path):
     x = keras.Input((None, 8), name="x")
     y = layers.MultiHeadAttention(2, 4, name="known")(x, x)
-    y = layers.GroupQueryAttention(4, 2, 1, name="odd")(y, y)
+    y = layers.AdditiveAttention(name="odd")([y, y])
     report = hm.export_saved_model(keras.Model(x, y), tmp_path, scores=True, check=False)
     assert list(report.signatures["serve_scores"]["outputs"]) == ["known"]
     (name,) = [name for name in report.left_out if name.startswith("serve_scores of")]
-    assert "'odd' (GroupedQueryAttention)" in name
+    assert "'odd' (AdditiveAttention)" in name
     assert "out of reach" in report.left_out[name]
 
 
@@ -377,8 +377,8 @@ LEFT_OUT = {
     "inside a model": (lambda: over(over2()), r"\(GlobalMaxPooling1D\)"),
     "cross-attention": (crossing, "'crossing'.* attends, or may attend, to another sequence"),
     "unknown attention": (
-        lambda: over(lambda x: layers.GroupQueryAttention(4, 2, 1)(x, x)),
-        r"\(GroupedQueryAttention\) is out of reach",
+        lambda: over(lambda x: layers.AdditiveAttention()([x, x])),
+        r"\(AdditiveAttention\) is out of reach",
     ),
     "a name taken": (
         lambda: keras.Model(x := keras.Input((None, 4), name="lengths"), layers.Dense(2)(x)),

@@ -207,9 +207,9 @@ def test_nothing_changes_to_the_bit_where_keys_are_not_shared_by_a_rule(key_head
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long
 @TRACED
 @given(cases(), sizes, seeds, st.sampled_from(["known", "unknown", "xla"]))
-@pytest.mark.long
 def test_traced(case, tile_sizes, seed, lengths):
     """Output and gradients, by tiles and, out of XLA, head by head."""
     import tensorflow as tf

@@ -53,6 +53,7 @@ __all__ = [
     "Span",
     "Tiles",
     "Window",
+    "alibi",
     "and_masks",
     "apply_head_masks",
     "cache_bytes",
@@ -73,6 +74,7 @@ __all__ = [
     "reach",
     "recipes",
     "register_spec",
+    "relative_position_bias",
     "schema",
     "summary_masks",
     "to_additive",
@@ -81,7 +83,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
-    from keras_headmask.attention.attend import dense_scope, dot_product_attention
+    from keras_headmask.attention.attend import dot_product_attention
+    from keras_headmask.attention.biases import alibi, relative_position_bias
+    from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.devices import head_layout
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
@@ -106,7 +110,9 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
-    "attention.attend": "dense_scope dot_product_attention",
+    "attention.attend": "dot_product_attention",
+    "attention.tuning": "dense_scope",
+    "attention.biases": "alibi relative_position_bias",
     "devices": "head_layout",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",

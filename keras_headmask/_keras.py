@@ -105,7 +105,7 @@ def want_scores(layer: Any, wanted: bool) -> None:
 dropout_layer = operator.attrgetter("_dropout_layer")
 
 
-# What a subclass of KerasHub's attention may override to attend in another way.
+# What a subclass of KerasHub's attention may override, to attend differently.
 KERAS_HUB_HOOKS = (
     f"call {COMPUTE_ATTENTION} _masked_softmax _use_fused_attention_op _mask_sliding_window "
     "_compute_bidirectional_sliding_mask"
@@ -139,17 +139,10 @@ def before_dot_product_attention(see: Callable[[], None]) -> None:
 # What a layer runs in place of `call` under a RematScope.
 REMATERIALIZED_CALL = "rematerialized_call"
 # What a graph is made of; swapped as one when a model gets an input.
-GRAPH = (
-    "_inputs_struct",
-    "_inputs",
-    "_outputs_struct",
-    "_outputs",
-    "_nodes",
-    "_nodes_by_depth",
-    "_operations",
-    "_operations_by_depth",
-)
-
+GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
+    "_inputs_struct _inputs _outputs_struct _outputs _nodes _nodes_by_depth _operations "
+    "_operations_by_depth"
+).split()
 
 # A layer and all tracked layers inside: where attention, and what holds it, is found; and without
 # the layer itself.
@@ -368,6 +361,13 @@ def in_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def one_dnn_is_on() -> bool:
+    """Whether TensorFlow computes by oneDNN on CPUs; it decides once, when it is imported."""
+    from tensorflow.python.util import _pywrap_util_port
+
+    return _pywrap_util_port.IsMklEnabled()
 
 
 def function_type() -> type:

@@ -33,6 +33,7 @@ def pytest_configure(config):
             wide_tile=3,
             python_block=2,
             tensorflow_block=2,
+            jax_block=2,
             one_flagged_in=2,
         )
         tiny.__enter__()

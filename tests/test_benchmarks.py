@@ -216,12 +216,48 @@ def test_the_memory_of_grouped_queries_is_measured(tmp_path):
     assert record["mib"].keys() == record["peaks_mib"].keys() == {"shared keys", "repeated keys"}
 
 
+@long
+def test_rules_on_jax_are_measured_beside_its_own_function(tmp_path):
+    pytest.importorskip("jax")
+    run("benchmarks.jax_backend", "--out", tmp_path / "jax_backend.json")
+    record = json.loads((tmp_path / "jax_backend.json").read_text())
+    assert set(record["cases"]) == set(record["goals"]) == {"window", "documents"}
+    for of_case in record["cases"].values():
+        for of_step in of_case.values():
+            assert not of_step["errors"]
+            assert max(of_step["differences"].values()) < 1e-4
+            assert set(of_step["ratios"]) == {"ours / stock", "ours / stock with its mask"}
+
+
 def test_grouped_queries_are_measured_on_equal_attention():
     grouped_queries = importlib.import_module("benchmarks.grouped_queries")
     given = grouped_queries.operands(600)
     arms = grouped_queries.SHARED, grouped_queries.REPEATED
     shared, repeated = (np.asarray(grouped_queries.attention(arm)(*given)) for arm in arms)
     np.testing.assert_allclose(shared, repeated, atol=1e-5)
+
+
+@long
+def test_the_torch_backend_is_measured_beside_compiled_attention(tmp_path):
+    record = torch_backend_is_measured(tmp_path, "--only", "documents")
+    assert set(record["ratios"]) == {"documents / flex", "documents / sdpa"}
+
+
+def test_the_torch_backend_is_measured_on_equal_attention_without_a_compiler(tmp_path):
+    record = torch_backend_is_measured(tmp_path, "--no-flex")
+    assert {ratio.split(" / ")[0] for ratio in record["goals"]} <= set(record["cases"])
+    assert set(record["ratios"]) == {f"{name} / sdpa" for name in record["cases"]}
+
+
+def torch_backend_is_measured(folder, *arguments):
+    run("benchmarks.torch_backend", "--out", folder / "torch_backend.json", *arguments)
+    record = json.loads((folder / "torch_backend.json").read_text())
+    for name, of_case in record["cases"].items():
+        assert not of_case["errors"], name
+        assert of_case["difference"] < 1e-4, name
+    assert record["quick"]
+    assert {"date", "versions", "command", "threads"} <= set(record)
+    return record
 
 
 def test_the_bytes_of_a_request_are_those_of_the_page():

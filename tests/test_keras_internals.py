@@ -6,7 +6,9 @@ Each test names what of `_keras.py` it covers, and says what its failure means f
 import ast
 import functools
 import math
+import os
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 
@@ -643,6 +645,19 @@ def test_xla_is_told():
 
 
 @pytest.mark.tensorflow
+@relies_on("one_dnn_is_on", breaks="`info`, `bench` and the log would not say whether oneDNN is on")
+def test_one_dnn_is_told():
+    """By what TensorFlow itself prints when it is imported with it."""
+    code = "import tensorflow, keras_headmask._keras as k; print(k.one_dnn_is_on())"
+    for on in (True, False):
+        environment = dict(os.environ, TF_ENABLE_ONEDNN_OPTS=str(int(on)), TF_CPP_MIN_LOG_LEVEL="0")
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(on)]
+        assert ("oneDNN custom operations are on" in done.stderr) == on
+
+
+@pytest.mark.tensorflow
 @relies_on(
     "NOT_INLINED XLA_MUST_COMPILE",
     breaks="exports would hold each loop many times, or parts that a server cannot run",
@@ -742,3 +757,13 @@ def test_kinds_of_graphs():
     loop()
     assert not _keras.is_function_graph(seen[-1])
     assert _keras.is_function_graph(seen[-1].outer_graph)
+
+
+@pytest.mark.parametrize("place", [5, 3])
+def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
+    """`retrofit/head_cache.py` relies on it for the cache that it gives to a cached layer."""
+    if keras.backend.backend() == "torch":
+        pytest.skip("PyTorch refuses it, and is given places that fit")
+    new = np.ones((1, 2), "float32")
+    got = keras.ops.slice_update(keras.ops.zeros((1, 4)), (0, place), new)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(got), [[0, 0, 1, 1]])

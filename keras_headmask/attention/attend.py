@@ -10,8 +10,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -19,15 +17,17 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import dense, looking, parts
+from keras_headmask.attention import cpu, dense, looking, on_jax, parts, precision
+from keras_headmask.attention.changes import NONE, Changes, Positions, for_tiles, given_changes
 from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.parts import Part
-from keras_headmask.attention.tuning import current_tuning, holding
+from keras_headmask.attention.tuning import current_tuning, is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
+from keras_headmask.rules.positions import Full, Window
 
 _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
@@ -46,6 +46,9 @@ def dot_product_attention(
     bias: Tensor | None = None,
     seed: Any = None,
     tiled: bool | None = None,
+    position_bias: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """`softmax(query @ key^T * scale + bias)` over the allowed keys, times `value`.
 
@@ -66,13 +69,17 @@ def dot_product_attention(
             above 0, so pass 0 at inference.
         return_scores: Whether to return the probabilities, before dropout, too.
         bias: Float tensor added to the logits, broadcastable to `(B, H, T, S)`. It grades the
-            allowed keys; no bias can open a hidden one.
+            allowed keys; no bias can open a hidden one, and -inf hides as `mask` does.
         seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`). By default the faster of the two, by size and rule. Returned probabilities
-            and a bias need all logits, and so do symbolic Keras tensors; where nothing restricts
-            there is nothing to skip. Dense and tiled attention draw different dropouts from one
-            seed.
+            need all logits, and so do symbolic Keras tensors; where nothing restricts there is
+            nothing to skip. Dense and tiled attention draw different dropouts from one seed.
+        position_bias: `hm.alibi(H)`, or for a learned one a pair of the value and its table:
+            `(hm.relative_position_bias(H), table)`. Made by tile, at the positions of the rule.
+        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
+        sinks: `(H,)`, a logit for each head that joins the softmax's sum and has no value, so that
+            the probabilities of a row sum to less than 1.
 
     Returns:
         The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
@@ -82,7 +89,8 @@ def dot_product_attention(
         TypeError: for operands that are not floats, a float mask or mask input, or a `mask_spec`
             that is not a spec.
         ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, a
-            `dropout` outside [0, 1), or `tiled=True` where tiling is not possible.
+            `dropout` outside [0, 1), a soft cap that is not above 0, or `tiled=True` where tiling
+            is not possible.
 
     >>> import numpy as np
     >>> from keras_headmask import Window
@@ -102,7 +110,9 @@ def dot_product_attention(
         masks.check_shape(masks.as_bool(mask), "mask", *lengths)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
-    query_offset = offsets.given_offset(query_offset, mask_spec, queries, lengths.keys)
+    changed = given_changes(lengths, bias, position_bias, logits_soft_cap, sinks)
+    positional = mask_spec if changed.position_bias is None else Window(after=0)
+    query_offset = offsets.given_offset(query_offset, positional, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)
@@ -123,7 +133,7 @@ def dot_product_attention(
         query_offset=query_offset,
         dropout=dropout,
         seed=seed,
-        bias=bias,
+        changes=changed,
         wants_probabilities=return_scores,
         tiled=tiled,
     )
@@ -148,8 +158,7 @@ class Request:
     query_offset: Length = 0  # query i stands at position i + `query_offset`, as in `bound`
     dropout: float = 0.0  # share of the probabilities set to 0; 0 at inference
     seed: Any = None  # for `dropout`: an int or a `keras.random.SeedGenerator`
-    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap), before `bias`
-    bias: Tensor | None = None  # added to the logits, broadcastable to (B, H, T, S)
+    changes: Changes = NONE  # what changes logits beside the mask
     wants_probabilities: bool = False  # whether the caller reads them
     tiled: bool | None = None  # `None` leaves it to size and rule
     # Makes the whole mask, boolean of rank 4, for a caller that has it, or shares it with other
@@ -161,6 +170,17 @@ class Request:
         """How many query heads share a key head."""
         return parts.sharing_of(self.query, self.key)
 
+    @property
+    def positions(self) -> Positions:
+        """Of the queries and of the keys."""
+        bound = self.bound or evaluation.bind(Full(), None, *self.lengths, self.query_offset)
+        return bound.query_positions, bound.key_positions
+
+    @property
+    def lengths(self) -> tuple[Length, Length]:
+        """Of the queries and of the keys."""
+        return ops.shape(self.query)[1], ops.shape(self.key)[1]
+
 
 def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     """The context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before dropout.
@@ -170,8 +190,14 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: for `tiled=True` where tiling is not possible.
     """
-    if _is_tiled(request):
-        return _tiled(request), None
+    if request.rule is not None:
+        cpu.hint()
+    if not is_dense_scope() and (context := on_jax.by_cudnn(request)) is not None:
+        return context, None
+    return (_tiled(request), None) if _is_tiled(request) else _dense(request)
+
+
+def _dense(request: Request) -> tuple[Tensor, Tensor]:
     mask = None
     if request.make_mask is not None:
         mask = request.make_mask()
@@ -181,9 +207,10 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     drop = None
     if request.dropout:
         drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
-    operands = request.query, request.key, request.value
-    changes = request.scale, request.soft_cap, request.bias
-    return dense.attend(*operands, mask, *changes, drop, may_branch=not _in_dense_scope.get())
+    operands, changes = (request.query, request.key, request.value), request.changes
+    positions = None if changes.position_bias is None else request.positions
+    may_branch = not is_dense_scope()
+    return dense.attend(*operands, mask, request.scale, changes, positions, drop, may_branch)
 
 
 def all_that_restricts(
@@ -214,30 +241,6 @@ def all_that_restricts(
     return (functools.reduce(operator.and_, joined) if joined else None), inputs
 
 
-_in_dense_scope: ContextVar[bool] = ContextVar("dense", default=False)
-
-
-def dense_scope() -> AbstractContextManager[bool]:
-    """Let attention that is run or traced inside compute all logits, whatever its `tiled` says.
-
-    Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
-    run: a model is exported for them in this scope, by `model.export("model.onnx",
-    format="onnx")`. What was traced before stays as it is.
-
-    Returns:
-        A context manager.
-
-    >>> import numpy as np
-    >>> from keras_headmask import Window, dot_product_attention
-    >>> x = np.ones((1, 512, 2, 4), "float32")
-    >>> with dense_scope():
-    ...     context = dot_product_attention(x, x, x, mask_spec=Window(2, 2))
-    >>> context.shape == (1, 512, 2, 4)
-    True
-    """
-    return holding(_in_dense_scope, True)
-
-
 # --- Dense or tiled ------------------------------------------------------------------------------
 
 
@@ -246,18 +249,37 @@ def _has_loops() -> bool:
     return keras.backend.backend() == "tensorflow" and not in_xla()
 
 
+def _own_tiles(request: Request) -> Callable | None:
+    """The tiles of PyTorch or JAX, of known lengths, that gain even where nothing is skipped.
+
+    They know neither dropout nor what changes logits, and multiply float32: in half precision
+    PyTorch's gradient rounds more than that of all logits at once.
+    """
+    operands = request.query, request.key, request.value
+    if request.dropout or request.changes.are_some:
+        return None
+    if precision.half_dtype(request.scale, *operands) is not None:
+        return None
+    if keras.backend.backend() == "torch":
+        from keras_headmask.attention import tiles_torch
+
+        return tiles_torch.attend if tiles_torch.can_read(request.bound, *operands) else None
+    if on_jax.has_loops(request.query.shape):
+        from keras_headmask.attention import tiles_jax
+
+        return tiles_jax.attend
+    return None
+
+
 def _is_tiled(request: Request) -> bool:
     queries, keys = sizes = request.query.shape[1], request.key.shape[1]
-    if request.rule is None or 0 in sizes or _in_dense_scope.get():
+    if request.rule is None or 0 in sizes or is_dense_scope():
         return False
     # A symbolic Keras tensor cannot enter a loop of the backend's.
     symbolic = keras.backend.is_keras_tensor(request.query)
     offset, obstacle = request.query_offset, None
-    is_changed = request.soft_cap is not None or request.bias is not None
-    if request.wants_probabilities or symbolic or is_changed:
-        obstacle = (
-            "returned probabilities, a soft cap, a bias and symbolic Keras tensors need all logits."
-        )
+    if request.wants_probabilities or symbolic:
+        obstacle = "returned probabilities and symbolic Keras tensors need all logits."
     # (Sizes unknown to JAX are not `None`, and comparing them raises.)
     elif not (_has_loops() or all(isinstance(x, int) for x in (queries, keys, offset))):
         obstacle = (
@@ -274,7 +296,7 @@ def _is_tiled(request: Request) -> bool:
     tuning = current_tuning()
     if queries * keys < tuning.fewest_pairs:
         return False
-    if _has_loops():
+    if _has_loops() or _own_tiles(request) is not None:
         return True
     # Elsewhere a tile costs more to start, and only what positions show is skipped.
     from keras_headmask.attention import tiles_python
@@ -290,27 +312,26 @@ def _is_tiled(request: Request) -> bool:
 
 
 def _tiled(request: Request) -> Tensor:
-    """The context, in the dtype of the value; on TensorFlow, short sequences go head by head."""
+    """The context, in the dtype of the value."""
     given = request.query, request.key, request.value
     is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
     operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
     tiles = functools.partial(_by_tiles, request, operands)
     if not _has_loops() or request.dropout:
         return ops.cast(tiles(), request.value.dtype)
-    from keras_headmask.attention import head_by_head
+    from keras_headmask.attention import on_tensorflow
 
     heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
     assert request.rule is not None
     of_all = Part(
         request.rule, heads, request.bound, request.scale, tuning, sharing=request.sharing
     )
-    by_head = functools.partial(head_by_head.attend, of_all, *operands)
-    queries, keys = (x.shape[1] for x in operands[:2])
-    if None in (queries, keys):
-        pairs = ops.shape(operands[0])[1] * ops.shape(operands[1])[1]
-        context = ops.cond(pairs <= tuning.most_pairs_by_head, by_head, tiles)
-    else:
-        context = by_head() if queries * keys <= tuning.most_pairs_by_head else tiles()
+
+    def at_once() -> Tensor:
+        return ops.cast(_dense(request)[0], operands[0].dtype)
+
+    instead = at_once if request.changes.are_some else None  # which head by head does not know
+    context = on_tensorflow.attend(of_all, tiles, bool(request.tiled), instead, *operands)
     return ops.cast(context, request.value.dtype)
 
 
@@ -323,20 +344,26 @@ def _parts(request: Request) -> list[Part]:
     groups = head_groups(request.rule, heads)
     if evaluation.heads_are_spread():
         groups = [(request.rule, tuple(range(heads)))]
+    operands = request.query, request.key, request.value
+    half = precision.half_dtype(request.scale, *operands)
     made = []
     for rule, of_rule in groups:
         for members in parts.of_equal_sharing(of_rule, request.sharing):
             keys = parts.key_heads(members, request.sharing)
-            made.append(Part(rule, members, *rest, sharing=len(members) // len(keys)))
+            sharing = len(members) // len(keys)
+            made.append(Part(rule, members, *rest, sharing=sharing, half=half))
     return made
 
 
 def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
     queries, keys = operands[0].shape[1], operands[1].shape[1]
     known = None not in (queries, keys) and isinstance(request.query_offset, int)
+    batch, heads = ops.shape(request.query)[0], request.query.shape[2]
     if request.dropout:
-        batch, heads = ops.shape(request.query)[0], request.query.shape[2]
         drawn = parts.dropout(request.dropout, request.seed, batch, heads, request.bound)
+    own_tiles = _own_tiles(request)
+    lengths = batch, heads, *request.lengths
+    changes = for_tiles(request.changes, operands[0].dtype, *lengths)
     contexts: list[Tensor] = []
     order: list[int] = []
     for part in _parts(request):
@@ -346,6 +373,9 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
         of_keys = parts.key_heads(part.heads, request.sharing)
         which = part.heads, of_keys, of_keys
         of_part = [parts.of_heads(x, own, 2) for x, own in zip(operands, which, strict=True)]
+        changes_of_part = parts.changes_of_heads(changes, part.heads)
+        part = part._replace(changes=changes_of_part.without_tensors())
+        of_part += changes_of_part.tensors
         # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph
         # of one size. Unrolled in Python, the same tiles train in less time if they are few.
         is_few = known and queries <= part.tuning.most_unrolled * part.tile
@@ -353,6 +383,8 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
             from keras_headmask.attention import tiles_tensorflow
 
             contexts.append(tiles_tensorflow.attend(part, *of_part))
+        elif own_tiles is not None:
+            contexts.append(own_tiles(part, request.query_offset, *of_part))
         else:
             from keras_headmask.attention import tiles_python
 

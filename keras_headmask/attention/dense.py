@@ -7,10 +7,12 @@ has probability exactly 0, and a fully masked row gives exactly 0.
 from collections.abc import Callable
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import finite
+from keras_headmask.attention import finite, precision
+from keras_headmask.attention.changes import NONE, Changes, Positions
 from keras_headmask.attention.parts import sharing_of
 from keras_headmask.masks import Mask, Tensor
 
@@ -21,16 +23,16 @@ def attend(
     value: Tensor,
     mask: Mask | None,
     scale: float,
-    soft_cap: float | None = None,
-    bias: Tensor = None,
+    changes: Changes = NONE,
+    positions: Positions | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
     may_branch: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention under `mask`, boolean of rank 4, or `None`.
 
     Adding -1e9 hides a key as long as the allowed logits are well above -1e9, as all logits are
-    that float32 resolves to better than 64; a bias may lie anywhere. Without `may_branch` the graph
-    has no branch for operands that are all finite.
+    that float32 resolves to better than 64; a bias may lie anywhere. `positions` are for a bias by
+    position. Without `may_branch` the graph has no branch for operands that are all finite.
 
     Of fewer key heads than query heads each is repeated for the queries that share it.
 
@@ -40,30 +42,44 @@ def attend(
     # (`result_type` would make float64 float32 on JAX and torch.)
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
+    half, value_dtype = precision.half_dtype(scale, query, key, value), value.dtype
     sharing = sharing_of(query, key)
     if sharing != 1:
         key, value = (ops.repeat(x, sharing, axis=2) for x in (key, value))
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
+    if keras.backend.standardize_dtype(value_dtype) in precision.HALF:
+        value = ops.cast(value, dtype)
     given = query, key, value
     if mask is not None:
         all_finite = finite.are_finite(*given, may_branch=may_branch)
         query, key, value = finite.unless(all_finite, finite.zeroed, *given)
-    logits = ops.einsum("bthd,bshd->bhts", query, key)
-    if soft_cap is not None:
-        logits = soft_cap * ops.tanh(logits / soft_cap)
-    if bias is not None:
-        logits = logits + ops.cast(bias, dtype)
+    logits = precision.product("bthd,bshd->bhts", query, key, half)
+    changes = changes.cast(dtype)
     if mask is not None:
-        if bias is not None:  # each row's largest allowed logit becomes 0, so -1e9 is far below
-            lowest = ops.cast(-3e38, dtype)
-            largest = ops.max(ops.where(mask, logits, lowest), axis=-1, keepdims=True)
-            logits = logits - ops.stop_gradient(ops.maximum(largest, lowest))
+        if changes.soft_cap is not None:  # whose derivative is NaN where a product overflows
+            logits = ops.where(mask, logits, ops.zeros_like(logits))
+        mask = changes.allowed(mask)
+    logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
+    sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
+    if mask is not None:
+        if changes.is_bias:  # each row's largest allowed logit becomes 0, so -1e9 is far below
+            lowest = float(np.finfo("float32").min)
+            allowed = ops.where(mask, logits, ops.cast(lowest, dtype))
+            largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))
+            logits = logits - largest
+            sinks = None if sinks is None else sinks - largest
         (logits,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], logits)
         # A hidden logit is taken as 0 first: were it infinite, -1e9 would not hide it.
         logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
-    probabilities = ops.softmax(logits, axis=-1)
+    if sinks is None:
+        probabilities = ops.softmax(logits, axis=-1)
+    else:  # one key more, whose value is 0
+        of_rows = ops.zeros_like(ops.sum(logits, axis=-1, keepdims=True))
+        with_sink = ops.concatenate([logits, sinks + of_rows], axis=-1)
+        probabilities = ops.softmax(with_sink, axis=-1)[..., :-1]
     if mask is not None:  # for fully masked rows
         probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))
-    probabilities = ops.cast(probabilities, value.dtype)
-    kept = probabilities if drop is None else drop(probabilities)
-    return ops.einsum("bhts,bshd->bthd", kept, value), probabilities
+    rounded = ops.cast(probabilities, value_dtype)
+    kept = ops.cast(probabilities if drop is None else drop(rounded), value.dtype)
+    context = precision.product("bhts,bshd->bthd", kept, value, half)
+    return ops.cast(context, value_dtype), rounded

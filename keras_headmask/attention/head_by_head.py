@@ -16,7 +16,9 @@ from keras_headmask.attention.parts import Part, in_order, of_heads
 from keras_headmask.attention.tensorflow_graph import (
     alive_or_0,
     computed_again,
+    empty,
     logits_of,
+    looped,
     shared,
     times,
 )
@@ -30,13 +32,20 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
 
     def forward(*operands: Tensor) -> Tensor:
-        return _over_heads(part, _context, 1, *operands)[0]
+        query, _, value = operands
+        return _over_heads(part, _context, [_row(query, value)], *operands)[0]
 
     def backward(*given: Tensor) -> tuple:
-        d_query, *of_keys = _over_heads(part, _gradients, 3, *given)
+        of_operands = [_row(operand, operand) for operand in given[:3]]
+        d_query, *of_keys = _over_heads(part, _gradients, of_operands, *given)
         return d_query * part.scale, *(_summed(gradient, part.sharing) for gradient in of_keys)
 
     return computed_again(forward, backward, query, key, value)
+
+
+def _row(of_length: Tensor, of_size: Tensor) -> list[Tensor]:
+    """The shape of a result for one head of one example: as long as one tensor, as wide as one."""
+    return [tf.shape(of_length)[1], tf.shape(of_size)[3]]
 
 
 def _summed(gradient: Tensor, sharing: int) -> Tensor:
@@ -52,14 +61,14 @@ def _summed(gradient: Tensor, sharing: int) -> Tensor:
 
 
 def _context(allowed: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> tuple:
-    logits, alive = logits_of(query, key, allowed)
+    logits, alive, _ = logits_of(query, key, allowed)
     return (alive_or_0(alive, tf.matmul(tf.nn.softmax(logits), value)),)
 
 
 def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
     """Those of the queries (times the scale), keys and values."""
     query, key, value, upstream, context = operands
-    logits, _ = logits_of(query, key, allowed)
+    logits, _, _ = logits_of(query, key, allowed)
     probabilities = tf.nn.softmax(logits)
     if allowed is not None:  # a row whose logits overflow is NaN, but not where keys are hidden
         probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
@@ -109,37 +118,39 @@ def _rows_of(
     return lambda begin, size: tf.gather(every, tf.slice(place, begin[:1], size[:1]))
 
 
-def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others: Tensor) -> tuple:
-    """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`."""
+def _over_heads(
+    part: Part, step: Callable, shapes: list[list[Tensor]], query: Tensor, *others: Tensor
+) -> tuple:
+    """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`.
+
+    `shapes`: L and size of each.
+    """
     batch, queries, heads, _ = tf.unstack(tf.shape(query))
     logits_of_a_row = queries * tf.shape(others[0])[1]
     rows = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     sharing = [part.sharing if place in (1, 2) else 1 for place in range(len(operands))]
     groups = part.groups()
-    steps = [-(-len(of_rule) * batch // rows) for _, of_rule in groups]
-    arrays = tuple(
-        tf.TensorArray(query.dtype, sum(steps), infer_shape=False, element_shape=[None] * 3)
-        for _ in range(results)
-    )
+    results = [empty(query.dtype, [heads * batch, *shape]) for shape in shapes]
 
     def of_rule_alone(
-        arrays: tuple, rule: MaskSpec, of_rule: tuple[int, ...], done: Tensor, count: Tensor
-    ) -> tuple:
-        """Write the results of the heads with one rule, after the `done` that are there."""
+        results: list[Tensor], rule: MaskSpec, of_rule: tuple[int, ...], done: Length
+    ) -> list[Tensor]:
+        """`results` with those of the heads with one rule, after the rows `done`."""
         own = [_rows_of(x, of_rule, n) for x, n in zip(operands, sharing, strict=True)]
 
-        def masked_by(masks: Callable | None) -> tuple:
-            def body(i: Tensor, arrays: tuple) -> tuple:
+        count = len(of_rule) * batch
+
+        def masked_by(masks: Callable | None) -> list[Tensor]:
+            def of_step(i: Tensor) -> list:
                 first = i * rows
                 begin = tf.stack([first, 0, 0])
-                size = tf.stack([tf.minimum(rows, len(of_rule) * batch - first), -1, -1])
-                of_step = [rows_in(begin, size) for rows_in in own]
-                made = step(masks and masks(begin, size), *of_step)
-                written = (array.write(done + i, x) for array, x in zip(arrays, made, strict=True))
-                return i + 1, tuple(written)
+                size = tf.stack([tf.minimum(rows, count - first), -1, -1])
+                operands = [rows_in(begin, size) for rows_in in own]
+                places = done + tf.range(first, first + size[0])
+                return [(places, x) for x in step(masks and masks(begin, size), *operands)]
 
-            return tf.while_loop(lambda i, _: i < count, body, (tf.constant(0), arrays))[1]
+            return looped(-(-count // rows), of_step, results)
 
         if rule.constant:
             return masked_by(None)
@@ -150,10 +161,10 @@ def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others
         # Of keys alone, padding as a rule: a batch without any is not masked for it.
         return tf.cond(tf.reduce_all(allowed), lambda: masked_by(None), lambda: masked_by(masks))
 
-    done = tf.constant(0)
-    for (rule, of_rule), count in zip(groups, steps, strict=True):
-        arrays = of_rule_alone(arrays, rule, of_rule, done, count)
-        done += count
+    done = 0
+    for rule, of_rule in groups:
+        results = of_rule_alone(results, rule, of_rule, done)
+        done += len(of_rule) * batch
     order = [head for _, of_rule in groups for head in of_rule]
 
     def positions_first(tensor: Tensor) -> Tensor:
@@ -162,7 +173,7 @@ def _over_heads(part: Part, step: Callable, results: int, query: Tensor, *others
         tensor = tf.reshape(tensor, [len(order), -1, length, size])
         return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))
 
-    return tuple(positions_first(array.concat()) for array in arrays)
+    return tuple(positions_first(x) for x in results)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

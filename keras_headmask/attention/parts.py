@@ -5,6 +5,7 @@ from typing import NamedTuple
 import keras
 from keras import ops
 
+from keras_headmask.attention.changes import NONE, Changes
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.base import MaskSpec
@@ -22,6 +23,8 @@ class Part(NamedTuple):
     tuning: Tuning
     dropout: "Dropout | None" = None
     sharing: int = 1  # how many of the heads, side by side, share a key head
+    half: str | None = None  # the dtype of products; `None`: that of the operands
+    changes: Changes = NONE  # of the logits of these heads; its tensors are operands
 
     def groups(self) -> list[tuple[MaskSpec, tuple[int, ...]]]:
         """Each rule that some of the heads obey, with the places of these among them."""
@@ -48,6 +51,10 @@ def of_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
     if len(heads) != last - first + 1:
         return ops.take(tensor, list(heads), axis=axis)
     return tensor if len(heads) == tensor.shape[axis] else cut(tensor, axis, first, last + 1)
+
+
+def changes_of_heads(changes: Changes, heads: tuple[int, ...]) -> Changes:
+    return changes.of_heads(lambda tensor, axis: of_heads(tensor, heads, axis))
 
 
 def sharing_of(query: Tensor, key: Tensor) -> int:

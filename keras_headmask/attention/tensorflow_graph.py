@@ -6,7 +6,7 @@ each loop once; and a backward pass computes the logits again instead of keeping
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -78,28 +78,32 @@ def _widened(bound: Bound) -> Bound:
 
 
 def computed_again(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:
-    """`forward(query, key, value)`, with `backward` for a gradient that keeps no logits.
+    """`forward(query, key, value, ...)`, with `backward` for a gradient that keeps no logits.
 
     `backward` takes the operands, the gradient of the context and the context. Neither is called
     where there is no query or no key.
     """
 
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
-        query, key, value = operands
+        query, key, value, *rest = operands
         something = (tf.size(query) > 0) & (tf.size(key) > 0)
 
         def nothing() -> Tensor:
-            return tf.zeros([*tf.unstack(tf.shape(query)[:3]), tf.shape(value)[3]], value.dtype)
+            shape = tf.concat([tf.shape(query)[:3], tf.shape(value)[3:]], 0)
+            return empty(value.dtype, shape, zeros=True)
 
-        context = tf.cond(something, lambda: forward(*finite.marked(*operands)), nothing)
+        def attended() -> Tensor:
+            return forward(*finite.marked(query, key, value), *rest)
+
+        context = tf.cond(something, attended, nothing)
         context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
 
         def gradient(upstream: Tensor) -> tuple:
             upstream = tf.ensure_shape(upstream, context.shape)
             return tf.cond(
                 something,
-                lambda: backward(*finite.without_bad(*operands), upstream, context),
-                lambda: tuple(map(tf.zeros_like, operands)),
+                lambda: backward(*finite.without_bad(query, key, value), *rest, upstream, context),
+                lambda: tuple(empty(x.dtype, tf.shape(x), zeros=True) for x in operands),
             )
 
         return context, gradient
@@ -107,6 +111,87 @@ def computed_again(forward: Callable, backward: Callable, *operands: Tensor) -> 
     return (
         attention(*operands)[0] if is_forward_only() else tf.custom_gradient(attention)(*operands)
     )
+
+
+# --- Results of a loop, written where they belong -------------------------------------------------
+
+# A `TensorArray` would hold the results a second time while it joins them.
+
+
+class Row(NamedTuple):
+    """What a result has for one position: `shape`, heads first.
+
+    Not `is_of_example`: it is summed over the examples of a step.
+    """
+
+    shape: list[Any]
+    is_of_example: bool = True
+
+    @classmethod
+    def like(cls, of_heads: Tensor, *of_size: Tensor) -> "Row":
+        """As many heads as one tensor has, and the size of others; each is `(B, L, H, size)`."""
+        return cls([tf.shape(of_heads)[2], *(tf.shape(tensor)[3] for tensor in of_size)])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of `(batch, H, positions, ...)`, one after the other."""
+        positions_first = tf.transpose(tensor, (0, 2, 1, 3)[: tensor.shape.rank])
+        return tf.reshape(positions_first, [-1, *self.shape])
+
+
+def empty(dtype: Any, shape: Any, zeros: bool = False) -> Tensor:
+    """A tensor of any values, to be written over as a whole, or of zeros.
+
+    (`tf.zeros` in a branch that is seldom taken would be made whichever branch is.)
+    """
+    if is_forward_only():  # other runtimes do not know the operation
+        return tf.zeros(shape, dtype)
+    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zeros)
+
+
+def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor]) -> list[Tensor]:
+    """`results` after `count` steps.
+
+    `step(i)` returns for each of them places on its first axis and the rows that belong there.
+    """
+
+    def run(body: Callable, start: Any) -> Any:
+        start = tf.constant(0), start
+        return tf.while_loop(lambda i, _: i < count, body, start, parallel_iterations=10)[1]
+
+    def write(i: Tensor, results: list[Tensor]) -> tuple:
+        return i + 1, [_written(x, *made) for x, made in zip(results, step(i), strict=True)]
+
+    if not is_forward_only():
+        return run(write, results)
+
+    # What is saved is read by other runtimes, and may be differentiated where ours is not there.
+    def array(dtype: Any, rank: int) -> tf.TensorArray:
+        return tf.TensorArray(dtype, count, infer_shape=False, element_shape=[None] * rank)
+
+    def keep(i: Tensor, arrays: list[tuple]) -> tuple:
+        pairs = zip(arrays, step(i), strict=True)
+        return i + 1, [tuple(map(lambda a, x: a.write(i, x), both, made)) for both, made in pairs]
+
+    kept = run(keep, [(array("int32", 1), array(x.dtype, x.shape.rank)) for x in results])
+    return [
+        tf.tensor_scatter_nd_update(x, places.concat()[:, None], rows.concat())
+        for x, (places, rows) in zip(results, kept, strict=True)
+    ]
+
+
+@tf.custom_gradient
+def _written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
+    """`tensor`, which nobody else may read, with `rows` at the places `where` on its first axis."""
+
+    def gradient(upstream: Tensor) -> tuple:
+        of_rows = tf.gather(upstream, where)
+        others = tf.tensor_scatter_nd_update(upstream, where[:, None], tf.zeros_like(of_rows))
+        return others, None, of_rows
+
+    return tf.raw_ops.InplaceUpdate(x=tensor, i=where, v=rows), gradient
+
+
+# --- Products ------------------------------------------------------------------------------------
 
 
 def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:
@@ -126,19 +211,23 @@ def logits_of(
     allowed: Mask | None,
     whole_rows: bool = True,
     sharing: int = 1,
-) -> tuple[Tensor, Mask | None]:
+    changed: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None,
+) -> tuple[Tensor, Mask | None, Tensor | None]:
     """The logits, -inf where hidden, and which rows see something (`None`: all do).
 
-    With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN.
+    With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN. `changed`
+    makes of the products the logits, and the soft cap's derivative, which is returned, too.
     """
-    logits = product_of(queries, keys, sharing, transpose_b=True)
+    logits, slope = product_of(queries, keys, sharing, transpose_b=True), None
+    if changed is not None:
+        logits, slope = changed(logits)
     if allowed is None:
-        return logits, None
+        return logits, None, slope
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     hidden = tf.constant(finite.HIDDEN, logits.dtype)
     if whole_rows:
         hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
-    return tf.where(allowed, logits, hidden), alive
+    return tf.where(allowed, logits, hidden), alive, slope
 
 
 def times(probabilities: Tensor, gradients: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.attention import finite
+from keras_headmask.attention import finite, precision
 from keras_headmask.attention.parts import Part, cut, folded, unfolded
+from keras_headmask.attention.tile_gradients import GradientsOfChanges
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
@@ -70,42 +71,66 @@ def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
     return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))
 
 
-def attend(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attend(
+    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
+) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
-    H = `part.sharing` * Hk.
+    H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
     """
     backend = keras.backend.backend()
-    if backend == "jax" or is_forward_only():
-        return _forward(part, plan, *finite.marked(query, key, value))
+    if backend == "jax" or is_forward_only() or _is_in_torch_func(query):
+        return forward(part, plan, *finite.marked(query, key, value), *changes)
 
     @ops.custom_gradient
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
-        marked = finite.marked(*operands)
-        context = _forward(part, plan, *marked)
+        marked = finite.marked(*operands[:3])
+        context = forward(part, plan, *marked, *operands[3:])
         # On torch, a result that its own gradient keeps would never be freed.
         kept = (context, *marked) if backend == "tensorflow" else None
 
         def backward(*arguments: Tensor, upstream: Tensor | None = None) -> tuple:
             # TensorFlow passes the gradient alone, torch the operands too.
             upstream = arguments[0] if upstream is None else upstream
-            return _gradient(part, plan, kept, *operands, upstream)
+            return gradient(part, plan, kept, *operands, upstream)
 
         return context, backward
 
-    return attention(query, key, value)
+    return attention(query, key, value, *changes)
 
 
-def _forward(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _is_in_torch_func(query: Tensor) -> bool:
+    """Whether `torch.func` runs this: it differentiates by itself, and refuses our gradient."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    if torch.compiler.is_compiling() or query.device.type == "meta":
+        return False
+    return is_stand_in(query)
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def forward(
+    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
+) -> Tensor:
     queries = _split(_heads_first(query) * part.scale, plan.tile)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
     groups = part.groups()
 
-    def attended(number: int, queries: Tensor, *blocks: Tensor) -> Tensor:
+    def attended(number: int, changes: list[Tensor], queries: Tensor, *blocks: Tensor) -> Tensor:
         half = len(blocks) // 2
-        tile = _Tile.of(part, groups, plan, number, queries, blocks[:half])
+        tile = _Tile.of(part, groups, plan, number, queries, blocks[:half], changes)
         probabilities = part.dropped(tile.probabilities, tile.cuts)
-        return tile.alive_or_0(_weighted(probabilities, _joined(blocks[half:]), part.sharing))
+        return tile.alive_or_0(_weighted(probabilities, _joined(blocks[half:]), part))
 
     contexts = []
     for number, rows in enumerate(queries):
@@ -114,17 +139,18 @@ def _forward(part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor) 
         # JAX' custom gradients cannot read what is traced outside of them, as mask inputs are;
         # `remat`, which computes again what a gradient needs, can.
         of_tile = keras.remat(of_tile) if keras.backend.backend() == "jax" else of_tile
-        contexts.append(of_tile(rows, *blocks))
+        contexts.append(of_tile(list(changes), rows, *blocks))
     return _heads_first(ops.concatenate(contexts, axis=2))
 
 
-def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> tuple:
-    """The gradients of the queries, keys and values, given these and that of the context.
+def gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> tuple:
+    """The gradients of the operands, given these and that of the context.
 
     `kept`, if not `None`, is the context and the operands it was made of. Logits of the very same
     tensors as in the forward pass need not be computed again where both passes are one graph.
     """
-    query, key, value, upstream = operands
+    query, key, value, *changes, upstream = operands
+    of_changes = GradientsOfChanges(part, plan, changes, key.shape[1])
     delta: Any = None
     if kept is None:
         query, key, value = finite.without_bad(query, key, value)
@@ -147,13 +173,13 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
     for number, (marked_rows, queries, d_context) in enumerate(zip(*rows, strict=True)):
         blocks = plan.blocks(number)
         tile_blocks = [marked_keys[i] for i in blocks]
-        tile = _Tile.of(part, groups, plan, number, marked_rows, tile_blocks)
+        tile = _Tile.of(part, groups, plan, number, marked_rows, tile_blocks, changes)
         tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
         d_context = tile.alive_or_0(d_context)  # so that nothing comes of fully masked rows below
         # A row whose logits overflow is NaN, which hidden keys must not get.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])
-        d_probabilities = _of_pairs(d_context, tile_values, part.sharing)
+        d_probabilities = _of_pairs(d_context, tile_values, part)
         d_probabilities = part.dropped(d_probabilities, tile.cuts)
         if delta is None:  # a hidden value may let its gradient overflow
             d_probabilities = tile.allowed_or_0(d_probabilities)
@@ -161,10 +187,16 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
         else:
             of_tile = delta[number]
         d_logits = tile.allowed_or_0(tile.probabilities * (d_probabilities - of_tile))
-        d_queries.append(_weighted(d_logits, tile_keys, part.sharing) * part.scale)
-        d_tile_keys = _for_keys(d_logits, queries, part.sharing)
+        if changes:
+            of_rows = None if tile.of_keys is None else (tile.of_keys - 1) * of_tile
+            of_sinks = None if of_rows is None else tile.alive_or_0(of_rows)
+            of_changes.add(number, tile.cuts, d_logits, of_sinks)
+        if tile.slope is not None:
+            d_logits = tile.allowed_or_0(d_logits * tile.slope)
+        d_queries.append(_weighted(d_logits, tile_keys, part) * part.scale)
+        d_tile_keys = _for_keys(d_logits, queries, part)
         kept_probabilities = part.dropped(tile.probabilities, tile.cuts)
-        d_tile_values = _for_keys(kept_probabilities, d_context, part.sharing)
+        d_tile_values = _for_keys(kept_probabilities, d_context, part)
         for of_blocks, d_tile in ((d_keys, d_tile_keys), (d_values, d_tile_values)):
             for block, d_block in zip(blocks, _split(d_tile, plan.block), strict=True):
                 of_blocks[block].append(d_block)
@@ -177,14 +209,15 @@ def _gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> 
         return _heads_first(ops.concatenate(sums, axis=2))
 
     d_query = _heads_first(ops.concatenate(d_queries, axis=2))
-    return d_query, summed(d_keys, keys), summed(d_values, values)
+    return d_query, summed(d_keys, keys), summed(d_values, values), *of_changes.summed()
 
 
 class _Tile(NamedTuple):
     """The queries of one tile with the keys they may see, and their probabilities.
 
     `alive`: which queries see something, `None` where all do; the probabilities of the others mean
-    nothing. `allowed` is `None` where no pair is hidden.
+    nothing. `allowed` is `None` where no pair is hidden. `slope` is the soft cap's derivative,
+    `of_keys` what a sink leaves of each row; `None` without.
     """
 
     cuts: Cuts
@@ -192,6 +225,8 @@ class _Tile(NamedTuple):
     probabilities: Tensor
     alive: Mask | None
     allowed: Mask | None
+    slope: Tensor | None = None
+    of_keys: Tensor | None = None
 
     @classmethod
     def of(
@@ -202,6 +237,7 @@ class _Tile(NamedTuple):
         number: int,
         queries: Tensor,
         blocks: Sequence[Tensor],
+        tensors: Sequence[Tensor] = (),
     ) -> "_Tile":
         start, runs = number * plan.tile, plan.runs[number]
         stop = start + queries.shape[2]
@@ -215,17 +251,29 @@ class _Tile(NamedTuple):
         if is_jax:  # whose gradient is that of what stands here
             marks = finite.marks(folded(queries, part.sharing), keys, heads_first=True)
             zeroed_queries, zeroed_keys = finite.zeroed(queries, keys)
-            logits = _of_pairs(zeroed_queries, zeroed_keys, part.sharing)
+            logits = _of_pairs(zeroed_queries, zeroed_keys, part)
             logits = logits + unfolded(marks, part.sharing)
         else:
-            logits = _of_pairs(queries, keys, part.sharing)
+            logits = _of_pairs(queries, keys, part)
+        changes, positions = part.changes.with_tensors(tensors), part.bound[:2]
+        capped = is_jax and changes.soft_cap is not None
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = tile_of_heads(groups, part.bound, part.heads, cuts)
+        if capped and allowed is not None:  # where a hidden logit is NaN, so is its derivative
+            logits = ops.where(allowed, logits, ops.zeros_like(logits))
+        logits, slope = changes.of_logits(logits, part.heads, positions, cuts)
+        allowed = changes.allowed(allowed, cuts)
+        if allowed is not None:
             alive = ops.any(allowed, axis=-1, keepdims=True)
             hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
             logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))
-        tile = cls(cuts, keys, ops.softmax(logits, axis=-1), alive, allowed)
+        probabilities, of_keys = ops.softmax(logits, axis=-1), None
+        if changes.sinks is not None:
+            log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)
+            of_keys, _ = changes.share_of_keys(log_sum)
+            probabilities = probabilities * of_keys
+        tile = cls(cuts, keys, probabilities, alive, allowed, slope, of_keys)
         if is_jax:
             tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         return tile
@@ -240,20 +288,24 @@ class _Tile(NamedTuple):
 # Not `matmul`, which Keras computes in float32 on torch, float64 or not.
 
 
-def _of_pairs(queries: Tensor, keys: Tensor, sharing: int) -> Tensor:
+def _of_pairs(queries: Tensor, keys: Tensor, part: Part) -> Tensor:
     """The products of queries and keys, or of what belongs to these: `(B, H, T, S)`."""
-    product = ops.einsum("bhtd,bhsd->bhts", folded(queries, sharing), keys)
-    return unfolded(product, sharing)
+    rows = folded(queries, part.sharing)
+    made = precision.product("bhtd,bhsd->bhts", rows, keys, part.half)
+    return unfolded(made, part.sharing)
 
 
-def _weighted(pairs: Tensor, values: Tensor, sharing: int) -> Tensor:
+def _weighted(pairs: Tensor, values: Tensor, part: Part) -> Tensor:
     """Sums of values (or keys), by numbers for each pair: `(B, H, T, size)`."""
-    return unfolded(ops.einsum("bhts,bhsd->bhtd", folded(pairs, sharing), values), sharing)
+    rows = folded(pairs, part.sharing)
+    made = precision.product("bhts,bhsd->bhtd", rows, values, part.half)
+    return unfolded(made, part.sharing)
 
 
-def _for_keys(pairs: Tensor, queries: Tensor, sharing: int) -> Tensor:
+def _for_keys(pairs: Tensor, queries: Tensor, part: Part) -> Tensor:
     """Sums of queries, and over the heads that share a key: `(B, Hk, S, size)`."""
-    return ops.einsum("bhts,bhtd->bhsd", folded(pairs, sharing), folded(queries, sharing))
+    of_pairs, rows = (folded(x, part.sharing) for x in (pairs, queries))
+    return precision.product("bhts,bhtd->bhsd", of_pairs, rows, part.half)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

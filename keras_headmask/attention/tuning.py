@@ -29,7 +29,9 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
+    most_logits_at_once: int = 2**19  # of a batch, at lengths that show when the graph runs
     most_pairs_by_head: int = 2**16  # up to these, all logits of a head stay in the cache
+    most_logits_by_head: int = 2**19  # of an example, for rules that read data
     most_computed: float = 0.5  # share of all logits, for tiles in a Python loop to be worth it
     most_unrolled: int = 32  # tiles; each adds nodes to the graph, and time to trace it
     # Small tiles follow a narrow rule closely, large ones multiply faster.
@@ -37,6 +39,7 @@ class Tuning:
     wide_tile: int = 256
     python_block: int = 64  # keys that are kept or skipped together
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
+    jax_block: int = 128  # in JAX', which meets them one by one
     # Flagged positions that TensorFlow's loop looks at by themselves, apart from all tiles.
     most_flagged: int = 256  # in an example; more are treated as any others
     one_flagged_in: int = 8  # positions; where more are flagged they are treated as any others
@@ -67,3 +70,31 @@ def forward_only() -> AbstractContextManager[bool]:
 
 def is_forward_only() -> bool:
     return _is_forward_only.get()
+
+
+_in_dense_scope: ContextVar[bool] = ContextVar("dense", default=False)
+
+
+def dense_scope() -> AbstractContextManager[bool]:
+    """Let attention that is run or traced inside compute all logits, whatever its `tiled` says.
+
+    Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
+    run: a model is exported for them in this scope, by `model.export("model.onnx",
+    format="onnx")`. What was traced before stays as it is.
+
+    Returns:
+        A context manager.
+
+    >>> import numpy as np
+    >>> from keras_headmask import Window, dot_product_attention
+    >>> x = np.ones((1, 512, 2, 4), "float32")
+    >>> with dense_scope():
+    ...     context = dot_product_attention(x, x, x, mask_spec=Window(2, 2))
+    >>> context.shape == (1, 512, 2, 4)
+    True
+    """
+    return holding(_in_dense_scope, True)
+
+
+def is_dense_scope() -> bool:
+    return _in_dense_scope.get()

@@ -1,5 +1,6 @@
 """The layer under a rule beside Keras' own layer with the same mask: time, and equal outputs."""
 
+import dataclasses
 import functools
 import os
 import statistics
@@ -12,6 +13,7 @@ import click
 import keras
 import numpy as np
 
+from keras_headmask.attention import cpu
 from keras_headmask.cli import frame
 from keras_headmask.export import samples
 from keras_headmask.export.interface import Input, Interface
@@ -81,6 +83,7 @@ def compare(
         name: {"median": statistics.median(taken), "least": min(taken), "greatest": max(taken)}
         for name, taken in _interleaved(calls, repetitions).items()
     }
+    one_dnn = cpu.one_dnn()
     sizes = {"batch": batch, "queries": queries, "heads": num_heads, "key_dim": key_dim}
     return {"words": words, **sizes, "repetitions": repetitions, "seed": seed} | {
         "made_up": made_up,
@@ -90,6 +93,7 @@ def compare(
         "difference": float(np.abs(ours - theirs).max()) if alive.any() else None,
         "backend": keras.backend.backend(),
         "cores": os.cpu_count(),
+        "onednn": one_dnn and dataclasses.asdict(one_dnn),
         "rule": spec,
         "versions": installed_versions(),
     }
@@ -107,11 +111,13 @@ def as_text(found: Mapping[str, Any]) -> str:
     differ = "outputs not compared: every query has a head that sees nothing"
     if found["difference"] is not None:
         differ = f"outputs differ by {found['difference']:.1e}"
+    one_dnn = found["onednn"]
     lines = [
         found["words"],
         "{batch} x {queries} positions, {heads} heads of {key_dim}".format_map(found),
         pairs,
         f"float32 on {found['backend']}, {found['cores'] or '?'} cores",
+        *([str(cpu.OneDNN(**one_dnn))] if one_dnn else []),
         f"stock Keras, fed the mask  {stock}",
         f"the layer with the rule    {layer}",
         "ratio {ratio:.3f} of medians of {repetitions} interleaved runs, forward".format_map(found),

@@ -1,6 +1,7 @@
 """The commands on models: info, apply, export."""
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,14 +41,19 @@ def info(model: str, unsafe: bool) -> Answer:
     """List the attention layers in MODEL and their rules.
 
     Rules are given in words, with the inputs that they read. Layers are numbered as --layers of
-    `apply` names them.
+    `apply` names them. The last line says whether TensorFlow computes by oneDNN here.
 
     \b
     keras-headmask info masked.keras
     """
     saved_by = files.saved_by(model)
     found = information(files.load_model(model, unsafe))
+    from keras_headmask.attention import cpu
+
     text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(found)}"
+    if one_dnn := cpu.one_dnn():
+        text += f"\n{one_dnn}"
+    found["onednn"] = one_dnn and dataclasses.asdict(one_dnn)
     return Answer(text, {"file": model, "saved_by_keras": saved_by, **found})
 
 

@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
+from keras_headmask.attention.precision import half_products
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import Arrays, Input, Interface, Tensors
 from keras_headmask.retrofit.finding import AttentionLayer
@@ -46,7 +47,7 @@ def traced(name: str, signature: Interface) -> Any:
 
     jit_compile = True if name.startswith(XLA) else None
     function = tf.function(signature.call, autograph=False, jit_compile=jit_compile)
-    with forward_only():
+    with forward_only(), half_products():  # an accelerator may run it, whatever traces it
         return function.get_concrete_function(_specs(signature))
 
 

@@ -19,7 +19,7 @@ from keras_headmask.export.versions import (
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]+")  # what fits a URL, a flag and a metric alike
 _MOST = 2**31 - 1  # of sizes, threads and microseconds
 _LEAST_THREADS = 1024  # more than the server's own 4 x CPUs on any machine
-_CONFIG, _BATCHING = "models.config", "batching.txt"
+_CONFIG, _BATCHING, _ENVIRONMENT = "models.config", "batching.txt", "server.env"
 PADDED = "serve_padded"  # the signature with an input for the real length of each row
 
 _ALIKE = """\
@@ -35,6 +35,9 @@ _PADDED = """\
 # element: padding of a mask that begins with `true` is attended to, and the answer is wrong with
 # status OK. So clients must call `serve_padded` with the real `lengths`, and cut their answers to
 # those; `serving_default` only for requests of one and the same length."""
+_ONE_DNN = """\
+# By itself TensorFlow uses oneDNN only on newer CPUs; on others its products may take longer.
+TF_ENABLE_ONEDNN_OPTS=1"""
 _MODELS = """\
 model_config_list {{
   config {{
@@ -47,11 +50,12 @@ model_config_list {{
 
 @dataclasses.dataclass(frozen=True)
 class ServingConfig:
-    """What `write_serving_config` wrote: two paths, and the flags for `tensorflow_model_server`."""
+    """What `write_serving_config` wrote: three files, and flags for `tensorflow_model_server`."""
 
     models: pathlib.Path
     batching: pathlib.Path
     flags: tuple[str, ...]
+    environment: pathlib.Path  # variables of the server's process, `NAME=value` in each line
 
 
 def write_serving_config(
@@ -67,7 +71,7 @@ def write_serving_config(
     pad_variable_length_inputs: bool = False,
     folder: str | os.PathLike | None = None,
 ) -> ServingConfig:
-    """Write `models.config` and `batching.txt` for TensorFlow Serving.
+    """Write `models.config`, `batching.txt` and `server.env` for TensorFlow Serving.
 
     Each file is written whole or not at all; one that is there is replaced.
 
@@ -81,6 +85,9 @@ def write_serving_config(
     The flags have `--grpc_max_threads`, a thread for each row that batches may hold: the server's
     own limit, 4 x its CPUs, refuses the rest (`RESOURCE_EXHAUSTED: Server Threadpool Exhausted`)
     before a batch is full. Threads start only when they are needed.
+
+    `server.env` sets `TF_ENABLE_ONEDNN_OPTS=1` (`docker run --env-file`, `EnvironmentFile=` of
+    systemd): on CPUs on which TensorFlow leaves oneDNN off, it answers faster.
 
     Args:
         base_path: the folder that holds `<integer>/` versions, one at least.
@@ -98,8 +105,8 @@ def write_serving_config(
         folder: where the files go, made if it is not there; by default `base_path`.
 
     Returns:
-        `ServingConfig(models, batching, flags)`, the two paths, and the flags for the server, with
-        paths as it sees them.
+        `ServingConfig(models, batching, flags, environment)`: the files, and the flags for the
+        server, with paths as it sees them.
 
     Raises:
         FileNotFoundError: `base_path` is not a folder, or has no version.
@@ -188,10 +195,11 @@ def write_serving_config(
     lines.append(_PADDED if pad_variable_length_inputs else _ALIKE)
     lines.append(f"pad_variable_length_inputs: {str(pad_variable_length_inputs).lower()}")
     models = _MODELS.format(name=name, path=CEscape(served, as_utf8=True))
-    for file, text in ((_CONFIG, models), (_BATCHING, "\n".join(lines))):
+    written = ((_CONFIG, models), (_BATCHING, "\n".join(lines)), (_ENVIRONMENT, _ONE_DNN))
+    for file, text in written:
         with written_whole(folder / file) as path:
             path.write_text(text + "\n", encoding="utf-8")
-    return ServingConfig(folder / _CONFIG, folder / _BATCHING, tuple(flags))
+    return ServingConfig(folder / _CONFIG, folder / _BATCHING, tuple(flags), folder / _ENVIRONMENT)
 
 
 def batch_limit(base_path: pathlib.Path) -> int:

@@ -8,6 +8,7 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
+from keras_headmask.attention.biases import PositionBias
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
@@ -38,6 +39,11 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
             for no rule. `PerHead` names query heads, 0 to H - 1.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`); by default the faster of the two. Returned probabilities need all logits.
+        position_bias: A bias by position, `hm.alibi(H)` or `hm.relative_position_bias(H)`, or its
+            config. The table of the second is a weight, `position_bias_table`.
+        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
+        use_sinks: Whether each head learns a logit that joins the softmax's sum and has no value:
+            a weight, `sinks`, `(H,)`.
         dropout, ..., seed: As in `keras.layers.GroupQueryAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -47,8 +53,8 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
             query's.
         key: `(B, S, dim)`; the value by default.
         query_mask, ..., use_causal_mask: As in `PerHeadMaskedMultiHeadAttention`, and so are
-            `mask_inputs` and `query_offset`. Masks of rank 4 and returned probabilities have an
-            axis of query heads.
+            `mask_inputs`, `query_offset` and `attention_bias`. Masks of rank 4 and returned
+            probabilities have an axis of query heads.
 
     Raises:
         TypeError: for a float mask or float mask inputs, or a `mask_spec` that is not a spec.
@@ -90,11 +96,15 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         seed: int | None = None,
         mask_spec: MaskSpec | Mapping[str, Any] | None = None,
         tiled: bool | None = None,
+        position_bias: PositionBias | Mapping[str, Any] | None = None,
+        logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
         **kwargs: Any,
     ):
         stock = keras.layers.GroupQueryAttention
         super().__init__(**_keras.stock_arguments(stock, locals()), **kwargs)
-        self._obey(mask_spec, tiled, flash_attention)
+        changes = position_bias, logits_soft_cap, use_sinks
+        self._obey(mask_spec, tiled, flash_attention, *changes)
 
     @property
     def num_heads(self) -> int:
@@ -107,7 +117,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         query, *of_keys = operands
         every = [ops.repeat(x, self.num_repeats, axis=2) for x in of_keys]
         _keras.want_scores(self, wants_scores)  # where a subclass looks for it
-        # A subclass may know Keras' own arguments alone. Ours is told: threads share the attribute.
+        # A subclass may know Keras' arguments alone. Ours has one more: the attribute is shared.
         hook = getattr(self._compute_attention, "__func__", None)
         is_ours = hook is getattr(self._ours(), _keras.COMPUTE_ATTENTION)
         more = {"return_attention_scores": wants_scores} if is_ours else {}

@@ -10,12 +10,14 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.attention.changes import NONE, Changes
 from keras_headmask.attention.checking import (
     checked_call,
     checked_tiled,
     is_zero,
     supports_unknown_lengths,
 )
+from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -45,8 +47,12 @@ class MaskedAttention(keras.Layer):
         mask_spec: MaskSpec | Mapping[str, Any] | None,
         tiled: bool | None,
         flash_attention: bool | None,
+        *changes: Any,
     ) -> None:
-        """Keep what the constructor takes beside what Keras' class keeps."""
+        """Keep what the constructor takes beside what Keras' class keeps.
+
+        `changes`: of the logits, see `changing.Options.of`.
+        """
         # Keras folds the global default into its attribute and leaves it out of its config.
         self._flash_attention_argument = flash_attention
         if isinstance(mask_spec, Mapping) and not config.names_heads(mask_spec):
@@ -58,6 +64,8 @@ class MaskedAttention(keras.Layer):
             mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)
+        options = changing.Options.of(self.num_heads, flash_attention, *changes)
+        setattr(self, changing.OPTIONS, options)
         self._missed_weights = False  # whether a file held weights before it was built
 
     @classmethod
@@ -89,11 +97,13 @@ class MaskedAttention(keras.Layer):
             "flash_attention": self._flash_attention_argument,
             "mask_spec": None if self._mask_spec is None else self._mask_spec.get_config(),
         }
+        fields |= self.logit_options.config()
         return fields if self._tiled is None else fields | {"tiled": self._tiled}
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         value_shape = query_shape if value_shape is None else value_shape
         super().build(query_shape, value_shape, key_shape)
+        changing.add_weights(self, self.logit_options)
         self._has_unknown_length = None in (*query_shape[1:-1], *value_shape[1:-1])
         # Or they would warn that they destroy the Keras mask of their input; the layer sees to it.
         *projections, _ = _keras.projections(self)
@@ -129,6 +139,7 @@ class MaskedAttention(keras.Layer):
         mask_inputs: Mapping[str, Any] | None = None,
         query_offset: Length | None = None,
         mask: Tensor | None = None,  # Keras' place for the query's mask if that is the only tensor
+        attention_bias: Tensor | None = None,
     ) -> Any:
         if query_mask is None:
             query_mask = _keras.get_keras_mask(query) if mask is None else mask
@@ -143,6 +154,7 @@ class MaskedAttention(keras.Layer):
         window = self._window(use_causal_mask)
         asked = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
         offset = checked_call(query, value, *asked, outside)
+        changes = self._changes(query, value, attention_bias)
         if len(query.shape) != 3:
             # Stock's `call`, for several axes, takes Keras masks off, which are put back.
             kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
@@ -160,7 +172,8 @@ class MaskedAttention(keras.Layer):
         operands = [projection(x) for projection, x in pairs]
         spec = None if looking.are_rules_off() or not self._restricts else self._mask_spec
         rule = merged = None
-        if not self._has_hooks():
+        has_hooks = self._has_hooks()
+        if not has_hooks:
             rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
         else:  # everything that restricts, ANDed: what comes from outside after the spec
             if spec is not None:
@@ -169,18 +182,23 @@ class MaskedAttention(keras.Layer):
             if not is_zero(offset):  # which a subclass with Keras' own signature does not know
                 outside["query_offset"] = offset
             merged = masks.and_masks(merged, self._compute_attention_mask(query, value, **outside))
-        if rule is None:
-            context, scores = self._by_hook(operands, merged, training, return_attention_scores)
+        if rule is None and (has_hooks or not changes.are_some):
+            with changing.by_hook(self, changes, query, value, offset):
+                context, scores = self._by_hook(operands, merged, training, return_attention_scores)
         else:
-            queries, keys = (ops.shape(x)[1] for x in operands[:2])
+            bound = None
+            if rule is not None:
+                queries, keys = (ops.shape(x)[1] for x in operands[:2])
+                bound = evaluation.bind(rule, inputs, queries, keys, offset)
             request = Request(
                 operands[0],
                 operands[1],
                 operands[2],
                 rule,
-                evaluation.bind(rule, inputs, queries, keys, offset),
+                bound,
                 scale=_keras.scale(self),
                 query_offset=offset,
+                changes=changes,
                 wants_probabilities=return_attention_scores,
                 tiled=None if return_attention_scores else self._tiled,
                 **dropout_of(self, training),
@@ -208,6 +226,12 @@ class MaskedAttention(keras.Layer):
         }
         given = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
         return missing | given or mask_inputs
+
+    def _changes(self, query: Tensor, value: Tensor, attention_bias: Any) -> Changes:
+        """What changes the logits in this call."""
+        changing.check_one_axis(query, self.logit_options, attention_bias)
+        lengths = query.shape[0], self.num_heads, query.shape[1], value.shape[1]
+        return changing.of_call(self, self.logit_options, attention_bias, *lengths)
 
     def _has_hooks(self) -> bool:
         """Whether `_compute_attention` must run: for a subclass, a flash kernel, or who looks."""
@@ -241,13 +265,17 @@ class MaskedAttention(keras.Layer):
         fused = attention_mask is None and not wants_scores and self.dropout == 0
         fused = fused and value.shape[-1] == key.shape[-1]
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
-        if fused or looking.uses_flash(self) or _keras.has_own_softmax(self):
+        has_own = _keras.has_own_softmax(self)
+        changes = NONE if has_own else changing.now(self)
+        if has_own or ((fused or looking.uses_flash(self)) and not changes.are_some):
             context, scores = stock(query, key, value, attention_mask, training, wants_scores)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
-        more = {"scale": _keras.scale(self)} | dropout_of(self, training)
-        return attend(Request(query, key, value, make_mask=lambda: attention_mask, **more))
+        more = {"changes": changes} | dropout_of(self, training)
+        scale = _keras.scale(self)
+        made = Request(query, key, value, scale=scale, make_mask=lambda: attention_mask, **more)
+        return attend(made)
 
     def _window(self, use_causal_mask: bool) -> MaskSpec | None:
         """The causal flag and the sliding window as a spec."""
@@ -300,6 +328,7 @@ class MaskedAttention(keras.Layer):
         window = self._window(given["use_causal_mask"])
         asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
         checked_call(query, value, *asked, outside)
+        self._changes(query, value, given["attention_bias"])
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)

@@ -7,6 +7,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
+from keras_headmask.attention.biases import PositionBias
 from keras_headmask.attention.checking import supports_unknown_lengths as supports_unknown_lengths
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.layers.masked import dropout_of as dropout_of
@@ -37,6 +38,11 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
             for no rule.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`); by default the faster of the two. Returned probabilities need all logits.
+        position_bias: A bias by position, `hm.alibi(H)` or `hm.relative_position_bias(H)`, or its
+            config. The table of the second is a weight, `position_bias_table`.
+        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
+        use_sinks: Whether each head learns a logit that joins the softmax's sum and has no value:
+            a weight, `sinks`, `(H,)`.
         value_dim, dropout, ..., seed: As in `keras.layers.MultiHeadAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -54,6 +60,8 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
             causal mask and the sliding window. An int or an integer scalar tensor. Left out it is
             0, with a warning where one of these meets fewer queries than keys: a step with a cache
             of keys needs it.
+        attention_bias: Float, added to the logits, broadcastable to `(B, H, T, S)`: a shape of rank
+            3 is `(H, T, S)`. It grades the allowed keys; a hidden one keeps probability 0.
         return_attention_scores, training, use_causal_mask: As in Keras. What is returned are the
             probabilities `(B, H, T, S)` before dropout.
 
@@ -99,12 +107,16 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         seed: int | None = None,
         mask_spec: MaskSpec | Mapping[str, Any] | None = None,
         tiled: bool | None = None,
+        position_bias: PositionBias | Mapping[str, Any] | None = None,
+        logits_soft_cap: float | None = None,
+        use_sinks: bool = False,
         **kwargs: Any,
     ):
         super().__init__(
             **_keras.stock_arguments(keras.layers.MultiHeadAttention, locals()), **kwargs
         )
-        self._obey(mask_spec, tiled, flash_attention)
+        changes = position_bias, logits_soft_cap, use_sinks
+        self._obey(mask_spec, tiled, flash_attention, *changes)
 
     @looking.asking
     def _compute_attention(

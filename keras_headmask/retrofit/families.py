@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
@@ -297,7 +296,7 @@ def adapter_of(layer: Any) -> Attention | None:
         if found := _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}"):
             return found(layer)
         if any(name in vars(cls) for name in _keras.KERAS_HUB_HOOKS):
-            return None  # a subclass that computes in another way
+            return None  # a subclass that computes differently
     return None
 
 
@@ -306,9 +305,3 @@ def adapted(layer: Any) -> Attention:
     found = adapter_of(layer)
     assert found is not None, layer
     return found
-
-
-def repeated(x: Any, heads: int) -> Any:
-    """Keys or values `(B, S, heads of keys, D)` for each of the query's `heads`, in their order."""
-    repeats = heads // x.shape[2]
-    return x if repeats == 1 else ops.repeat(x, repeats, axis=2)

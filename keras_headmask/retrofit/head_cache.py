@@ -16,6 +16,7 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import one_query, parts
 from keras_headmask.attention.tuning import holding
+from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import frames
 from keras_headmask.retrofit.families import Attention, adapter_of
@@ -223,10 +224,12 @@ def running(run: Run) -> AbstractContextManager[Any]:
 def keeps(layer: Any) -> bool:
     """Whether the keys of an attention layer can be kept by heads.
 
-    Not where its class, or a kernel, computes attention by code of its own.
+    Not where its class, or a kernel, computes attention by code of its own, nor with biases.
     """
     adapter = adapter_of(layer)
-    return adapter is not None and adapter.softmax is None and not adapter.has_own_code
+    if adapter is None or changing.are_set(layer):
+        return False
+    return adapter.softmax is None and not adapter.has_own_code
 
 
 def called(layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:

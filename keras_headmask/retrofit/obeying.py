@@ -11,9 +11,11 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
+from keras_headmask.attention.changes import Changes
+from keras_headmask.layers import changing
 from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.compiled import check_not_in_own_function
-from keras_headmask.retrofit.families import Attention, adapted, repeated
+from keras_headmask.retrofit.families import Attention, adapted
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
@@ -161,13 +163,13 @@ def _attended(
     return attend(
         Request(
             arguments["query"],
-            repeated(arguments["key"], adapter.num_heads),
-            repeated(arguments["value"], adapter.num_heads),
+            arguments["key"],
+            arguments["value"],
             functools.reduce(operator.and_, rules) if rules else None,
             bound,
             scale=adapter.scale,
             query_offset=beside.offset,
-            soft_cap=adapter.soft_cap,
+            changes=changing.now(adapter.layer, Changes(soft_cap=adapter.soft_cap)),
             wants_probabilities=wanted,
             tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
             make_mask=make_mask,

@@ -5,6 +5,7 @@ that says nothing of tiles is taken to allow some pairs of each, which is always
 """
 
 import enum
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,6 +83,8 @@ def runs(possible: np.ndarray, tile_keys: int, keys: int) -> list[list[tuple[int
     padded = np.zeros((possible.shape[0], possible.shape[1] + 2), bool)
     padded[:, 1:-1] = possible
     rows, edges = np.nonzero(padded[:, 1:] != padded[:, :-1])
-    edges = np.minimum(edges * tile_keys, keys)
-    per_row = np.split(edges, np.searchsorted(rows, np.arange(1, possible.shape[0])))
-    return [list(zip(e[::2].tolist(), e[1::2].tolist(), strict=True)) for e in per_row]
+    edges = np.minimum(edges * tile_keys, keys).tolist()
+    # (Not `np.split`, which `torch.compile` cannot read.)
+    of_row = np.searchsorted(rows, np.arange(possible.shape[0] + 1)).tolist()
+    per_row = [edges[first:stop] for first, stop in itertools.pairwise(of_row)]
+    return [list(zip(e[::2], e[1::2], strict=True)) for e in per_row]

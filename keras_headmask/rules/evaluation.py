@@ -198,6 +198,12 @@ def _check_length(place: str, shape: tuple, side: str, serves_both: bool, length
             " One tensor serves both sides only where they are equally long; for "
             f"{lengths.queries} queries and {lengths.keys} keys pass a {_PAIR}."
         )
+    if None in (as_int(shape[1]), as_int(expected)):
+        hint += (
+            " Sizes that JAX does not know are equal only if they have one name: in Keras' export "
+            "give inputs of equal length one, as in jax2tf_kwargs={'polymorphic_shapes': "
+            "[['(batch, t, 8)', '(batch, t)']]}."
+        )
     raise ValueError(
         f"`{place}` has length {shape[1]} where the attention has {expected} {plural}. "
         f"Received: shape {shape}.{hint}"

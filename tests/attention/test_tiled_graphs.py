@@ -181,6 +181,25 @@ def test_a_tensor_as_offset(tiny):
         )
 
 
+@pytest.mark.tensorflow
+def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
+    """One tensor for both sides, of which a rule on keys reads no queries."""
+    import tensorflow as tf
+
+    query, key, value = operands(2, 5, 13, 3)
+    flags = np.random.default_rng(1).integers(0, 2, (2, 13)).astype(bool)
+    spec = hm.KeyFlag("f") & hm.Window(4, 0)
+    unknown = [tf.TensorSpec([None, None, 3, x.shape[3]]) for x in (query, key, value)]
+    signature = [*unknown, tf.TensorSpec([None, None], "bool")]
+
+    @tf.function(input_signature=signature)
+    def call(query, key, value, flags):
+        return attend((query, key, value), spec, {"f": flags}, 6)
+
+    wanted = attend((query, key, value), spec, {"f": flags}, 6, tiled=False)
+    close(call(query, key, value, flags), wanted)
+
+
 # ---------------------------------------------------------------- only what may be allowed
 
 
@@ -326,17 +345,13 @@ def test_layers_with_one_rule_share_their_loops():
 # ---------------------------------------------------------------- what is not possible
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"return_scores": True}, {"bias": np.zeros((1, 1, 5, 5), "float32")}],
-)
-def test_tiles_give_no_probabilities(asked):
+def test_tiles_give_no_probabilities():
     qkv = operands(1, 5, 5, 2)
     with pytest.raises(
-        ValueError, match="`tiled=True` is not possible here: returned probabilities, a soft cap"
+        ValueError, match="`tiled=True` is not possible here: returned probabilities and symbolic"
     ):
-        attend(qkv, hm.Window(1, 1), **asked)
-    attend(qkv, hm.Window(1, 1), tiled=None, **asked)
+        attend(qkv, hm.Window(1, 1), return_scores=True)
+    attend(qkv, hm.Window(1, 1), tiled=None, return_scores=True)
 
 
 def test_unknown_lengths_off_tensorflow_graphs():

@@ -17,6 +17,7 @@ pytest.importorskip("click")
 from calling import CAUSAL, RULE, answer, as_json, failure, run, start
 from tolerance import assert_close
 
+from keras_headmask.attention import cpu
 from keras_headmask.cli import model_commands
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
@@ -57,6 +58,12 @@ def test_info_folds_layers_with_one_rule():
     lines = answer("info", "deep.keras").splitlines()
     assert "Layers 0 to 2: A token sees itself and every token before it." in lines
     assert "Layer 3: A token sees every token." in lines
+
+
+def test_info_says_whether_one_dnn_is_on():
+    found = as_json("info", "masked.keras")["onednn"]
+    assert found["on"] in (True, False)
+    assert str(cpu.OneDNN(**found)) == answer("info", "masked.keras").splitlines()[-1]
 
 
 def test_info_numbers_self_attention_alone():

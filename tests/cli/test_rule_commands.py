@@ -15,6 +15,7 @@ pytest.importorskip("click")
 
 from calling import CAUSAL, RULE, answer, as_json, failure, run
 
+from keras_headmask.attention import cpu
 from keras_headmask.cli import bench
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
@@ -172,6 +173,7 @@ def test_bench_with_inputs_that_are_given():
     text = answer("bench", CAUSAL, *SMALL)
     assert re.search(r"^ratio \d+\.\d{3} of medians of 3 interleaved runs", text, re.MULTILINE)
     assert "made up" not in text
+    assert f"\n{cpu.one_dnn()}\n" in text
     assert "outputs not compared" in answer("bench", '{"kind": "nothing"}', *SMALL)
 
 

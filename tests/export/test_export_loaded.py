@@ -107,3 +107,29 @@ def test_a_gradient_that_is_not_to_be_saved_keeps_no_model_from_being_served(tmp
     x = ops.ones((1, 5, 8))
     loaded = load(path)
     assert_close(numpy(loaded.serve(x)), numpy(model(x)))
+
+
+def test_signatures_for_xla_multiply_in_half_precision_and_sum_in_float32(tmp_path):
+    """An accelerator may run them, whatever exports them; elsewhere there is no such kernel."""
+    import tensorflow as tf
+
+    model = ours()
+    report = hm.export_saved_model(
+        model, tmp_path, check=False, padded=False, xla_buckets=[(2, 9)], precision="bfloat16"
+    )
+    loaded = load(report.path)
+    given, found = {"token_ids": tf.constant(tokens(2, 9))}, {}
+    for name, signature in loaded.signatures.items():
+        library = signature.graph.as_graph_def().library.function
+        nodes = [*signature.graph.as_graph_def().node, *(x for f in library for x in f.node_def)]
+        products = [node.attr for node in nodes if node.op == "BatchMatMulV3"]
+        found[name] = {
+            tuple(tf.as_dtype(attr[side].type).name for side in ("Ta", "Tb", "Tout"))
+            for attr in products
+        }
+        (got,) = signature(**given).values()
+        assert_close(numpy(got), numpy(model(given["token_ids"])), "bfloat16", depth=3)
+    assert found == {
+        "serving_default": set(),
+        "serve_xla_2x9": {("bfloat16", "bfloat16", "float32")},
+    }

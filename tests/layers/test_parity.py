@@ -87,7 +87,14 @@ def test_constructor_takes_what_stock_takes_in_the_same_order(kind):
     assert [(p.name, p.default) for p in ours[: len(stock) - 1]] == [
         (p.name, p.default) for p in stock[:-1]
     ]
-    assert [p.name for p in ours[len(stock) - 1 :]] == ["mask_spec", "tiled", "kwargs"]
+    assert [p.name for p in ours[len(stock) - 1 :]] == [
+        "mask_spec",
+        "tiled",
+        "position_bias",
+        "logits_soft_cap",
+        "use_sinks",
+        "kwargs",
+    ]
     by_place = {
         MULTI_HEAD: (2, 4, None, 0.0, True, None, None, None, False),
         GROUPED: (4, 4, 2, 0.0, True, None, False),

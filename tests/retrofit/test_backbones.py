@@ -1,15 +1,11 @@
 """Each backbone that KerasHub builds from Keras' attention obeys a rule; the others refuse it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import backbones
 import keras
 import numpy as np
 import pytest
 from contract import numpy
+from fresh import run_fresh
 
 import keras_headmask as hm
 
@@ -127,14 +123,7 @@ def test_all_reload_in_a_fresh_process(models, tmp_path):
         wanted[name] = called(masked, data(stock))
         effect = max(abs(called(stock, data(stock))[k] - v).max() for k, v in wanted[name].items())
         assert effect > 1e-3
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path)],
-        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_fresh(FRESH, tmp_path)
     for name, outputs in wanted.items():
         with np.load(tmp_path / f"{name}.out.npz") as out:
             for output, value in outputs.items():

@@ -5,11 +5,8 @@ head, drawn by plain loops.
 """
 
 import copy
-import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import decoders
 import keras
@@ -17,6 +14,8 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from decoders import FAMILIES
+from fresh import run_fresh
+from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -266,14 +265,7 @@ def test_all_reload_in_a_fresh_process(tmp_path):
     np.savez(tmp_path / "given.npz", **data())
     for family in FAMILIES:
         models(family)[1].save(tmp_path / f"{family.name}.keras")
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path)],
-        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_fresh(FRESH, tmp_path)
     for family in FAMILIES:
         loaded = np.load(tmp_path / f"{family.name}.npy")
         np.testing.assert_array_equal(loaded, numpy(models(family)[1](data())), str(family))
@@ -333,18 +325,6 @@ def adapter_module(layer):
 # --- Generation with a cache ----------------------------------------------------------------------
 
 TASKS = {"Llama": "LlamaCausalLM", "Gemma 2": "GemmaCausalLM", "Falcon": "FalconCausalLM"}
-PROMPT = np.array([[3, 7, 5, 11] + [0] * 6, [8, 2, 9, 0] + [0] * 6], "int32")
-GIVEN = np.array([[1] * 4 + [0] * 6, [1] * 3 + [0] * 7], "int32")
-
-
-def without_cache(task):
-    """Greedy decoding by whole forwards."""
-    ids = PROMPT.copy()
-    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
-        logits = numpy(task({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
-        best = logits[:, position - 1].argmax(-1)
-        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
-    return ids
 
 
 def task_of(name):

@@ -61,6 +61,17 @@ def test_a_prompt_leaves_what_its_tokens_one_by_one_leave(slots, last):
     np.testing.assert_array_equal(seeds[:, :, alive], numpy(kept)[:, :, alive])
 
 
+@given(slots(), st.integers(0, 11), st.sampled_from([1, 4]))
+@settings(max_examples=30, deadline=None)
+def test_a_mask_beside_the_rules_hides_its_slots(slots, last, heads):
+    mask = np.random.default_rng(last).random((2, heads, 1, 12)) < 0.5
+    seen = numpy(head_cache.Run(12, last)._mask([], slots, (1, 3), mask))
+    held = numpy(slots.positions(last))
+    for example, i in np.ndindex(2, seen.shape[1]):
+        of_head = mask[example, (1, 3)[i] if heads == 4 else 0, 0]
+        np.testing.assert_array_equal(seen[example, i, 0], (held >= 0) & of_head[held])
+
+
 @pytest.mark.parametrize("soft_cap", [None, 0.5])
 @pytest.mark.parametrize("of_keys", [1, 2, 4])
 def test_one_query_attends_as_any_query_does(of_keys, soft_cap):

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
+from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -167,8 +168,6 @@ def test_int8(tmp_path, heap_at_rest):
 
 POSITIONS = hm.PerHead({0: hm.Window(before=1), 1: hm.Window(before=2, step=2) | hm.Keys(0, 1)})
 TASKS = {"GPT2": ("GPT2Backbone", "GPT2CausalLM"), "OPT": ("OPTBackbone", "OPTCausalLM")}
-PROMPT = np.array([[3, 7, 5, 11] + [0] * 6, [8, 2, 9, 0] + [0] * 6], "int32")
-GIVEN = np.array([[1] * 4 + [0] * 6, [1] * 3 + [0] * 7], "int32")
 
 
 def causal_lm(name):
@@ -180,16 +179,6 @@ def generated(task, run_eagerly):
     task.compile(sampler="greedy", run_eagerly=run_eagerly)
     given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
     return task.generate(given, stop_token_ids=None)["token_ids"]
-
-
-def without_cache(task):
-    """Greedy decoding by whole forwards."""
-    ids = PROMPT.copy()
-    for position in range(GIVEN.sum(1).min(), ids.shape[1]):
-        logits = numpy(task({"token_ids": ids, "padding_mask": np.ones_like(ids)}))
-        best = logits[:, position - 1].argmax(-1)
-        ids[:, position] = np.where(GIVEN[:, position], ids[:, position], best)
-    return ids
 
 
 @pytest.mark.parametrize(("name", "run_eagerly"), [("GPT2", False), ("OPT", True)])

@@ -160,9 +160,12 @@ def test_flags_say_where_the_server_finds_the_files(base, tmp_path):
         "--batching_parameters_file=/models/tiny/batching.txt",
         "--grpc_max_threads=3328",
     )
+    variables = [x for x in written.environment.read_text().splitlines() if x[0] != "#"]
+    assert variables == ["TF_ENABLE_ONEDNN_OPTS=1"]  # as `docker run --env-file` reads it
     folder = tmp_path / "made" / "for it"
     written = hm.write_serving_config(base, folder=folder)
     assert written.models == folder / "models.config"
+    assert written.environment == folder / "server.env"
     assert written.flags[0] == f"--model_config_file={folder}/models.config"
 
 
@@ -262,5 +265,5 @@ def test_a_write_that_fails_leaves_what_was_there(base, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         hm.write_serving_config(base, name="other")
     names = sorted(path.name for path in base.iterdir())
-    assert names == ["3", "batching.txt", "models.config"]
+    assert names == ["3", "batching.txt", "models.config", "server.env"]
     assert (base / "models.config").read_text() == before

@@ -14,7 +14,7 @@ from keras_headmask import _keras
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One of our layers, the layer of Keras that it extends, and how both are told their sizes."""
+    """One of our layers, the layer of Keras that it extends, and how both are given their sizes."""
 
     ours: type
     stock: type

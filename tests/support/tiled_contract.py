@@ -34,6 +34,7 @@ def tiles(local=4, wide=6, block=3, short=0):
         wide_tile=wide,
         python_block=block,
         tensorflow_block=block,
+        jax_block=block,
         most_pairs_by_head=short,
         one_flagged_in=4,
     ) as tuning:

@@ -1,0 +1,237 @@
+"""What changes logits and their softmax beside the mask: a soft cap, biases, sinks.
+
+The order is fixed: query . key * scale; the soft cap; plus the biases; the mask; the softmax, with
+the sink in its sum. What is hidden is hidden after all of them, so none can open it.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention.biases import PositionBias
+from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules.protocol import WHOLE, Cuts
+
+Positions = tuple[Tensor, Tensor]  # of the queries `(T,)` and keys `(S,)`
+_TENSORS = ("bias", "table", "sinks")
+
+
+class Changes(NamedTuple):
+    """By default none. In a `Part`, `True` stands for a tensor, which is then an operand.
+
+    Bias of -inf hides a key as the mask does.
+    """
+
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    position_bias: PositionBias | None = None
+    bias: Tensor | None = None  # (B or 1, H or 1, T or 1, S or 1)
+    table: Tensor | None = None  # of `position_bias`, (buckets, H)
+    sinks: Tensor | None = None  # (H,): logits that join the sum of each row, and have no value
+
+    @property
+    def are_some(self) -> bool:
+        return any(x is not None for x in self)
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether logits may lie anywhere."""
+        return self.bias is not None or self.position_bias is not None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.bias, self.table, self.sinks) if x is not None]
+
+    def cast(self, dtype: str) -> "Changes":
+        return self._with(lambda _, x: ops.cast(x, dtype))
+
+    def of_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
+        """For some heads; `cut` takes a tensor and its axis of heads."""
+        axes = {"bias": 1, "table": 1, "sinks": 0}
+
+        def of(name: str, tensor: Tensor) -> Tensor:
+            is_shared = name == "bias" and tensor.shape[1] == 1
+            return tensor if is_shared else cut(tensor, axes[name])
+
+        return self._with(of)
+
+    def without_tensors(self) -> "Changes":
+        """What of it can be a key of a cache."""
+        return self._with(lambda *_: True)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Changes":
+        """With the tensors that `tensors` was made of, in their order."""
+        rest = iter(tensors)
+        return self._with(lambda *_: next(rest))
+
+    def _with(self, made: Callable[[str, Tensor], Any]) -> "Changes":
+        given = {name: getattr(self, name) for name in _TENSORS}
+        return self._replace(**{k: made(k, x) for k, x in given.items() if x is not None})
+
+    # --- In a tile ---
+
+    def of_logits(
+        self,
+        logits: Tensor,
+        heads: Sequence[int],
+        positions: Positions | None,
+        cuts: Cuts = WHOLE,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The logits `(B, h, queries, keys)` of a tile, changed, and the soft cap's derivative.
+
+        The tensors are those of `heads`.
+        """
+        slope = None
+        if self.soft_cap is not None:
+            bent = ops.tanh(logits / self.soft_cap)
+            logits, slope = self.soft_cap * bent, 1 - bent * bent
+        if self.bias is not None:
+            logits = logits + self._bias_of_tile(cuts)
+        if self.position_bias is not None:
+            assert positions is not None
+            queries, keys = cuts.queries(positions[0], 0), cuts.keys(positions[1], 0)
+            by_position = self.position_bias.of_tile(queries, keys, heads, self.table)
+            logits = logits + ops.cast(by_position, logits.dtype)
+        return logits, slope
+
+    def allowed(self, allowed: Mask | None, cuts: Cuts = WHOLE) -> Mask | None:
+        """The pairs of a tile that are allowed, without those that the bias hides."""
+        if self.bias is None:
+            return allowed
+        open_pairs = self._bias_of_tile(cuts) != float("-inf")
+        return open_pairs if allowed is None else ops.logical_and(allowed, open_pairs)
+
+    def _bias_of_tile(self, cuts: Cuts) -> Tensor:
+        tile = cuts.batch(self.bias, 0)
+        for axis, cut in ((2, cuts.queries), (3, cuts.keys)):
+            if tile.shape[axis] != 1:  # 1 serves every position
+                tile = cut(tile, axis)
+        return tile
+
+    def share_of_keys(self, log_sum: Tensor, axis_of_heads: int = 1) -> tuple[Tensor, Tensor]:
+        """What is left of each row for its keys beside the sink, and the log of the whole sum.
+
+        `log_sum`: of the exponentials of the keys' logits, one number for each row.
+        """
+        shape = [1] * len(log_sum.shape)
+        shape[axis_of_heads] = -1
+        above = log_sum - ops.reshape(self.sinks, shape)
+        return ops.sigmoid(above), log_sum + ops.softplus(-above)
+
+
+NONE = Changes()
+
+
+def for_tiles(
+    changes: Changes, dtype: Any, batch: Length, heads: int, queries: Length, keys: Length
+) -> Changes:
+    """Of that dtype, and no axis of the bias is of a size not known yet.
+
+    An axis of size 1 is not cut into tiles, and there only the run shows whether it is 1.
+    """
+    changes = changes.cast(dtype)
+    bias = changes.bias
+    if bias is None or None not in bias.shape:
+        return changes
+    sizes = zip(bias.shape, (batch, heads, queries, keys), strict=True)
+    shape = [size if known is None else 1 for known, size in sizes]
+    return changes._replace(bias=bias + ops.zeros(shape, dtype))
+
+
+# --- As callers give them ------------------------------------------------------------------------
+
+
+def checked_bias(bias: Any, name: str, *lengths: int | None) -> Tensor | None:
+    """`bias` as a tensor of rank 4, if its dtype and static shape fit `lengths`, (B, H, T, S)."""
+    if bias is None:
+        return None
+    bias = masks.as_tensor(bias)
+    dtype, shape = keras.backend.standardize_dtype(bias.dtype), tuple(bias.shape)
+    if "float" not in dtype:
+        raise TypeError(
+            f"`{name}` must be floats, which are added to the logits. Received dtype {dtype}. What "
+            "a query may attend to is a mask."
+        )
+    rank = len(shape)
+    sizes = lengths[4 - rank :] if rank <= 4 else ()
+    if rank > 4 or not all(map(masks.fits, shape, sizes)):
+        raise ValueError(
+            f"`{name}` must broadcast to (batch, heads, queries, keys) = {lengths}; a rank below 4 "
+            f"lacks the first axes. Received: shape {shape}."
+        )
+    return ops.expand_dims(bias, tuple(range(4 - rank))) if rank < 4 else bias
+
+
+def checked_soft_cap(soft_cap: Any) -> float | None:
+    if soft_cap is None:
+        return None
+    is_number = isinstance(soft_cap, numbers.Real) and not isinstance(soft_cap, bool)
+    if not is_number:
+        raise TypeError(f"`logits_soft_cap` must be a number. Received: {soft_cap!r}.")
+    if not (soft_cap > 0 and math.isfinite(soft_cap)):
+        raise ValueError(f"`logits_soft_cap` must be above 0 and finite. Received: {soft_cap!r}.")
+    return float(soft_cap)
+
+
+def checked_position_bias(position_bias: Any, heads: int) -> PositionBias | None:
+    if position_bias is None:
+        return None
+    if not isinstance(position_bias, PositionBias):
+        raise TypeError(
+            "`position_bias` must be hm.alibi(num_heads) or hm.relative_position_bias(num_heads). "
+            f"Received: {position_bias!r}."
+        )
+    if position_bias.num_heads != heads:
+        raise ValueError(
+            f"`position_bias` is of {position_bias.num_heads} heads where the attention has "
+            f"{heads}. Received: {position_bias!r}."
+        )
+    return position_bias
+
+
+def checked_weights(name: str, tensor: Any, *shape: int) -> Tensor:
+    """A learned tensor, of floats and that shape."""
+    tensor = masks.as_tensor(tensor)
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    if "float" not in dtype or tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} must be floats of shape {shape}. Received: {dtype} of shape "
+            f"{tuple(tensor.shape)}."
+        )
+    return tensor
+
+
+def given_changes(
+    lengths: Sequence[int | None],
+    bias: Any = None,
+    position_bias: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+) -> Changes:
+    """The arguments of `hm.dot_product_attention`, checked; `lengths` are (B, H, T, S)."""
+    heads, table = lengths[1], None
+    assert heads is not None
+    if isinstance(position_bias, (tuple, list)) and len(position_bias) == 2:
+        position_bias, table = position_bias
+    position_bias = checked_position_bias(position_bias, heads)
+    shape = None if position_bias is None else position_bias.table_shape
+    if shape is not None and table is None:
+        raise ValueError(
+            f"`position_bias` is learned: pass a pair (position_bias, table), the table a tensor "
+            f"of shape {shape}. Received: {position_bias!r} alone."
+        )
+    if shape is not None:
+        table = checked_weights("The table of `position_bias`", table, *shape)
+    elif table is not None:
+        raise ValueError(f"{position_bias!r} has no table. Received one beside it.")
+    return Changes(
+        soft_cap=checked_soft_cap(soft_cap),
+        position_bias=position_bias,
+        bias=checked_bias(bias, "bias", *lengths),
+        table=table,
+        sinks=None if sinks is None else checked_weights("`sinks`", sinks, heads),
+    )

@@ -1,0 +1,75 @@
+"""Whether TensorFlow computes by oneDNN on this CPU, and a hint where it does not.
+
+TensorFlow decides when it is imported. By itself it switches oneDNN on only where the CPU has
+newer instructions, AVX-512 with VNNI for one; elsewhere its products may take longer.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+import platform
+
+import keras
+
+from keras_headmask import _keras
+from keras_headmask.attention.tuning import is_forward_only
+
+VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
+_HOW = f"Set {VARIABLE}=1 before TensorFlow is imported."
+_logger = logging.getLogger("keras_headmask")
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDNN:
+    """`on` is `None` where this release of TensorFlow does not say."""
+
+    on: bool | None
+    why: str
+    advice: str = ""  # how to switch it on, where that is possible
+
+    def __str__(self) -> str:
+        state = {True: "on", False: "off", None: "unknown"}[self.on]
+        return " ".join([f"oneDNN is {state} ({self.why}).", *filter(None, [self.advice])])
+
+
+@functools.cache
+def one_dnn() -> OneDNN | None:
+    """The state of this process; `None` where Keras has another backend than TensorFlow."""
+    if keras.backend.backend() != "tensorflow":
+        return None
+    try:
+        on = _keras.one_dnn_is_on()
+    except (ImportError, AttributeError):
+        return OneDNN(None, "this TensorFlow does not say", _HOW)
+    if (given := os.environ.get(VARIABLE)) is not None:
+        is_obeyed = on == (given.lower() in ("1", "true"))
+        why = f"{VARIABLE}={given}"
+        if not is_obeyed:
+            why += ", but read too late, or not built in"
+        return OneDNN(on, why, _HOW if is_obeyed and not on else "")
+    if not on and platform.system() == "Darwin":
+        return OneDNN(False, "TensorFlow is built without it for macOS")
+    return OneDNN(
+        on, f"TensorFlow's default on this CPU, {VARIABLE} is not set", "" if on else _HOW
+    )
+
+
+def hint() -> None:
+    """Log once where a rule runs on a CPU without oneDNN, which nobody asked for.
+
+    Not where a model is exported: it runs elsewhere.
+    """
+    if not is_forward_only():
+        _hint()
+
+
+@functools.cache
+def _hint() -> None:
+    state = one_dnn()
+    if state is None or state.on is not False or not state.advice or VARIABLE in os.environ:
+        return
+    import tensorflow as tf
+
+    if {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}:
+        _logger.info("Attention runs without oneDNN, which is often faster on CPUs. %s", _HOW)

@@ -1,0 +1,183 @@
+"""In which dtype operands are multiplied: half precision only where that is faster and no worse.
+
+Logits, softmax and what lies between products are float32 (float64 for float64). Products of half
+operands are, too, on a CPU: it multiplies float32 faster. An accelerator multiplies half operands
+faster, and sums them in float32: JAX by `preferred_element_type`, PyTorch by the `out_dtype` of
+`bmm` on CUDA, TensorFlow in XLA. Outside of XLA TensorFlow has no kernel from half operands to
+float32, on any device; products are float32 there, which an NVIDIA GPU since Ampere computes on
+its tensor cores as TF32: the operands fit into that unrounded.
+"""
+
+import functools
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask._keras import in_xla
+from keras_headmask.attention.tuning import holding, is_forward_only
+from keras_headmask.masks import Tensor
+
+HALF = ("float16", "bfloat16")
+
+_half_products: ContextVar[bool | None] = ContextVar("half_products", default=None)
+
+
+def half_products(wanted: bool | None = True) -> AbstractContextManager[bool | None]:
+    """Let half operands be multiplied as such wherever they can be, or (`False`) nowhere.
+
+    For what is traced here and runs elsewhere. `None`: on an accelerator of this process.
+    """
+    return holding(_half_products, wanted)
+
+
+def half_dtype(scale: float, *operands: Tensor) -> str | None:
+    """The half precision in which `operands` are multiplied; `None`: in float32 at least.
+
+    The queries are multiplied by `scale` first, which must not take them out of float16.
+    """
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in operands}
+    dtype = dtypes.pop()
+    if dtypes or dtype not in HALF or any(map(keras.backend.is_keras_tensor, operands)):
+        return None
+    if dtype == "float16" and not (isinstance(scale, (int, float)) and abs(scale) <= 1):
+        return None
+    wanted, backend = _half_products.get(), keras.backend.backend()
+    if wanted is False or (backend == "tensorflow" and not in_xla()):
+        return None
+    return dtype if wanted or _is_on_accelerator(operands[0]) else None
+
+
+def _is_on_accelerator(tensor: Tensor) -> bool:
+    """Whether one multiplies half operands into float32."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax
+
+        return jax.default_backend() != "cpu"
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
+    return _has_kernel(tensor)
+
+
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether PyTorch has a product into float32 where `tensor` is."""
+    import torch
+
+    on_cuda = tensor.device.type == "cuda" and torch.version.cuda is not None
+    return on_cuda and hasattr(torch.ops.aten.bmm, "dtype")
+
+
+# --- Products ------------------------------------------------------------------------------------
+
+
+def product(subscripts: str, left: Tensor, right: Tensor, half: str | None) -> Tensor:
+    """`ops.einsum`; with `half` of operands rounded to it, summed in float32, and float32.
+
+    `subscripts` as of one product for each pair of a batch and a head: two letters that all three
+    have, one that each two have.
+    """
+    if half is None:
+        return ops.einsum(subscripts, left, right)
+    backend = keras.backend.backend()
+    if backend == "jax":
+        import jax.numpy as jnp
+
+        operands = (ops.cast(x, half) for x in (left, right))
+        return jnp.einsum(subscripts, *operands, preferred_element_type="float32")
+    # Neither backend has a gradient of such products.
+    if backend == "tensorflow":
+        return _in_tensorflow(subscripts, half, left, right)
+    return _torch_function().apply(left, right, subscripts, half)
+
+
+def of_left(subscripts: str) -> str:
+    """The subscripts of the gradient of the left operand: that of the product, times the right."""
+    left, right, out = _letters(subscripts)
+    return f"{out},{right}->{left}"
+
+
+def of_right(subscripts: str) -> str:
+    left, right, out = _letters(subscripts)
+    return f"{left},{out}->{right}"
+
+
+def _letters(subscripts: str) -> list[str]:
+    return subscripts.replace("->", ",").split(",")
+
+
+def _axes(subscripts: str) -> tuple[list[int], list[int], list[int]]:
+    """The orders of axes that make `left @ right` of an einsum, and of its result what is wanted.
+
+    The orders are (batch, head, row, summed), (batch, head, summed, column), and back.
+    """
+    left, right, out = _letters(subscripts)
+    shared = "".join(x for x in left if x in right and x in out)
+    (row,), (column,), (summed,) = (
+        (set(one) & set(other)) - set(shared)
+        for one, other in ((left, out), (right, out), (left, right))
+    )
+    of_left, of_right = (
+        [operand.index(x) for x in shared + last]
+        for operand, last in ((left, row + summed), (right, summed + column))
+    )
+    return of_left, of_right, [(shared + row + column).index(x) for x in out]
+
+
+def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> Tensor:
+    import tensorflow as tf
+
+    def with_gradient(left: Tensor, right: Tensor) -> tuple:
+        rows, columns, back = _axes(subscripts)
+        rounded = (tf.transpose(tf.cast(x, half), o) for x, o in ((left, rows), (right, columns)))
+        made = tf.transpose(tf.matmul(*rounded, output_type=tf.float32), back)
+
+        def gradient(upstream: Tensor) -> tuple:
+            d_left = product(of_left(subscripts), upstream, right, half)
+            d_right = product(of_right(subscripts), left, upstream, half)
+            return tf.cast(d_left, left.dtype), tf.cast(d_right, right.dtype)
+
+        return made, gradient
+
+    if is_forward_only():
+        return with_gradient(left, right)[0]
+    return tf.custom_gradient(with_gradient)(left, right)
+
+
+@functools.cache
+def _torch_function() -> Any:
+    import torch
+
+    class Product(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(left: Tensor, right: Tensor, subscripts: str, half: str) -> Tensor:
+            rows, columns, back = _axes(subscripts)
+            dtype = getattr(torch, half)
+            left, right = (x.to(dtype).permute(o) for x, o in ((left, rows), (right, columns)))
+            if _has_kernel(left):
+                flat = (x.flatten(0, 1) for x in (left, right))
+                made = torch.bmm(*flat, out_dtype=torch.float32)
+                made = made.unflatten(0, left.shape[:2])
+            else:  # what is multiplied and summed is the same
+                made = torch.matmul(left.float(), right.float())
+            return made.permute(back)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+            left, right, ctx.subscripts, ctx.half = inputs
+            ctx.save_for_backward(left, right)
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> tuple:
+            left, right = ctx.saved_tensors
+            d_left = product(of_left(ctx.subscripts), upstream, right, ctx.half)
+            d_right = product(of_right(ctx.subscripts), left, upstream, ctx.half)
+            return d_left.to(left.dtype), d_right.to(right.dtype), None, None
+
+    return Product

@@ -1,0 +1,220 @@
+"""Which queries meet which keys, decided by NumPy before a loop runs, by positions and by data.
+
+What TensorFlow decides in its graph is decided here where the mask inputs can be read: by what
+`coverage` says of the least and greatest value of each in a tile. Runs of keys are exact where the
+sequences are short enough to look at each key.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from keras_headmask.attention.parts import Part
+from keras_headmask.rules import coverage
+from keras_headmask.rules.algebra import leaves_under_or
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.protocol import Sides, Span, Tiles
+
+_MOST_CELLS = 2**17  # tiles x blocks of keys x examples to look at: less than a millisecond
+_FEWEST_PAIRS = 2**20  # of one example, all its heads, for it to have steps of its own
+_FAR = 2**40  # beyond any position
+
+Run: TypeAlias = tuple[int, int]  # from the first position up to the last, which is not in it
+
+
+class Step(NamedTuple):
+    """Some queries of some examples, and the keys that they may see.
+
+    `rows` is a run of queries, or positions in any order. `others` are keys beside the runs. With
+    `needs_mask` some pair may be hidden.
+    """
+
+    examples: Run
+    rows: Run | tuple[int, ...]
+    is_run: bool
+    runs: tuple[Run, ...]
+    others: tuple[int, ...] = ()
+    needs_mask: bool = True
+
+    @property
+    def keys(self) -> int:
+        """How many keys it looks at."""
+        return sum(stop - start for start, stop in self.runs) + len(self.others)
+
+
+# The mask inputs of each leaf, read into NumPy, `(B or 1, L or 1)`.
+Inputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Sides]]
+
+
+def steps_of(
+    part: Part, inputs: Inputs, batch: int, queries: int, keys: int, query_offset: int
+) -> list[Step]:
+    """The steps that together compute `part`. Queries that no step has see nothing.
+
+    A query may stand in several steps; what the last of them gives counts.
+    """
+    examples = batch
+    if len(part.heads) * queries * keys < _FEWEST_PAIRS or not _differ(inputs):
+        examples = 1
+    taken_out, flags = _flags(part, inputs, queries, keys)
+    block, tiles = 1, -(-queries // part.tile)
+    while block < keys and examples * tiles * -(-keys // block) > _MOST_CELLS:
+        block *= 2
+    grid = coverage.tile_grid(queries, keys, part.tile, block, query_offset)
+    possible, certain = _bounds(part.rule, grid, inputs, taken_out, examples, part.tile, block)
+    of_tiles = _runs(possible, block, keys, part.tuning.python_block)
+    looked_at = _looked_at(of_tiles, possible, block) if block < keys else possible
+    needs_mask = (looked_at & ~certain).any(2) | bool(taken_out)
+    rows = [(start, min(start + part.tile, queries)) for start in range(0, queries, part.tile)]
+    columns = _of_example(flags.get("key"), examples)
+    of_flagged = _of_example(flags.get("query"), examples)
+    made: list[tuple] = []  # of each example, all but the example
+    for example in range(examples):
+        own = zip(rows, of_tiles[example], needs_mask[example].tolist(), strict=True)
+        found = _steps(own, columns(example))
+        if flagged := tuple(of_flagged(example).tolist()):
+            found.append((flagged, False, ((0, keys),), (), True))
+        made.append(tuple(found))
+    if examples == 1:
+        return [Step((0, batch), *step) for step in made[0]]
+    steps, first = [], 0
+    for equal, group in itertools.groupby(made):  # neighbours that look at the same
+        stop = first + len(list(group))
+        steps += [Step((first, stop), *step) for step in equal]
+        first = stop
+    return steps
+
+
+def share(steps: list[Step], batch: int, queries: int, keys: int) -> float:
+    """The share of all logits that is computed."""
+    seen = sum(
+        (stop - first) * (rows[1] - rows[0] if is_run else len(rows)) * step.keys
+        for step in steps
+        for (first, stop), rows, is_run in [step[:3]]
+    )
+    return seen / max(batch * queries * keys, 1)
+
+
+def _differ(inputs: Inputs) -> bool:
+    """Whether some mask input differs between examples."""
+    return any((side[1:] != side[:1]).any() for side in _sides(inputs))
+
+
+def _sides(inputs: Inputs) -> list[np.ndarray]:
+    given = [side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides]
+    return [side for side in given if side is not None]
+
+
+def _bounds(
+    rule: MaskSpec,
+    grid: Tiles,
+    inputs: Inputs,
+    taken_out: set[MaskSpec],
+    examples: int,
+    tile: int,
+    block: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is possible and what is certain, `(examples, tiles, blocks)`."""
+
+    def span(values: np.ndarray | None, size: int, axis: int, leaf: MaskSpec) -> Span | None:
+        if values is None:
+            return None
+        values = values.astype(np.int32) if values.dtype == bool else values
+        starts = np.arange(0, values.shape[1], size)
+        low, high = (of.reduceat(values, starts, axis=1) for of in (np.minimum, np.maximum))
+        if examples == 1:
+            low, high = low.min(0, keepdims=True), high.max(0, keepdims=True)
+        if leaf in taken_out:  # as if none were set
+            high = np.zeros_like(high)
+        return Span(np.expand_dims(low, axis), np.expand_dims(high, axis))
+
+    spans = {
+        leaf: {
+            name: Sides(span(sides.query, tile, 2, leaf), span(sides.key, block, 1, leaf))
+            for name, sides in of_leaf.items()
+        }
+        for leaf, of_leaf in inputs.items()
+    }
+    shape = (examples, len(grid.query_first), grid.key_first.shape[1])
+    possible, certain = coverage.bounds(rule, grid, spans)
+    possible = np.broadcast_to(possible, shape)
+    return possible, np.broadcast_to(certain, shape) & possible
+
+
+def _flags(
+    part: Part, inputs: Inputs, queries: int, keys: int
+) -> tuple[set[MaskSpec], dict[str, np.ndarray]]:
+    """The leaves that open a few columns or rows, to be looked at by themselves, and these.
+
+    See `MaskSpec.opens`. The flags are `(B or 1, L)`, by side.
+    """
+    leaves: set[MaskSpec] = set()
+    flagged: dict[str, np.ndarray] = {}
+    for leaf in dict.fromkeys(leaves_under_or(part.rule)):
+        read = [getattr(sides, leaf.opens or "key") for sides in inputs.get(leaf, {}).values()]
+        if leaf.opens is None or [x.dtype for x in read] != [np.dtype(bool)]:
+            continue  # it is not what `opens` promises: treated as any other leaf
+        length = queries if leaf.opens == "query" else keys
+        flags = np.broadcast_to(read[0], (len(read[0]), length))
+        most = flags.sum(1).max(initial=0)
+        if most <= part.tuning.most_flagged and most * part.tuning.one_flagged_in <= length:
+            leaves.add(leaf)
+            flagged[leaf.opens] = flagged.get(leaf.opens, False) | flags
+    return leaves, flagged
+
+
+def _of_example(flags: np.ndarray | None, examples: int) -> Callable[[int], np.ndarray]:
+    """The flagged positions of an example; where one stands for all, of any of them."""
+    if flags is None:
+        return lambda example: np.zeros(0, np.int64)
+    if examples == 1 or len(flags) == 1:
+        of_all = np.flatnonzero(flags.any(0))
+        return lambda example: of_all
+    return lambda example: np.flatnonzero(flags[example])
+
+
+def _runs(possible: np.ndarray, block: int, keys: int, gap: int) -> list[list[tuple[Run, ...]]]:
+    """The runs of keys of each tile of each example; gaps of fewer than `gap` keys are closed."""
+    shape = possible.shape
+    rows = possible.reshape(-1, shape[2])
+    if (rows[:, 1:] & ~rows[:, :-1]).any():
+        number = np.arange(shape[2])
+        last = np.maximum.accumulate(np.where(rows, number, -_FAR), 1)
+        coming = np.where(rows, number, _FAR)[:, ::-1]
+        following = np.minimum.accumulate(coming, 1)[:, ::-1]
+        rows = rows | ((following - last - 1) * block < gap)
+    found = [tuple(runs) for runs in coverage.runs(rows, block, keys)]
+    return [found[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
+
+
+def _looked_at(
+    of_tiles: list[list[tuple[Run, ...]]], possible: np.ndarray, block: int
+) -> np.ndarray:
+    looked_at = np.zeros_like(possible)
+    for example, tiles in enumerate(of_tiles):
+        for tile, runs in enumerate(tiles):
+            for start, stop in runs:
+                looked_at[example, tile, start // block : -(-stop // block)] = True
+    return looked_at
+
+
+def _steps(tiles: Any, flagged: np.ndarray) -> list[tuple]:
+    """The steps of one example. Neighbouring tiles that see all of the same keys are one."""
+    made: list[tuple] = []
+    for rows, runs, needs_mask in tiles:
+        others: tuple[int, ...] = ()
+        if flagged.size:
+            inside = [(flagged >= start) & (flagged < stop) for start, stop in runs]
+            apart = flagged[~np.logical_or.reduce(inside)] if inside else flagged
+            others = tuple(apart.tolist())
+        if not runs and not others:
+            continue
+        step = (rows, True, runs, others, needs_mask)
+        before = made[-1] if made else None
+        if before and before[0][1] == rows[0] and not needs_mask and before[1:] == step[1:]:
+            made[-1] = ((before[0][0], rows[1]), *step[1:])
+        else:
+            made.append(step)
+    return made

@@ -1,0 +1,154 @@
+"""Exports of lengths that are symbols, on JAX: such a length can be compared with nothing."""
+
+import keras
+import numpy as np
+import pytest
+from tolerance import assert_close
+
+import keras_headmask as hm
+
+if keras.backend.backend() != "jax":
+    pytest.skip("lengths are symbols on JAX alone", allow_module_level=True)
+
+import jax
+from jax import export
+
+HEADS, SIZE = 4, 3
+RULES = {
+    "no rule": None,
+    "full": hm.Full(),
+    "nothing": hm.Nothing(),
+    "window": hm.Window(3, 2),
+    "causal": hm.recipes.causal(),
+    "dilated": hm.Window(8, 8, step=4),
+    "streaming": hm.recipes.streaming(sinks=2, window=4),
+    "bigbird": hm.recipes.bigbird(block=2, density=0.2, global_blocks=1, seed=2),
+    "not a window": ~hm.Window(4, 4),
+    "queries": hm.Queries(2, 5) | hm.Window(1, 1),
+    "per head": hm.PerHead({0: hm.Window(1, 1), "1-2": hm.recipes.causal(), 3: hm.Chunk(5)}),
+    "documents": hm.SameSegment("ids") & hm.Window(after=0),
+    "sentences": hm.SameSentence(1, "ids"),
+    "ids": hm.KeyIn("ids", 1) | hm.QueryIn("ids", 2) | hm.Window(1, 1),
+    "padding": hm.KeyFlag("flags"),
+    "longformer": hm.recipes.longformer(2, "flags"),
+    "ids per head": hm.PerHead({0: hm.SameSegment("ids")}, hm.KeyFlag("flags")),
+    "a whole mask": hm.MaskInput("whole"),
+}
+
+
+def reads(rule):
+    return () if rule is None else rule.inputs
+
+
+def data(batch, length, names, seed=0):
+    rng = np.random.default_rng(seed)
+    made = {
+        "x": rng.normal(size=(batch, length, HEADS, SIZE)).astype("float32"),
+        "ids": rng.integers(0, 3, (batch, length)).astype("int32"),
+        "flags": rng.random((batch, length)) < 0.5,
+        "whole": rng.random((batch, length, length)) < 0.5,
+    }
+    return {name: made[name] for name in names}
+
+
+def symbols(names, scope):
+    """What `data` gives, its batch and length unknown, as shapes for a trace."""
+
+    def of(name):
+        shape = {"x": f"b, t, {HEADS}, {SIZE}", "whole": "b, t, t"}.get(name, "b, t")
+        dtype = {"x": "float32", "ids": "int32"}.get(name, "bool")
+        return jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+
+    return {name: of(name) for name in names}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_masks_and_attention_under_any_rule(name):
+    rule = RULES[name]
+
+    def run(given):
+        x, length = given["x"], given["x"].shape[1]
+        inputs = {name: given[name] for name in reads(rule)} or None
+        context = hm.dot_product_attention(x, x + 1, x**2, mask_spec=rule, mask_inputs=inputs)
+        if rule is None:
+            return context, None
+        return context, hm.make_mask(rule, length, length, HEADS, inputs)
+
+    names = ["x", *reads(rule)]
+    exported = export.export(jax.jit(run))(symbols(names, export.SymbolicScope()))
+    for batch, length in ((2, 7), (1, 260)):  # of 260, tiles where lengths are known
+        given = data(batch, length, names)
+        (got, mask), (wanted, known_mask) = exported.call(given), jax.jit(run)(given)
+        assert_close(got, wanted, depth=3)
+        if rule is not None:
+            np.testing.assert_array_equal(mask, known_mask)
+
+
+def test_tiles_that_are_asked_for_need_known_lengths():
+    def run(given):
+        return hm.dot_product_attention(*[given["x"]] * 3, mask_spec=hm.Window(1, 1), tiled=True)
+
+    with pytest.raises(ValueError, match=r"tiling needs known lengths.*queries=t, keys=t"):
+        export.export(jax.jit(run))(symbols(["x"], export.SymbolicScope()))
+
+
+# --- Models --------------------------------------------------------------------------------------
+
+
+def stateless(model):
+    """`model` as a function of its weights and its inputs, and the weights."""
+    weights = [variable.value for variable in model.variables]
+
+    def call(weights, given):
+        with keras.StatelessScope(state_mapping=zip(model.variables, weights, strict=True)):
+            return model(given)
+
+    return call, weights
+
+
+@pytest.mark.long
+def test_a_retrofitted_backbone():
+    keras_hub = pytest.importorskip("keras_hub")
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 16}
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=30, max_sequence_length=64, dropout=0.0, **sizes
+    )
+    rule = hm.PerHead({0: RULES["documents"]}, hm.recipes.streaming(1, 4))
+    masked = hm.apply_head_masks(backbone, rule, add_inputs=True)
+    call, weights = stateless(masked)
+    names = [x.name for x in masked.inputs]
+    scope = export.SymbolicScope(["t <= 64"])  # which the table of positions asks
+    given = symbols(names, scope)
+    given = {name: jax.ShapeDtypeStruct(x.shape, "int32") for name, x in given.items()}
+    exported = export.export(jax.jit(call))(weights, given)
+    rng = np.random.default_rng(0)
+    for length in (5, 33):
+        given = {name: rng.integers(0, 3, (2, length)).astype("int32") for name in names}
+        assert_close(exported.call(weights, given), jax.jit(call)(weights, given), depth=3)
+
+
+def model_of(inputs):
+    """A layer of one head by sentence and one by a window over `inputs`: x, and its ids if any."""
+    read = {"ids": inputs[1]} if len(inputs) > 1 else None
+    rule = hm.PerHead({0: hm.SameSegment("ids")} if read else {}, hm.Window(2, 2))
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule)
+    return keras.Model(inputs, layer(inputs[0], mask_inputs=read))
+
+
+@pytest.mark.parametrize("reads_ids", [False, True], ids=["positions", "ids"])
+def test_a_saved_model_by_keras(reads_ids, tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    inputs = [keras.Input((None, 8), name="x"), keras.Input((None,), dtype="int32", name="ids")]
+    model = model_of(inputs[: 1 + reads_ids])
+    names = {"polymorphic_shapes": [["(b, t, 8)", "(b, t)"]]} if reads_ids else {}
+    options = {"format": "tf_saved_model", "verbose": False}
+    if reads_ids:  # or Keras gives each unknown size a name of its own
+        with pytest.raises(ValueError, match=r"length b where.* a keys.*polymorphic_shapes"):
+            model.export(tmp_path / "apart", **options)
+    model.export(tmp_path / "model", jax2tf_kwargs=names, **options)
+    loaded = tf.saved_model.load(str(tmp_path / "model"))
+    rng = np.random.default_rng(0)
+    for length in (5, 33):
+        ids = rng.integers(0, 3, (2, length)).astype("int32")
+        given = [rng.normal(size=(2, length, 8)).astype("float32"), ids][: 1 + reads_ids]
+        assert_close(loaded.serve(given).numpy(), model(given), depth=3)

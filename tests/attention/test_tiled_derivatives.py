@@ -1,0 +1,67 @@
+"""Second derivatives, whole Jacobians and vectorized maps through TensorFlow's loops."""
+
+import keras
+import numpy as np
+import pytest
+from contract import normal
+
+import keras_headmask as hm
+from keras_headmask.attention.tuning import tuned
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("TensorFlow's own loops", allow_module_level=True)
+
+import tensorflow as tf
+
+LENGTH = 24
+INPUTS = {
+    "s": np.arange(LENGTH)[None] // 7,
+    "global": np.isin(np.arange(LENGTH), (4, 21))[None],
+}
+RULES = (
+    pytest.param(hm.SameSegment("s") & hm.Window(5, 6), marks=pytest.mark.long),
+    hm.SameSegment("s") | hm.QueryFlag("global") | hm.KeyFlag("global"),
+)
+
+
+def attend(x, rule, tiled):
+    read = {name: np.repeat(INPUTS[name], x.shape[0], axis=0) for name in rule.inputs}
+    return hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=read, tiled=tiled)
+
+
+@pytest.fixture(params=["head by head", "tiles"])
+def each_loop(request):
+    most = 0 if request.param == "tiles" else 2**16
+    few = {"most_unrolled": 0, "most_pairs_by_head": most, "local_tile": 8, "wide_tile": 8}
+    with tuned(**few, tensorflow_block=4):
+        yield
+
+
+def of_gradients(x, rule, tiled):
+    """The gradient of the sum of the squares of a gradient."""
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_sum(attend(x, rule, tiled) ** 2)
+        loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+    return outer.gradient(loss, x)
+
+
+def jacobian(x, rule, tiled):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        context = attend(x, rule, tiled)[:, 3:6, :1, :2]
+    return tape.jacobian(context, x)
+
+
+def mapped(x, rule, tiled):
+    return tf.vectorized_map(lambda example: attend(example[None], rule, tiled), x)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("of", [of_gradients, jacobian, mapped])
+def test_as_dense(each_loop, rule, of):
+    x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
+    tiled, dense = tf.function(of)(x, rule, True), of(x, rule, False)
+    np.testing.assert_allclose(tiled, dense, rtol=1e-4, atol=1e-3)

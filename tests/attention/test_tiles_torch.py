@@ -1,0 +1,284 @@
+"""Tiles by PyTorch's own attention: which calls take them, and what they give."""
+
+import keras
+import numpy as np
+import oracle
+import pytest
+from contract import gradient, numpy
+from keras import ops
+from largest import largest_in_torch
+from tiled_contract import (
+    ALWAYS,
+    LONG,
+    PADDING,
+    SCALE,
+    SORTED_IDS,
+    attend,
+    close,
+    operands,
+    tiles,
+    weighted,
+)
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.attention import steps
+from keras_headmask.attention.tuning import tuned
+
+if keras.backend.backend() != "torch":
+    pytest.skip("needs the PyTorch backend", allow_module_level=True)
+
+import torch
+
+from keras_headmask.attention import tiles_python, tiles_torch
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The queries and keys of each call of PyTorch's attention."""
+    calls = []
+    usual = tiles_torch.scaled_dot_product_attention
+
+    def counted(query, key, value, **rest):
+        calls.append((query.shape[2], key.shape[2]))
+        return usual(query, key, value, **rest)
+
+    monkeypatch.setattr(tiles_torch, "scaled_dot_product_attention", counted)
+    return calls
+
+
+# ---------------------------------------------------------------- which calls take them
+
+
+def test_long_sequences_take_them_by_themselves(taken):
+    qkv = operands(1, 300, 300, 2)
+    got = attend(qkv, hm.SameSegment("ids"), {"ids": np.arange(300)[None] // 7}, tiled=None)
+    assert taken
+    assert all(keys < 300 for _, keys in taken), "what the ids hide is skipped"
+    close(got, attend(qkv, hm.SameSegment("ids"), {"ids": np.arange(300)[None] // 7}, tiled=False))
+
+
+def test_short_sequences_and_dropout_do_not(taken):
+    attend(operands(1, 200, 200, 2), hm.Window(9, 9), tiled=None)
+    attend(operands(1, 300, 300, 2), hm.Window(9, 9), dropout=0.5, seed=1)
+    assert not taken
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reads", [True, False])
+def test_compiled_code_is_as_before(taken, reads):
+    spec = hm.SameSegment("ids") if reads else hm.Window(9, 9)
+    ids = torch.from_numpy(np.arange(300)[None] // 7)
+    qkv = [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
+
+    def call(*qkv):
+        return attend(qkv, spec, {"ids": ids} if reads else None, tiled=None)
+
+    wanted = call(*qkv)
+    assert taken
+    taken.clear()
+    close(torch.compile(call, backend="eager")(*qkv), wanted)
+    assert not taken
+
+
+def test_exported_code_is_as_before(taken):
+    class Model(torch.nn.Module):
+        def forward(self, *qkv):
+            return attend(qkv, hm.Window(9, 9), tiled=None)
+
+    qkv = tuple(torch.from_numpy(x) for x in operands(1, 300, 300, 2))
+    exported = torch.export.export(Model(), qkv, strict=False).module()
+    assert not taken
+    close(exported(*qkv), Model()(*qkv))
+
+
+@pytest.mark.parametrize("tiled", [None, True, False])
+def test_vmap(tiled):
+    qkv = [torch.from_numpy(x)[:, None] for x in operands(2, 300, 300, 2)]
+    spec = hm.Window(9, 9)
+    got = torch.func.vmap(lambda *x: attend(x, spec, tiled=tiled))(*qkv)
+    close(got[:, 0], attend([x[:, 0] for x in qkv], spec, tiled=False))
+
+
+def test_gradients_by_torch_func():
+    qkv = tuple(torch.from_numpy(x) for x in operands(1, 300, 300, 2))
+
+    def loss(*qkv, tiled=True):
+        return weighted(attend(qkv, hm.Window(9, 9), tiled=tiled))
+
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*qkv)
+    for one, other in zip(got, gradient(lambda *x: loss(*x, tiled=False), *qkv), strict=True):
+        close(one, other)
+
+
+def test_shapes_alone_are_inferred_without_values(taken):
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2))
+    x = keras.Input((300, 8))
+    model = keras.Model(x, layer(x, x))
+    assert not taken
+    assert tuple(model(np.ones((1, 300, 8), "float32")).shape) == (1, 300, 8)
+    assert taken
+
+
+# ---------------------------------------------------------------- what they give
+
+
+def dense64(qkv, *rest):
+    return attend([ops.cast(ops.convert_to_tensor(x), "float64") for x in qkv], *rest, tiled=False)
+
+
+@pytest.mark.parametrize(("own_steps", "key_heads"), [(0, 2), (2**20, 4)])
+@pytest.mark.parametrize("name", LONG)
+def test_gradients_against_dense_float64(monkeypatch, taken, name, own_steps, key_heads):
+    """Steps of each example, then of all; query heads that share keys, then none."""
+    monkeypatch.setattr(steps, "_FEWEST_PAIRS", own_steps)
+    spec, inputs = LONG[name]
+    qkv = operands(3, 23, 23, 4, size=8, value_size=8, key_heads=key_heads)
+
+    def loss(*x, tiled=True):
+        return weighted(attend(x, spec, inputs, tiled=tiled))
+
+    doubles = [x.astype("float64") for x in qkv]
+    wanted = gradient(lambda *x: loss(*x, tiled=False), *doubles)
+    with tiles():
+        close(attend(qkv, spec, inputs), dense64(qkv, spec, inputs))
+        for which, got, exact in zip("qkv", gradient(loss, *qkv), wanted, strict=True):
+            close(got, exact, f"{name}: gradient of {which}")
+    assert taken or name in ("full", "nothing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_operands_of_any_dtype(dtype):
+    """Called by itself: whatever the dispatcher casts to."""
+    from keras_headmask.attention.parts import Part
+    from keras_headmask.rules import evaluation
+
+    spec, inputs = hm.SameSegment("ids") & hm.Window(3, 3), {"ids": SORTED_IDS}
+    qkv = operands(3, 23, 23, 4, size=8, value_size=8)
+    given = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in qkv]
+    rounded = [x.to(torch.float64) for x in given]
+    bound = evaluation.bind(spec, inputs, 23, 23)
+    with tiles() as tuning:
+        part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
+
+    def loss(*x, of=None):
+        of = of or (lambda *x: tiles_torch.attend(part, 0, *x))
+        return weighted(of(*x))
+
+    got = tiles_torch.attend(part, 0, *given)
+    assert got.dtype == given[0].dtype
+    wanted = attend(rounded, spec, inputs, tiled=False)
+    assert_close(numpy(got), numpy(wanted), dtype)
+    exact = gradient(
+        lambda *x: loss(*x, of=lambda *x: attend(x, spec, inputs, tiled=False)), *rounded
+    )
+    for which, one, other in zip("qkv", gradient(loss, *given), exact, strict=True):
+        assert_close(one, other, dtype, depth=2, message=which)
+
+
+def test_errors_are_no_larger_than_those_of_the_dense_implementation():
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(1, 600, 4, 16)).astype("float32") * 3 for _ in range(3)]
+    spec = hm.Window(99, 50)
+    exact = numpy(dense64(qkv, spec))
+    errors = [np.abs(numpy(attend(qkv, spec, tiled=t)) - exact).max() for t in (True, False)]
+    assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("name", ["documents", "padded queries", "two dead ends", "nothing"])
+def test_fully_masked_rows_are_0_with_gradients_of_0(name):
+    spec, inputs = LONG[name]
+    if name == "documents":
+        inputs = {"ids": np.where(PADDING, SORTED_IDS, -1)}
+    qkv = operands(3, 23, 23, 4, size=8, value_size=8)
+    alive = oracle.mask(spec, 3, 4, 23, 23, inputs).any(-1).transpose(0, 2, 1)
+    assert not alive.all()
+    with tiles():
+        got = numpy(attend(qkv, spec, inputs))
+        assert (got[~alive] == 0).all()
+        d_query, d_key, _ = gradient(lambda *x: weighted(attend(x, spec, inputs)), *qkv)
+    assert (d_query[~alive] == 0).all()
+    assert np.isfinite(d_key).all()
+    if name == "nothing":
+        assert (d_key == 0).all()
+
+
+@pytest.mark.parametrize("large", [1e16, 3e38])
+def test_large_keys_that_are_visible_count(large):
+    """They are 0 for those alone that do not see them."""
+    q, k, v = operands(1, 23, 23, 2, size=8, value_size=8)
+    q[:, :, :, 0] = 0
+    k[:, 5, :, 0] = large  # which no logit shows, since the queries are 0 there
+    v[:, 7] = 1e16
+    spec = hm.Window(3, 3)
+    with tiles():
+        got = numpy(attend((q, k, v), spec))
+    np.testing.assert_allclose(got, numpy(dense64((q, k, v), spec)), rtol=1e-5)
+
+
+def test_an_upstream_gradient_may_be_large():
+    q, k, v = operands(1, 23, 23, 2, size=8, value_size=8)
+    v[:, 20:] = 1e14
+    spec = hm.Keys(0, 20)
+    kept = torch.from_numpy(np.full((1, 23, 2, 8), 1e30, "float32"))
+
+    def loss(*x, tiled=True):
+        return (attend(x, spec, tiled=tiled) * kept).sum()
+
+    with tiles():
+        made = gradient(loss, q, k, v)
+    for one in made:
+        assert np.isfinite(one).all()
+    assert (made[1][:, 20:] == 0).all()
+    assert (made[2][:, 20:] == 0).all()
+
+
+def test_what_is_kept_for_the_gradient_is_the_operands_alone():
+    """Whatever the mask inputs are, nothing grows with queries x keys."""
+    length = 1024
+    qkv = operands(1, length, length, 2, size=8, value_size=8)
+    ids = (np.arange(length)[None] // 100).astype("int32")
+
+    def step(*x):
+        return gradient(lambda *x: weighted(attend(x, hm.SameSegment("ids"), {"ids": ids})), *x)
+
+    assert largest_in_torch(step, *qkv) < length * length / 8
+    given = [torch.from_numpy(x).requires_grad_() for x in qkv]
+    context = attend(given, hm.SameSegment("ids"), {"ids": ids})
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: held.append(x.numel()) or x, lambda x: x
+    ):
+        context = attend(given, hm.SameSegment("ids"), {"ids": ids})
+    assert context.requires_grad
+    assert sum(held) == sum(x.size for x in qkv)
+
+
+def test_a_layer_trains_alike_by_tiles_and_dense():
+    x = np.random.default_rng(0).normal(size=(2, 23, 8)).astype("float32")
+    losses = []
+    for tiled in (True, False):
+        keras.utils.set_random_seed(0)
+        layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2), tiled=tiled)
+        given = keras.Input((23, 8))
+        model = keras.Model(given, layer(given, given))
+        model.compile("sgd", "mse")
+        with tuned(**ALWAYS), tiles():
+            losses.append(model.fit(x, x, epochs=3, verbose=0).history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_the_loop_of_keras_operations_is_only_for_what_is_large(monkeypatch):
+    called = []
+    usual = tiles_python.forward
+    monkeypatch.setattr(tiles_python, "forward", lambda *x: called.append(x) or usual(*x))
+    q, k, v = operands(1, 23, 23, 2)
+    spec = hm.Keys(0, 20)
+    with tiles():
+        attend((q, k, v), spec)
+        k[:, 21] = np.inf
+        attend((q, k, v), spec)
+        assert not called, "no query sees it"
+        k[:, 11] = np.inf
+        attend((q, k, v), spec)
+    assert called

@@ -51,17 +51,19 @@ def measure_all(names: list[str], options: argparse.Namespace) -> dict[str, Any]
         "threads": options.threads,
         "dtype": options.dtype,
         "quick": options.quick,
+        "onednn": options.onednn,
         "cases": {},
     }
     alone = [name for name in names if name not in _BY_LENGTH]
     # Back to back for each case; in one process for all where no time is looked at.
     groups = [alone] if options.quick else [[name] for name in alone]
     for group in filter(None, groups):
-        for framework in options.peers.split(","):
+        for framework, variable in _runs(options):
             _tell(f"{', '.join(group)}: {framework}")
-            told = workers.run({"framework": framework, "names": group, **common})
+            task = {"framework": framework.removesuffix(report.OFF), "names": group, **common}
+            found = workers.run(task, TF_ENABLE_ONEDNN_OPTS=variable)
             for name in group:
-                result = told.get(name, {"errors": told["errors"]} if "errors" in told else None)
+                result = found.get(name, {"errors": found["errors"]} if "errors" in found else None)
                 if result is not None:
                     record["cases"].setdefault(name, {})[framework] = result
     record |= _by_length([name for name in _BY_LENGTH if name in names], options)
@@ -76,6 +78,15 @@ def measure_all(names: list[str], options: argparse.Namespace) -> dict[str, Any]
             for field in ("seconds", "first_peak_mib")
         }
     return record
+
+
+def _runs(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Each framework, TensorFlow with oneDNN and without; and `TF_ENABLE_ONEDNN_OPTS` for it."""
+    runs = []
+    for framework in options.peers.split(","):
+        states = options.onednn.split(",") if framework == "keras" else ["on"]
+        runs += [(framework + report.OFF * (x == "off"), str(int(x == "on"))) for x in states]
+    return runs
 
 
 def _by_length(names: list[str], options: argparse.Namespace) -> dict[str, list[dict]]:
@@ -132,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="", help="cases, comma-separated; merged into the record in --out")
     add("--out", type=Path, default=here / "results", help="folder of record, report and plots")
     add("--peers", default="keras,torch", help="frameworks, comma-separated")
+    add("--onednn", default="on,off", choices=("on,off", "on", "off"), help="of the cases")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--repetitions", type=int, help="at least 7 for a record; 9 by default")
     add("--threads", type=int, default=2)

@@ -6,11 +6,16 @@ import os
 import platform
 import subprocess
 
+from benchmarks import probe
+
 _PACKAGES = ("keras", "tensorflow", "torch", "jax", "numpy")
 
 
 def describe() -> dict:
-    """Processor, cores, memory, versions and the date; nothing that names a user or a folder."""
+    """Processor, cores, memory, versions, the date, and how fast the machine is just now.
+
+    Nothing names a user or a folder. `onednn` is what TensorFlow reads, where it is set.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": {
@@ -21,6 +26,8 @@ def describe() -> dict:
             "accelerator": _accelerator(),
         },
         "versions": {"python": platform.python_version(), **_versions()},
+        "probe_gflops": probe.gigaflops(),
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
     }
 
 

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import probe
+
 
 def interleaved(
     functions: dict[str, Callable[[], Any]], repetitions: int, warm_up: int = 2
 ) -> dict[str, Any]:
     """Median seconds of each function, called in turns so that a busy moment meets all alike.
 
-    A function that fails is left out, its message under `errors`.
+    A function that fails is left out, its message under `errors`. `probe_gflops` is the machine's
+    own speed before and after.
     """
     errors: dict[str, str] = {}
     for name, function in functions.items():
@@ -27,6 +30,7 @@ def interleaved(
             errors[name] = message(error)
     running = {name: function for name, function in functions.items() if name not in errors}
     seconds: dict[str, list[float]] = {name: [] for name in running}
+    before = probe.gigaflops()
     gc.collect()
     for _ in range(repetitions):
         for name, function in running.items():
@@ -38,6 +42,7 @@ def interleaved(
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "least_seconds": {name: min(times) for name, times in seconds.items()},
         "repetitions": repetitions,
+        "probe_gflops": [before, probe.gigaflops()],
         "errors": errors,
     }
 

@@ -50,6 +50,7 @@ def measured(job: Job, dtype: str, quick: bool, repetitions: int) -> dict[str, A
         timed = measure.interleaved({"time": function}, repetitions, warm_up=0)
         result["seconds"] = timed["seconds"]["time"]
         result["repetitions"] = repetitions
+        result["probe_gflops"] = timed["probe_gflops"]
     except Exception as error:  # above all, memory that does not suffice
         result["error"] = measure.message(error)
     return result

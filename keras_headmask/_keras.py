@@ -69,8 +69,8 @@ def flash(layer: Any) -> bool:
 
 def has_own_softmax(layer: Any) -> bool:
     """Whether a subclass computes the softmax itself, so that we must leave it to that."""
-    layers = keras.layers
-    stock = layers.GroupQueryAttention if is_grouped(layer) else layers.MultiHeadAttention
+    grouped, multi_head = keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention
+    stock = grouped if is_grouped(layer) else multi_head
     return type(layer)._masked_softmax is not stock._masked_softmax
 
 
@@ -144,8 +144,7 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
     "_operations_by_depth"
 ).split()
 
-# A layer and all tracked layers inside: where attention, and what holds it, is found; and without
-# the layer itself.
+# A layer and all tracked layers inside, where attention is found; and without the layer itself.
 layers_of = operator.methodcaller("_flatten_layers")
 layers_inside = operator.methodcaller("_flatten_layers", include_self=False)
 # The calls of an operation, as `nodes` gives them, in every graph.
@@ -161,10 +160,8 @@ def sublayers(layer: Any) -> Iterable[keras.Layer]:
 
 def all_weights(layer: Any) -> list[Any]:
     """Every variable that Keras tracks in `layer`, seeds and metrics, too."""
-    found = list(layer.variables)
-    for inner in layer._flatten_layers():
-        found += inner.variables
-    return found
+    inside = [x for inner in layer._flatten_layers() for x in inner.variables]
+    return [*layer.variables, *inside]
 
 
 @contextlib.contextmanager
@@ -291,14 +288,9 @@ def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
     vars(layer)["_dtype_policy"] = policy
 
 
-def is_own_op(operation: Any) -> bool:
-    """Whether it is one of `keras.ops` in a graph, whose class has no public name."""
-    return type(operation).__module__.startswith("keras.src.ops.")
-
-
-def is_own_layer(operation: Any) -> bool:
-    """Whether its class is Keras' own, so that no other code runs in it."""
-    return type(operation).__module__.startswith("keras.src.layers.")
+def is_own(operation: Any, *kinds: str) -> bool:
+    """Whether its class is Keras' own, of `kinds`: "layers", or "ops", which have no name."""
+    return type(operation).__module__.startswith(tuple(f"keras.src.{kind}." for kind in kinds))
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -346,8 +338,7 @@ NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"
 # Python code that prints which of the ops named on its command line TensorFlow alone lacks.
 PRINT_UNKNOWN_OPS = """
-import sys
-import tensorflow
+import sys, tensorflow
 from tensorflow.python.framework import op_def_registry
 print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
 """
@@ -361,6 +352,15 @@ def in_xla() -> bool:
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def checks_numerics() -> bool:
+    """Whether TensorFlow raises for inf and NaN: `tf.debugging.enable_check_numerics`."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    from tensorflow.python.debug.lib import check_numerics_callback as checks
+
+    return getattr(checks._state, "check_numerics_callback", None) is not None
 
 
 def one_dnn_is_on() -> bool:

@@ -547,14 +547,14 @@ def test_a_policy_is_an_attribute():
     assert keras.backend.standardize_dtype(layer(X).dtype) == "float16"
 
 
-@relies_on("is_own_op is_own_layer", breaks="more models would be refused, as if mixing positions")
+@relies_on("is_own", breaks="more models would be refused, as if mixing positions")
 def test_classes_of_keras_are_told_by_their_module():
     class Mine(keras.layers.Dense):
         pass
 
     op, dense = _keras.made_by(ops.relu(keras.Input((3,))))[0], keras.layers.Dense(2)
-    assert [_keras.is_own_op(x) for x in (op, dense, Mine(2))] == [True, False, False]
-    assert [_keras.is_own_layer(x) for x in (op, dense, Mine(2))] == [False, True, False]
+    assert [_keras.is_own(x, "ops") for x in (op, dense, Mine(2))] == [True, False, False]
+    assert [_keras.is_own(x, "layers") for x in (op, dense, Mine(2))] == [False, True, False]
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -688,6 +688,18 @@ def test_ops_that_tensorflow_has_not(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["-c", "MatMul", "NoSuchOp"])
     exec(_keras.PRINT_UNKNOWN_OPS, {})
     assert capsys.readouterr().out.split() == ["NoSuchOp"]
+
+
+@pytest.mark.tensorflow
+@relies_on("checks_numerics", breaks="`tf.debugging.enable_check_numerics` would find faults in us")
+def test_tensorflow_says_whether_it_checks_numerics():
+    import tensorflow as tf
+
+    assert not _keras.checks_numerics()
+    tf.debugging.enable_check_numerics()
+    assert _keras.checks_numerics()
+    tf.debugging.disable_check_numerics()
+    assert not _keras.checks_numerics()
 
 
 @pytest.mark.tensorflow

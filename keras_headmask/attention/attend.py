@@ -192,7 +192,8 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     """
     if request.rule is not None:
         cpu.hint()
-    if not is_dense_scope() and (context := on_jax.by_cudnn(request)) is not None:
+    context = None if is_dense_scope() else on_jax.by_cudnn(request)  # (AutoGraph reads no `:=`)
+    if context is not None:
         return context, None
     return (_tiled(request), None) if _is_tiled(request) else _dense(request)
 

@@ -7,22 +7,31 @@ their logits.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 from keras import ops
 
-from keras_headmask._keras import in_xla
+from keras_headmask._keras import checks_numerics, in_xla
 from keras_headmask.masks import Mask, Tensor
 
-# In place of a hidden logit: whatever that is, inf or NaN, it is hidden, and no less so where all
-# that a query may see is -inf. (A row that sees nothing has 0 instead, so that no NaN comes of it.)
-HIDDEN = float("-inf")
 _LARGEST = {
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,
     "float32": 3.4028234663852886e38,
     "float64": 1.7976931348623157e308,
 }
+
+
+def hidden_logit(dtype: Any) -> float:
+    """What stands in place of a hidden logit: whatever that is, inf or NaN, it is hidden then.
+
+    It is -inf, so that a key is no less hidden where all that a query may see is -inf. (A row that
+    sees nothing has 0 instead, so that no NaN comes of it.) Where TensorFlow raises for whatever is
+    not finite, it is finite.
+    """
+    largest = _LARGEST[keras.backend.standardize_dtype(dtype)]
+    return -largest / 2 if checks_numerics() else float("-inf")
 
 
 def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
@@ -38,6 +47,8 @@ def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
     if backend == "tensorflow":
         import tensorflow as tf
 
+        if checks_numerics():  # then all are, or that has been said; and NaN may not be written
+            return True
         if in_xla():
             return False
         total = tf.add_n([tf.cast(tf.reduce_sum(x), "float32") for x in tensors])

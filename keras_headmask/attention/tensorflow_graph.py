@@ -29,18 +29,19 @@ def shared(attend: Callable) -> Callable:
             return attend(part._replace(bound=_widened(bound)), *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
-        function = _shared(attend, part._replace(bound=None), names, is_forward_only())
+        state = is_forward_only(), _keras.checks_numerics()
+        function = _shared(attend, part._replace(bound=None), names, state)
         return function(bound.query_positions, bound.key_positions, values, *operands)
 
     return call
 
 
 @functools.lru_cache(maxsize=128)
-def _shared(attend: Callable, part: Any, names: tuple, forward_only: bool) -> Callable:
+def _shared(attend: Callable, part: Any, names: tuple, state: tuple) -> Callable:
     """`attend` as a function of tensors alone, for a part without its `bound`.
 
-    The key of the cache holds `forward_only`, as an export has no use for what was traced with
-    gradients, and the part's tuning.
+    The key of the cache holds the part's tuning and `state`, what else decides what is traced: an
+    export has no use for gradients.
     """
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
@@ -141,11 +142,12 @@ class Row(NamedTuple):
 def empty(dtype: Any, shape: Any, zeros: bool = False) -> Tensor:
     """A tensor of any values, to be written over as a whole, or of zeros.
 
-    (`tf.zeros` in a branch that is seldom taken would be made whichever branch is.)
+    (Zeros also where TensorFlow raises for inf. `tf.zeros` in a branch that is seldom taken would
+    be made whichever branch is.)
     """
     if is_forward_only():  # other runtimes do not know the operation
         return tf.zeros(shape, dtype)
-    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zeros)
+    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=zeros or _keras.checks_numerics())
 
 
 def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor]) -> list[Tensor]:
@@ -213,7 +215,7 @@ def logits_of(
     sharing: int = 1,
     changed: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None,
 ) -> tuple[Tensor, Mask | None, Tensor | None]:
-    """The logits, -inf where hidden, and which rows see something (`None`: all do).
+    """The logits, `hidden_logit` where hidden, and which rows see something (`None`: all do).
 
     With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN. `changed`
     makes of the products the logits, and the soft cap's derivative, which is returned, too.
@@ -224,7 +226,7 @@ def logits_of(
     if allowed is None:
         return logits, None, slope
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(finite.HIDDEN, logits.dtype)
+    hidden = tf.constant(finite.hidden_logit(logits.dtype), logits.dtype)
     if whole_rows:
         hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
     return tf.where(allowed, logits, hidden), alive, slope

@@ -266,8 +266,8 @@ class _Tile(NamedTuple):
         allowed = changes.allowed(allowed, cuts)
         if allowed is not None:
             alive = ops.any(allowed, axis=-1, keepdims=True)
-            hidden, zero = (ops.cast(x, logits.dtype) for x in (finite.HIDDEN, 0))
-            logits = ops.where(allowed, logits, ops.where(alive, hidden, zero))
+            hidden = ops.cast(finite.hidden_logit(logits.dtype), logits.dtype)
+            logits = ops.where(allowed, logits, ops.where(alive, hidden, ops.zeros_like(hidden)))
         probabilities, of_keys = ops.softmax(logits, axis=-1), None
         if changes.sinks is not None:
             log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_headmask._keras import checks_numerics
 from keras_headmask.attention import finite
 from keras_headmask.attention.changes import Changes
 from keras_headmask.attention.changes_tensorflow import Gathered
@@ -80,7 +81,9 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor, *changes: Tens
             d_logits = times(probabilities, d_probabilities - visit.rows(delta)[..., None])
             more = []
             if gathered.rows_at_queries:  # a row that is NaN leaves hidden pairs alone
-                hidden = tf.equal(logits, tf.constant(finite.HIDDEN, logits.dtype))
+                hidden = tf.equal(
+                    logits, tf.constant(finite.hidden_logit(logits.dtype), logits.dtype)
+                )
                 of_pairs = tf.where(hidden, tf.zeros_like(d_logits), d_logits)
                 more = gathered.at_queries(alive_or_0(alive, of_pairs), visit.cuts)
             d_logits = d_logits if slope is None else times(d_logits, slope)
@@ -156,8 +159,13 @@ def _logits(
 def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The probabilities of a tile, and the log of each row's sum of exponentials `(B, H, T)`."""
     probabilities = tf.nn.softmax(logits)
+    of_rows = [(logits, finite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
+    if checks_numerics():  # the largest of a tile without keys would be -inf
+        one_more = [[0, 0]] * 3 + [[0, 1]]
+        of_rows = [(tf.pad(x, one_more, constant_values=least), least) for x, least in of_rows]
     # The largest probability is exp(its logit - log_sum).
-    log_sum = tf.reduce_max(logits, -1) - tf.math.log(tf.reduce_max(probabilities, -1))
+    logit, probability = (tf.reduce_max(x, -1) for x, _ in of_rows)
+    log_sum = logit - tf.math.log(probability)
     if changes.sinks is None:
         return probabilities, log_sum
     of_keys, log_sum = changes.share_of_keys(log_sum)

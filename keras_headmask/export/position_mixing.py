@@ -70,4 +70,4 @@ def _keeps_apart(operation: keras.Operation) -> bool:
         return rank > 2 and all(a in (-1, rank - 1) for a in last)
     if isinstance(operation, keras.Layer):
         return cls in _APART
-    return _keras.is_own_op(operation) and cls.__name__ in _OPS
+    return _keras.is_own(operation, "ops") and cls.__name__ in _OPS

@@ -83,5 +83,5 @@ def _is_of_single_positions(tensor: Any) -> bool:
 
 def _is_shown(operation: Any) -> bool:
     """Whether it is one of Keras' own, which runs no code of others."""
-    is_own = _keras.is_own_op(operation) or _keras.is_own_layer(operation)
+    is_own = _keras.is_own(operation, "ops", "layers")
     return is_own and not isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))

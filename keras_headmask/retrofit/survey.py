@@ -151,7 +151,7 @@ class _Seen:
 def _runs_code_of_others(layer: Any) -> bool:
     """Whether code runs in it that is not Keras' own: then its calls show only when it runs."""
     return any(
-        isinstance(x, keras.layers.Lambda) or not _keras.is_own_layer(x)
+        isinstance(x, keras.layers.Lambda) or not _keras.is_own(x, "layers")
         for x in _keras.layers_of(layer)
     )
 

@@ -23,6 +23,8 @@ RULES = (
     hm.SameSegment("s") | hm.QueryFlag("global") | hm.KeyFlag("global"),
 )
 
+SOME_DEAD = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=~hm.Full())
+
 
 def attend(x, rule, tiled):
     read = {name: np.repeat(INPUTS[name], x.shape[0], axis=0) for name in rule.inputs}
@@ -53,6 +55,44 @@ def jacobian(x, rule, tiled):
         tape.watch(x)
         context = attend(x, rule, tiled)[:, 3:6, :1, :2]
     return tape.jacobian(context, x)
+
+
+@pytest.fixture
+def numerics_checked():
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize(
+    ("rule", "more", "length"),
+    [
+        (RULES[1], {}, None),
+        (SOME_DEAD, {"dropout": 0.3, "seed": 1}, LENGTH),
+        pytest.param(SOME_DEAD, {}, None, marks=pytest.mark.long),
+        pytest.param(SOME_DEAD, {"sinks": np.zeros(2, "float32")}, None, marks=pytest.mark.long),
+    ],
+    ids=["data", "dropout", "dead", "sinks"],
+)
+def test_checked_numerics_raise_for_what_is_wrong_alone(
+    each_loop, numerics_checked, rule, more, length
+):
+    read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
+
+    @tf.function(input_signature=[tf.TensorSpec([2, length, 2, 4])])
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            context = hm.dot_product_attention(
+                x, x, x, mask_spec=rule, mask_inputs=read, tiled=True, **more
+            )
+        return tape.gradient(context, x)
+
+    x = normal(2, LENGTH, 2, 4)
+    assert np.isfinite(gradient(x)).all()
+    x[1, 4, 0, 0] = np.inf
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Inf"):
+        gradient(x)
 
 
 def mapped(x, rule, tiled):

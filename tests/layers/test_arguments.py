@@ -224,6 +224,13 @@ def test_autograph_reads_what_a_mask_runs_through(caplog):
     def attend(x, mask):
         return hm.dot_product_attention(x, x, x, mask=mask)
 
+    @tf.function
+    def obey(x, ids):
+        more = {"mask_inputs": {"s": ids}, "query_offset": 0}
+        return hm.dot_product_attention(x, x, x, mask_spec=hm.SameSegment("s"), **more)
+
     with caplog.at_level("WARNING", logger="tensorflow"):
         attend(tf.ones([1, 3, 1, 2]), tf.ones([3, 3], "int32"))
+        for length in (3, 300):
+            obey(tf.ones([1, length, 1, 2]), tf.zeros([1, length], "int32"))
     assert "AutoGraph could not transform" not in caplog.text

@@ -4,7 +4,7 @@ All are results at positions, as those of queries and keys are: a flagged positi
 from its tile, and takes its place in them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -37,14 +37,21 @@ class Gathered(NamedTuple):
             found.append(Row([1 if bias.shape[1] == 1 else heads, keys], bias.shape[0] != 1))
         if table is not None:
             found.append(Row([heads, table.shape[0]], False))
+        if self.changes.sinks is not None:
+            found.append(Row([heads]))
         return found
 
     @property
     def rows_at_keys(self) -> list[Row]:
         return [Row([len(self.part.heads)])] * self.is_bias_of_keys
 
-    def at_queries(self, d_logits: Tensor, cuts: Cuts) -> list[Tensor]:
-        """From a tile's `(batch, h, queries, keys)`: `(batch or 1, h or 1, queries, ...)`."""
+    def at_queries(
+        self, d_logits: Tensor, log_sum: Tensor | None, delta: Tensor, cuts: Cuts
+    ) -> list[Tensor]:
+        """From a tile's `(batch, h, queries, keys)`: `(batch or 1, h or 1, queries, ...)`.
+
+        `log_sum` and `delta`, with an axis of size 1 more, are of its rows.
+        """
         found, bias, table = [], self.changes.bias, self.changes.table
         if bias is not None and not self.is_bias_of_keys:
             axes = [axis for axis in (0, 1, 3) if bias.shape[axis] == 1]
@@ -52,6 +59,10 @@ class Gathered(NamedTuple):
             found.append(of_bias if 3 in axes else self._at_their_places(of_bias, cuts))
         if table is not None:
             found.append(self._by_bucket(tf.reduce_sum(d_logits, 0), cuts)[None])
+        sinks: Any = self.changes.sinks
+        if sinks is not None:
+            of_sinks = tf.exp(sinks[:, None] - log_sum)
+            found.append(-times(delta[..., 0], of_sinks))
         return found
 
     def at_keys(self, d_logits: Tensor) -> list[Tensor]:
@@ -79,10 +90,8 @@ class Gathered(NamedTuple):
         by_query = tf.reshape(sums, [count, of_table, tf.shape(d_logits)[0]])
         return tf.transpose(by_query, (2, 0, 1))
 
-    def gradients(
-        self, at_queries: list[Tensor], at_keys: list[Tensor], log_sum: Tensor, delta: Tensor
-    ) -> list[Tensor]:
-        """Of the tensors, in their order, from all results and `(B, T, H)` numbers of the rows."""
+    def gradients(self, at_queries: list[Tensor], at_keys: list[Tensor]) -> list[Tensor]:
+        """Of the tensors, in their order, from all results."""
         found, at_queries, changes = [], list(at_queries), self.changes
         if changes.bias is not None:
             if self.is_bias_of_keys:
@@ -92,9 +101,8 @@ class Gathered(NamedTuple):
             axes = [axis for axis in range(4) if changes.bias.shape[axis] == 1]
             found.append(tf.reduce_sum(of_bias, axes, keepdims=True))
         if changes.table is not None:
-            found.append(tf.transpose(tf.reduce_sum(at_queries[0], (0, 1))))
-        if changes.sinks is not None:  # where `log_sum` is that of a fully masked row, exp is 0
-            of_rows = times(tf.exp(changes.sinks - log_sum), delta)
-            found.append(-tf.reduce_sum(of_rows, (0, 1)))
+            found.append(tf.transpose(tf.reduce_sum(at_queries.pop(0), (0, 1))))
+        if changes.sinks is not None:
+            found.append(tf.reduce_sum(at_queries.pop(0), (0, 1)))
         pairs = zip(found, changes.tensors, strict=True)
         return [tf.ensure_shape(x, tensor.shape) for x, tensor in pairs]

@@ -21,6 +21,7 @@ from keras_headmask.attention.tensorflow_graph import (
     looped,
     shared,
     times,
+    written,
 )
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
@@ -148,7 +149,7 @@ def _over_heads(
                 size = tf.stack([tf.minimum(rows, count - first), -1, -1])
                 operands = [rows_in(begin, size) for rows_in in own]
                 places = done + tf.range(first, first + size[0])
-                return [(places, x) for x in step(masks and masks(begin, size), *operands)]
+                return [(written, places, x) for x in step(masks and masks(begin, size), *operands)]
 
             return looped(-(-count // rows), of_step, results)
 

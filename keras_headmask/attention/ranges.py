@@ -1,9 +1,8 @@
 """What each step of TensorFlow's loop looks at, decided in the graph by positions and by data.
 
-Along one axis of the matrix of logits go tiles; along the other, blocks are kept or skipped by what
-`coverage` says of the least and greatest value of the mask inputs in each. A few flagged positions
-(Longformer's global tokens) would open a block or a tile each, so they are taken out and looked at
-by themselves.
+Of each tile of queries, blocks of keys are kept or skipped by what `coverage` says of the least and
+greatest value of the mask inputs in each. A few flagged positions (Longformer's global tokens)
+would open a block or a tile each, so they are taken out and looked at by themselves.
 """
 
 from typing import NamedTuple
@@ -34,7 +33,8 @@ class Ranges(NamedTuple):
 
     What lies between more than two runs is looked at too, and masked. `needs_mask`, `(B or 1,
     tiles)`, is `None` where all are masked. `of_examples`: ranges differ between examples.
-    `rows` see all of the other axis, whatever their tiles look at; `others` are seen by all tiles.
+    `rows` are queries that see all keys, whatever their tiles look at; `others` are keys that all
+    tiles look at.
     """
 
     runs: Tensor
@@ -44,24 +44,21 @@ class Ranges(NamedTuple):
     others: Flagged | None
 
 
-def ranges_of(
-    rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, by_key: bool, batch: Length
-) -> Ranges:
-    """What each step of the loop over queries (or over keys), `tile` of them at once, looks at."""
+def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Length) -> Ranges:
+    """What each step of the loop over queries, `tile` of them at once, looks at."""
     queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
     block = tuning.tensorflow_block
-    of_query, of_key = (block, tile) if by_key else (tile, block)
     taken_out, flags_on = _flags(rule, bound, tuning)
-    query_first, key_first = tf.range(0, queries, of_query), tf.range(0, keys, of_key)
-    query_last = tf.minimum(query_first + of_query, queries) - 1
-    key_last = tf.minimum(key_first + of_key, keys) - 1
+    query_first, key_first = tf.range(0, queries, tile), tf.range(0, keys, block)
+    query_last = tf.minimum(query_first + tile, queries) - 1
+    key_last = tf.minimum(key_first + block, keys) - 1
     offset = tf.reduce_min(bound.query_positions)
     on_queries = (query_first + offset)[:, None], (query_last + offset)[:, None]
     spans = {
         leaf: {
             name: Sides(
-                _span(sides.query, of_query, 2, taken_out.get(leaf)),
-                _span(sides.key, of_key, 1, taken_out.get(leaf)),
+                _span(sides.query, tile, 2, taken_out.get(leaf)),
+                _span(sides.key, block, 1, taken_out.get(leaf)),
             )
             for name, sides in inputs.items()
         }
@@ -71,17 +68,16 @@ def ranges_of(
     full = [tf.shape(query_first)[0], tf.shape(key_first)[0]]
 
     def over_all(of_tiles: Tensor) -> Tensor:
-        """`(B or 1, rows, columns)`: rows of what goes by tiles, columns of what goes by blocks."""
+        """`(B or 1, tiles, blocks)`."""
         examples, known = 1, 1
         if of_tiles.shape.rank != 2:
             examples, known = tf.shape(of_tiles)[0], of_tiles.shape[0]
-        whole = tf.ensure_shape(tf.broadcast_to(of_tiles, [examples, *full]), [known, None, None])
-        return tf.transpose(whole, (0, 2, 1)) if by_key else whole
+        return tf.ensure_shape(tf.broadcast_to(of_tiles, [examples, *full]), [known, None, None])
 
     tiles = Tiles(*on_queries, key_first[None], key_last[None])
     possible, certain = map(over_all, coverage.bounds(rule, tiles, spans))
     blocks = _runs(possible, rule.may_leave_gaps(list(taken_out)))
-    runs = tf.minimum(blocks * block, queries if by_key else keys)
+    runs = tf.minimum(blocks * block, keys)
     needs_mask = None if taken_out or rule.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
@@ -98,8 +94,7 @@ def ranges_of(
         counts = tf.reduce_sum(tf.cast(flags, tf.int32), 1)
         return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))
 
-    rows, others = ("key", "query") if by_key else ("query", "key")
-    both = flagged(flags_on.get(rows)), flagged(flags_on.get(others))
+    both = flagged(flags_on.get("query")), flagged(flags_on.get("key"))
     return Ranges(runs, needs_mask, of_examples, *both)
 
 

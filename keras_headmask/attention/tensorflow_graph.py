@@ -153,7 +153,7 @@ def empty(dtype: Any, shape: Any, zeros: bool = False) -> Tensor:
 def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor]) -> list[Tensor]:
     """`results` after `count` steps.
 
-    `step(i)` returns for each of them places on its first axis and the rows that belong there.
+    `step(i)` returns for each of them `written` or `added`, places on its first axis, and rows.
     """
 
     def run(body: Callable, start: Any) -> Any:
@@ -161,7 +161,7 @@ def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor])
         return tf.while_loop(lambda i, _: i < count, body, start, parallel_iterations=10)[1]
 
     def write(i: Tensor, results: list[Tensor]) -> tuple:
-        return i + 1, [_written(x, *made) for x, made in zip(results, step(i), strict=True)]
+        return i + 1, [put(x, *made) for x, (put, *made) in zip(results, step(i), strict=True)]
 
     if not is_forward_only():
         return run(write, results)
@@ -172,7 +172,9 @@ def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor])
 
     def keep(i: Tensor, arrays: list[tuple]) -> tuple:
         pairs = zip(arrays, step(i), strict=True)
-        return i + 1, [tuple(map(lambda a, x: a.write(i, x), both, made)) for both, made in pairs]
+        return i + 1, [
+            tuple(map(lambda a, x: a.write(i, x), both, made)) for both, (_, *made) in pairs
+        ]
 
     kept = run(keep, [(array("int32", 1), array(x.dtype, x.shape.rank)) for x in results])
     return [
@@ -182,7 +184,7 @@ def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor])
 
 
 @tf.custom_gradient
-def _written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
+def written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` at the places `where` on its first axis."""
 
     def gradient(upstream: Tensor) -> tuple:
@@ -191,6 +193,16 @@ def _written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Calla
         return others, None, of_rows
 
     return tf.raw_ops.InplaceUpdate(x=tensor, i=where, v=rows), gradient
+
+
+@tf.custom_gradient
+def added(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
+    """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
+
+    def gradient(upstream: Tensor) -> tuple:
+        return upstream, None, tf.gather(upstream, where)
+
+    return tf.raw_ops.InplaceAdd(x=tensor, i=where, v=rows), gradient
 
 
 # --- Products ------------------------------------------------------------------------------------
@@ -211,14 +223,13 @@ def logits_of(
     queries: Tensor,
     keys: Tensor,
     allowed: Mask | None,
-    whole_rows: bool = True,
     sharing: int = 1,
     changed: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None,
 ) -> tuple[Tensor, Mask | None, Tensor | None]:
     """The logits, `hidden_logit` where hidden, and which rows see something (`None`: all do).
 
-    With `whole_rows` fully masked rows have 0 throughout, so that they do not become NaN. `changed`
-    makes of the products the logits, and the soft cap's derivative, which is returned, too.
+    Fully masked rows have 0 throughout, so that they do not become NaN. `changed` makes of the
+    products the logits, and the soft cap's derivative, which is returned, too.
     """
     logits, slope = product_of(queries, keys, sharing, transpose_b=True), None
     if changed is not None:
@@ -227,8 +238,7 @@ def logits_of(
         return logits, None, slope
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     hidden = tf.constant(finite.hidden_logit(logits.dtype), logits.dtype)
-    if whole_rows:
-        hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
+    hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
     return tf.where(allowed, logits, hidden), alive, slope
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.block_pairs import open_pairs
+from keras_headmask.rules.positions import FARTHEST
 from keras_headmask.rules.protocol import Bounds, Reach, Tensor, Tiles
 from keras_headmask.rules.registration import register_spec
 
@@ -36,8 +39,9 @@ class Chunk(MaskSpec):
     is_local = True
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
-        distance = key_positions // self.size - query_positions // self.size
-        return (distance >= -self.before) & (distance <= self.after)
+        query, key = query_positions // self.size, key_positions // self.size
+        # (As in `Window`: pairs are compared, and not subtracted first.)
+        return (key + min(self.before, FARTHEST) >= query) & (key - self.after <= query)
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         least = tiles.key_first // self.size - tiles.query_last // self.size
@@ -95,7 +99,8 @@ class RandomBlocks(MaskSpec):
     seed: fields.Seed
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
-        return self.is_open(query_positions // self.size, key_positions // self.size)
+        blocks = query_positions // self.size, key_positions // self.size
+        return open_pairs(_is_open, *blocks, *self._numbers)
 
     def is_open(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Whether each pair of blocks is open, element-wise.
@@ -104,10 +109,13 @@ class RandomBlocks(MaskSpec):
             query_blocks: Numbers of blocks of queries.
             key_blocks: Numbers of blocks of keys.
         """
-        value = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
-        value = _scramble(_scramble(query_blocks % _PRIME + value))
-        value = _scramble(_scramble(key_blocks % _PRIME + value))
-        return value < round(self.density * _PRIME)
+        return _is_open(query_blocks, key_blocks, *self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[int, int]:
+        """What the hash of each pair starts with, and what it is to fall under."""
+        start = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
+        return start, round(self.density * _PRIME)
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         unknown = MaskSpec.coverage(self, tiles, inputs)
@@ -148,6 +156,11 @@ class RandomBlocks(MaskSpec):
 _PRIME = 46337
 _MOST_BLOCKS = 2**24  # more are not counted one by one, 64 MiB of them, to plan what to skip
 _ROUND_CONSTANTS = (31607, 12289, 40503)
+
+
+def _is_open(query_blocks: Tensor, key_blocks: Tensor, start: Any, limit: Any) -> Tensor:
+    value = _scramble(_scramble(query_blocks % _PRIME + start))
+    return _scramble(_scramble(key_blocks % _PRIME + value)) < limit
 
 
 def _scramble(value: Tensor) -> Tensor:

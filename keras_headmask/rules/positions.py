@@ -4,6 +4,8 @@
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,8 @@ from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, OpenSide, Reach, Tensor, Tiles, Words
 from keras_headmask.rules.registration import register_spec
+
+FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
 
 
 class _Constant(MaskSpec):
@@ -101,15 +105,16 @@ class Window(MaskSpec):
             )
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
-        distance = key_positions - query_positions
-        result = distance <= distance
+        # Each side is moved for itself, and then they are compared, once: an operation on all pairs
+        # costs more, and TensorFlow compares pairs with a number five times slower.
+        results = []
         if self.before is not None:
-            result = result & (distance >= -self.before)
+            results.append(key_positions + min(self.before, FARTHEST) >= query_positions)
         if self.after is not None:
-            result = result & (distance <= self.after)
+            results.append(key_positions - max(self.after, -FARTHEST) <= query_positions)
         if self.step > 1:
-            result = result & ~(distance % self.step != 0)
-        return result
+            results.append(~(key_positions % self.step != query_positions % self.step))
+        return functools.reduce(operator.and_, results or [key_positions <= key_positions])
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         least = tiles.key_first - tiles.query_last

@@ -220,9 +220,8 @@ def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flag
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
-def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
+def test_ranges_hold_all_that_is_allowed_and_little_else(name):
     """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
     from keras_headmask.attention.ranges import ranges_of
 
@@ -230,9 +229,8 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
     mask = np.broadcast_to(
         numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
     ).any(1)
-    mask = mask.transpose(0, 2, 1) if by_key else mask
     bound = evaluation.bind(spec, inputs, 23, 23, 0)
-    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, by_key, 3)
+    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, 3)
     runs = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
     # What is flagged is looked at by itself, apart from all tiles.
     mask = mask.copy()
@@ -263,7 +261,7 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name, by_key):
             hull[first * 3 : last * 3 + 3] = True
             if name != "padding":  # window and flag meet in a tile, though in no pair of it
                 np.testing.assert_array_equal(seen, hull[:23])
-        if name == "streaming" and not by_key:
+        if name == "streaming":
             np.testing.assert_array_equal(seen, np.repeat(blocks, 3)[:23])
 
 
@@ -284,7 +282,7 @@ def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys)
     from keras_headmask.attention.ranges import ranges_of
 
     bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
-    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, by_key=False, batch=3)
+    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, batch=3)
     for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
         assert (flagged is not None) == is_taken
         if is_taken:

@@ -332,6 +332,18 @@ def test_the_largest_numbers(spec, expected):
     assert drawn(spec, 3) == expected
 
 
+@pytest.mark.parametrize("offset", [-(2**30), -1, 0, 2**30])
+def test_windows_of_any_width_anywhere(offset):
+    far = {1, 2**29, 2**30 - 1, 2**30, 2**30 + 2, 3 * 2**29, 2**31 - 1}
+    distance = np.arange(4)[None] - np.arange(3)[:, None] - np.int64(offset)
+    for number in {sign * x for x in far for sign in (-1, 1)} | {0}:
+        for side, expected in (("before", distance >= -number), ("after", distance <= number)):
+            mask = hm.make_mask(hm.Window(**{side: number}), 3, 4, query_offset=offset)
+            np.testing.assert_array_equal(
+                ops.convert_to_numpy(mask)[0, 0], expected, err_msg=f"{side}={number}"
+            )
+
+
 def test_numpy_integers_are_numbers():
     assert hm.Window(np.int64(2), np.int32(0)) == hm.Window(2, 0)
     assert hm.KeyIn("x", [np.int64(3), 1, 3]) == hm.KeyIn("x", (1, 3))

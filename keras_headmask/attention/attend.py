@@ -366,14 +366,16 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
     lengths = batch, heads, *request.lengths
     changes = for_tiles(request.changes, operands[0].dtype, *lengths)
     contexts: list[Tensor] = []
-    order: list[int] = []
-    for part in _parts(request):
+    made = _parts(request)
+    sets = [part.heads for part in made]
+    of_keys = [parts.key_heads(heads, request.sharing) for heads in sets]
+    cuts = [
+        parts.cut_into(x, own, 2) for x, own in zip(operands, (sets, *[of_keys] * 2), strict=True)
+    ]
+    for part, *of_part in zip(made, *cuts, strict=True):
         if request.dropout:
             rows = parts.of_heads(drawn.rows, part.heads, axis=1)
             part = part._replace(dropout=drawn._replace(rows=rows))
-        of_keys = parts.key_heads(part.heads, request.sharing)
-        which = part.heads, of_keys, of_keys
-        of_part = [parts.of_heads(x, own, 2) for x, own in zip(operands, which, strict=True)]
         changes_of_part = parts.changes_of_heads(changes, part.heads)
         part = part._replace(changes=changes_of_part.without_tensors())
         of_part += changes_of_part.tensors
@@ -391,6 +393,4 @@ def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
 
             plan = tiles_python.plan_of(part, queries, keys, request.query_offset)
             contexts.append(tiles_python.attend(part, plan, *of_part))
-        order.extend(part.heads)
-    context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
-    return parts.in_order(context, order, axis=2)
+    return parts.joined(contexts, sets, 2)

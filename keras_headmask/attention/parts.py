@@ -100,6 +100,35 @@ def unfolded(rows: Tensor, sharing: int) -> Tensor:
     return ops.reshape(rows, (batch, heads * sharing, length // sharing, size))
 
 
+# By one split and one concatenation each, since their gradients are the same; the gradients of
+# slices would be whole tensors, one for each set, and their sum.
+
+
+def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Tensor]:
+    """The heads of `tensor` in each of `sets`, which are sorted; a head may be in several."""
+    heads = range(tensor.shape[axis])
+    if len(sets) == 1 or sorted(head for of_set in sets for head in of_set) != list(heads):
+        return [of_heads(tensor, of_set, axis) for of_set in sets]
+    owner = {head: number for number, of_set in enumerate(sets) for head in of_set}
+    edges = [head for head in heads[1:] if owner[head] != owner[head - 1]]
+    pieces: list[list[Tensor]] = [[] for _ in sets]
+    for first, piece in zip([0, *edges], ops.split(tensor, edges, axis), strict=True):
+        pieces[owner[first]].append(piece)
+    return [x[0] if len(x) == 1 else ops.concatenate(x, axis) for x in pieces]
+
+
+def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:
+    """One tensor of all heads, of those with the heads of each of `sets`."""
+    if len(tensors) == 1:
+        return tensors[0]
+    pieces: dict[int, Tensor] = {}  # runs of heads side by side, by the first
+    for tensor, heads in zip(tensors, sets, strict=True):
+        starts = [i for i, head in enumerate(heads) if i == 0 or head != heads[i - 1] + 1]
+        runs = [tensor] if len(starts) == 1 else ops.split(tensor, starts[1:], axis)
+        pieces |= {heads[i]: run for i, run in zip(starts, runs, strict=True)}
+    return ops.concatenate([pieces[first] for first in sorted(pieces)], axis)
+
+
 def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:
     """The heads of `tensor`, which stand in `order`, each at its place."""
     if order == sorted(order):

@@ -8,10 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
-from keras_headmask._keras import in_xla
-from keras_headmask.masks import Tensor
+from keras_headmask.rules.protocol import Tensor
 
 Hash = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
@@ -20,8 +17,12 @@ def open_pairs(
     is_open: Hash, query_blocks: Tensor, key_blocks: Tensor, start: int, limit: int
 ) -> Tensor:
     """`is_open(query_blocks, key_blocks, start, limit)`, of blocks `(T, 1)` and `(1, S)`."""
+    import keras
+
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
+
+        from keras_headmask._keras import in_xla
 
         if tf.is_tensor(query_blocks) and tf.is_tensor(key_blocks) and not in_xla():
             return _looked_up(is_open)(query_blocks[:, 0], key_blocks[0], start, limit)

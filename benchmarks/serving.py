@@ -25,7 +25,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from benchmarks import machine, served_calls
 
-GOALS = {"stock": 1.05, "mask input": 0.9}
+GOALS = {"stock": 0.9, "mask input": 0.88}
 BATCH, LENGTH, LAYERS, HEADS, WIDTH, WORDS = 8, 256, 6, 12, 384, 30522
 FULL_STOP, SENTENCE = 1012, 16
 RECORD = Path(__file__).parent / "results" / "serving.json"

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """How many queries (or keys, in a backward pass) make a tile."""
+        """How many queries make a tile."""
         return self.tuning.local_tile if self.rule.is_local else self.tuning.wide_tile
 
     def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:

@@ -228,10 +228,8 @@ def _over_tiles(
         put = []
         for (row, count, write), x in zip(described, made, strict=True):
             places = positions if write is written else of_keys
-            if row.is_of_example and not found.of_examples:
+            if found.of_examples or row.is_of_example:
                 places = tf.reshape(first * count + places, [-1])
-            elif found.of_examples:
-                places = first * count + places
             put.append((write, places, row.of(x)))
         return put
 

@@ -25,7 +25,9 @@ def open_pairs(
         from keras_headmask._keras import in_xla
 
         if tf.is_tensor(query_blocks) and tf.is_tensor(key_blocks) and not in_xla():
-            return _looked_up(is_open)(query_blocks[:, 0], key_blocks[0], start, limit)
+            found = _looked_up(is_open)(query_blocks[:, 0], key_blocks[0], start, limit)
+            found.set_shape([query_blocks.shape[0], key_blocks.shape[1]])
+            return found
     return is_open(query_blocks, key_blocks, start, limit)
 
 

@@ -10,12 +10,16 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
+from hypothesis import given
+from hypothesis import strategies as st
 from keras import layers, ops
 from oracle import mask as mask_by_loops
+from strategies import FEW
 from tiled_contract import ALWAYS, attend, operands, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask.attention import parts
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.retrofit import frames
 
@@ -117,3 +121,18 @@ def test_what_was_traced_under_one_tuning_does_not_serve_another():
         assert traced() == first + 1
     with tiles(4, 6, 3):
         assert traced() == first + 1
+
+
+@FEW
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+def test_heads_that_were_cut_apart_are_joined_as_they_were(owners):
+    """Each set has its heads, in order, wherever they stand."""
+    sets = [
+        tuple(head for head, owner in enumerate(owners) if owner == number)
+        for number in dict.fromkeys(owners)
+    ]
+    x = np.random.default_rng(0).normal(size=(2, 3, len(owners), 4)).astype("float32")
+    pieces = parts.cut_into(ops.convert_to_tensor(x), sets, 2)
+    for piece, of_set in zip(pieces, sets, strict=True):
+        np.testing.assert_array_equal(numpy(piece), x[:, :, list(of_set)])
+    np.testing.assert_array_equal(numpy(parts.joined(pieces, sets, 2)), x)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from contract import normal
+from tiled_contract import TILES_ALONE
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
@@ -33,9 +34,9 @@ def attend(x, rule, tiled):
 
 @pytest.fixture(params=["head by head", "tiles"])
 def each_loop(request):
-    most = 0 if request.param == "tiles" else 2**16
-    few = {"most_unrolled": 0, "most_pairs_by_head": most, "local_tile": 8, "wide_tile": 8}
-    with tuned(**few, tensorflow_block=4):
+    short = {} if request.param == "tiles" else {"most_pairs_by_head": 2**16}
+    few = {"most_unrolled": 0, "local_tile": 8, "wide_tile": 8, "tensorflow_block": 4}
+    with tuned(**few, **(TILES_ALONE | short)):
         yield
 
 

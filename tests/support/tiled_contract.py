@@ -23,7 +23,8 @@ SIZES = ((4, 6, 2), (4, 6, 3), (2, 3, 2), (1, 5, 1))
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 1000)
 # Tiles wherever they are possible, never head by head.
-ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0, "most_pairs_by_head": 0}
+TILES_ALONE = {"most_pairs_by_head": 0, "most_logits_by_head": 0, "most_logits_at_once": 0}
+ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0} | TILES_ALONE
 
 
 @contextlib.contextmanager
@@ -35,8 +36,8 @@ def tiles(local=4, wide=6, block=3, short=0):
         python_block=block,
         tensorflow_block=block,
         jax_block=block,
-        most_pairs_by_head=short,
         one_flagged_in=4,
+        **(TILES_ALONE | {"most_pairs_by_head": short}),
     ) as tuning:
         yield tuning
 

@@ -289,7 +289,7 @@ def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
 
 
 def is_own(operation: Any, *kinds: str) -> bool:
-    """Whether its class is Keras' own, of `kinds`: "layers", or "ops", which have no name."""
+    """Whether its class is one of Keras, of `kinds`: "layers" or "ops" (no public names)."""
     return type(operation).__module__.startswith(tuple(f"keras.src.{kind}." for kind in kinds))
 
 

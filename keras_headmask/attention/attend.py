@@ -25,7 +25,6 @@ from keras_headmask.attention.tuning import current_tuning, is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.positions import Full, Window
 
@@ -303,7 +302,7 @@ def _is_tiled(request: Request) -> bool:
     from keras_headmask.attention import tiles_python
 
     shares = []
-    for part in _parts(request):
+    for part in parts.by_rule(_part_of_all(request)):
         plan = tiles_python.plan_of(part, queries, keys, offset)
         shares.extend([plan.share(keys)] * len(part.heads))
     return sum(shares) / len(shares) <= tuning.most_computed
@@ -317,71 +316,52 @@ def _tiled(request: Request) -> Tensor:
     given = request.query, request.key, request.value
     is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
     operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
-    tiles = functools.partial(_by_tiles, request, operands)
-    if not _has_loops() or request.dropout:
-        return ops.cast(tiles(), request.value.dtype)
-    from keras_headmask.attention import on_tensorflow
+    sizes = ops.shape(request.query)[0], request.query.shape[2], *request.lengths
+    changes = for_tiles(request.changes, operands[0].dtype, *sizes)
+    operands += changes.tensors
+    part = _part_of_all(request)._replace(changes=changes.without_tensors())
+    if request.dropout:
+        drawn = parts.dropout(request.dropout, request.seed, *sizes[:2], request.bound)
+        part = part._replace(dropout=drawn)
+    tiles = functools.partial(_by_tiles, request, part, operands)
+    if _has_loops():
+        from keras_headmask.attention import on_tensorflow
 
-    heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
-    assert request.rule is not None
-    of_all = Part(
-        request.rule, heads, request.bound, request.scale, tuning, sharing=request.sharing
-    )
-
-    def at_once() -> Tensor:
-        return ops.cast(_dense(request)[0], operands[0].dtype)
-
-    instead = at_once if request.changes.are_some else None  # which head by head does not know
-    context = on_tensorflow.attend(of_all, tiles, bool(request.tiled), instead, *operands)
+        context = on_tensorflow.attend(part, tiles, *operands)
+    else:
+        context = tiles()
     return ops.cast(context, request.value.dtype)
 
 
-def _parts(request: Request) -> list[Part]:
-    """Heads with equal rules together; all of them where a slice of heads crosses devices.
-
-    In each part every key head is read by equally many.
-    """
-    rest, heads = (request.bound, request.scale, current_tuning()), request.query.shape[2]
-    groups = head_groups(request.rule, heads)
-    if evaluation.heads_are_spread():
-        groups = [(request.rule, tuple(range(heads)))]
-    operands = request.query, request.key, request.value
-    half = precision.half_dtype(request.scale, *operands)
-    made = []
-    for rule, of_rule in groups:
-        for members in parts.of_equal_sharing(of_rule, request.sharing):
-            keys = parts.key_heads(members, request.sharing)
-            sharing = len(members) // len(keys)
-            made.append(Part(rule, members, *rest, sharing=sharing, half=half))
-    return made
+def _part_of_all(request: Request) -> Part:
+    """All heads, and what is known of them before a tile is cut."""
+    assert request.rule is not None
+    heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
+    if request.tiled:  # not by all logits where there is a choice
+        tuning = dataclasses.replace(tuning, most_logits_at_once=0)
+    half = precision.half_dtype(request.scale, request.query, request.key, request.value)
+    rest = request.bound, request.scale, tuning
+    return Part(request.rule, heads, *rest, sharing=request.sharing, half=half)
 
 
-def _by_tiles(request: Request, operands: list[Tensor]) -> Tensor:
+def _by_tiles(request: Request, of_all: Part, operands: list[Tensor]) -> Tensor:
     queries, keys = operands[0].shape[1], operands[1].shape[1]
-    known = None not in (queries, keys) and isinstance(request.query_offset, int)
-    batch, heads = ops.shape(request.query)[0], request.query.shape[2]
-    if request.dropout:
-        drawn = parts.dropout(request.dropout, request.seed, batch, heads, request.bound)
     own_tiles = _own_tiles(request)
-    lengths = batch, heads, *request.lengths
-    changes = for_tiles(request.changes, operands[0].dtype, *lengths)
+    changes = of_all.changes.with_tensors(operands[3:])
     contexts: list[Tensor] = []
-    made = _parts(request)
+    made = parts.by_rule(of_all)
     sets = [part.heads for part in made]
     of_keys = [parts.key_heads(heads, request.sharing) for heads in sets]
     cuts = [
-        parts.cut_into(x, own, 2) for x, own in zip(operands, (sets, *[of_keys] * 2), strict=True)
+        parts.cut_into(x, own, 2)
+        for x, own in zip(operands[:3], (sets, *[of_keys] * 2), strict=True)
     ]
     for part, *of_part in zip(made, *cuts, strict=True):
-        if request.dropout:
-            rows = parts.of_heads(drawn.rows, part.heads, axis=1)
-            part = part._replace(dropout=drawn._replace(rows=rows))
-        changes_of_part = parts.changes_of_heads(changes, part.heads)
-        part = part._replace(changes=changes_of_part.without_tensors())
-        of_part += changes_of_part.tensors
-        # TensorFlow's own loop can do what depends on data and on lengths not known yet, in a graph
-        # of one size. Unrolled in Python, the same tiles train in less time if they are few.
-        is_few = known and queries <= part.tuning.most_unrolled * part.tile
+        of_part += parts.changes_of_heads(changes, part.heads).tensors
+        # TensorFlow's own loop can do what depends on data, in a graph of one size. Unrolled in
+        # Python, the same tiles train in less time if they are few.
+        is_few = queries <= part.tuning.most_unrolled * part.tile
+        is_few = is_few and isinstance(request.query_offset, int)
         if _has_loops() and (part.rule.inputs or not is_few):
             from keras_headmask.attention import tiles_tensorflow
 

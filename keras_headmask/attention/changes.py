@@ -18,7 +18,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
 Positions = tuple[Tensor, Tensor]  # of the queries `(T,)` and keys `(S,)`
-_TENSORS = ("bias", "table", "sinks")
+_AXES_OF_HEADS = {"bias": 1, "table": 1, "sinks": 0}
 
 
 class Changes(NamedTuple):
@@ -46,16 +46,20 @@ class Changes(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.bias, self.table, self.sinks) if x is not None]
 
+    @property
+    def axes_of_heads(self) -> list[int]:
+        """Of each of the `tensors`; along it a bias may have size 1, for all heads."""
+        return [axis for name, axis in _AXES_OF_HEADS.items() if getattr(self, name) is not None]
+
     def cast(self, dtype: str) -> "Changes":
         return self._with(lambda _, x: ops.cast(x, dtype))
 
     def of_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
         """For some heads; `cut` takes a tensor and its axis of heads."""
-        axes = {"bias": 1, "table": 1, "sinks": 0}
 
         def of(name: str, tensor: Tensor) -> Tensor:
             is_shared = name == "bias" and tensor.shape[1] == 1
-            return tensor if is_shared else cut(tensor, axes[name])
+            return tensor if is_shared else cut(tensor, _AXES_OF_HEADS[name])
 
         return self._with(of)
 
@@ -69,7 +73,7 @@ class Changes(NamedTuple):
         return self._with(lambda *_: next(rest))
 
     def _with(self, made: Callable[[str, Tensor], Any]) -> "Changes":
-        given = {name: getattr(self, name) for name in _TENSORS}
+        given = {name: getattr(self, name) for name in _AXES_OF_HEADS}
         return self._replace(**{k: made(k, x) for k, x in given.items() if x is not None})
 
     # --- In a tile ---

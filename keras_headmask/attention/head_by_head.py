@@ -14,13 +14,15 @@ import tensorflow as tf
 
 from keras_headmask.attention.parts import Part, in_order, of_heads
 from keras_headmask.attention.tensorflow_graph import (
+    Passes,
     alive_or_0,
-    computed_again,
     empty,
+    guarded,
     logits_of,
     looped,
     shared,
     times,
+    with_own_gradient,
     written,
 )
 from keras_headmask.masks import Length, Mask, Tensor
@@ -31,17 +33,21 @@ from keras_headmask.rules.evaluation import allowed_tile
 @shared
 def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
+    return with_own_gradient(guarded(passes(part)), query, key, value)
 
-    def forward(*operands: Tensor) -> Tensor:
+
+def passes(part: Part) -> Passes:
+
+    def forward(*operands: Tensor) -> list[Tensor]:
         query, _, value = operands
-        return _over_heads(part, _context, [_row(query, value)], *operands)[0]
+        return _over_heads(part, _context, [_row(query, value)], *operands)
 
     def backward(*given: Tensor) -> tuple:
         of_operands = [_row(operand, operand) for operand in given[:3]]
         d_query, *of_keys = _over_heads(part, _gradients, of_operands, *given)
         return d_query * part.scale, *(_summed(gradient, part.sharing) for gradient in of_keys)
 
-    return computed_again(forward, backward, query, key, value)
+    return Passes(forward, backward)
 
 
 def _row(of_length: Tensor, of_size: Tensor) -> list[Tensor]:
@@ -58,7 +64,9 @@ def _summed(gradient: Tensor, sharing: int) -> Tensor:
     return tf.reduce_sum(by_key, axis=3)
 
 
-# Both are of some rows, `(n, L, size)` each.
+# Both are of some rows, `(n, 1, L, size)` each. The axis of size 1 is for `tf.vectorized_map` and
+# `tape.jacobian`, which put one more before a tensor or not: TensorFlow 2.21's product with oneDNN
+# writes past its end for `(many, 1, L, size)` by `(1, 1, size, L)`.
 
 
 def _context(allowed: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> tuple:
@@ -83,12 +91,12 @@ def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
 
 
 def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tensor], Mask]:
-    """Gives the masks of the rows in a slice, `(n or 1, T or 1, S or 1)`.
+    """Gives the masks of the rows in a slice, `(n or 1, 1, T or 1, S or 1)`.
 
     `allowed`: `(B or 1, h or 1, T or 1, S or 1)`; there are `heads` x `batch` rows, head by head.
     """
     if tuple(allowed.shape[:2]) == (1, 1):
-        return lambda begin, size: allowed[0]
+        return lambda begin, size: allowed
     by_head = tf.transpose(allowed, (1, 0, 2, 3))
     shape = tf.shape(by_head)
     if heads == 1 or allowed.shape[2] == 1:
@@ -105,7 +113,7 @@ def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tens
 def _rows_of(
     tensor: Tensor, heads: tuple[int, ...], sharing: int
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Gives the rows in a slice, `(n, L, size)`, of query `heads`, each of which has a row.
+    """Gives the rows in a slice, `(n, 1, L, size)`, of query `heads`, each of which has a row.
 
     `tensor`: `(H, B, L, size)`; `(H / sharing, B, L, size)` for heads that share.
     """
@@ -121,8 +129,8 @@ def _rows_of(
 
 def _over_heads(
     part: Part, step: Callable, shapes: list[list[Tensor]], query: Tensor, *others: Tensor
-) -> tuple:
-    """The results of `step`, `(n, L, size)` each, for all together: `(B, L, H, size)`.
+) -> list[Tensor]:
+    """The results of `step`, `(n, 1, L, size)` each, for all together: `(B, L, H, size)`.
 
     `shapes`: L and size of each.
     """
@@ -132,7 +140,7 @@ def _over_heads(
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     sharing = [part.sharing if place in (1, 2) else 1 for place in range(len(operands))]
     groups = part.groups()
-    results = [empty(query.dtype, [heads * batch, *shape]) for shape in shapes]
+    results = [empty(query.dtype, [heads * batch, 1, *shape]) for shape in shapes]
 
     def of_rule_alone(
         results: list[Tensor], rule: MaskSpec, of_rule: tuple[int, ...], done: Length
@@ -145,8 +153,8 @@ def _over_heads(
         def masked_by(masks: Callable | None) -> list[Tensor]:
             def of_step(i: Tensor) -> list:
                 first = i * rows
-                begin = tf.stack([first, 0, 0])
-                size = tf.stack([tf.minimum(rows, count - first), -1, -1])
+                begin = tf.stack([first, 0, 0, 0])
+                size = tf.stack([tf.minimum(rows, count - first), -1, -1, -1])
                 operands = [rows_in(begin, size) for rows_in in own]
                 places = done + tf.range(first, first + size[0])
                 return [(written, places, x) for x in step(masks and masks(begin, size), *operands)]
@@ -169,14 +177,14 @@ def _over_heads(
     order = [head for _, of_rule in groups for head in of_rule]
 
     def positions_first(tensor: Tensor) -> Tensor:
-        """`(H * B, L, size)`, the heads in some order, to `(B, L, H, size)`."""
-        _, length, size = tf.unstack(tf.shape(tensor))
+        """`(H * B, 1, L, size)`, the heads in some order, to `(B, L, H, size)`."""
+        _, _, length, size = tf.unstack(tf.shape(tensor))
         tensor = tf.reshape(tensor, [len(order), -1, length, size])
         return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))
 
-    return tuple(positions_first(x) for x in results)
+    return [positions_first(x) for x in results]
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """`(h, B, L, size)` to `(h * B, L, size)`."""
-    return tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
+    """`(h, B, L, size)` to `(h * B, 1, L, size)`."""
+    return tf.reshape(tensor, tf.concat([[-1, 1], tf.shape(tensor)[2:]], 0))

@@ -8,6 +8,7 @@ from keras import ops
 from keras_headmask.attention.changes import NONE, Changes
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
+from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import Bound, Cuts
@@ -38,6 +39,23 @@ class Part(NamedTuple):
     def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
         """`probabilities` of one tile after dropout."""
         return probabilities if self.dropout is None else self.dropout.apply(probabilities, cuts)
+
+
+def by_rule(part: Part) -> list[Part]:
+    """Heads with equal rules together; all of them where a slice of heads crosses devices.
+
+    In each part every key head is read by equally many. `part` is of all heads.
+    """
+    groups = [(part.rule, part.heads)] if evaluation.heads_are_spread() else part.groups()
+    made = []
+    for rule, of_rule in groups:
+        for heads in of_equal_sharing(of_rule, part.sharing):
+            sharing = len(heads) // len(key_heads(heads, part.sharing))
+            drawn = part.dropout
+            if drawn is not None:
+                drawn = drawn._replace(rows=of_heads(drawn.rows, heads, axis=1))
+            made.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
+    return made
 
 
 def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
@@ -129,6 +147,18 @@ def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Ten
     return ops.concatenate([pieces[first] for first in sorted(pieces)], axis)
 
 
+def added_up(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:
+    """As `joined`, where a head may be in several sets: what they have for it is summed."""
+    every = [head for of_set in sets for head in of_set]
+    if len(set(every)) == len(every):
+        return joined(tensors, sets, axis)
+    found: dict[int, list[Tensor]] = {head: [] for head in sorted(every)}
+    for tensor, of_set in zip(tensors, sets, strict=True):
+        for head, of_head in zip(of_set, ops.unstack(tensor, axis=axis), strict=True):
+            found[head].append(of_head)
+    return ops.stack([sum(rest, first) for first, *rest in found.values()], axis)
+
+
 def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:
     """The heads of `tensor`, which stand in `order`, each at its place."""
     if order == sorted(order):
@@ -158,7 +188,7 @@ class Dropout(NamedTuple):
     def apply(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
         """`probabilities` `(B, H, queries, keys)` of one tile, some of them 0."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
-        number = _mixed(rows + cuts.keys(self.columns, 0))
+        number = _mixed(rows + cuts.keys(self.columns, 0), is_compared=True)
         kept = number >= int(self.rate * 2**32) - 2**31
         scale = ops.cast(1 / (1 - self.rate), probabilities.dtype)
         return probabilities * ops.where(kept, scale, ops.zeros_like(scale))
@@ -175,9 +205,12 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
     return Dropout(rate, rows, _mixed(drawn[1] + bound.key_positions))
 
 
-def _mixed(number: Tensor) -> Tensor:
-    """A permutation of the 32-bit integers after which neighbours have nothing in common."""
-    for bits, factor in ((16, _FIRST), (15, _SECOND), (16, None)):
+def _mixed(number: Tensor, is_compared: bool = False) -> Tensor:
+    """A permutation of the 32-bit integers after which neighbours have nothing in common.
+
+    Of a number that is only compared the lower half, which the last step mixes, says nothing.
+    """
+    for bits, factor in ((16, _FIRST), (15, _SECOND), *([] if is_compared else [(16, None)])):
         # XOR itself shifted right, zeros shifted in: the integers that backends share have a sign.
         shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
         number = ops.bitwise_xor(number, shifted)

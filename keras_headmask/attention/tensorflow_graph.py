@@ -78,40 +78,69 @@ def _widened(bound: Bound) -> Bound:
     return bound._replace(leaf_inputs=inputs)
 
 
-def computed_again(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:
-    """`forward(query, key, value, ...)`, with `backward` for a gradient that keeps no logits.
+class Passes(NamedTuple):
+    """Attention of `(query, key, value, ...)`, and its gradient.
 
-    `backward` takes the operands, the gradient of the context and the context. Neither is called
-    where there is no query or no key.
+    `forward` takes the operands and gives a list: the context, and as many tensors of rank 4 as it
+    `keeps`. `backward` takes the operands, the gradient of the context and that list, and gives the
+    gradients of the operands.
     """
 
+    forward: Callable[..., list[Tensor]]
+    backward: Callable[..., tuple]
+    keeps: int = 0
+
+
+def with_own_gradient(passes: Passes, *operands: Tensor) -> Tensor:
+    """The context."""
+
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
-        query, key, value, *rest = operands
-        something = (tf.size(query) > 0) & (tf.size(key) > 0)
-
-        def nothing() -> Tensor:
-            shape = tf.concat([tf.shape(query)[:3], tf.shape(value)[3:]], 0)
-            return empty(value.dtype, shape, zeros=True)
-
-        def attended() -> Tensor:
-            return forward(*finite.marked(query, key, value), *rest)
-
-        context = tf.cond(something, attended, nothing)
+        query, _, value = operands[:3]
+        context, *kept = passes.forward(*operands)
         context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
 
         def gradient(upstream: Tensor) -> tuple:
             upstream = tf.ensure_shape(upstream, context.shape)
-            return tf.cond(
-                something,
-                lambda: backward(*finite.without_bad(query, key, value), *rest, upstream, context),
-                lambda: tuple(empty(x.dtype, tf.shape(x), zeros=True) for x in operands),
-            )
+            return tuple(passes.backward(*operands, upstream, context, *kept))
 
         return context, gradient
 
     return (
         attention(*operands)[0] if is_forward_only() else tf.custom_gradient(attention)(*operands)
     )
+
+
+def guarded(passes: Passes) -> Passes:
+    """`passes`, which keep nothing, for any operands.
+
+    Neither is called where there is no query or no key, and neither meets what is not finite.
+    """
+
+    def something(query: Tensor, key: Tensor, *_: Tensor) -> Mask:
+        return (tf.size(query) > 0) & (tf.size(key) > 0)
+
+    def forward(*operands: Tensor) -> list[Tensor]:
+        query, key, value, *rest = operands
+
+        def attended() -> list[Tensor]:
+            return passes.forward(*finite.marked(query, key, value), *rest)
+
+        def nothing() -> list[Tensor]:
+            shape = tf.concat([tf.shape(query)[:3], tf.shape(value)[3:]], 0)
+            return [empty(value.dtype, shape, zeros=True)]
+
+        return tf.cond(something(query, key), attended, nothing)
+
+    def backward(*given: Tensor) -> tuple:
+        def attended() -> tuple:
+            return passes.backward(*finite.without_bad(*given[:3]), *given[3:])
+
+        def nothing() -> tuple:
+            return tuple(empty(x.dtype, tf.shape(x), zeros=True) for x in given[:-2])
+
+        return tf.cond(something(*given), attended, nothing)
+
+    return Passes(forward, backward)
 
 
 # --- Results of a loop, written where they belong -------------------------------------------------

@@ -18,21 +18,23 @@ from keras_headmask.attention.changes_tensorflow import Gathered
 from keras_headmask.attention.parts import Part, cut
 from keras_headmask.attention.ranges import ranges_of
 from keras_headmask.attention.tensorflow_graph import (
+    Passes,
     Row,
     added,
     alive_or_0,
-    computed_again,
     empty,
+    guarded,
     logits_of,
     looped,
     product_of,
     shared,
     sum_for_keys,
     times,
+    with_own_gradient,
     written,
 )
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules.evaluation import allowed_tile
+from keras_headmask.rules.evaluation import allowed_tile, mask_of_all_heads
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
@@ -42,68 +44,158 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor, *changes: Tens
 
     H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
     """
-    product = functools.partial(product_of, sharing=part.sharing)
-    for_keys = functools.partial(sum_for_keys, sharing=part.sharing)
+    return with_own_gradient(guarded(passes(part)), query, key, value, *changes)
 
+
+def passes(part: Part) -> Passes:
     # Keys that query heads share are few: cut out of a tile, they cost less than a copy of all.
     are_shared = part.sharing != 1
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        key, value = (x if are_shared else _heads_first(x) for x in (key, value))
+    def forward(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> list[Tensor]:
+        of_keys = [x if are_shared else _heads_first(x) for x in (key, value)]
         changes = part.changes.with_tensors(tensors)
 
         def tile(visit: Visit) -> tuple:
-            queries = visit.rows(query) * part.scale
-            keys, values = (visit.runs(x, not are_shared) for x in (key, value))
-            logits, alive, _ = _logits(part, changes, visit, queries, keys)
-            probabilities = part.dropped(_softmax(changes, logits)[0], visit.cuts)
-            return (alive_or_0(alive, product(probabilities, values)),)
+            keys, values = (visit.runs(x, not are_shared) for x in of_keys)
+            return (_attended(part, changes, visit, visit.rows(query), keys, values),)
 
-        return _over_tiles(part, query, tile, [Row.like(query, value)])[0]
+        return _over_tiles(part, query, tile, [Row.like(query, value)])
 
     def backward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple:
         *tensors, upstream, context = rest
-        changes = part.changes.with_tensors(tensors)
-        gathered = Gathered(part, changes)
+        gathered = Gathered(part, part.changes.with_tensors(tensors))
         delta = tf.reduce_sum(upstream * context, axis=-1)  # (B, T, H)
         is_sound = finite.are_finite(context)
         of_keys = [x if are_shared else _heads_first(x) for x in (key, value)]
 
         def tile(visit: Visit) -> tuple:
-            """The gradient of its queries, and what it adds to those of its keys and values."""
             keys, values = (visit.runs(x, not are_shared) for x in of_keys)
-            queries = visit.rows(query) * part.scale
-            logits, alive, slope = _logits(part, changes, visit, queries, keys)
-            probabilities, log_sum = _softmax(changes, logits)
-            # A row whose logits overflow is NaN, but not where keys are hidden.
-            (probabilities,) = finite.unless(is_sound, _hidden_as_0(logits), probabilities)
-            # Nothing comes of fully masked rows, and of those that are computed again.
-            counts = [x for x in (alive, visit.counts) if x is not None]
-            d_context, of_delta = visit.rows(upstream), visit.rows(delta)[..., None]
-            for which in counts:
-                d_context, of_delta = (alive_or_0(which, x) for x in (d_context, of_delta))
-            d_probabilities = product(d_context, values, transpose_b=True)
-            d_probabilities = part.dropped(d_probabilities, visit.cuts)
-            d_logits = times(probabilities, d_probabilities - of_delta)
-            at_queries = gathered.at_queries(d_logits, log_sum, of_delta, visit.cuts)
-            at_keys = gathered.at_keys(d_logits)
-            d_logits = d_logits if slope is None else times(d_logits, slope)
-            return (
-                product(d_logits, keys) * part.scale,
-                *at_queries,
-                for_keys(d_logits, queries),
-                for_keys(part.dropped(probabilities, visit.cuts), d_context),
-                *at_keys,
-            )
+            rows = [visit.rows(x) for x in (query, upstream, delta)]
+            return _gradients(gathered, visit, is_sound, keys, values, *rows)
 
         rows = [Row.like(query, query), *gathered.rows_at_queries]
         sums = [Row.like(key, key), Row.like(value, value), *gathered.rows_at_keys]
-        found = _over_tiles(part, query, tile, rows, sums)
-        (d_query, *at_queries), of_sums = found[: len(rows)], found[len(rows) :]
-        d_key, d_value, *at_keys = of_sums
-        return d_query, d_key, d_value, *gathered.gradients(at_queries, at_keys)
+        return _by_operand(gathered, _over_tiles(part, query, tile, rows, sums))
 
-    return computed_again(forward, backward, query, key, value, *changes)
+    return Passes(forward, backward)
+
+
+def at_once(part: Part) -> Passes:
+    """All logits as one tile, where there is little to skip.
+
+    The rule of `part`, which is of all heads, may differ between them. Kept are the probabilities,
+    and the operands heads first: where there are few logits, moving them again would take long.
+    """
+    if part.changes.are_some:
+        return guarded(_in_one_tile(part))
+
+    def forward(*operands: Tensor) -> list[Tensor]:
+        query, key, value = map(_heads_first, finite.marked(*operands))
+        allowed = None if part.rule.constant else _allowed(part)
+        logits, _, _ = logits_of(query * part.scale, key, allowed, part.sharing)
+        probabilities = tf.nn.softmax(logits)
+        if allowed is not None:  # for fully masked rows, and for rows that are NaN
+            probabilities = tf.where(allowed, probabilities, tf.zeros([], logits.dtype))
+        context = product_of(part.dropped(probabilities, WHOLE), value, part.sharing)
+        return [_heads_first(context), probabilities, query, key, value]
+
+    def backward(*given: Tensor) -> tuple:
+        *_, upstream, _, probabilities, query, key, value = given
+        query, key, value = finite.without_bad(query, key, value)
+        upstream = _heads_first(upstream)
+        d_probabilities = product_of(upstream, value, part.sharing, transpose_b=True)
+        d_probabilities = part.dropped(d_probabilities, WHOLE)
+        # (Not of the context, which nobody else may need.)
+        delta = tf.reduce_sum(times(probabilities, d_probabilities), -1, keepdims=True)
+        d_logits = times(probabilities, d_probabilities - delta)
+        made = (
+            product_of(d_logits, key, part.sharing) * part.scale,
+            sum_for_keys(d_logits, query * part.scale, part.sharing),
+            sum_for_keys(part.dropped(probabilities, WHOLE), upstream, part.sharing),
+        )
+        return tuple(map(_heads_first, made))
+
+    return Passes(forward, backward, keeps=4)
+
+
+def _in_one_tile(part: Part) -> Passes:
+    """The same, nothing kept."""
+    visit = _whole_visit()
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> list[Tensor]:
+        changes = part.changes.with_tensors(tensors)
+        of_tile = (_heads_first(x) for x in (query, key, value))
+        return [_heads_first(_attended(part, changes, visit, *of_tile))]
+
+    def backward(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple:
+        *tensors, upstream, context = rest
+        gathered = Gathered(part, part.changes.with_tensors(tensors))
+        delta = tf.reduce_sum(upstream * context, axis=-1)
+        of_tile = (_heads_first(x) for x in (key, value, query, upstream, delta))
+        made = _gradients(gathered, visit, finite.are_finite(context), *of_tile)
+        return _by_operand(gathered, [_heads_first(x) for x in made])
+
+    return Passes(forward, backward)
+
+
+def _whole_visit() -> "Visit":
+    def whole(tensor: Tensor, _: bool = True) -> Tensor:
+        return tensor
+
+    return Visit(whole, whole, WHOLE)
+
+
+def _attended(
+    part: Part, changes: Changes, visit: "Visit", queries: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """The context `(b, H, t, Dv)` of a tile."""
+    logits, alive, _ = _logits(part, changes, visit, queries * part.scale, keys)
+    shares = part.dropped(_softmax(changes, logits)[0], visit.cuts)
+    return alive_or_0(alive, product_of(shares, values, part.sharing))
+
+
+def _gradients(
+    gathered: Gathered,
+    visit: "Visit",
+    is_sound: bool | Tensor,
+    keys: Tensor,
+    values: Tensor,
+    queries: Tensor,
+    d_context: Tensor,
+    delta: Tensor,
+) -> tuple:
+    """Of a tile: those at its queries, `(b, H, t, ...)`, and what it adds to those at its keys.
+
+    `is_sound`: whether no row is NaN.
+    """
+    part, of_delta, queries = gathered.part, delta[..., None], queries * gathered.part.scale
+    logits, alive, slope = _logits(part, gathered.changes, visit, queries, keys)
+    probabilities, log_sum = _softmax(gathered.changes, logits)
+    # A row whose logits overflow is NaN, but not where keys are hidden.
+    (probabilities,) = finite.unless(is_sound, _hidden_as_0(logits), probabilities)
+    # Nothing comes of fully masked rows, and of those that are computed again.
+    for which in (alive, visit.counts):
+        d_context, of_delta = (alive_or_0(which, x) for x in (d_context, of_delta))
+    d_probabilities = product_of(d_context, values, part.sharing, transpose_b=True)
+    d_probabilities = part.dropped(d_probabilities, visit.cuts)
+    d_logits = times(probabilities, d_probabilities - of_delta)
+    at_queries = gathered.at_queries(d_logits, log_sum, of_delta, visit.cuts)
+    at_keys = gathered.at_keys(d_logits)
+    d_logits = d_logits if slope is None else times(d_logits, slope)
+    return (
+        product_of(d_logits, keys, part.sharing) * part.scale,
+        *at_queries,
+        sum_for_keys(d_logits, queries, part.sharing),
+        sum_for_keys(part.dropped(probabilities, visit.cuts), d_context, part.sharing),
+        *at_keys,
+    )
+
+
+def _by_operand(gathered: Gathered, found: list[Tensor]) -> tuple:
+    """What `_gradients` gives of all tiles, in the order of the operands."""
+    last = 1 + len(gathered.rows_at_queries)
+    (d_query, *at_queries), (d_key, d_value, *at_keys) = found[:last], found[last:]
+    return d_query, d_key, d_value, *gathered.gradients(at_queries, at_keys)
 
 
 def _logits(
@@ -115,7 +207,7 @@ def _logits(
         return changes.of_logits(products, part.heads, part.bound[:2], visit.cuts)
 
     def masked() -> tuple:
-        allowed = allowed_tile(part.rule, part.bound, part.heads, visit.cuts)
+        allowed = _allowed(part, visit.cuts)
         if visit.fresh is not None:
             allowed &= visit.fresh
         return logits(queries, keys, changes.allowed(allowed, visit.cuts))
@@ -130,6 +222,14 @@ def _logits(
         return logits(queries, keys, changes.allowed(None, visit.cuts))
     # The product stands in each branch, so that a branch may write over it.
     return masked() if visit.needs_mask is None else tf.cond(visit.needs_mask, masked, plain)
+
+
+def _allowed(part: Part, cuts: Cuts = WHOLE) -> Mask:
+    """What a tile may see; of heads with several rules there is one tile alone."""
+    (rule, _), *others = part.groups()
+    if not others:
+        return allowed_tile(rule, part.bound, part.heads, cuts)
+    return mask_of_all_heads(part.rule, part.bound, len(part.heads))
 
 
 def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:

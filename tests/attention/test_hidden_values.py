@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from contract import gradient, numpy
 from keras import ops
-from tiled_contract import BACKEND, SCALE, heads_alone, operands, tiles
+from tiled_contract import BACKEND, SCALE, at_once, heads_alone, operands, tiles
 
 import keras_headmask as hm
 
@@ -83,6 +83,7 @@ if BACKEND == "tensorflow":
         "dense of unknown lengths": (contextlib.nullcontext, False, with_unknown_lengths),
         "tiles, unknown lengths": (tiles, True, with_unknown_lengths),
         "head by head, unknown lengths": (heads_alone, True, with_unknown_lengths),
+        "all logits at once, unknown lengths": (at_once, None, with_unknown_lengths),
         "exported": (hm.dense_scope, None, None),
     }
 

@@ -96,6 +96,19 @@ def test_checked_numerics_raise_for_what_is_wrong_alone(
         gradient(x)
 
 
+def test_what_was_traced_under_checks_serves_nobody_else(each_loop):
+    """Its checks would raise for what is hidden, and without them nobody asked for any."""
+    rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)
+    tf.debugging.enable_check_numerics()
+    try:
+        tf.function(attend)(tf.constant(x), rule, True)
+    finally:
+        tf.debugging.disable_check_numerics()
+    x[:, 9] = np.inf
+    got, wanted = tf.function(attend)(tf.constant(x), rule, True), attend(x, rule, False)
+    np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)
+
+
 def mapped(x, rule, tiled):
     return tf.vectorized_map(lambda example: attend(example[None], rule, tiled), x)
 

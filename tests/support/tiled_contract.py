@@ -49,6 +49,13 @@ def heads_alone(logits=2 * 11 * 11):
         yield tuning
 
 
+@contextlib.contextmanager
+def at_once():
+    """What TensorFlow does with few logits at lengths that show when a graph runs."""
+    with tuned(most_logits_at_once=2**30) as tuning:
+        yield tuning
+
+
 def operands(batch, queries, keys, heads, seed=0, size=3, value_size=2, key_heads=None):
     rng, key_heads = np.random.default_rng(seed), key_heads or heads
 

@@ -1,0 +1,209 @@
+"""TensorFlow at lengths that show when the graph runs: each choice equals the definition.
+
+Few logits are computed at once, short sequences head by head, the others by tiles; the choice and
+its gradient are one.
+"""
+
+import numpy as np
+import oracle
+import pytest
+from contract import normal, numpy
+from hypothesis import given
+from strategies import cases
+from tiled_contract import (
+    LONG,
+    SCALE,
+    TRACED,
+    at_once,
+    attend,
+    close,
+    gradient,
+    heads_alone,
+    operands,
+    seeds,
+    tiles,
+    weighted,
+)
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+CHOICES = {"at once": (at_once, None), "head by head": (heads_alone, True), "tiles": (tiles, True)}
+choices = pytest.mark.parametrize("choice", CHOICES)
+
+
+def both(function, *given):
+    """The result of `function(*given)` and the gradients; the first three are of any length."""
+    import tensorflow as tf
+
+    def run(*given):
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            result = function(*given)
+            weights = tf.cos(tf.range(tf.size(result), dtype="float32"))
+            loss = tf.reduce_sum(result * tf.reshape(weights, tf.shape(result)))
+        return result, *tape.gradient(loss, given)
+
+    free = [tf.TensorSpec([None, None, *x.shape[2:]]) for x in given[:3]]
+    specs = [*free, *(tf.TensorSpec(x.shape) for x in given[3:])]
+    return tf.function(run).get_concrete_function(*specs)(*map(tf.constant, given))
+
+
+def dense(function, *given):
+    made = gradient(lambda *x: weighted(function(*x)), *given)
+    return function(*given), *made
+
+
+@choices
+@TRACED
+@given(cases(), seeds)
+def test_any_rule_equals_the_definition(choice, case, seed):
+    spec, inputs, batch, heads, queries, keys, offset = case
+    qkv = operands(batch, queries, keys, heads, seed)
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    how, tiled = CHOICES[choice]
+    with how():
+        got = both(lambda *x: attend(x, spec, inputs, offset, tiled), *qkv)
+    context = numpy(got[0])
+    close(context, oracle.attention(*qkv, mask, SCALE)[0], "the definition in loops")
+    dead = ~mask.any(-1)
+    assert (context.transpose(0, 2, 1, 3)[dead] == 0).all(), "dead rows are exactly 0"
+    assert (numpy(got[1]).transpose(0, 2, 1, 3)[dead] == 0).all()
+    wanted = dense(lambda *x: attend(x, spec, inputs, offset, False), *qkv)
+    for name, one, other in zip(("context", *"qkv"), got, wanted, strict=True):
+        close(one, other, name)
+
+
+# Heads that share keys are in several groups, so that these have gradients from each.
+SHARED = hm.PerHead({(0, 3): hm.Window(2, 1), 1: hm.SameSegment("ids")}, default=hm.Window(9, 0))
+CHANGES = {
+    "one bias for all heads": {"bias": normal(3, 1, 23, 23)},
+    "a bias of keys for each head": {"bias": normal(1, 4, 1, 23)},
+    "sinks": {"sinks": normal(4)},
+    "a table by position": {"table": normal(8, 4)},
+    "none": {},
+}
+
+
+@choices
+@pytest.mark.parametrize("change", CHANGES)
+def test_groups_that_share_keys_and_tensors(choice, change):
+    how, tiled = CHOICES[choice]
+    inputs, tensors = LONG["documents"][1], CHANGES[change]
+    given = [*operands(3, 23, 23, 4, key_heads=2), *tensors.values()]
+    by_position = hm.relative_position_bias(4, num_buckets=8, max_distance=16)
+
+    def run(*given, tiled):
+        more = dict(zip(tensors, given[3:], strict=True))
+        if "table" in more:
+            more = {"position_bias": (by_position, more["table"])}
+        return attend(given[:3], SHARED, inputs, 0, tiled, **more)
+
+    with how():
+        got = both(lambda *x: run(*x, tiled=tiled), *given)
+    wanted = dense(lambda *x: run(*x, tiled=False), *given)
+    for name, one, other in zip(("context", *"qkv", *tensors), got, wanted, strict=True):
+        close(one, other, name)
+
+
+@pytest.mark.parametrize("name", ["window", "padding", "two dead ends"])
+def test_dropout_at_once_is_that_of_the_tiles(name):
+    spec, inputs = LONG[name]
+    qkv = operands(3, 23, 23, 4)
+    made = []
+    for how, tiled in (CHOICES["at once"], CHOICES["tiles"]):
+        with how():
+            run = lambda *x, tiled=tiled: attend(x, spec, inputs, 0, tiled, dropout=0.4, seed=3)  # noqa: E731
+            made.append(both(run, *qkv))
+    for one, other in zip(*made, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+@choices
+def test_what_turns_out_to_be_empty(choice, batch, queries, keys):
+    how, tiled = CHOICES[choice]
+    qkv = operands(batch, queries, keys, 3)
+    for spec in (hm.Full(), hm.PerHead({1: hm.Window(1, 1)})):
+        with how():
+            got = both(lambda *x, spec=spec: attend(x, spec, tiled=tiled), *qkv)
+        for one, shape in zip(got, ((batch, queries, 3, 2), *(x.shape for x in qkv)), strict=True):
+            np.testing.assert_array_equal(one, np.zeros(shape))
+
+
+RULE = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))
+
+
+def second_derivative(x, tiled):
+    import tensorflow as tf
+
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            loss = tf.reduce_sum(attend((x, x, x), RULE, tiled=tiled) ** 2)
+        loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+    return outer.gradient(loss, x)
+
+
+def jacobian(x, tiled):
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        context = attend((x, x, x), RULE, tiled=tiled)[:, 3:6, :1, :2]
+    return tape.jacobian(context, x)
+
+
+def mapped(x, tiled):
+    import tensorflow as tf
+
+    return tf.vectorized_map(lambda e: attend((e[None],) * 3, RULE, tiled=tiled), x)
+
+
+@choices
+@pytest.mark.parametrize("of", [second_derivative, jacobian, mapped])
+def test_what_is_made_of_gradients(choice, of):
+    import tensorflow as tf
+
+    from keras_headmask.attention import tensorflow_graph
+
+    # (Of a function whose gradient was differentiated TensorFlow makes no map any more.)
+    tensorflow_graph._shared.cache_clear()
+    how, tiled = CHOICES[choice]
+    x = tf.constant(normal(2, 24, 2, 4, seed=3))
+    with how():
+        call = tf.function(lambda x: of(x, tiled))
+        got = call.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
+    np.testing.assert_allclose(got, of(x, False), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "logits", "wanted"),
+    [
+        (hm.Window(3, 3), 2**19, "at once"),
+        (hm.Window(3, 3), 2**19 + 1, "other"),
+        (hm.PerHead({0: hm.Window(3, 3)}), 2**22, "at once"),  # each group has a loop of its own
+        (hm.PerHead({0: hm.Window(3, 3)}), 2**22 + 1, "other"),
+        (hm.RandomBlocks(32, 0.5, 0), 2**23, "at once"),  # its tiles look at nearly all keys
+        (hm.RandomBlocks(32, 0.5, 0), 2**23 + 1, "other"),
+    ],
+)
+def test_up_to_how_many_logits_all_are_computed_at_once(spec, logits, wanted, monkeypatch):
+    import tensorflow as tf
+
+    from keras_headmask.attention import head_by_head, on_tensorflow, tiles_tensorflow
+    from keras_headmask.attention.tensorflow_graph import Passes
+
+    def giving(number):
+        return Passes(lambda q, k, v: [tf.ones_like(q) * number], lambda *given: given[:3])
+
+    monkeypatch.setattr(tiles_tensorflow, "at_once", lambda part: giving(1))
+    monkeypatch.setattr(head_by_head, "passes", lambda part: giving(2))
+    monkeypatch.setattr(on_tensorflow, "_of_groups", lambda part: giving(2))
+    call = tf.function(lambda q, k: attend((q, k, k), spec, tiled=None))
+    operand = tf.TensorSpec([None, None, 2, 3])
+    got = call.get_concrete_function(operand, operand)(
+        tf.zeros([1, 1, 2, 3]), tf.zeros([1, logits // 2 + logits % 2, 2, 3])
+    )
+    assert numpy(got).min() == numpy(got).max() == {"at once": 1, "other": 2}[wanted]

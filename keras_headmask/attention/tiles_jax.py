@@ -39,14 +39,19 @@ def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Ten
 
     H = `part.sharing` * Hk. All sizes are known.
     """
+    plan, given = _planned(part, query_offset)
+    # (The scale may be traced, which `_attend` cannot read from outside.)
+    return _attend(plan, given, query * part.scale, key, value)
+
+
+def _planned(part: Part, query_offset: int) -> tuple[_Plan, list]:
+    """With the mask inputs, in the order of the plan's names."""
     bound, read = part.bound, leaves(part.rule)
     inputs = {leaf: values for leaf, values in bound.leaf_inputs.items() if leaf in read}
     names = tuple((leaf, tuple(values)) for leaf, values in inputs.items())
-    given = [list(values.values()) for values in inputs.values()]
-    # (The scale may be traced, which `_attend` cannot read from outside.)
     nothing: Any = None
     plan = _Plan(part._replace(bound=nothing, scale=1.0), names, query_offset)
-    return _attend(plan, given, query * part.scale, key, value)
+    return plan, [list(values.values()) for values in inputs.values()]
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one program for all equal layers

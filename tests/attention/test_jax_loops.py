@@ -8,6 +8,9 @@ import numpy as np
 import oracle
 import pytest
 from contract import numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import FEW, LENGTHS, mask_inputs, shared_specs
 from tiled_contract import LONG, SCALE, close, operands, tiles
 
 import keras_headmask as hm
@@ -19,6 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from keras_headmask.attention import tiles_jax, tiles_python
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.rules import evaluation
 
 
 def weights(shape):
@@ -96,6 +102,72 @@ def test_other_lengths_an_offset_and_one_key():
             got = jax.jit(attend)(*qkv)
         close(got, oracle.attention(*qkv, mask, SCALE)[0], f"{queries}, {keys}")
 
+
+# --- Any rule ------------------------------------------------------------------------------------
+
+# Shapes are few, and the heads obey one rule: most of the time JAX compiles.
+EXAMPLES, HEADS = 2, 2
+
+
+@st.composite
+def cases_of_one_rule(draw):
+    spec, lengths = draw(shared_specs), draw(st.sampled_from(LENGTHS))
+    offset = draw(st.integers(-3, 4))
+    return spec, draw(mask_inputs(spec, EXAMPLES, *lengths, HEADS)), *lengths, offset
+
+
+def looked_at(spec, inputs, queries, keys, offset):
+    """How often the loops meet each pair and find it allowed, `(B, H, T, S)`."""
+    bound = evaluation.bind(spec, inputs, queries, keys, offset)
+    part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
+    operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
+    steps = tiles_jax._Steps.of(*tiles_jax._planned(part, offset), *operands)
+    # Tensors that hold the example and the position, up to whole tiles and blocks.
+    of_queries, of_keys = (
+        jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
+        for length in (queries + -queries % steps.tile, keys + -keys % steps.size)
+    )
+    seen = np.zeros((EXAMPLES, HEADS, of_queries.shape[2], of_keys.shape[2]), int)
+    for number in range(steps.number):
+        step = steps.step(number)
+        rows = np.asarray(step.rows(of_queries))[:, 0]
+        for place in range(int(step.count)):
+            visit = step.block(place)
+            columns = np.asarray(visit.cut(of_keys))[:, 0]
+            assert (rows[:, :1, 0] == columns[:, :1, 0]).all(), "keys are of the same example"
+            shape = len(rows), HEADS, rows.shape[1], columns.shape[1]
+            allowed = True if visit.allowed is None else np.asarray(visit.allowed)
+            for i, of_example in enumerate(np.broadcast_to(allowed, shape)):
+                pairs = np.ix_([rows[i, 0, 0]], range(HEADS), rows[i, :, 1], columns[i, :, 1])
+                seen[pairs] += of_example[None]
+    return seen[:, :, :queries, :keys]
+
+
+@settings(FEW, max_examples=60)
+@given(cases_of_one_rule())
+def test_each_pair_that_any_rule_allows_is_met_once(case):
+    """Nothing is compiled, so there are many examples."""
+    spec, inputs, queries, keys, offset = case
+    mask = oracle.mask(spec, EXAMPLES, HEADS, queries, keys, inputs, offset)
+    with tiles(local=2, wide=3, block=2):
+        np.testing.assert_array_equal(looked_at(*case), mask)
+
+
+@settings(FEW, max_examples=12)
+@given(cases_of_one_rule())
+def test_any_rule_has_the_context_and_gradients_of_pytorch(case):
+    spec, inputs, queries, keys, offset = case
+    qkv = operands(EXAMPLES, queries, keys, HEADS)
+    mask = oracle.mask(spec, EXAMPLES, HEADS, queries, keys, inputs, offset)
+    with tiles(local=2, wide=3, block=2):
+        made = with_gradients(attention(spec, inputs, query_offset=offset))(*qkv)
+    for what, got, wanted in zip(("context", *"qkv"), made, by_torch(qkv, mask), strict=True):
+        close(got, wanted, what)
+    dead = ~mask.any(-1).transpose(0, 2, 1)
+    assert all((numpy(x)[dead] == 0).all() for x in made[:2])
+
+
+# --- Transformations -----------------------------------------------------------------------------
 
 SPEC, INPUTS = LONG["documents"]
 

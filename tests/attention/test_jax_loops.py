@@ -21,7 +21,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
-from keras_headmask.attention import tiles_jax, tiles_python
+from keras_headmask.attention import steps_jax, tiles_jax, tiles_python
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.rules import evaluation
@@ -121,7 +121,7 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    steps = tiles_jax._Steps.of(*tiles_jax._planned(part, offset), *operands)
+    steps = steps_jax.Steps.of(*steps_jax.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -207,6 +207,39 @@ def test_every_transformation_gives_what_the_definition_gives(route):
         np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
 
 
+def test_gradients_of_gradients_know_what_changes_logits():
+    """Heads 1 and 2 are computed together, and have slopes of their own."""
+    spec = hm.PerHead({0: hm.Window(2, 2)}, hm.Window(after=0))
+    bias = np.random.default_rng(0).normal(size=(1, 3, 11, 11)).astype("float32")
+    given = *operands(2, 11, 11, 3), bias, np.array([0.3, -1, 2], "float32")
+
+    def attend(query, key, value, bias, sinks, tiled):
+        rest = {"position_bias": hm.alibi(3), "logits_soft_cap": 2.0}
+        run = attention(spec, {}, tiled, bias=bias, sinks=sinks, **rest)
+        return run(query, key, value)
+
+    def both(tiled):
+        first = jax.grad(lambda *x: jnp.sum(attend(*x, tiled) ** 3), argnums=range(5))
+        squares = jax.grad(lambda *x: sum(jnp.sum(y**2) for y in first(*x)), argnums=range(5))
+        return jax.jit(lambda *x: (first(*x), squares(*x)))(*map(jnp.asarray, given))
+
+    with tiles():
+        got = jax.tree.leaves(both(tiled=True))
+    for one, other in zip(got, jax.tree.leaves(both(tiled=False)), strict=True):
+        allowed = 1e-5 * max(1, float(jnp.abs(other).max()))
+        np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
+
+
+def test_a_large_bias_of_the_last_row_is_not_that_of_rows_that_fill_up_its_tile():
+    qkv = operands(1, 5, 5, 1)
+    bias = np.full((5, 5), 200, "float32")
+    with tiles():
+        made = with_gradients(attention(hm.Window(2, 2), {}, bias=bias))(*qkv)
+        wanted = with_gradients(attention(hm.Window(2, 2), {}))(*qkv)
+    for one, other in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
 def test_what_is_traced_may_differ_between_calls_of_one_program():
     """Mask inputs and the scale; what is skipped follows them."""
     qkv = operands(2, 23, 23, 2)
@@ -248,14 +281,14 @@ def test_what_another_document_holds_does_not_matter():
 
 def visits(spec, inputs, run, *qkv):
     """How often masks of blocks are made while `run` runs, with blocks of 2 x 2."""
-    made, allowed_tile = [], tiles_jax.allowed_tile
+    made, allowed_tile = [], steps_jax.allowed_tile
 
     def counted(*given):
         jax.debug.callback(lambda: made.append(1))
         return allowed_tile(*given)
 
     jax.clear_caches()
-    with tiles(2, 2, 2), mock.patch.object(tiles_jax, "allowed_tile", counted):
+    with tiles(2, 2, 2), mock.patch.object(steps_jax, "allowed_tile", counted):
         jax.block_until_ready(jax.jit(run(attention(spec, inputs)))(*qkv))
     jax.effects_barrier()
     jax.clear_caches()
@@ -300,6 +333,7 @@ def used(**rest):
 def test_a_cpu_alone_has_them_and_dropout_has_not():
     assert used() == "tiles_jax"
     assert used(dropout=0.5, seed=0) == "tiles_python"
+    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "tiles_jax"
     with mock.patch.object(jax, "device_count", return_value=2):
         assert used() == "tiles_python"
     with mock.patch.object(jax, "default_backend", return_value="gpu"):

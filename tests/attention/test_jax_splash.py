@@ -25,6 +25,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from keras_headmask.attention import attend, on_jax
 from keras_headmask.rules import evaluation
@@ -346,6 +347,24 @@ def test_half_precision():
     got = jax.jit(by_kernel("rules by head"))(*qkv)
     assert got.dtype == jnp.bfloat16
     assert_close(numpy(got), numpy(by_definition("rules by head")(*qkv)), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["causal", "rules by head", "documents and padding, by head"])
+def test_jax_lowers_it_for_a_tpu(name, dtype):
+    """As far as that goes without one: three kernels of each call, for each group of heads."""
+    spec, inputs, (queries, keys, offset) = CASES[name]
+
+    def run(*qkv):
+        bound = evaluation.bind(spec, inputs, queries, keys, offset)
+        attend = functools.partial(splash_jax.attend, spec, bound, offset, SCALE)
+        context, pull = jax.vjp(attend, *qkv)
+        return context, *pull(context)
+
+    qkv = [jnp.asarray(x, dtype) for x in operands_of(name)]
+    made = export.export(jax.jit(run), platforms=["tpu"])(*qkv).mlir_module()
+    groups = 2 if name.startswith("documents") else 1
+    assert made.count("tpu_custom_call") == 3 * groups
 
 
 # --- Where it is used ----------------------------------------------------------------------------

@@ -28,7 +28,9 @@ _BACKENDS = (
     *_files("attention/test_changes", "attention/test_precision", "attention/test_tiles_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
     *_files("test_keras_internals", "retrofit/test_retrofit"),
-    *_files(*(f"attention/test_jax_{name}" for name in ("loops", "symbolic", "accelerators"))),
+    *_files(
+        *(f"attention/test_jax_{name}" for name in ("loops", "symbolic", "accelerators", "splash"))
+    ),
 )
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
 _RUFF = (sys.executable, "-m", "ruff")

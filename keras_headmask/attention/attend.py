@@ -191,7 +191,7 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     """
     if request.rule is not None:
         cpu.hint()
-    context = None if is_dense_scope() else on_jax.by_cudnn(request)  # (AutoGraph reads no `:=`)
+    context = None if is_dense_scope() else on_jax.by_kernel(request)  # (AutoGraph reads no `:=`)
     if context is not None:
         return context, None
     return (_tiled(request), None) if _is_tiled(request) else _dense(request)
@@ -252,15 +252,16 @@ def _has_loops() -> bool:
 def _own_tiles(request: Request) -> Callable | None:
     """The tiles of PyTorch or JAX, of known lengths, that gain even where nothing is skipped.
 
-    They know neither dropout nor what changes logits, and multiply float32: in half precision
-    PyTorch's gradient rounds more than that of all logits at once.
+    They know no dropout, PyTorch's not what changes logits either, and multiply float32: in half
+    precision PyTorch's gradient rounds more than that of all logits at once.
     """
     operands = request.query, request.key, request.value
-    if request.dropout or request.changes.are_some:
+    is_torch = keras.backend.backend() == "torch"
+    if request.dropout or (is_torch and request.changes.are_some):
         return None
     if precision.half_dtype(request.scale, *operands) is not None:
         return None
-    if keras.backend.backend() == "torch":
+    if is_torch:
         from keras_headmask.attention import tiles_torch
 
         return tiles_torch.attend if tiles_torch.can_read(request.bound, *operands) else None

@@ -126,10 +126,9 @@ IN_A_LOOP = ("soft cap", "bias", "bias of one example", "bias of keys, by head",
 PAIRED = [("window", change) for change in CHANGES]
 PAIRED += [("longformer", change) for change in (*IN_A_LOOP, "all")]
 PAIRED += [(rule, "all") for rule in ("two dead ends", "full", "far keys", "per head")]
-FEWER = PAIRED if BACKEND != "jax" else [("window", "all"), ("two dead ends", "bias of keys")]
 
 
-@pytest.mark.parametrize(("rule", "change"), FEWER)
+@pytest.mark.parametrize(("rule", "change"), PAIRED)
 def test_tiles_give_what_the_formula_gives(rule, change):
     with tiles(4, 6, 3):
         check(*RULES[rule], CHANGES[change])

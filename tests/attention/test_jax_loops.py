@@ -8,6 +8,9 @@ import numpy as np
 import oracle
 import pytest
 from contract import numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import FEW, LENGTHS, mask_inputs, shared_specs
 from tiled_contract import LONG, SCALE, close, operands, tiles
 
 import keras_headmask as hm
@@ -18,7 +21,10 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
-from keras_headmask.attention import tiles_jax, tiles_python
+from keras_headmask.attention import steps_jax, tiles_jax, tiles_python
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.rules import evaluation
 
 
 def weights(shape):
@@ -97,6 +103,72 @@ def test_other_lengths_an_offset_and_one_key():
         close(got, oracle.attention(*qkv, mask, SCALE)[0], f"{queries}, {keys}")
 
 
+# --- Any rule ------------------------------------------------------------------------------------
+
+# Shapes are few, and the heads obey one rule: most of the time JAX compiles.
+EXAMPLES, HEADS = 2, 2
+
+
+@st.composite
+def cases_of_one_rule(draw):
+    spec, lengths = draw(shared_specs), draw(st.sampled_from(LENGTHS))
+    offset = draw(st.integers(-3, 4))
+    return spec, draw(mask_inputs(spec, EXAMPLES, *lengths, HEADS)), *lengths, offset
+
+
+def looked_at(spec, inputs, queries, keys, offset):
+    """How often the loops meet each pair and find it allowed, `(B, H, T, S)`."""
+    bound = evaluation.bind(spec, inputs, queries, keys, offset)
+    part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
+    operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
+    steps = steps_jax.Steps.of(*steps_jax.planned(part, offset), *operands)
+    # Tensors that hold the example and the position, up to whole tiles and blocks.
+    of_queries, of_keys = (
+        jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
+        for length in (queries + -queries % steps.tile, keys + -keys % steps.size)
+    )
+    seen = np.zeros((EXAMPLES, HEADS, of_queries.shape[2], of_keys.shape[2]), int)
+    for number in range(steps.number):
+        step = steps.step(number)
+        rows = np.asarray(step.rows(of_queries))[:, 0]
+        for place in range(int(step.count)):
+            visit = step.block(place)
+            columns = np.asarray(visit.cut(of_keys))[:, 0]
+            assert (rows[:, :1, 0] == columns[:, :1, 0]).all(), "keys are of the same example"
+            shape = len(rows), HEADS, rows.shape[1], columns.shape[1]
+            allowed = True if visit.allowed is None else np.asarray(visit.allowed)
+            for i, of_example in enumerate(np.broadcast_to(allowed, shape)):
+                pairs = np.ix_([rows[i, 0, 0]], range(HEADS), rows[i, :, 1], columns[i, :, 1])
+                seen[pairs] += of_example[None]
+    return seen[:, :, :queries, :keys]
+
+
+@settings(FEW, max_examples=60)
+@given(cases_of_one_rule())
+def test_each_pair_that_any_rule_allows_is_met_once(case):
+    """Nothing is compiled, so there are many examples."""
+    spec, inputs, queries, keys, offset = case
+    mask = oracle.mask(spec, EXAMPLES, HEADS, queries, keys, inputs, offset)
+    with tiles(local=2, wide=3, block=2):
+        np.testing.assert_array_equal(looked_at(*case), mask)
+
+
+@settings(FEW, max_examples=12)
+@given(cases_of_one_rule())
+def test_any_rule_has_the_context_and_gradients_of_pytorch(case):
+    spec, inputs, queries, keys, offset = case
+    qkv = operands(EXAMPLES, queries, keys, HEADS)
+    mask = oracle.mask(spec, EXAMPLES, HEADS, queries, keys, inputs, offset)
+    with tiles(local=2, wide=3, block=2):
+        made = with_gradients(attention(spec, inputs, query_offset=offset))(*qkv)
+    for what, got, wanted in zip(("context", *"qkv"), made, by_torch(qkv, mask), strict=True):
+        close(got, wanted, what)
+    dead = ~mask.any(-1).transpose(0, 2, 1)
+    assert all((numpy(x)[dead] == 0).all() for x in made[:2])
+
+
+# --- Transformations -----------------------------------------------------------------------------
+
 SPEC, INPUTS = LONG["documents"]
 
 
@@ -133,6 +205,53 @@ def test_every_transformation_gives_what_the_definition_gives(route):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         allowed = 1e-5 * max(1, float(jnp.abs(other).max()))
         np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
+
+
+def test_gradients_of_gradients_know_what_changes_logits():
+    """Heads 1 and 2 are computed together, and have slopes of their own."""
+    spec = hm.PerHead({0: hm.Window(2, 2)}, hm.Window(after=0))
+    bias = np.random.default_rng(0).normal(size=(1, 3, 11, 11)).astype("float32")
+    given = *operands(2, 11, 11, 3), bias, np.array([0.3, -1, 2], "float32")
+
+    def attend(query, key, value, bias, sinks, tiled):
+        rest = {"position_bias": hm.alibi(3), "logits_soft_cap": 2.0}
+        run = attention(spec, {}, tiled, bias=bias, sinks=sinks, **rest)
+        return run(query, key, value)
+
+    def both(tiled):
+        first = jax.grad(lambda *x: jnp.sum(attend(*x, tiled) ** 3), argnums=range(5))
+        squares = jax.grad(lambda *x: sum(jnp.sum(y**2) for y in first(*x)), argnums=range(5))
+        return jax.jit(lambda *x: (first(*x), squares(*x)))(*map(jnp.asarray, given))
+
+    with tiles():
+        got = jax.tree.leaves(both(tiled=True))
+    for one, other in zip(got, jax.tree.leaves(both(tiled=False)), strict=True):
+        allowed = 1e-5 * max(1, float(jnp.abs(other).max()))
+        np.testing.assert_allclose(one, other, rtol=0, atol=allowed)
+
+
+def test_a_large_bias_of_the_last_row_is_not_that_of_rows_that_fill_up_its_tile():
+    qkv = operands(1, 5, 5, 1)
+    bias = np.full((5, 5), 200, "float32")
+    with tiles():
+        made = with_gradients(attention(hm.Window(2, 2), {}, bias=bias))(*qkv)
+        wanted = with_gradients(attention(hm.Window(2, 2), {}))(*qkv)
+    for one, other in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+def test_what_a_bias_of_minus_inf_hides_does_not_matter():
+    bias = np.zeros((1, 1, 1, 11), "float32")
+    bias[..., 4] = -np.inf
+    run = jax.jit(with_gradients(attention(hm.Window(3, 3), {}, bias=bias)))
+    calm = operands(1, 11, 11, 2)
+    with tiles():
+        wanted = run(*calm)
+        for place in (1, 2):
+            qkv = [x.copy() for x in calm]
+            qkv[place][0, 4] = np.nan
+            for got, of in zip(run(*qkv), wanted, strict=True):
+                np.testing.assert_array_equal(got, of)
 
 
 def test_what_is_traced_may_differ_between_calls_of_one_program():
@@ -176,14 +295,14 @@ def test_what_another_document_holds_does_not_matter():
 
 def visits(spec, inputs, run, *qkv):
     """How often masks of blocks are made while `run` runs, with blocks of 2 x 2."""
-    made, allowed_tile = [], tiles_jax.allowed_tile
+    made, allowed_tile = [], steps_jax.allowed_tile
 
     def counted(*given):
         jax.debug.callback(lambda: made.append(1))
         return allowed_tile(*given)
 
     jax.clear_caches()
-    with tiles(2, 2, 2), mock.patch.object(tiles_jax, "allowed_tile", counted):
+    with tiles(2, 2, 2), mock.patch.object(steps_jax, "allowed_tile", counted):
         jax.block_until_ready(jax.jit(run(attention(spec, inputs)))(*qkv))
     jax.effects_barrier()
     jax.clear_caches()
@@ -228,6 +347,7 @@ def used(**rest):
 def test_a_cpu_alone_has_them_and_dropout_has_not():
     assert used() == "tiles_jax"
     assert used(dropout=0.5, seed=0) == "tiles_python"
+    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "tiles_jax"
     with mock.patch.object(jax, "device_count", return_value=2):
         assert used() == "tiles_python"
     with mock.patch.object(jax, "default_backend", return_value="gpu"):

@@ -152,8 +152,9 @@ def test_only_tiling_inside_a_function_imports_code_of_a_backend():
         "tensorflow_graph",
         "tiles_tensorflow",
     )
+    of_torch = ("flex_torch", "tiles_torch")
     of_jax = {"attention.tiles_jax", "attention.accelerators_jax"}
-    of_backends = of_jax | {f"attention.{name}" for name in (*of_tensorflow, "tiles_torch")}
+    of_backends = of_jax | {f"attention.{name}" for name in (*of_tensorflow, *of_torch)}
     for module in set(MODULES) - of_backends:
         names = set(imported(at_import_time(tree(module))))
         roots = {name.split(".")[0] for name in names}

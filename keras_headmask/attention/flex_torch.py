@@ -86,8 +86,10 @@ def _in_memory(tensor: Tensor) -> Tensor:
     It reads rows far apart much slower, and takes no captured tensor that is still to be computed.
     (The compiler writes none, or in another order, unless strides are named.)
     """
-    tensor = tensor.contiguous()
-    return tensor.as_strided(tensor.size(), tensor.stride())
+    size, strides = tensor.shape, [1]
+    for number in reversed(size[1:]):  # (Not `stride()`, which fails where lengths vary.)
+        strides.insert(0, strides[0] * number)
+    return tensor.contiguous().as_strided(size, strides)
 
 
 # --- Which blocks --------------------------------------------------------------------------------

@@ -160,7 +160,8 @@ def test_only_tiling_inside_a_function_imports_code_of_a_backend():
         "steps_jax",
         "tiles_jax",
     )
-    of_backends = {f"attention.{name}" for name in (*of_jax, *of_tensorflow, "tiles_torch")}
+    of_torch = ("flex_torch", "tiles_torch")
+    of_backends = {f"attention.{name}" for name in (*of_jax, *of_tensorflow, *of_torch)}
     for module in set(MODULES) - of_backends:
         names = set(imported(at_import_time(tree(module))))
         roots = {name.split(".")[0] for name in names}

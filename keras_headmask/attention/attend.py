@@ -17,7 +17,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import cpu, dense, looking, on_jax, parts, precision
+from keras_headmask.attention import cpu, dense, looking, on_jax, on_torch, parts, precision
 from keras_headmask.attention.changes import NONE, Changes, Positions, for_tiles, given_changes
 from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.parts import Part
@@ -29,6 +29,13 @@ from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.positions import Full, Window
 
 _CALLED = "hm.dot_product_attention(query, key, value, ...)"
+# (Made once: `torch.compile` cannot read how a spec is made.)
+_FROM_OUTSIDE: tuple[Any, ...] = (
+    MaskInput("(attention_mask)"),
+    QueryFlag("(query_mask)"),
+    KeyFlag("(value_mask)"),
+    KeyFlag("(key_mask)"),
+)
 
 
 def dot_product_attention(
@@ -228,15 +235,11 @@ def all_that_restricts(
     What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
     """
     specs, inputs = [spec], dict(mask_inputs or {})
-    for leaf, mask, given in (
-        (MaskInput("(attention_mask)"), attention_mask, attention_mask),
-        (QueryFlag("(query_mask)"), query_mask, (query_mask, None)),
-        (KeyFlag("(value_mask)"), value_mask, (None, value_mask)),
-        (KeyFlag("(key_mask)"), key_mask, (None, key_mask)),
-    ):
-        if mask is not None:
+    given = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
+    for leaf, mask in zip(_FROM_OUTSIDE, given, strict=True):
+        if any(side is not None for side in (mask if isinstance(mask, tuple) else (mask,))):
             specs.append(leaf)
-            inputs[leaf.input] = given
+            inputs[leaf.input] = mask
     joined = [x for x in (*specs, window) if x is not None]
     return (functools.reduce(operator.and_, joined) if joined else None), inputs
 
@@ -262,9 +265,7 @@ def _own_tiles(request: Request) -> Callable | None:
     if precision.half_dtype(request.scale, *operands) is not None:
         return None
     if is_torch:
-        from keras_headmask.attention import tiles_torch
-
-        return tiles_torch.attend if tiles_torch.can_read(request.bound, *operands) else None
+        return on_torch.tiles(request)
     if on_jax.has_loops(request.query.shape):
         from keras_headmask.attention import tiles_jax
 

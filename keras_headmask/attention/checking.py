@@ -17,12 +17,15 @@ _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 
 def check_operands(**operands: Tensor) -> None:
     """Floats of shape `(batch, length, heads, size)` that agree; the key heads may be fewer."""
-    received = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+
+    def received() -> str:  # (`torch.compile` cannot read it where lengths vary)
+        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+
     query, key, value = operands.values()
     if any(len(x.shape) != 4 for x in (query, key, value)):
         raise ValueError(
             "`query`, `key` and `value` must have shape (batch, length, heads, size). "
-            f"Received: {received}."
+            f"Received: {received()}."
         )
     dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
     if any("float" not in dtype for dtype in dtypes.values()):
@@ -32,13 +35,13 @@ def check_operands(**operands: Tensor) -> None:
     if any(len({x.shape[axis] for x in those} - {None}) > 1 for axis, those in same):
         raise ValueError(
             "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
-            f"Received: {received}."
+            f"Received: {received()}."
         )
     heads, key_heads = query.shape[2], key.shape[2]
     if heads != key_heads and None not in (heads, key_heads) and heads % (key_heads or heads + 1):
         raise ValueError(
             f"The number of key heads must divide the number of query heads: {key_heads} does not "
-            f"divide {heads}. Received: {received}."
+            f"divide {heads}. Received: {received()}."
         )
 
 

@@ -60,7 +60,7 @@ def hint() -> None:
 
     Not where a model is exported: it runs elsewhere.
     """
-    if not is_forward_only():
+    if keras.backend.backend() == "tensorflow" and not is_forward_only():
         _hint()
 
 

@@ -16,14 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import holding
+from keras_headmask.attention.tuning import Held, holding
 
 # Each is called with what it stands for, and then with the arguments.
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
 _rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
 _wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted", default=frozenset())
-_operations: ContextVar[Callable[[], None] | None] = ContextVar("operations", default=None)
+_operations: Held[Callable[[], None] | None] = Held("operations", None)
 _LOCK = threading.Lock()  # of adding wrappers and removing them
 
 

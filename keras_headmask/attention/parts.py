@@ -130,7 +130,7 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
     owner = {head: number for number, of_set in enumerate(sets) for head in of_set}
     edges = [head for head in heads[1:] if owner[head] != owner[head - 1]]
     pieces: list[list[Tensor]] = [[] for _ in sets]
-    for first, piece in zip([0, *edges], ops.split(tensor, edges, axis), strict=True):
+    for first, piece in zip([0, *edges], _split(tensor, edges, axis), strict=True):
         pieces[owner[first]].append(piece)
     return [x[0] if len(x) == 1 else ops.concatenate(x, axis) for x in pieces]
 
@@ -142,7 +142,7 @@ def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Ten
     pieces: dict[int, Tensor] = {}  # runs of heads side by side, by the first
     for tensor, heads in zip(tensors, sets, strict=True):
         starts = [i for i, head in enumerate(heads) if i == 0 or head != heads[i - 1] + 1]
-        runs = [tensor] if len(starts) == 1 else ops.split(tensor, starts[1:], axis)
+        runs = _split(tensor, starts[1:], axis)
         pieces |= {heads[i]: run for i, run in zip(starts, runs, strict=True)}
     return ops.concatenate([pieces[first] for first in sorted(pieces)], axis)
 
@@ -157,6 +157,17 @@ def added_up(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> T
         for head, of_head in zip(of_set, ops.unstack(tensor, axis=axis), strict=True):
             found[head].append(of_head)
     return ops.stack([sum(rest, first) for first, *rest in found.values()], axis)
+
+
+def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
+    """`tensor` cut before each of `edges`."""
+    if not edges:
+        return [tensor]
+    if keras.backend.backend() == "torch":  # `torch.compile` cannot read Keras' split
+        stops = [*edges, tensor.shape[axis]]
+        sizes = [stop - start for start, stop in zip([0, *edges], stops, strict=True)]
+        return list(tensor.split(sizes, axis))
+    return ops.split(tensor, edges, axis)
 
 
 def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:

@@ -10,19 +10,18 @@ its tensor cores as TF32: the operands fit into that unrounded.
 
 import functools
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask._keras import in_xla
-from keras_headmask.attention.tuning import holding, is_forward_only
+from keras_headmask.attention.tuning import Held, holding, is_forward_only
 from keras_headmask.masks import Tensor
 
 HALF = ("float16", "bfloat16")
 
-_half_products: ContextVar[bool | None] = ContextVar("half_products", default=None)
+_half_products: Held[bool | None] = Held("half_products", None)
 
 
 def half_products(wanted: bool | None = True) -> AbstractContextManager[bool | None]:

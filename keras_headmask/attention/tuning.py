@@ -2,16 +2,42 @@
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from contextvars import ContextVar, Token
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_LOCK = threading.Lock()
+
+
+class Held(Generic[T]):
+    """A `ContextVar` that `torch.compile` can read while no context holds a value of its own.
+
+    Else it splits the graph there. Code is compiled anew when the first context holds one.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self.default, self.holders = default, 0
+        self.variable: ContextVar[T] = ContextVar(name, default=default)
+
+    def get(self) -> T:
+        return self.variable.get() if self.holders > 0 else self.default
+
+    def set(self, value: T) -> Token[T]:
+        with _LOCK:
+            self.holders += 1
+        return self.variable.set(value)
+
+    def reset(self, token: Token[T]) -> None:
+        self.variable.reset(token)
+        with _LOCK:
+            self.holders -= 1
 
 
 @contextlib.contextmanager
-def holding(variable: ContextVar[T], value: T) -> Iterator[T]:
+def holding(variable: ContextVar[T] | Held[T], value: T) -> Iterator[T]:
     """Give `variable` that value inside, and the one of before after it."""
     token = variable.set(value)
     try:
@@ -40,15 +66,16 @@ class Tuning:
     python_block: int = 64  # keys that are kept or skipped together
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
     jax_block: int = 128  # in JAX', which meets them one by one
+    flex_tile: int = 64  # queries, in FlexAttention, which meets one block after the other
+    flex_block: int = 64  # keys
     # Flagged positions that TensorFlow's loop looks at by themselves, apart from all tiles.
     most_flagged: int = 256  # in an example; more are treated as any others
     one_flagged_in: int = 8  # positions; where more are flagged they are treated as any others
     most_logits_of_a_step: int = 2**20  # head by head: 4 MB
 
 
-_DEFAULT = Tuning()
-_tuning: ContextVar[Tuning] = ContextVar("tuning", default=_DEFAULT)
-_is_forward_only: ContextVar[bool] = ContextVar("forward_only", default=False)
+_tuning: Held[Tuning] = Held("tuning", Tuning())
+_is_forward_only: Held[bool] = Held("forward_only", False)
 
 
 def current_tuning() -> Tuning:
@@ -72,7 +99,7 @@ def is_forward_only() -> bool:
     return _is_forward_only.get()
 
 
-_in_dense_scope: ContextVar[bool] = ContextVar("dense", default=False)
+_in_dense_scope: Held[bool] = Held("dense", False)
 
 
 def dense_scope() -> AbstractContextManager[bool]:

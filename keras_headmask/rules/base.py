@@ -122,7 +122,9 @@ class MaskSpec:
         Args:
             head: The number of the head, from 0.
         """
-        return self.with_children([child.for_head(head) for child in self.children])
+        parts = [child.for_head(head) for child in self.children]
+        is_same = all(part is child for part, child in zip(parts, self.children, strict=True))
+        return self if is_same else self.with_children(parts)
 
     def fold(
         self,

@@ -36,16 +36,31 @@ def types_of(cls: Any) -> dict[str, Any]:
         return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
+# By class, (field, check, whether None passes). (`torch.compile` reads a dict, and no
+# `functools.cache`.)
+_checks: dict[type, list[tuple[str, Callable[[Any, str], Any], bool]]] = {}
+
+
 def check_fields(spec: Any) -> None:
     """Check each field of a spec under construction that has `Limits`, or `Limits` or None."""
-    cls: Any = type(spec)
+    if type(spec) not in _checks:
+        _checks[type(spec)] = _checks_of(type(spec))
+    for name, check, is_option in _checks[type(spec)]:
+        value = getattr(spec, name)
+        if value is not None or not is_option:
+            object.__setattr__(spec, name, check(value, name))
+
+
+def _checks_of(cls: Any) -> list[tuple[str, Callable[[Any, str], Any], bool]]:
     types = types_of(cls)
-    for field in dataclasses.fields(spec):
-        value, annotation = getattr(spec, field.name), types[field.name]
-        options = () if value is None else typing.get_args(annotation)
-        for option in (annotation, *options):
+    found = []
+    for field in dataclasses.fields(cls):
+        annotation = types[field.name]
+        options = [(annotation, False), *((x, True) for x in typing.get_args(annotation))]
+        for option, is_option in options:
             if (limits := limits_of(option)) and limits.check:
-                object.__setattr__(spec, field.name, limits.check(value, field.name))
+                found.append((field.name, limits.check, is_option))
+    return found
 
 
 def fail(error: type[Exception], field: str, message: str) -> NoReturn:

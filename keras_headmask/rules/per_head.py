@@ -80,14 +80,15 @@ class PerHead(Compound):
     def __post_init__(self) -> None:
         fields.check_fields(self)
         merged_inputs(self.children)  # heads that read one input in two forms are refused here
+        vars(self)["_rules"] = dict(self.heads)
+
+    @functools.cached_property
+    def _rules(self) -> dict[int, MaskSpec]:  # (set at once: `torch.compile` cannot read the lock)
+        return dict(self.heads)
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
         return (*dict.fromkeys(spec for _, spec in self.heads), self.default)
-
-    @functools.cached_property
-    def _rules(self) -> dict[int, MaskSpec]:
-        return dict(self.heads)
 
     def children_at(self, head: int) -> tuple[MaskSpec, ...]:
         return (self._rules.get(head, self.default),)

@@ -1,0 +1,263 @@
+"""Compiled code on PyTorch, forward: FlexAttention over the blocks that a rule leaves open."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+from strategies import FEW, MANY, cases, positional_leaves, reading_leaves, specs
+from tiled_contract import LONG, SCALE, attend, close, operands
+
+import keras_headmask as hm
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.tuning import dense_scope, tuned
+from keras_headmask.rules import evaluation
+
+if keras.backend.backend() != "torch":
+    pytest.skip("needs the PyTorch backend", allow_module_level=True)
+
+import torch
+
+from keras_headmask.attention import flex_torch
+
+# Of whole masks nothing is known by block, and other tiles compute them.
+OF_SIDES = {
+    name: (spec, inputs)
+    for name, (spec, inputs) in LONG.items()
+    if not any(kind.rank is None for kind in spec.inputs.values())
+}
+_leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
+by_sides = cases(specs(_leaves, per_head=False))
+sizes = st.integers(1, 4)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The block masks of each call of FlexAttention."""
+    calls = []
+    usual = flex_torch.flex_attention
+
+    def counted(*operands, block_mask, **rest):
+        calls.append(block_mask.kv_num_blocks.shape)
+        return usual(*operands, block_mask=block_mask, **rest)
+
+    monkeypatch.setattr(flex_torch, "flex_attention", counted)
+    torch._dynamo.reset()
+    return calls
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """FlexAttention by its definition, which asks for each pair and reads no blocks."""
+    module = torch.nn.attention.flex_attention
+    monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, tile=4, block=3):
+    bound = evaluation.bind(spec, inputs, queries, keys, offset)
+    with tuned(flex_tile=tile, flex_block=block) as tuning:
+        return Part(spec, tuple(range(heads)), bound, SCALE, tuning, sharing=sharing)
+
+
+def listed(counts, orders):
+    """Which blocks are listed, `(B, tiles, blocks)`, as a mask; they must come in order."""
+    counts, orders = numpy(counts)[:, 0], numpy(orders)[:, 0]
+    found = np.zeros(orders.shape, bool)
+    for example, tile in np.ndindex(*counts.shape):
+        own = orders[example, tile, : counts[example, tile]]
+        assert (np.diff(own) > 0).all()
+        found[example, tile, own] = True
+    return found
+
+
+# ---------------------------------------------------------------- which blocks, which pairs
+
+
+@MANY
+@given(by_sides, sizes, sizes)
+def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, tile, block):
+    spec, inputs, _, _, queries, keys, offset = case
+    part = part_of(spec, inputs, queries, keys, offset, tile=tile, block=block)
+    made = flex_torch.block_mask(part, offset, queries, keys)
+    partial = listed(made.kv_num_blocks, made.kv_indices)
+    full = listed(made.full_kv_num_blocks, made.full_kv_indices)
+    assert not (partial & full).any()
+    mask = numpy(hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset))[:, 0]
+    for example, row, column in np.ndindex(len(mask), *partial.shape[1:]):
+        rows, columns = row * tile, column * block
+        pairs = mask[example, rows : rows + tile, columns : columns + block]
+        place = example % len(partial), row, column
+        assert pairs.all() or not full[place]
+        assert not pairs.any() or full[place] or partial[place]
+
+
+def test_blocks_are_left_out_by_data_and_by_position():
+    ids = np.arange(64)[None] // 16
+    part = part_of(
+        hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}, 64, 64, tile=8, block=8
+    )
+    made = flex_torch.block_mask(part, 0, 64, 64)
+    assert made.kv_num_blocks.sum() == 8, "the diagonal"
+    assert made.full_kv_num_blocks.sum() == 4, "and what is below it in each document"
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("name", OF_SIDES)
+def test_pairs_are_those_of_the_rule(uncompiled, name, key_heads):
+    spec, inputs = OF_SIDES[name]
+    qkv = operands(3, 23, 23, 4, size=8, value_size=8, key_heads=key_heads)
+    part = part_of(spec, inputs, 23, 23, heads=4, sharing=4 // key_heads)
+    got = flex_torch.attend(part, 0, *map(torch.from_numpy, qkv))
+    close(got, attend(qkv, spec, inputs, tiled=False))
+
+
+@FEW
+@given(by_sides)
+def test_pairs_of_random_rules(case):
+    spec, inputs, _, _, queries, keys, offset = case
+    mask = hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset)
+    allowed = flex_torch.block_mask(
+        part_of(spec, inputs, queries, keys, offset), offset, queries, keys
+    ).mask_mod
+    for example, i, j in np.ndindex(len(mask), queries, keys):
+        place = map(torch.tensor, (example, 0, i, j))
+        assert bool(allowed(*place)) == bool(mask[example, 0, i, j])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_values_that_are_not_finite_reach_those_who_see_them_alone(uncompiled, bad):
+    q, k, v = operands(1, 23, 23, 2, size=8, value_size=8)
+    k[0, 5, :, 0], v[0, 11, :, 1], q[0, 20, :, 2] = bad, bad, bad
+    spec = hm.Window(2, 0) & ~hm.Queries(12, 13)
+    got = numpy(
+        flex_torch.attend(
+            part_of(spec, None, 23, 23, heads=2), 0, *map(torch.from_numpy, (q, k, v))
+        )
+    )
+    rows = np.isnan(got).all((0, 2, 3))
+    assert np.flatnonzero(rows).tolist() == [5, 6, 7, 11, 13, 20]
+    assert np.isfinite(got[:, ~rows]).all()
+    assert (got[:, 12] == 0).all()
+
+
+# ---------------------------------------------------------------- which calls take it
+
+
+def compiled(function, **rest):
+    return torch.compile(function, fullgraph=True, **rest)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["window", "documents", "padding", "per head", "full"])
+def test_compiled_code_is_one_graph(taken, name):
+    """Whatever compiles it: here nothing does, and the graph is run as it is."""
+    ids, pad = np.arange(300)[None] // 70, np.arange(300)[None] < 290
+    two_heads = hm.PerHead({0: hm.Window(9, 9), 2: hm.Window(9, 9)})
+    spec, inputs = {
+        "window": (hm.Window(9, 9), {}),
+        "documents": (hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}),
+        "padding": (hm.SameSentence(1, "ids") | hm.KeyFlag("pad"), {"ids": ids, "pad": pad}),
+        "per head": (two_heads & hm.KeyFlag("pad"), {"pad": pad}),
+        "full": (hm.Full(), {}),
+    }[name]
+    inputs = {key: torch.from_numpy(x) for key, x in inputs.items()}
+    qkv = [torch.from_numpy(x) for x in operands(1, 300, 300, 4, key_heads=4)]
+    wanted = attend(qkv, spec, inputs, tiled=False)
+    got = compiled(lambda *x: attend(x, spec, inputs, tiled=None), backend="eager")(*qkv)
+    assert len(taken) == (2 if name == "per head" else 1)
+    close(got, wanted)
+
+
+def test_other_calls_do_not_take_it(taken):
+    spec, qkv = hm.Window(9, 9), [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
+    whole = torch.ones(300, 300, dtype=torch.bool)
+
+    def run(*qkv, **rest):
+        return torch.compile(lambda *x: attend(x, spec, tiled=None, **rest), backend="eager")(*qkv)
+
+    def run_whole(*qkv):
+        rule = spec & hm.MaskInput("m")
+        return torch.compile(lambda *x: attend(x, rule, {"m": whole}, tiled=None), backend="eager")(
+            *qkv
+        )
+
+    with torch.no_grad():
+        attend(qkv, spec, tiled=None)
+        run(*qkv, dropout=0.5, seed=1)
+        run(*qkv, logits_soft_cap=3.0)
+        run(*(x.double() for x in qkv))
+        run(*(x[:, :200] for x in qkv))
+        run(*qkv, spec=spec & hm.MaskInput("m"), inputs={"m": whole})
+        with dense_scope():
+            run(*qkv)
+    run(*(x.requires_grad_() for x in qkv)).sum().backward()
+    assert qkv[0].grad is not None
+    assert not taken
+
+
+def test_what_is_held_while_code_is_compiled_counts(taken):
+    """A value that a context holds is read anew; code compiled without one is not used then."""
+    qkv = [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
+    call = torch.compile(lambda *x: attend(x, hm.Window(9, 9), tiled=None), backend="eager")
+    with torch.no_grad():
+        call(*qkv)
+        assert taken
+        taken.clear()
+        with dense_scope():
+            call(*qkv)
+        assert not taken
+        call(*qkv)
+        assert taken
+
+
+# ---------------------------------------------------------------- with PyTorch's compiler
+
+needs_compiler = pytest.mark.skipif(not flex_torch._HAS_KERNEL, reason="needs AVX2")
+
+
+@needs_compiler
+@torch.no_grad()
+def test_by_the_compiler(taken):
+    """Documents, padding, shared key heads, rows that see nothing, and a NaN that is hidden."""
+    ids = torch.from_numpy(np.stack([np.arange(300) // 70, np.arange(300) // 41]))
+    pad = torch.from_numpy(np.arange(300)[None] < np.array([[300], [190]]))
+    spec = hm.PerHead({0: hm.SameSegment("ids"), "1-3": hm.Window(70, 0)}) & hm.KeyFlag("pad")
+    inputs = {"ids": ids, "pad": pad}
+    qkv = [
+        torch.from_numpy(x) for x in operands(2, 300, 300, 4, size=16, value_size=8, key_heads=2)
+    ]
+    for x in qkv[1:]:
+        x[1, 200:] = float("nan")
+    wanted = attend(qkv, spec, inputs, tiled=False)
+    got = compiled(lambda *x: attend(x, spec, inputs, tiled=None))(*qkv)
+    assert taken
+    close(got, wanted)
+    assert (got[1, 270:] == 0).all()
+
+
+@pytest.mark.long
+@needs_compiler
+@torch.no_grad()
+def test_by_the_compiler_for_lengths_that_vary(taken):
+    spec = hm.Window(30, 7) & hm.SameSegment("ids")
+    call = compiled(lambda ids, *x: attend(x, spec, {"ids": ids}, tiled=None), dynamic=True)
+    for length in (300, 331, 420):
+        qkv = [torch.from_numpy(x) for x in operands(1, length, length, 2, size=16, value_size=16)]
+        ids = torch.from_numpy(np.arange(length)[None] // 70)
+        close(call(ids, *qkv), attend(qkv, spec, {"ids": ids}, tiled=False))
+    assert taken
+
+
+@pytest.mark.long
+@needs_compiler
+def test_a_model_that_keras_compiles(taken):
+    x = np.random.default_rng(0).normal(size=(2, 300, 32)).astype("float32")
+    given = keras.Input((300, 32))
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 16, mask_spec=hm.Window(9, 9))
+    model = keras.Model(given, layer(given, given))
+    wanted = numpy(model(ops.convert_to_tensor(x)))
+    model.compile("sgd", "mse", jit_compile=True)
+    close(model.predict(x, verbose=0), wanted)
+    assert taken

@@ -189,7 +189,7 @@ def test_other_calls_do_not_take_it(taken):
         run(*qkv, logits_soft_cap=3.0)
         run(*(x.double() for x in qkv))
         run(*(x[:, :200] for x in qkv))
-        run(*qkv, spec=spec & hm.MaskInput("m"), inputs={"m": whole})
+        run_whole(*qkv)
         with dense_scope():
             run(*qkv)
     run(*(x.requires_grad_() for x in qkv)).sum().backward()

@@ -5,11 +5,10 @@ on to the backward pass, which takes longer than attention over a short sequence
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from keras_headmask._keras import NOT_INLINED
 from keras_headmask.attention import head_by_head, parts, tiles_python, tiles_tensorflow
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tensorflow_graph import (
@@ -78,72 +77,71 @@ def _all_logits(part: Part, *operands: Tensor) -> Tensor:
     return with_own_gradient(tiles_tensorflow.at_once(part), *operands)
 
 
-@shared
 def _by_length(part: Part, *operands: Tensor) -> Tensor:
-    return with_own_gradient(_chosen_by_length(part), *operands)
-
-
-class _Choice(NamedTuple):
-    """What to do up to so many logits, of a head of one example or of the whole batch."""
-
-    most: int
-    is_of_batch: bool
-    passes: Passes
-
-
-def _choices(part: Part) -> list[_Choice]:
-    """Of what is not tiled; the first that suits is taken."""
-    at_once, found = tiles_tensorflow.at_once(part), []
     # (In a file, one branch more for each layer; and OpenVINO computes it wrongly.)
-    if part.tuning.most_logits_at_once and not is_forward_only():
-        found.append(_Choice(_most_at_once(part), True, at_once))
-    if part.changes.are_some:
-        found.append(_Choice(_most_pairs(part), False, at_once))
-    elif part.dropout is None:  # head by head knows neither
-        found.append(_Choice(_most_pairs(part), False, guarded(head_by_head.passes(part))))
-    return found
+    if is_forward_only() or not part.tuning.most_logits_at_once:
+        return _of_many(part, *operands)
+    at_once = tiles_tensorflow.at_once(part)
 
+    def is_small(query: Tensor, key: Tensor) -> Tensor:
+        return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= _most_at_once(part)
 
-def _chosen_by_length(part: Part) -> Passes:
-    choices, tiles = _choices(part), guarded(_of_groups(part))
-    passes = [*(choice.passes for choice in choices), tiles]
-    keeps = max(x.keeps for x in passes)
-
-    def chosen(branches: list[Callable], query: Tensor, key: Tensor) -> Any:
-        batch, pairs = tf.shape(query)[0], tf.shape(query)[1] * tf.shape(key)[1]
-        of_batch = batch * len(part.heads) * pairs
-
-        def from_choice(number: int) -> Any:
-            if number == len(choices):
-                return branches[number]()
-            most, is_of_batch, _ = choices[number]
-            suits = (of_batch if is_of_batch else pairs) <= most
-            return tf.cond(suits, branches[number], _apart(lambda: from_choice(number + 1)))
-
-        return from_choice(0)
-
+    # Few logits are computed here, not in a function, whose call would take longer than they do.
+    # The other branch is one: what is not run takes no time then.
     def forward(*operands: Tensor) -> list[Tensor]:
-        def branch(passes: Passes) -> Callable:
-            nothing = [tf.zeros([0, 0, 0, 0], operands[0].dtype)] * (keeps - passes.keeps)
-            return lambda: [*passes.forward(*operands), *nothing]
-
-        return chosen([branch(x) for x in passes], *operands[:2])
+        nothing = [tf.zeros([0, 0, 0, 0], operands[0].dtype)] * at_once.keeps
+        return tf.cond(
+            is_small(*operands[:2]),
+            lambda: at_once.forward(*operands),
+            lambda: [_of_many(part, *operands), *nothing],
+        )
 
     def backward(*given: Tensor) -> tuple:
-        def branch(passes: Passes) -> Callable:
-            own = given[: len(given) - keeps + passes.keeps]
-            return lambda: passes.backward(*own)
+        return tf.cond(
+            is_small(*given[:2]),
+            lambda: at_once.backward(*given),
+            lambda: _gradients_of_many(part, *given[: len(given) - at_once.keeps]),
+        )
 
-        return chosen([branch(x) for x in passes], *given[:2])
-
-    return Passes(forward, backward, keeps)
+    return with_own_gradient(Passes(forward, backward, at_once.keeps), *operands)
 
 
-def _apart(branch: Callable) -> Callable:
-    """As one operation: what is not run takes no time, where each operation of it would."""
-    if tf.executing_eagerly() or is_forward_only():
-        return branch
-    return tf.function(branch, autograph=False, experimental_attributes=NOT_INLINED)
+@shared
+def _of_many(part: Part, *operands: Tensor) -> Tensor:
+    return with_own_gradient(_short_or_tiled(part), *operands)
+
+
+@shared
+def _gradients_of_many(part: Part, *given: Tensor) -> tuple:
+    return _short_or_tiled(part).backward(*given)
+
+
+def _short_or_tiled(part: Part) -> Passes:
+    tiles = guarded(_of_groups(part))
+    if part.changes.are_some:
+        short = tiles_tensorflow.at_once(part)
+    elif part.dropout is None:
+        short = guarded(head_by_head.passes(part))
+    else:
+        return tiles
+
+    def chosen(first: Callable, second: Callable, query: Tensor, key: Tensor) -> Any:
+        pairs = _sizes(query)[1] * _sizes(key)[1]
+        return tf.cond(pairs <= _most_pairs(part), first, second)
+
+    def forward(*operands: Tensor) -> list[Tensor]:
+        first, second = (lambda x=x: x.forward(*operands) for x in (short, tiles))
+        return chosen(first, second, *operands[:2])
+
+    def backward(*given: Tensor) -> tuple:
+        first, second = (lambda x=x: x.backward(*given) for x in (short, tiles))
+        return chosen(first, second, *given[:2])
+
+    return Passes(forward, backward)
+
+
+def _sizes(tensor: Tensor) -> Tensor:
+    return tf.shape(tensor, out_type=tf.int64)  # of 16 heads, 16,384 squared is 0 in 32 bits
 
 
 def _of_groups(part: Part) -> Passes:

@@ -26,6 +26,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
+from keras_headmask.attention.tuning import tuned
 
 pytestmark = pytest.mark.tensorflow
 CHOICES = {"at once": (at_once, None), "head by head": (heads_alone, True), "tiles": (tiles, True)}
@@ -161,9 +162,16 @@ def mapped(x, tiled):
     return tf.vectorized_map(lambda e: attend((e[None],) * 3, RULE, tiled=tiled), x)
 
 
-@choices
-@pytest.mark.parametrize("of", [second_derivative, jacobian, mapped])
-def test_what_is_made_of_gradients(choice, of):
+@pytest.mark.parametrize(
+    ("of", "choice"),
+    [
+        (second_derivative, "at once"),
+        pytest.param(second_derivative, "head by head", marks=pytest.mark.long),
+        pytest.param(second_derivative, "tiles", marks=pytest.mark.long),
+        *((of, choice) for of in (jacobian, mapped) for choice in CHOICES),
+    ],
+)
+def test_what_is_made_of_gradients(of, choice):
     import tensorflow as tf
 
     from keras_headmask.attention import tensorflow_graph
@@ -178,32 +186,57 @@ def test_what_is_made_of_gradients(choice, of):
     np.testing.assert_allclose(got, of(x, False), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("spec", "logits", "wanted"),
-    [
-        (hm.Window(3, 3), 2**19, "at once"),
-        (hm.Window(3, 3), 2**19 + 1, "other"),
-        (hm.PerHead({0: hm.Window(3, 3)}), 2**22, "at once"),  # each group has a loop of its own
-        (hm.PerHead({0: hm.Window(3, 3)}), 2**22 + 1, "other"),
-        (hm.RandomBlocks(32, 0.5, 0), 2**23, "at once"),  # its tiles look at nearly all keys
-        (hm.RandomBlocks(32, 0.5, 0), 2**23 + 1, "other"),
-    ],
-)
-def test_up_to_how_many_logits_all_are_computed_at_once(spec, logits, wanted, monkeypatch):
+@pytest.fixture
+def which(monkeypatch):
+    """Which is chosen for a spec and lengths, of two heads."""
     import tensorflow as tf
 
-    from keras_headmask.attention import head_by_head, on_tensorflow, tiles_tensorflow
-    from keras_headmask.attention.tensorflow_graph import Passes
+    from keras_headmask.attention import (
+        head_by_head,
+        on_tensorflow,
+        tensorflow_graph,
+        tiles_tensorflow,
+    )
 
     def giving(number):
-        return Passes(lambda q, k, v: [tf.ones_like(q) * number], lambda *given: given[:3])
+        passes = lambda q, k, v: [tf.ones_like(q) * number], lambda *given: given[:3]
+        return lambda part: tensorflow_graph.Passes(*passes)
 
-    monkeypatch.setattr(tiles_tensorflow, "at_once", lambda part: giving(1))
-    monkeypatch.setattr(head_by_head, "passes", lambda part: giving(2))
-    monkeypatch.setattr(on_tensorflow, "_of_groups", lambda part: giving(2))
-    call = tf.function(lambda q, k: attend((q, k, k), spec, tiled=None))
-    operand = tf.TensorSpec([None, None, 2, 3])
-    got = call.get_concrete_function(operand, operand)(
-        tf.zeros([1, 1, 2, 3]), tf.zeros([1, logits // 2 + logits % 2, 2, 3])
-    )
-    assert numpy(got).min() == numpy(got).max() == {"at once": 1, "other": 2}[wanted]
+    monkeypatch.setattr(tiles_tensorflow, "at_once", giving(1))
+    monkeypatch.setattr(head_by_head, "passes", giving(2))
+    monkeypatch.setattr(on_tensorflow, "_of_groups", giving(3))
+    tensorflow_graph._shared.cache_clear()
+
+    def chosen(spec, queries, keys):
+        call = tf.function(lambda q, k: attend((q, k, k), spec, tiled=None))
+        operand = tf.TensorSpec([None, None, 2, 3])
+        traced = call.get_concrete_function(operand, operand)
+        got = numpy(traced(tf.zeros([1, queries, 2, 3]), tf.zeros([1, keys, 2, 3])))
+        assert got.min() == got.max()
+        return {1: "at once", 2: "head by head", 3: "tiles"}[got.max()]
+
+    yield chosen
+    tensorflow_graph._shared.cache_clear()
+
+
+GROUPS = hm.PerHead({0: hm.Window(3, 3)})  # each of them has a loop of its own
+RANDOM = hm.RandomBlocks(32, 0.5, 0)  # tiles would look at nearly all keys
+
+
+@pytest.mark.parametrize(
+    ("spec", "logits"), [(hm.Window(3, 3), 2**19), (GROUPS, 2**22), (RANDOM, 2**23)]
+)
+def test_up_to_how_many_logits_all_are_computed_at_once(which, spec, logits):
+    assert which(spec, 1, logits // 2) == "at once"
+    assert which(spec, 1, logits // 2 + 1) == "tiles"
+
+
+def test_short_sequences_of_a_large_batch_go_head_by_head(which):
+    with tuned(most_logits_at_once=2):
+        assert which(hm.Window(3, 3), 256, 256) == "head by head"
+        assert which(hm.Window(3, 3), 256, 257) == "tiles"
+
+
+@pytest.mark.parametrize("queries", [2**14, 2**15, 2**16])
+def test_lengths_whose_product_32_bits_do_not_hold(which, queries):
+    assert which(hm.Window(3, 3), queries, 2**16) == "tiles"

@@ -8,6 +8,7 @@ import subprocess
 
 from benchmarks import probe
 
+_LIMITS = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
 _PACKAGES = ("keras", "tensorflow", "torch", "jax", "numpy")
 
 
@@ -42,12 +43,15 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> str:
+    """Its name, and to what oneDNN and PyTorch are limited, as on a CPU that has nothing newer."""
+    limits = {os.environ.get(name, "").upper() for name in _LIMITS} - {""}
+    limited = f" (used as one with {', '.join(sorted(limits))})" if limits else ""
     try:
         with open("/proc/cpuinfo") as file:
             lines = [line for line in file if line.startswith("model name")]
-        return lines[0].split(":", 1)[1].strip()
+        return lines[0].split(":", 1)[1].strip() + limited
     except (OSError, IndexError):
-        return platform.processor() or "unknown"
+        return (platform.processor() or "unknown") + limited
 
 
 def _memory_gib() -> float | None:

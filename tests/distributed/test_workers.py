@@ -74,7 +74,11 @@ def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(backend, tmp_path):
     pytest.importorskip(backend)
     code, printed = run(EXAMPLE, "--quick", "--kill", "--out", tmp_path, backend=backend)
     assert code == 0, printed
-    assert f"Worker 1 ended with {-signal.SIGKILL}; the others were stopped." in printed
+    # (Worker 0, which lost its peer, may have ended, too, before anybody looks.)
+    ended = (
+        rf"Worker (1 ended with {-signal.SIGKILL}|0 ended with -?\d+); the others were stopped\."
+    )
+    assert re.search(ended, printed), printed
     _, _, again = printed.partition("Starting all again.")
     resumed, _, alone = again.partition("Training in one process.")
     assert "Epoch 1/4" not in resumed  # it is in the checkpoint

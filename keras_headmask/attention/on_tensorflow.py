@@ -19,6 +19,7 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
+from keras_headmask.rules.fused import divided
 
 _SOME = 1024  # positions, by which to see what a rule leaves to skip
 
@@ -57,19 +58,25 @@ def _most_pairs(part: Part) -> int:
 def _most_at_once(part: Part) -> int:
     """Of a batch; up to so many logits are computed at once."""
     most, groups = part.tuning.most_logits_at_once, parts.by_rule(part)
-    if not part.rule.inputs and all(_share(group) > 0.75 for group in groups):
+    if all(map(_skips_little, groups)):
         return 16 * most
     return most if len(groups) == 1 else 8 * most  # each group has loops of its own
 
 
-def _share(part: Part) -> float:
-    """The share of all logits that tiles would compute, where nothing but positions decides."""
-    plan = tiles_python.plan_of(part, _SOME, _SOME, 0)
+def _skips_little(part: Part) -> bool:
+    """Whether tiles would compute nearly all logits, by what the rule says of positions.
+
+    Beside that flags may hide keys, of padding as a rule; ids hide more, and so may flags alone.
+    """
+    rule = divided(part.rule)
+    if rule is None or rule.ids is not None or (rule.flags and rule.positional.constant):
+        return False
+    plan = tiles_python.plan_of(part._replace(rule=rule.positional), _SOME, _SOME, 0)
     seen = 0
     for runs in filter(None, plan.runs):
         first_gap = runs[1][0] - runs[0][1] if len(runs) > 1 else 0
         seen += runs[-1][1] - runs[0][0] - first_gap  # the loop skips no other
-    return seen / (_SOME * len(plan.runs))
+    return seen > 0.75 * _SOME * len(plan.runs)
 
 
 @shared

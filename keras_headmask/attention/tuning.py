@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any, Generic, TypeVar
 
+import keras
+
 T = TypeVar("T")
 _LOCK = threading.Lock()
 
@@ -15,7 +17,7 @@ _LOCK = threading.Lock()
 class Held(Generic[T]):
     """A `ContextVar` that `torch.compile` can read while no context holds a value of its own.
 
-    Else it splits the graph there. Code is compiled anew when the first context holds one.
+    While one does, in any thread, it splits the graph there, and with `fullgraph=True` it raises.
     """
 
     def __init__(self, name: str, default: T) -> None:
@@ -23,7 +25,8 @@ class Held(Generic[T]):
         self.variable: ContextVar[T] = ContextVar(name, default=default)
 
     def get(self) -> T:
-        return self.variable.get() if self.holders > 0 else self.default
+        is_free = self.holders == 0 and keras.backend.backend() == "torch"
+        return self.default if is_free and _is_compiling() else self.variable.get()
 
     def set(self, value: T) -> Token[T]:
         with _LOCK:
@@ -31,9 +34,17 @@ class Held(Generic[T]):
         return self.variable.set(value)
 
     def reset(self, token: Token[T]) -> None:
-        self.variable.reset(token)
-        with _LOCK:
-            self.holders -= 1
+        try:
+            self.variable.reset(token)
+        finally:
+            with _LOCK:
+                self.holders -= 1
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()
 
 
 @contextlib.contextmanager

@@ -208,10 +208,14 @@ def which(monkeypatch):
     tensorflow_graph._shared.cache_clear()
 
     def chosen(spec, queries, keys):
-        call = tf.function(lambda q, k: attend((q, k, k), spec, tiled=None))
+        def run(q, k, flags):
+            return attend((q, k, k), spec, {"pad": flags} if spec.inputs else None, tiled=None)
+
         operand = tf.TensorSpec([None, None, 2, 3])
-        traced = call.get_concrete_function(operand, operand)
-        got = numpy(traced(tf.zeros([1, queries, 2, 3]), tf.zeros([1, keys, 2, 3])))
+        of_flags = tf.TensorSpec([None, None], "bool")
+        traced = tf.function(run).get_concrete_function(operand, operand, of_flags)
+        of_keys = tf.zeros([1, keys, 2, 3]), tf.ones([1, keys], "bool")
+        got = numpy(traced(tf.zeros([1, queries, 2, 3]), *of_keys))
         assert got.min() == got.max()
         return {1: "at once", 2: "head by head", 3: "tiles"}[got.max()]
 
@@ -223,8 +227,19 @@ GROUPS = hm.PerHead({0: hm.Window(3, 3)})  # each of them has a loop of its own
 RANDOM = hm.RandomBlocks(32, 0.5, 0)  # tiles would look at nearly all keys
 
 
+PAD = hm.KeyFlag("pad")
+
+
 @pytest.mark.parametrize(
-    ("spec", "logits"), [(hm.Window(3, 3), 2**19), (GROUPS, 2**22), (RANDOM, 2**23)]
+    ("spec", "logits"),
+    [
+        (hm.Window(3, 3), 2**19),
+        (PAD, 2**19),
+        (GROUPS, 2**22),
+        (GROUPS & PAD, 2**22),
+        (RANDOM, 2**23),
+        (RANDOM & PAD, 2**23),
+    ],
 )
 def test_up_to_how_many_logits_all_are_computed_at_once(which, spec, logits):
     assert which(spec, 1, logits // 2) == "at once"

@@ -97,7 +97,7 @@ def _forward(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple
         if changes.changes.sinks is not None:
             share, log_sum = changes.changes.share_of_keys(log_sum)
             context = jnp.where(is_dead, 0, context * share)
-        log_sum = jnp.where(jnp.isfinite(largest), log_sum, _DEAD)
+        log_sum = jnp.where(is_dead, _DEAD, log_sum)  # (That of a row of NaN stays NaN.)
         return context.astype(operands[2].dtype), log_sum
 
     contexts, sums = lax.map(lambda i: of_tile(steps.step(i)), jnp.arange(steps.number))

@@ -164,3 +164,26 @@ def test_a_query_whose_scores_are_all_infinite_sees_nothing_that_is_hidden(route
         for q, k in ((ones * 1e20, ones * -1e20), (ones * -np.inf, ones)):
             got = numpy(called(*map(ops.convert_to_tensor, (q, k, v))))
             assert not (got > 1).any()  # NaN or 0, or a mean of what it sees
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_who_may_see_it_gets_no_gradient_that_looks_sound(route):
+    how, tiled, wrap = ROUTES[route]
+    spec, _ = RULES["positions"]
+    mask = numpy(hm.make_mask(spec, LENGTH, LENGTH, 3))[0]
+
+    def attend(*qkv):
+        return hm.dot_product_attention(*qkv, mask_spec=spec, scale=SCALE, tiled=tiled)
+
+    def loss(*qkv):
+        return ops.sum(called(*qkv) ** 2)
+
+    for place in (1, 2):
+        qkv = operands(1, LENGTH, LENGTH, 3)
+        qkv[place][0, BAD] = np.nan
+        with how():
+            called = wrap(attend) if wrap else attend
+            of_query = gradient(loss, *qkv)[0]
+        sees = mask[:, :, BAD].transpose()
+        assert not np.isfinite(of_query[0][sees]).any()
+        assert np.isfinite(of_query[0][~sees]).all()

@@ -60,7 +60,9 @@ def _most_at_once(part: Part) -> int:
     most, groups = part.tuning.most_logits_at_once, parts.by_rule(part)
     if all(map(_skips_little, groups)):
         return 16 * most
-    return most if len(groups) == 1 else 8 * most  # each group has loops of its own
+    if len(groups) > 1:  # each group has loops of its own
+        return 8 * most
+    return most if part.dropout is None else 4 * most  # tiles would draw it again for gradients
 
 
 def _skips_little(part: Part) -> bool:

@@ -1,6 +1,6 @@
 """What the tiled implementations share: heads of one rule and their keys, slices, dropout."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -11,7 +11,7 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.protocol import Bound, Cuts
+from keras_headmask.rules.protocol import WHOLE, Bound, Cuts
 
 
 class Part(NamedTuple):
@@ -38,7 +38,9 @@ class Part(NamedTuple):
 
     def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
         """`probabilities` of one tile after dropout."""
-        return probabilities if self.dropout is None else self.dropout.apply(probabilities, cuts)
+        if self.dropout is None:
+            return probabilities
+        return probabilities * self.dropout.factors(probabilities.dtype, cuts)
 
 
 def by_rule(part: Part) -> list[Part]:
@@ -196,13 +198,13 @@ class Dropout(NamedTuple):
     rows: Tensor
     columns: Tensor
 
-    def apply(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
-        """`probabilities` `(B, H, queries, keys)` of one tile, some of them 0."""
+    def factors(self, dtype: Any, cuts: Cuts = WHOLE) -> Tensor:
+        """Of the probabilities of one tile, `(B, H, queries, keys)`: 0, or what scales them up."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
         number = _mixed(rows + cuts.keys(self.columns, 0), is_compared=True)
         kept = number >= int(self.rate * 2**32) - 2**31
-        scale = ops.cast(1 / (1 - self.rate), probabilities.dtype)
-        return probabilities * ops.where(kept, scale, ops.zeros_like(scale))
+        scale = ops.cast(1 / (1 - self.rate), dtype)
+        return ops.where(kept, scale, ops.zeros_like(scale))
 
 
 def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:

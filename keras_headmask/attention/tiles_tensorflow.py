@@ -48,6 +48,7 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor, *changes: Tens
 
 
 def passes(part: Part) -> Passes:
+    """The same, forward and backward, where every operand is finite and has some position."""
     # Keys that query heads share are few: cut out of a tile, they cost less than a copy of all.
     are_shared = part.sharing != 1
 
@@ -84,10 +85,14 @@ def at_once(part: Part) -> Passes:
     """All logits as one tile, where there is little to skip.
 
     The rule of `part`, which is of all heads, may differ between them. Kept are the probabilities,
-    and the operands heads first: where there are few logits, moving them again would take long.
+    what dropout does to them, and the operands heads first: where there are few logits, making and
+    moving them again would take long.
     """
     if part.changes.are_some:
         return guarded(_in_one_tile(part))
+
+    def dropped(tensor: Tensor, *factors: Tensor) -> Tensor:
+        return functools.reduce(tf.multiply, factors, tensor)
 
     def forward(*operands: Tensor) -> list[Tensor]:
         query, key, value = map(_heads_first, finite.marked(*operands))
@@ -96,26 +101,27 @@ def at_once(part: Part) -> Passes:
         probabilities = tf.nn.softmax(logits)
         if allowed is not None:  # for fully masked rows, and for rows that are NaN
             probabilities = tf.where(allowed, probabilities, tf.zeros([], logits.dtype))
-        context = product_of(part.dropped(probabilities, WHOLE), value, part.sharing)
-        return [_heads_first(context), probabilities, query, key, value]
+        drawn = [] if part.dropout is None else [part.dropout.factors(logits.dtype)]
+        context = product_of(dropped(probabilities, *drawn), value, part.sharing)
+        return [_heads_first(context), probabilities, query, key, value, *drawn]
 
     def backward(*given: Tensor) -> tuple:
-        *_, upstream, _, probabilities, query, key, value = given
+        _, _, _, upstream, _, probabilities, query, key, value, *drawn = given
         query, key, value = finite.without_bad(query, key, value)
         upstream = _heads_first(upstream)
         d_probabilities = product_of(upstream, value, part.sharing, transpose_b=True)
-        d_probabilities = part.dropped(d_probabilities, WHOLE)
+        d_probabilities = dropped(d_probabilities, *drawn)
         # (Not of the context, which nobody else may need.)
         delta = tf.reduce_sum(times(probabilities, d_probabilities), -1, keepdims=True)
         d_logits = times(probabilities, d_probabilities - delta)
         made = (
             product_of(d_logits, key, part.sharing) * part.scale,
             sum_for_keys(d_logits, query * part.scale, part.sharing),
-            sum_for_keys(part.dropped(probabilities, WHOLE), upstream, part.sharing),
+            sum_for_keys(dropped(probabilities, *drawn), upstream, part.sharing),
         )
         return tuple(map(_heads_first, made))
 
-    return Passes(forward, backward, keeps=4)
+    return Passes(forward, backward, keeps=4 if part.dropout is None else 5)
 
 
 def _in_one_tile(part: Part) -> Passes:

@@ -66,7 +66,7 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    most_logits_at_once: int = 2**19  # of a batch, at lengths that show when the graph runs
+    most_logits_at_once: int = 2**19  # of a batch, on TensorFlow; more where tiles gain less
     most_pairs_by_head: int = 2**16  # up to these, all logits of a head stay in the cache
     most_logits_by_head: int = 2**19  # of an example, for rules that read data
     most_computed: float = 0.5  # share of all logits, for tiles in a Python loop to be worth it

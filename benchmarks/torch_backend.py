@@ -3,8 +3,9 @@
 Attention of the same operands by this package on Keras' PyTorch backend, as it is and compiled by
 `torch.compile`, by PyTorch's `scaled_dot_product_attention` with the whole mask, and by compiled
 FlexAttention, its block mask made before; ours makes its own in each call. The peers get their
-operands heads first, the layout that suits them best. The training case is forward and gradients of
-the window; FlexAttention has no backward pass on a CPU.
+operands heads first, the layout that suits them best; "flex, heads last" gets those of a layer, as
+ours do. The training case is forward and gradients of the window; FlexAttention has no backward
+pass on a CPU.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # as in `workers`
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -95,9 +97,9 @@ def ours(case: cases.Case, given: list[Any]) -> Any:
 @torch.no_grad()
 def attention(case: cases.Case, repetitions: int, with_flex: bool) -> dict[str, Any]:
     """Attention alone, forward."""
-    of_peers = peers_torch.heads_first(case, "float32")
+    of_peers, given = peers_torch.heads_first(case, "float32"), operands(case)
     allowed = torch.from_numpy(case.mask(case.data()))
-    attend = ours(case, operands(case))
+    attend = ours(case, given)
     functions = {
         "ours": attend,
         "sdpa": lambda: scaled_dot_product_attention(*of_peers, attn_mask=allowed),
@@ -105,6 +107,8 @@ def attention(case: cases.Case, repetitions: int, with_flex: bool) -> dict[str, 
     if with_flex:
         flex, blocks = peers_torch.compiled_flex(), peers_torch.block_mask(case)
         functions["flex"] = lambda: flex(*of_peers, block_mask=blocks)
+        as_views = [x.transpose(1, 2) for x in given]
+        functions["flex, heads last"] = lambda: flex(*as_views, block_mask=blocks)
         functions["ours, compiled"] = torch.compile(attend, dynamic=False)
     result = measure.interleaved(functions, repetitions)
     alive, wanted = allowed.any(-1)[..., None], functions["sdpa"]()

@@ -21,6 +21,8 @@ def run(task: dict[str, Any], module: str = "benchmarks", **variables: str) -> d
         "TF_ENABLE_ONEDNN_OPTS": "1",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        # What was compiled under other limits of the processor (`machine`) would be run again.
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         **variables,
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -31,7 +31,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("folder", ["", "bfloat16"])
+@pytest.mark.parametrize("folder", ["", "bfloat16", "avx2"])
 def test_the_report_of_an_older_record_is_as_it_was(folder, tmp_path):
     results = ROOT / "benchmarks" / "results" / folder
     record = json.loads((results / "record.json").read_text(encoding="utf-8"))

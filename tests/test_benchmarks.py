@@ -240,7 +240,8 @@ def test_grouped_queries_are_measured_on_equal_attention():
 @long
 def test_the_torch_backend_is_measured_beside_compiled_attention(tmp_path):
     record = torch_backend_is_measured(tmp_path, "--only", "documents")
-    assert set(record["ratios"]) == {"documents / flex", "documents / sdpa"}
+    ours, peers = ("documents", "documents, compiled"), ("flex", "flex, heads last", "sdpa")
+    assert set(record["ratios"]) == {f"{own} / {peer}" for own in ours for peer in peers}
 
 
 def test_the_torch_backend_is_measured_on_equal_attention_without_a_compiler(tmp_path):

@@ -235,11 +235,12 @@ def all_that_restricts(
     What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
     """
     specs, inputs = [spec], dict(mask_inputs or {})
-    given = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
-    for leaf, mask in zip(_FROM_OUTSIDE, given, strict=True):
-        if any(side is not None for side in (mask if isinstance(mask, tuple) else (mask,))):
+    given = attention_mask, query_mask, value_mask, key_mask
+    as_inputs = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
+    for leaf, mask, as_input in zip(_FROM_OUTSIDE, given, as_inputs, strict=True):
+        if mask is not None:
             specs.append(leaf)
-            inputs[leaf.input] = mask
+            inputs[leaf.input] = as_input
     joined = [x for x in (*specs, window) if x is not None]
     return (functools.reduce(operator.and_, joined) if joined else None), inputs
 
@@ -362,9 +363,9 @@ def _by_tiles(request: Request, of_all: Part, operands: list[Tensor]) -> Tensor:
         of_part += parts.changes_of_heads(changes, part.heads).tensors
         # TensorFlow's own loop can do what depends on data, in a graph of one size. Unrolled in
         # Python, the same tiles train in less time if they are few.
-        is_few = queries <= part.tuning.most_unrolled * part.tile
-        is_few = is_few and isinstance(request.query_offset, int)
-        if _has_loops() and (part.rule.inputs or not is_few):
+        are_few = queries <= part.tuning.most_unrolled * part.tile
+        may_unroll = are_few and isinstance(request.query_offset, int)
+        if _has_loops() and (part.rule.inputs or not may_unroll):
             from keras_headmask.attention import tiles_tensorflow
 
             contexts.append(tiles_tensorflow.attend(part, *of_part))

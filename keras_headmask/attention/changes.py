@@ -94,7 +94,7 @@ class Changes(NamedTuple):
             bent = ops.tanh(logits / self.soft_cap)
             logits, slope = self.soft_cap * bent, 1 - bent * bent
         if self.bias is not None:
-            logits = logits + self._bias_of_tile(cuts)
+            logits = logits + self.bias_of_tile(cuts)
         if self.position_bias is not None:
             assert positions is not None
             queries, keys = cuts.queries(positions[0], 0), cuts.keys(positions[1], 0)
@@ -106,10 +106,11 @@ class Changes(NamedTuple):
         """The pairs of a tile that are allowed, without those that the bias hides."""
         if self.bias is None:
             return allowed
-        open_pairs = self._bias_of_tile(cuts) != float("-inf")
+        open_pairs = self.bias_of_tile(cuts) != float("-inf")
         return open_pairs if allowed is None else ops.logical_and(allowed, open_pairs)
 
-    def _bias_of_tile(self, cuts: Cuts) -> Tensor:
+    def bias_of_tile(self, cuts: Cuts) -> Tensor:
+        """`bias` where a tile looks at it."""
         tile = cuts.batch(self.bias, 0)
         for axis, cut in ((2, cuts.queries), (3, cuts.keys)):
             if tile.shape[axis] != 1:  # 1 serves every position

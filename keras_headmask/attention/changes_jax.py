@@ -35,8 +35,7 @@ class ChangesOfBlocks(NamedTuple):
         return cls(changes, part.heads, steps.bound)
 
     def of_logits(self, logits: Tensor, visit: Visit) -> Tensor:
-        changed = self.changes.of_logits(logits, self.heads, self.bound[:2], visit.cuts)[0]
-        return changed
+        return self.changes.of_logits(logits, self.heads, self.bound[:2], visit.cuts)[0]
 
     def allowed(self, visit: Visit) -> Mask | None:
         return self.changes.allowed(visit.allowed, visit.cuts)
@@ -47,7 +46,7 @@ class ChangesOfBlocks(NamedTuple):
             return d_changed, sums
         positions = visit.cuts.queries(self.bound[0], 0), visit.cuts.keys(self.bound[1], 0)
         bias, table = self.changes.bias, self.changes.table
-        tile = None if bias is None else self._cut(bias, visit)
+        tile = None if bias is None else self.changes.bias_of_tile(visit.cuts)
 
         def changed(logits: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
             changes = self.changes._replace(bias=bias, table=table)
@@ -71,12 +70,6 @@ class ChangesOfBlocks(NamedTuple):
         found = [x for x in (*sums, of_sinks) if x is not None]
         cut = [x[tuple(map(slice, of.shape))] for x, of in zip(found, like, strict=True)]
         return [x.astype(of.dtype) for x, of in zip(cut, like, strict=True)]
-
-    def _cut(self, bias: Tensor, visit: Visit) -> Tensor:
-        tile = visit.cuts.batch(bias, 0)
-        for axis, cut in ((2, visit.cuts.queries), (3, visit.cuts.keys)):
-            tile = tile if tile.shape[axis] == 1 else cut(tile, axis)
-        return tile
 
     def _place(self, bias: Tensor, visit: Visit) -> tuple[Any, ...]:
         example, query, key = visit.corner

@@ -37,6 +37,7 @@ def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def passes(part: Part) -> Passes:
+    """The same, forward and backward, where every operand is finite and has some position."""
 
     def forward(*operands: Tensor) -> list[Tensor]:
         query, _, value = operands

@@ -95,7 +95,7 @@ def lowered(
     by_ids: dict[tuple, list[int]] = {}
     for rule, members in head_groups(spec, heads):
         parts = divided(rule)
-        if parts is None or not _has_small_ids(parts, bound):
+        if parts is None or not _are_32_bits(parts, bound):
             return None
         lengths = queries, keys
         visited = parts.positional
@@ -141,8 +141,8 @@ def segments(
     return jnp.where(open_queries, own, -1), jnp.where(open_keys, other, -2)
 
 
-def _has_small_ids(parts: Divided, bound: Bound) -> bool:
-    """Whether 32 bits hold all ids."""
+def _are_32_bits(parts: Divided, bound: Bound) -> bool:
+    """Whether the dtype of the ids, if there are any, fits into int32."""
     if parts.ids is None:
         return True
     ((own, other),) = bound.leaf_inputs[parts.ids].values()

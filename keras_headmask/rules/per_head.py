@@ -80,18 +80,13 @@ class PerHead(Compound):
     def __post_init__(self) -> None:
         fields.check_fields(self)
         merged_inputs(self.children)  # heads that read one input in two forms are refused here
-        vars(self)["_rules"] = dict(self.heads)
-
-    @functools.cached_property
-    def _rules(self) -> dict[int, MaskSpec]:  # (set at once: `torch.compile` cannot read the lock)
-        return dict(self.heads)
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
         return (*dict.fromkeys(spec for _, spec in self.heads), self.default)
 
     def children_at(self, head: int) -> tuple[MaskSpec, ...]:
-        return (self._rules.get(head, self.default),)
+        return (dict(self.heads).get(head, self.default),)
 
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         new = dict(zip(self.children, children, strict=True))
@@ -119,8 +114,9 @@ class PerHead(Compound):
 
     def _runs(self) -> Iterator[tuple[int | str, Any]]:
         """Neighbouring heads with equal rules under one key, as a person would write them."""
-        for run in words.runs(self._rules):
-            for spec, equal in itertools.groupby(run, self._rules.get):
+        rules = dict(self.heads)
+        for run in words.runs(rules):
+            for spec, equal in itertools.groupby(run, rules.get):
                 heads = list(equal)
                 yield (heads[0] if len(heads) == 1 else f"{heads[0]}-{heads[-1]}"), spec
 

@@ -152,7 +152,9 @@ def _flags(
     """
     leaves: dict[MaskSpec, Tensor] = {}
     flagged: dict[str, Tensor] = {}
-    for leaf in dict.fromkeys(leaves_under_or(rule)):
+    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
+    opening = () if rule.constant else leaves_under_or(rule)
+    for leaf in dict.fromkeys(opening):
         if (side := leaf.opens) is None:
             continue
         read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]

@@ -126,6 +126,7 @@ LONG = {
     "two dead ends": (hm.Queries(5, 17) & hm.Window(2, 2), {}),
     "full": (hm.Full(), {}),
     "nothing": (hm.Nothing(), {}),
+    "full, flags beside it": (hm.Full() | hm.KeyFlag("flags"), {"flags": FLAGS}),
     "documents": (hm.SameSegment("ids") & hm.Window(after=0), {"ids": SORTED_IDS}),
     "unsorted": (hm.SameSegment("ids"), {"ids": UNSORTED_IDS}),
     "not unsorted": (~hm.SameSegment("ids"), {"ids": UNSORTED_IDS}),

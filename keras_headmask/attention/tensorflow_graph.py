@@ -24,21 +24,25 @@ def shared(attend: Callable) -> Callable:
     @functools.wraps(attend)
     @tf.autograph.experimental.do_not_convert
     def call(part: Any, *operands: Tensor) -> Tensor:
-        bound = part.bound
-        if tf.executing_eagerly() or part.dropout is not None:
+        bound, dropout = part.bound, part.dropout
+        if tf.executing_eagerly():
             return attend(part._replace(bound=_widened(bound)), *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
+        drawn = []
+        if dropout is not None:
+            drawn = [dropout.rows, dropout.columns]
+            dropout = dropout._replace(rows=None, columns=None)
         state = is_forward_only(), _keras.checks_numerics()
-        function = _shared(attend, part._replace(bound=None), names, state)
-        return function(bound.query_positions, bound.key_positions, values, *operands)
+        function = _shared(attend, part._replace(bound=None, dropout=dropout), names, state)
+        return function(bound.query_positions, bound.key_positions, values, drawn, *operands)
 
     return call
 
 
 @functools.lru_cache(maxsize=128)
 def _shared(attend: Callable, part: Any, names: tuple, state: tuple) -> Callable:
-    """`attend` as a function of tensors alone, for a part without its `bound`.
+    """`attend` as a function of tensors alone, for a part without its `bound` and draws.
 
     The key of the cache holds the part's tuning and `state`, what else decides what is traced: an
     export has no use for gradients.
@@ -46,12 +50,18 @@ def _shared(attend: Callable, part: Any, names: tuple, state: tuple) -> Callable
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
     @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
-    def function(queries: Tensor, keys: Tensor, values: list, *operands: Tensor) -> Tensor:
+    def function(
+        queries: Tensor, keys: Tensor, values: list, drawn: list, *operands: Tensor
+    ) -> Tensor:
         inputs = {
             leaf: dict(zip(of_leaf, given, strict=True))
             for (leaf, of_leaf), given in zip(names, values, strict=True)
         }
-        return attend(part._replace(bound=_widened(Bound(queries, keys, inputs))), *operands)
+        dropout = part.dropout
+        if dropout is not None:
+            dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
+        whole = part._replace(bound=_widened(Bound(queries, keys, inputs)), dropout=dropout)
+        return attend(whole, *operands)
 
     return function
 

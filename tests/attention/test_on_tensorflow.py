@@ -135,14 +135,14 @@ def test_what_turns_out_to_be_empty(choice, batch, queries, keys):
 RULE = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))
 
 
-def second_derivative(x, tiled):
+def second_derivative(x, tiled, rule=RULE, **rest):
     import tensorflow as tf
 
     with tf.GradientTape() as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
             inner.watch(x)
-            loss = tf.reduce_sum(attend((x, x, x), RULE, tiled=tiled) ** 2)
+            loss = tf.reduce_sum(attend((x, x, x), rule, tiled=tiled, **rest) ** 2)
         loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
     return outer.gradient(loss, x)
 
@@ -165,9 +165,8 @@ def mapped(x, tiled):
 @pytest.mark.parametrize(
     ("of", "choice"),
     [
-        (second_derivative, "at once"),
-        pytest.param(second_derivative, "head by head", marks=pytest.mark.long),
-        pytest.param(second_derivative, "tiles", marks=pytest.mark.long),
+        # (Of several rules TensorFlow takes two minutes to trace it.)
+        *(pytest.param(second_derivative, choice, marks=pytest.mark.long) for choice in CHOICES),
         *((of, choice) for of in (jacobian, mapped) for choice in CHOICES),
     ],
 )
@@ -184,6 +183,19 @@ def test_what_is_made_of_gradients(of, choice):
         call = tf.function(lambda x: of(x, tiled))
         got = call.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
     np.testing.assert_allclose(got, of(x, False), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_second_derivatives_of_one_rule(dropout):
+    import tensorflow as tf
+
+    def derivative(x, tiled=None):
+        return second_derivative(x, tiled, hm.Window(3, 0), dropout=dropout, seed=5)
+
+    x = tf.constant(normal(1, 8, 2, 4, seed=3))
+    of_any_length = tf.function(derivative, autograph=False)
+    got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
+    np.testing.assert_allclose(got, derivative(x, tiled=True), rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture

@@ -344,6 +344,47 @@ print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
 """
 
 
+def custom_gradient(function: Callable) -> Callable:
+    """`tf.custom_gradient` for a `function` of tensors, whose graph can be freed.
+
+    `function` returns a tensor, and a function that gives the gradients of the operands. In a graph
+    TensorFlow registers that one under a name for good: it holds the graph, and that the variables.
+    Here the operation holds it, as the call of a `tf.function` holds its gradient.
+    """
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        import tensorflow as tf
+        from tensorflow.python.eager import record
+
+        if tf.executing_eagerly():
+            return tf.custom_gradient(function)(*operands)
+        operands = tuple(map(tf.convert_to_tensor, operands))
+        result, gradient = function(*operands)
+
+        def gradients(upstream: Any, *_: Any) -> list[Any]:
+            return [None, *gradient(upstream)]
+
+        of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
+        given = [result, *operands]
+        with tf.compat.v1.get_default_graph()._override_gradient_function(of_operation):
+            made = tf.identity_n(given)
+        record.record_operation(function.__name__, made, given, gradients)  # for a `GradientTape`
+        return made[0]
+
+    return call
+
+
+def outermost_graph() -> Any:
+    """The graph of the function that is traced, whatever function, loop or branch it is now in."""
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
+        graph = outer
+    return graph
+
+
 def in_xla() -> bool:
     """Whether XLA compiles what TensorFlow traces now: it cuts no slice of unknown length."""
     import tensorflow as tf

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask._keras import in_xla
+from keras_headmask._keras import custom_gradient, in_xla
 from keras_headmask.attention.tuning import Held, holding, is_forward_only
 from keras_headmask.masks import Tensor
 
@@ -144,7 +144,7 @@ def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> T
 
     if is_forward_only():
         return with_gradient(left, right)[0]
-    return tf.custom_gradient(with_gradient)(left, right)
+    return custom_gradient(with_gradient)(left, right)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_headmask import _keras
 from keras_headmask.attention import finite
 from keras_headmask.attention.parts import folded, unfolded
-from keras_headmask.attention.tuning import is_forward_only
+from keras_headmask.attention.tuning import functions_of_export, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
 
@@ -33,20 +33,33 @@ def shared(attend: Callable) -> Callable:
         if dropout is not None:
             drawn = [dropout.rows, dropout.columns]
             dropout = dropout._replace(rows=None, columns=None)
-        state = is_forward_only(), _keras.checks_numerics()
-        function = _shared(attend, part._replace(bound=None, dropout=dropout), names, state)
-        return function(bound.query_positions, bound.key_positions, values, drawn, *operands)
+        part = part._replace(bound=None, dropout=dropout)
+        # The part holds its tuning; what is traced depends on nothing else.
+        key = attend, part, names, is_forward_only(), _keras.checks_numerics()
+        functions = _functions()
+        if key not in functions:
+            functions[key] = _function(attend, part, names)
+        positions = bound.query_positions, bound.key_positions
+        return functions[key](*positions, values, drawn, *operands)
 
     return call
 
 
-@functools.lru_cache(maxsize=128)
-def _shared(attend: Callable, part: Any, names: tuple, state: tuple) -> Callable:
-    """`attend` as a function of tensors alone, for a part without its `bound` and draws.
+def _functions() -> dict[tuple, Callable]:
+    """The functions that equal parts share: in what is traced now, or in all of an export.
 
-    The key of the cache holds the part's tuning and `state`, what else decides what is traced: an
-    export has no use for gradients.
+    Kept for longer, they would be all that is left of models that are gone.
     """
+    functions = functions_of_export()
+    if functions is None:
+        graph = _keras.outermost_graph()
+        functions = getattr(graph, "_headmask_functions", {})
+        graph._headmask_functions = functions
+    return functions
+
+
+def _function(attend: Callable, part: Any, names: tuple) -> Callable:
+    """`attend` as a function of tensors alone, for a part without its `bound` and draws."""
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
     @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
@@ -116,7 +129,7 @@ def with_own_gradient(passes: Passes, *operands: Tensor) -> Tensor:
         return context, gradient
 
     return (
-        attention(*operands)[0] if is_forward_only() else tf.custom_gradient(attention)(*operands)
+        attention(*operands)[0] if is_forward_only() else _keras.custom_gradient(attention)(*operands)
     )
 
 
@@ -222,7 +235,7 @@ def looped(count: Tensor, step: Callable[[Tensor], list], results: list[Tensor])
     ]
 
 
-@tf.custom_gradient
+@_keras.custom_gradient
 def written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` at the places `where` on its first axis."""
 
@@ -234,7 +247,7 @@ def written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callab
     return tf.raw_ops.InplaceUpdate(x=tensor, i=where, v=rows), gradient
 
 
-@tf.custom_gradient
+@_keras.custom_gradient
 def added(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
 

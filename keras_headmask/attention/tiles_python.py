@@ -13,6 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_headmask._keras import custom_gradient
 from keras_headmask.attention import finite, precision
 from keras_headmask.attention.parts import Part, cut, folded, unfolded
 from keras_headmask.attention.tile_gradients import GradientsOfChanges
@@ -82,7 +83,9 @@ def attend(
     if backend == "jax" or is_forward_only() or _is_in_torch_func(query):
         return forward(part, plan, *finite.marked(query, key, value), *changes)
 
-    @ops.custom_gradient
+    own_gradient = custom_gradient if backend == "tensorflow" else ops.custom_gradient
+
+    @own_gradient
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
         marked = finite.marked(*operands[:3])
         context = forward(part, plan, *marked, *operands[3:])

@@ -86,7 +86,7 @@ class Tuning:
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())
-_is_forward_only: Held[bool] = Held("forward_only", False)
+_functions_of_export: Held[dict | None] = Held("functions of an export", None)
 
 
 def current_tuning() -> Tuning:
@@ -98,16 +98,23 @@ def tuned(**changes: Any) -> AbstractContextManager[Tuning]:
     return holding(_tuning, dataclasses.replace(_tuning.get(), **changes))
 
 
-def forward_only() -> AbstractContextManager[bool]:
-    """Trace the forward pass without custom gradients.
+def forward_only() -> AbstractContextManager[dict | None]:
+    """Trace the forward pass of an export, without custom gradients.
 
     A SavedModel would have to hold those, most of its graph, or warn on loading that they are gone.
+    What is traced inside, one signature or several, shares functions.
     """
-    return holding(_is_forward_only, True)
+    functions = _functions_of_export.get()
+    return holding(_functions_of_export, {} if functions is None else functions)
 
 
 def is_forward_only() -> bool:
-    return _is_forward_only.get()
+    return _functions_of_export.get() is not None
+
+
+def functions_of_export() -> dict | None:
+    """The functions that one export shares; `None` outside of an export."""
+    return _functions_of_export.get()
 
 
 _in_dense_scope: Held[bool] = Held("dense", False)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
+from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export import checking, padding, samples, signatures, tf_serving, versions
 from keras_headmask.export.fresh_process import milliseconds_since
 from keras_headmask.export.graph_scan import scan
@@ -133,7 +134,7 @@ def export_saved_model(
                         left_out["serve_padded"] = reason
                     else:
                         asked["serve_padded"] = padding.padded(interface)
-                with _timed(took, "trace"):
+                with _timed(took, "trace"), forward_only():  # signatures share functions
                     traced = {name: signatures.traced(name, x) for name, x in asked.items()}
                 graphs = scan(traced)
                 with _timed(took, "write"):

@@ -174,10 +174,6 @@ def mapped(x, tiled):
 def test_what_is_made_of_gradients(of, choice):
     import tensorflow as tf
 
-    from keras_headmask.attention import tensorflow_graph
-
-    # (Of a function whose gradient was differentiated TensorFlow makes no map any more.)
-    tensorflow_graph._shared.cache_clear()
     how, tiled = CHOICES[choice]
     x = tf.constant(normal(2, 24, 2, 4, seed=3))
     with how():
@@ -217,7 +213,6 @@ def which(monkeypatch):
     monkeypatch.setattr(tiles_tensorflow, "at_once", giving(1))
     monkeypatch.setattr(head_by_head, "passes", giving(2))
     monkeypatch.setattr(on_tensorflow, "_of_groups", giving(3))
-    tensorflow_graph._shared.cache_clear()
 
     def chosen(spec, queries, keys):
         def run(q, k, flags):
@@ -231,8 +226,7 @@ def which(monkeypatch):
         assert got.min() == got.max()
         return {1: "at once", 2: "head by head", 3: "tiles"}[got.max()]
 
-    yield chosen
-    tensorflow_graph._shared.cache_clear()
+    return chosen
 
 
 GROUPS = hm.PerHead({0: hm.Window(3, 3)})  # each of them has a loop of its own

@@ -1,6 +1,6 @@
 """What the package relies on inside Keras and its backends, so that a new one fails here first.
 
-Each test names what of `_keras.py` it covers, and says what its failure means for users.
+Each test names what of `_keras/` it covers, and says what its failure means for users.
 """
 
 import ast
@@ -32,7 +32,7 @@ COVERED = set()
 
 
 def relies_on(names, breaks):
-    """Cover `names` of `_keras.py`; a failure says what it breaks."""
+    """Cover `names` of `_keras/`; a failure says what it breaks."""
 
     def mark(test):
         COVERED.update(names.split())
@@ -79,7 +79,8 @@ def hooked(holder, name, seen):
 
 def test_every_private_name_is_covered():
     names = set(_keras.OVERRIDDEN)
-    for node in ast.parse(Path(_keras.__file__).read_text()).body:
+    files = Path(_keras.__file__).parent.glob("*.py")
+    for node in (node for file in files for node in ast.parse(file.read_text()).body):
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom):
@@ -779,3 +780,35 @@ def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
     new = np.ones((1, 2), "float32")
     got = keras.ops.slice_update(keras.ops.zeros((1, 4)), (0, place), new)
     np.testing.assert_array_equal(keras.ops.convert_to_numpy(got), [[0, 0, 1, 1]])
+
+
+@pytest.mark.tensorflow
+@relies_on("custom_gradient outermost_graph", breaks="models that are gone would keep their memory")
+def test_a_custom_gradient_goes_with_its_graph():
+    """Its gradient is found by `tf.gradients` and by a tape, within branches, too."""
+    import tensorflow as tf
+    from tensorflow.python.framework import ops as of_tensorflow
+
+    @_keras.custom_gradient
+    def triple(x):
+        graphs.append(_keras.outermost_graph())
+        return 3 * x, lambda upstream: [30 * upstream]  # (not the derivative, to be told from it)
+
+    @tf.function
+    def by_tape(x):
+        graphs.append(tf.compat.v1.get_default_graph())
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.cond(x > 0, lambda: triple(x), lambda: x)
+        return y, tape.gradient(y, x)
+
+    @tf.function
+    def by_graph(x):
+        y = triple(x)
+        return y, tf.gradients(y, x)[0]
+
+    graphs, known = [], len(of_tensorflow.gradient_registry.list())
+    for function in (by_tape, by_graph):
+        assert [float(value) for value in function(tf.constant(2.0))] == [6, 30]
+    assert graphs[0] is graphs[1]
+    assert len(of_tensorflow.gradient_registry.list()) == known

@@ -53,8 +53,8 @@ def _functions() -> dict[tuple, Callable]:
     functions = functions_of_export()
     if functions is None:
         graph = _keras.outermost_graph()
-        functions = getattr(graph, "_headmask_functions", {})
-        graph._headmask_functions = functions
+        functions = getattr(graph, "headmask_functions", {})
+        graph.headmask_functions = functions
     return functions
 
 
@@ -129,7 +129,9 @@ def with_own_gradient(passes: Passes, *operands: Tensor) -> Tensor:
         return context, gradient
 
     return (
-        attention(*operands)[0] if is_forward_only() else _keras.custom_gradient(attention)(*operands)
+        attention(*operands)[0]
+        if is_forward_only()
+        else _keras.custom_gradient(attention)(*operands)
     )
 
 

@@ -2,7 +2,7 @@
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
 is relied on, so a new Keras fails there first. No other file may touch such a name, except to
-override the methods in `OVERRIDDEN`.
+override the methods in `OVERRIDDEN`. Those of TensorFlow are in `tensorflow.py`.
 """
 
 import contextlib
@@ -27,6 +27,20 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symb
 from keras.src.models.functional import Functional as Functional
 from keras.src.saving import saving_lib
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+
+from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
+from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
+from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
+from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
+from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
+from keras_headmask._keras.tensorflow import function_type as function_type
+from keras_headmask._keras.tensorflow import in_xla as in_xla
+from keras_headmask._keras.tensorflow import infers_shapes as infers_shapes
+from keras_headmask._keras.tensorflow import is_function_graph as is_function_graph
+from keras_headmask._keras.tensorflow import is_of_trainer as is_of_trainer
+from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
+from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
+from keras_headmask._keras.tensorflow import traces as traces
 
 # --- Methods that our classes override -----------------------------------------------------------
 
@@ -330,112 +344,3 @@ def has_in_file(store: Any, part: str) -> bool:
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.
 unpickle_model = Functional._unpickle_model
-
-# --- TensorFlow and PyTorch ----------------------------------------------------------------------
-
-# Attributes of a function in a graph: stays one function; XLA compiles it.
-NOT_INLINED = {"_noinline": True}
-XLA_MUST_COMPILE = "_XlaMustCompile"
-# Python code that prints which of the ops named on its command line TensorFlow alone lacks.
-PRINT_UNKNOWN_OPS = """
-import sys, tensorflow
-from tensorflow.python.framework import op_def_registry
-print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
-"""
-
-
-def custom_gradient(function: Callable) -> Callable:
-    """`tf.custom_gradient` for a `function` of tensors, whose graph can be freed.
-
-    `function` returns a tensor, and a function that gives the gradients of the operands. In a graph
-    TensorFlow registers that one under a name for good: it holds the graph, and that the variables.
-    Here the operation holds it, as the call of a `tf.function` holds its gradient.
-    """
-
-    @functools.wraps(function)
-    def call(*operands: Any) -> Any:
-        import tensorflow as tf
-        from tensorflow.python.eager import record
-
-        if tf.executing_eagerly():
-            return tf.custom_gradient(function)(*operands)
-        operands = tuple(map(tf.convert_to_tensor, operands))
-        result, gradient = function(*operands)
-
-        def gradients(upstream: Any, *_: Any) -> list[Any]:
-            return [None, *gradient(upstream)]
-
-        of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
-        given = [result, *operands]
-        with tf.compat.v1.get_default_graph()._override_gradient_function(of_operation):
-            made = tf.identity_n(given)
-        record.record_operation(function.__name__, made, given, gradients)  # for a `GradientTape`
-        return made[0]
-
-    return call
-
-
-def outermost_graph() -> Any:
-    """The graph of the function that is traced, whatever function, loop or branch it is now in."""
-    import tensorflow as tf
-
-    graph = tf.compat.v1.get_default_graph()
-    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
-        graph = outer
-    return graph
-
-
-def in_xla() -> bool:
-    """Whether XLA compiles what TensorFlow traces now: it cuts no slice of unknown length."""
-    import tensorflow as tf
-    from tensorflow.python.ops import control_flow_util
-
-    if tf.executing_eagerly():
-        return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-
-
-def checks_numerics() -> bool:
-    """Whether TensorFlow raises for inf and NaN: `tf.debugging.enable_check_numerics`."""
-    if keras.backend.backend() != "tensorflow":
-        return False
-    from tensorflow.python.debug.lib import check_numerics_callback as checks
-
-    return getattr(checks._state, "check_numerics_callback", None) is not None
-
-
-def one_dnn_is_on() -> bool:
-    """Whether TensorFlow computes by oneDNN on CPUs; it decides once, when it is imported."""
-    from tensorflow.python.util import _pywrap_util_port
-
-    return _pywrap_util_port.IsMklEnabled()
-
-
-def function_type() -> type:
-    """The class of what `tf.function` makes: those that traced a model would miss its new rule."""
-    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-
-    return Function
-
-
-def traces(function: Any) -> list[Any]:
-    """The traces of a `tf.function`, each with the `variables` that it reads."""
-    return list(function._function_cache.values())
-
-
-def is_of_trainer(function: Any) -> bool:
-    """Whether `fit`, `evaluate` or `predict` made a `tf.function`: Keras makes those anew."""
-    module = getattr(function.python_function, "__module__", None)
-    return module == "keras.src.backend.tensorflow.trainer"
-
-
-def is_function_graph(graph: Any) -> bool:
-    """Whether a graph is a `tf.function`'s; loops and branches have classes of their own."""
-    import tensorflow as tf
-
-    return type(graph) is tf.__internal__.FuncGraph
-
-
-def infers_shapes(graph: Any) -> bool:
-    """Whether a graph is the one in which Keras infers shapes."""
-    return graph.name.startswith("scratch_graph")

@@ -1,0 +1,114 @@
+"""Private names of TensorFlow, and why each is touched."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+# Attributes of a function in a graph: stays one function; XLA compiles it.
+NOT_INLINED = {"_noinline": True}
+XLA_MUST_COMPILE = "_XlaMustCompile"
+# Python code that prints which of the ops named on its command line TensorFlow alone lacks.
+PRINT_UNKNOWN_OPS = """
+import sys, tensorflow
+from tensorflow.python.framework import op_def_registry
+print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
+"""
+
+
+def custom_gradient(function: Callable) -> Callable:
+    """`tf.custom_gradient` for a `function` of tensors, whose graph can be freed.
+
+    `function` returns a tensor, and a function that gives the gradients of the operands. In a graph
+    TensorFlow registers that one under a name for good: it holds the graph, and that the variables.
+    Here the operation holds it, as the call of a `tf.function` holds its gradient.
+    """
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        import tensorflow as tf
+        from tensorflow.python.eager import record
+
+        if tf.executing_eagerly():
+            return tf.custom_gradient(function)(*operands)
+        operands = tuple(map(tf.convert_to_tensor, operands))
+        result, gradient = function(*operands)
+
+        def gradients(upstream: Any, *_: Any) -> list[Any]:
+            return [None, *gradient(upstream)]
+
+        of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
+        given = [result, *operands]
+        with tf.compat.v1.get_default_graph()._override_gradient_function(of_operation):
+            made = tf.identity_n(given)
+        record.record_operation(function.__name__, made, given, gradients)  # for a `GradientTape`
+        return made[0]
+
+    return call
+
+
+def outermost_graph() -> Any:
+    """The graph of the function that is traced, whatever function, loop or branch it is now in."""
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    while (outer := getattr(graph, "outer_graph", None)) is not None and outer.building_function:
+        graph = outer
+    return graph
+
+
+def in_xla() -> bool:
+    """Whether XLA compiles what TensorFlow traces now: it cuts no slice of unknown length."""
+    import tensorflow as tf
+    from tensorflow.python.ops import control_flow_util
+
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def checks_numerics() -> bool:
+    """Whether TensorFlow raises for inf and NaN: `tf.debugging.enable_check_numerics`."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    from tensorflow.python.debug.lib import check_numerics_callback as checks
+
+    return getattr(checks._state, "check_numerics_callback", None) is not None
+
+
+def one_dnn_is_on() -> bool:
+    """Whether TensorFlow computes by oneDNN on CPUs; it decides once, when it is imported."""
+    from tensorflow.python.util import _pywrap_util_port
+
+    return _pywrap_util_port.IsMklEnabled()
+
+
+def function_type() -> type:
+    """The class of what `tf.function` makes: those that traced a model would miss its new rule."""
+    from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+    return Function
+
+
+def traces(function: Any) -> list[Any]:
+    """The traces of a `tf.function`, each with the `variables` that it reads."""
+    return list(function._function_cache.values())
+
+
+def is_of_trainer(function: Any) -> bool:
+    """Whether `fit`, `evaluate` or `predict` made a `tf.function`: Keras makes those anew."""
+    module = getattr(function.python_function, "__module__", None)
+    return module == "keras.src.backend.tensorflow.trainer"
+
+
+def is_function_graph(graph: Any) -> bool:
+    """Whether a graph is a `tf.function`'s; loops and branches have classes of their own."""
+    import tensorflow as tf
+
+    return type(graph) is tf.__internal__.FuncGraph
+
+
+def infers_shapes(graph: Any) -> bool:
+    """Whether a graph is the one in which Keras infers shapes."""
+    return graph.name.startswith("scratch_graph")

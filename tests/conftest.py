@@ -1,5 +1,6 @@
 import gc
 import os
+import resource
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -46,6 +47,35 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if backend != "tensorflow" and item.get_closest_marker("tensorflow"):
             item.add_marker(skip)
+
+
+# --- A run is not to need more memory than a small machine has ---------------------------------
+
+MOST_OF_A_WORKER = 4.0  # GiB
+peaks = {}  # of the workers' memory, in GiB
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    peaks[node.gateway.id] = getattr(node, "workeroutput", {}).get("peak", 0)
+
+
+def pytest_sessionfinish(session):
+    """Note what this process held at most, and fail the run if a worker held too much."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = _peak()
+    elif max(peaks.values(), default=0) > MOST_OF_A_WORKER:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    for worker, peak in sorted(peaks.items()):
+        too_much = f": more than {MOST_OF_A_WORKER:g} GiB" if peak > MOST_OF_A_WORKER else ""
+        terminalreporter.write_line(f"memory of {worker}: {peak:.1f} GiB at most{too_much}")
+
+
+def _peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
 
 
 def pytest_collection_finish():

@@ -117,7 +117,7 @@ def test_what_was_traced_under_one_tuning_does_not_serve_another():
             qkv = [tf.constant(x) for x in operands(2, 13, 13, 2)]
             with tiles(*sizes):
                 attend(qkv, hm.SameSegment("ids"), ids)
-            counts.append(len(_keras.outermost_graph()._headmask_functions))
+            counts.append(len(_keras.outermost_graph().headmask_functions))
 
     layers.get_concrete_function()
     assert counts == [counts[0], counts[0], counts[0] + 1, counts[0] + 1]

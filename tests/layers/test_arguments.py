@@ -84,9 +84,36 @@ def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
             call()
 
 
-def test_flags_are_true_where_they_are_not_0():
-    mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, ADDITIVE)})
-    assert numpy(mask).ravel().tolist() == [False, True, False, True, True]
+def test_flags_are_true_above_0():
+    for flags, seen in ((ADDITIVE, [0, 0, 0, 0, 0]), ([[0, 1, 2, -1, 255]], [0, 1, 1, 0, 1])):
+        mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, np.array(flags))})
+        assert numpy(mask).ravel().astype(int).tolist() == seen
+
+
+@pytest.mark.parametrize(
+    ("spec", "argument"),
+    [
+        (None, "attention_mask"),
+        (None, "query_mask"),
+        (None, "value_mask"),
+        (hm.MaskInput("m"), None),
+        (hm.KeyFlag("m"), None),
+        (hm.QueryFlag("m"), None),
+    ],
+    ids=str,
+)
+def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument):
+    is_whole = argument == "attention_mask" or spec == hm.MaskInput("m")
+    x, m = keras.Input((5, 8)), keras.Input((5, 5) if is_whole else (5,), dtype="int32")
+    given = {"mask_inputs": {"m": m}} if argument is None else {argument: m}
+    _, probabilities = MULTI_HEAD.layer(2, 4, mask_spec=spec)(
+        x, return_attention_scores=True, **given
+    )
+    model = keras.Model([x, m], probabilities)
+    additive = np.repeat(ADDITIVE[None], 5, 1) if is_whole else ADDITIVE
+    for mask, opens in ((additive, False), (additive == 0, True)):
+        shown = model.predict([normal(1, 5, 8), mask.astype("int32")], verbose=0)
+        assert shown.any() == opens
 
 
 # --- Specs that compare ---

@@ -62,9 +62,10 @@ class Join(Compound):
     def join(cls, left: Any, right: Any) -> MaskSpec:
         """What an operator between `left` and `right` makes."""
         for value, code in ((left, f"SPEC {cls.symbol} ..."), (right, f"... {cls.symbol} SPEC")):
-            if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
-                hint = config.hint_for(value, code)
-                raise TypeError(f"`{cls.symbol}` joins mask specs. Received: {value!r}.{hint}")
+            known = (str, bool, type, types.FunctionType, Mapping, list, tuple)
+            if isinstance(value, known) or config.shape_of(value) is not None:
+                hint = f"{config.shown(value)}.{config.hint_for(value, code)}"
+                raise TypeError(f"`{cls.symbol}` joins mask specs. Received: {hint}")
             if not isinstance(value, MaskSpec):
                 return NotImplemented
         return cls.of((left, right))

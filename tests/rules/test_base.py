@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import operator
 
+import keras
 import numpy as np
 import oracle
 import pytest
@@ -95,6 +97,20 @@ def test_the_hint_of_a_join_stands_where_the_spec_was_meant():
         "Window" | A
     with pytest.raises(TypeError, match=r"`&` joins.*Call it: \.\.\. & hm.Keys\(start\)\.$"):
         A & hm.Keys
+
+
+@pytest.mark.parametrize("join", [operator.and_, operator.or_], ids=["&", "|"])
+def test_a_tensor_is_refused_as_a_whole(join):
+    """NumPy would join the spec with each number of the array."""
+    array = np.eye(3, dtype=bool)
+    way_out = r"of shape \(3, 3\).*: {} [&|] {}\.$"
+    tensor = ops.convert_to_tensor(array)
+    for mask in (array, tensor):
+        with pytest.raises(TypeError, match=way_out.format(r"\.\.\.", r"hm\.MaskInput\(name\)")):
+            join(A, mask)
+    for mask in (array,) if keras.backend.backend() == "tensorflow" else (array, tensor):
+        with pytest.raises(TypeError, match=way_out.format(r"hm\.MaskInput\(name\)", r"\.\.\.")):
+            join(mask, A)
 
 
 @pytest.mark.parametrize(

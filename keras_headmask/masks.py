@@ -59,7 +59,7 @@ def as_bool(mask: Any, name: str = "mask") -> Tensor:
     """`mask`, of booleans or of 0 and 1, as booleans; anything else is refused.
 
     Integers are checked where that costs no wait: in NumPy arrays and eager tensors in the memory
-    of the CPU. Elsewhere every integer but 0 counts as True.
+    of the CPU. Elsewhere an integer opens only where it is above 0.
     """
     mask = as_mask_input(mask)
     dtype = keras.backend.standardize_dtype(mask.dtype)
@@ -82,7 +82,17 @@ def as_bool(mask: Any, name: str = "mask") -> Tensor:
             "becomes one by `keras_headmask.from_additive(mask)`; if every value but 0 means True, "
             "pass `mask != 0`."
         )
-    return ops.cast(mask, "bool")
+    return as_flags(mask)
+
+
+def as_flags(values: Tensor) -> Tensor:
+    """Booleans as they are; integers are true above 0.
+
+    So an additive mask (0 / -10000) that was cast to integers opens nothing. A cast to bool would
+    invert it.
+    """
+    is_signed = keras.backend.standardize_dtype(values.dtype).startswith("int")
+    return values > 0 if is_signed else ops.cast(values, "bool")
 
 
 def _values_at_hand(tensor: Tensor) -> np.ndarray | None:
@@ -242,6 +252,9 @@ def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
 
 def from_additive(bias: Tensor) -> Tensor:
     """The booleans of an additive mask: 0 is allowed; -1e4 and below, -inf too, is hidden.
+
+    It needs the floats. A `keras.Input(..., dtype="bool")` casts an additive mask to booleans
+    before any layer sees it, which inverts it: declare that input as float32.
 
     Args:
         bias: A float tensor of any shape.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, reaching, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
+from keras_headmask.rules.positions import Window
 from keras_headmask.rules.protocol import Reach, Words
 from keras_headmask.rules.registration import register_spec
 
@@ -62,9 +63,10 @@ class Join(Compound):
     def join(cls, left: Any, right: Any) -> MaskSpec:
         """What an operator between `left` and `right` makes."""
         for value, code in ((left, f"SPEC {cls.symbol} ..."), (right, f"... {cls.symbol} SPEC")):
-            if isinstance(value, (str, bool, type, types.FunctionType, Mapping, list, tuple)):
-                hint = config.hint_for(value, code)
-                raise TypeError(f"`{cls.symbol}` joins mask specs. Received: {value!r}.{hint}")
+            known = (str, bool, type, types.FunctionType, Mapping, list, tuple)
+            if isinstance(value, known) or config.shape_of(value) is not None:
+                hint = f"{config.shown(value)}.{config.hint_for(value, code)}"
+                raise TypeError(f"`{cls.symbol}` joins mask specs. Received: {hint}")
             if not isinstance(value, MaskSpec):
                 return NotImplemented
         return cls.of((left, right))
@@ -125,7 +127,17 @@ class And(Join):
 
     def in_words(self) -> Words:
         """ "A; of these only B, but not C, if D": what is asked of the query alone comes last."""
-        parts = words.in_order(self.specs)
+        specs = list(self.specs)
+        causal, wider = Window(after=0), [s for s in specs if isinstance(s, Or) and s.has_window]
+        if causal in specs and wider:  # as in `recipes.streaming`
+            specs = [s for s in specs if s not in (causal, wider[0])]
+            said = words.words(wider[0])
+            phrase = said.inner if ";" in said.phrase else said.phrase
+            if not specs:
+                return Words(f"{phrase}; no token after it", compound=True)
+        parts = words.in_order(tuple(specs))
+        if len(specs) < len(self.specs):
+            parts.insert(0, Words(f"{phrase}; no token after it", compound=True))
         asked = [said.condition for said in parts if said.condition.startswith("if ")]
         unless = [said.condition for said in parts if said.condition.startswith("unless ")]
         parts = [said for said in parts if not said.condition]
@@ -157,13 +169,23 @@ class Or(Join):
         parts = [spec for spec in self.specs if spec.constant is not False and not spec.is_sparse]
         return bool(parts) and all(spec.is_local for spec in parts)
 
+    @property
+    def has_window(self) -> bool:
+        return any(type(spec) is Window for spec in self.specs)
+
     def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
         several = sum(spec not in taken_out for spec in self.specs) > 1
         return several or super().may_leave_gaps(taken_out)
 
     def in_words(self) -> Words:
-        phrases = [said.inner for said in words.in_order(self.specs)]
-        return Words(", plus ".join(phrases), compound=True)
+        global_tokens, rest = words.see_and_seen_by_all(self.specs)
+        first = tuple(spec for spec in rest if spec.kind == "keys")
+        others = tuple(spec for spec in rest if spec.kind != "keys")
+        said = words.in_order(first) + words.in_order(others)
+        is_list = len(first) == len(others) == 1 and type(others[0]) is Window
+        is_list = is_list and said[1].inner.startswith(("itself and", "itself, "))
+        text = (", " if is_list else ", plus ").join(part.inner for part in said)
+        return Words("; ".join([text, *global_tokens]), compound=True)
 
 
 @register_spec("not")

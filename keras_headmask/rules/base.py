@@ -343,6 +343,8 @@ token that `padding_mask` does not hide.
         return json_schema.of_fields(cls)
 
     # --- & | ~ ---
+    __array_ufunc__ = None  # NumPy's operators leave `array & spec` to the spec, as a whole
+
     def __and__(self, other: Any) -> "MaskSpec":
         return config.KINDS["and"].join(self, other)
 
@@ -372,10 +374,8 @@ def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
     """
     if isinstance(value, MaskSpec):
         return value
-    shape = None if isinstance(value, type) else getattr(value, "shape", None)
-    shown = repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-    hint = config.hint_for(value, call)
-    fields.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {shown}.{hint}")
+    hint = f"{config.shown(value)}.{config.hint_for(value, call)}"
+    fields.fail(TypeError, field, f"`{field}` must be a mask spec. Received: {hint}")
 
 
 def merged_inputs(specs: Iterable[MaskSpec]) -> dict[str, InputType]:

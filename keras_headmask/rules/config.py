@@ -79,6 +79,18 @@ def names_heads(value: Any) -> bool:
     )
 
 
+def shape_of(value: Any) -> tuple | None:
+    """The shape of a tensor or an array of any library; `None` for other values."""
+    shape = None if isinstance(value, type) else getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def shown(value: Any) -> str:
+    """`value` in an error: a tensor by its shape."""
+    shape = shape_of(value)
+    return repr(value) if shape is None else f"{type(value).__name__} of shape {shape}"
+
+
 def hint_for(value: Any, call: str = "SPEC") -> str:
     """What to write in place of `value`, which is not a spec; `call` is the code around it."""
 

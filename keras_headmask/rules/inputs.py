@@ -136,10 +136,10 @@ class _Side(_Reader):
         return getattr(self, "ids", ())
 
     def _read(self, values: Tensor) -> Tensor:
-        from keras import ops
+        from keras_headmask import masks
 
         ids = self.ids_of_interest
-        return _is_one_of(values, ids) if ids else ops.cast(values, "bool")
+        return _is_one_of(values, ids) if ids else masks.as_flags(values)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         return getattr(inputs[self.input], str(self.opens))
@@ -158,7 +158,7 @@ class _Side(_Reader):
 @register_spec("key_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
 class KeyFlag(_Side):
-    """Keys whose flag is true (not 0) in the mask input named `input`, `(batch, length)`.
+    """Keys whose flag is true (above 0) in the mask input named `input`, `(batch, length)`.
 
     Args:
         input: The name of the mask input.
@@ -182,7 +182,7 @@ class KeyFlag(_Side):
 @register_spec("query_flag")
 @dataclasses.dataclass(frozen=True, repr=False)
 class QueryFlag(_Side):
-    """Queries whose flag is true (not 0) see every key, the others none.
+    """Queries whose flag is true (above 0) see every key, the others none.
 
     Args:
         input: The name of the mask input with the flags, `(batch, length)`.

@@ -12,6 +12,7 @@ from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
 from keras_headmask.rules.fields import RULE, Limits, fail
 from keras_headmask.rules.positions import Full
+from keras_headmask.rules.published import ByLayer
 from keras_headmask.rules.registration import register_spec
 
 _LAST_HEAD = 65535
@@ -27,7 +28,17 @@ _SCHEMA = {
 
 def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
     """Each head that a key of `heads` names, with its rule, in rising order."""
-    if not isinstance(heads, Mapping):
+    if isinstance(heads, ByLayer):
+        fail(
+            TypeError,
+            field,
+            f"`{field}` must map head numbers to specs. Received: the rules of {len(heads)} "
+            "layers, by layer. Give them to the model: hm.apply_head_masks(model, rules).",
+        )
+    are_pairs = isinstance(heads, tuple) and all(  # as they are kept: for `dataclasses.replace`
+        isinstance(pair, tuple) and len(pair) == 2 for pair in heads
+    )
+    if not isinstance(heads, Mapping) and not are_pairs:
         written = f"hm.PerHead({{0: {config.call_of(heads) or '...'}}})"
         if isinstance(heads, (list, tuple)):
             written += ", or of a list: hm.PerHead(dict(enumerate(rules)))"
@@ -38,7 +49,7 @@ def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
             f"{heads!r}. Give the rule of each head by its number: {written}.",
         )
     rules: dict[int, MaskSpec] = {}
-    for key, spec in heads.items():
+    for key, spec in heads if are_pairs else heads.items():
         place = f"{field}.{key}"
         check_spec(spec, place, f"hm.PerHead({{{key!r}: SPEC}})")
         if not (numbers := head_numbers(key)):
@@ -58,7 +69,8 @@ _default = functools.partial(check_spec, call="hm.PerHead(..., default=SPEC)")
 class PerHead(Compound):
     """A rule of its own for some heads, `default` for the rest.
 
-    A `PerHead` inside a spec, another `PerHead` too, is resolved at the same head.
+    A `PerHead` inside a spec, another `PerHead` too, is resolved at the same head. One that is
+    the rule of some heads and names none of them would never apply: it is refused.
 
     Args:
         heads: Maps head numbers to specs: an int, an inclusive range `"1-3"`, several `"0,4-7"`, or
@@ -67,7 +79,8 @@ class PerHead(Compound):
 
     Raises:
         TypeError: for a rule that is not a spec, or a key of another type.
-        ValueError: for a head that is named twice, or a key that names no head.
+        ValueError: for a head that is named twice, a key that names no head, or a `PerHead` that
+            is the rule of heads which it does not name.
 
     >>> from keras_headmask import Full, SameSegment, Window
     >>> PerHead({0: SameSegment("sentence_ids"), "1-3": Window(before=2, after=2)})
@@ -80,6 +93,11 @@ class PerHead(Compound):
     def __post_init__(self) -> None:
         fields.check_fields(self)
         merged_inputs(self.children)  # heads that read one input in two forms are refused here
+        given: dict[MaskSpec, list[int]] = {}
+        for head, spec in self.heads:
+            given.setdefault(spec, []).append(head)
+        for spec, numbers in given.items():
+            _check_nested(spec, numbers)
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
@@ -124,6 +142,25 @@ class PerHead(Compound):
         heads = ", ".join(f"{key!r}: {spec!r}" for key, spec in self._runs())
         rest = "" if self.default == Full() else f", default={self.default!r}"
         return f"PerHead({{{heads}}}{rest})"
+
+
+def _check_nested(spec: MaskSpec, given: list[int]) -> None:
+    """Raise for a `PerHead` in `spec` that names none of the heads it is given to."""
+    if isinstance(spec, PerHead) and spec.heads:
+        named = [head for head, _ in spec.heads]
+        if not set(named) & set(given):
+            outer, inner = (words.heads_in_words(x) for x in (given, named))
+            meant = f"hm.PerHead({{{given[0]}: {spec.heads[0][1]!r}}})"
+            fail(
+                ValueError,
+                f"heads.{given[0]}",
+                "A PerHead inside another is resolved at the same head, so it must name a head "
+                f"that it is given to. Received: for {outer.lower()}, a PerHead that names only "
+                f"{inner.lower()}. Give {outer.lower()} the rule itself, as in {meant}, or name "
+                "all heads in one PerHead.",
+            )
+    for child in spec.children:
+        _check_nested(child, given)
 
 
 def head_numbers(key: Any) -> list[int]:

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 from keras_headmask.rules.fields import whole_number
 
 
+class ByLayer(dict):
+    """The rule of each layer: a type that `PerHead` does not take for rules by head."""
+
+
 class DuoAttentionFiles(NamedTuple):
     """What a folder of DuoAttention's `attn_patterns` holds."""
 

@@ -265,7 +265,7 @@ def duo_attention(
             "`num_heads`). The layers must be as many, and the query heads a multiple."
         )
     rule, shared = streaming(pattern.sink_size, pattern.recent_size), num_heads // key_heads
-    rules: dict[str, MaskSpec] = {}
+    rules: dict[str, MaskSpec] = published.ByLayer()
     for layer, heads in enumerate(pattern.streaming_heads(sparsity)):
         named = {tuple(range(head * shared, (head + 1) * shared)): rule for head in sorted(heads)}
         rules[str(layer)] = PerHead(named) if named else Full()

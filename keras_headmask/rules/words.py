@@ -4,21 +4,28 @@ Each spec says by `in_words` what a token sees; here the parts are put together,
 Nothing here imports the specs, so that a spec can describe itself.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_headmask.rules import config
 from keras_headmask.rules.heads import head_groups, named_heads
 from keras_headmask.rules.protocol import Words
+from keras_headmask.rules.simplifying import simplified
 
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     """A sentence for each group of heads that obey one rule."""
     groups, others = ordered_groups(spec, num_heads)
-    seen = [words(rule).phrase for rule, _ in groups]
-    if len(groups) == 1:
+    simple: dict[Any, list[int]] = {}  # some rules are equal only when they are simplified
+    for rule, heads in groups:
+        simple.setdefault(simplified(rule), []).extend(heads)
+    found = [(rule, sorted(heads)) for rule, heads in simple.items()]
+    found.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
+    seen = [words(rule).phrase for rule, _ in found]
+    if len(found) == 1:
         return [f"A token sees {seen[0]}."]
-    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
+    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in found]
     seen[0] = f"a token sees {seen[0]}"
     return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
 
@@ -99,6 +106,28 @@ def in_order(specs: tuple) -> list[Words]:
     order = {kind: i for i, kind in enumerate(_ORDER)}
     said = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
     return [part for _, part in sorted(said, key=lambda pair: (pair[0], pair[1].phrase))]
+
+
+_QUERY_SIDE = {"key_flag": "query_flag", "key_in": "query_in", "keys": "queries"}
+
+
+def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
+    """Tokens that see all and are seen by all, in words, and the other parts of `|`, if any."""
+    said, rest = [], list(specs)
+    for key in specs:
+        if key.kind not in _QUERY_SIDE or type(key) is not config.KINDS[key.kind]:
+            continue
+        fields = [getattr(key, field.name) for field in dataclasses.fields(key)]
+        query = config.KINDS[_QUERY_SIDE[key.kind]](*fields)
+        if query in rest:
+            rest = [part for part in rest if part not in (key, query)]
+            tokens = words(key).those
+            if key.kind == "key_in" and key.input == "token_ids":
+                tokens = f"{'tokens' if len(key.ids) > 1 else 'token'} {listed(key.ids, 'and')}"
+            is_one = tokens.startswith(("the first token", "the token ", "token "))
+            verbs = "sees all and is seen" if is_one else "see all and are seen"
+            said.append(f"{tokens} {verbs} by all")
+    return (sorted(said), rest) if rest else ([], list(specs))
 
 
 def of_the_query(condition: str) -> Words:

@@ -84,9 +84,40 @@ def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
             call()
 
 
-def test_flags_are_true_where_they_are_not_0():
-    mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, ADDITIVE)})
-    assert numpy(mask).ravel().tolist() == [False, True, False, True, True]
+def test_flags_are_true_above_0():
+    for flags, seen in ((ADDITIVE, [0, 0, 0, 0, 0]), ([[0, 1, 2, -1, 255]], [0, 1, 1, 0, 1])):
+        mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, np.array(flags))})
+        assert numpy(mask).ravel().astype(int).tolist() == seen
+
+
+@pytest.mark.parametrize(
+    ("spec", "argument"),
+    [
+        (None, "attention_mask"),
+        (None, "query_mask"),
+        (None, "value_mask"),
+        (hm.MaskInput("m"), None),
+        (hm.KeyFlag("m"), None),
+        (hm.QueryFlag("m"), None),
+    ],
+    ids=str,
+)
+def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument):
+    is_whole = argument == "attention_mask" or spec == hm.MaskInput("m")
+    x, m = keras.Input((5, 8)), keras.Input((5, 5) if is_whole else (5,), dtype="int32")
+    given = {"mask_inputs": {"m": m}} if argument is None else {argument: m}
+    _, probabilities = MULTI_HEAD.layer(2, 4, mask_spec=spec)(
+        x, return_attention_scores=True, **given
+    )
+    model = keras.Model([x, m], probabilities)
+    additive = np.repeat(ADDITIVE[None], 5, 1) if is_whole else ADDITIVE
+    allowed = (additive == 0).astype("int32")
+    assert model.predict([normal(1, 5, 8), allowed], verbose=0).any()
+    if BACKEND == "torch" and not isinstance(spec, (hm.KeyFlag, hm.QueryFlag)):
+        with pytest.raises(ValueError, match="holds the integer -10000"):  # no graph: values known
+            model.predict([normal(1, 5, 8), additive], verbose=0)
+    else:
+        assert not model.predict([normal(1, 5, 8), additive], verbose=0).any()
 
 
 # --- Specs that compare ---

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import operator
 
+import keras
 import numpy as np
 import oracle
 import pytest
@@ -97,6 +99,20 @@ def test_the_hint_of_a_join_stands_where_the_spec_was_meant():
         A & hm.Keys
 
 
+@pytest.mark.parametrize("join", [operator.and_, operator.or_], ids=["&", "|"])
+def test_a_tensor_is_refused_as_a_whole(join):
+    """NumPy would join the spec with each number of the array."""
+    array = np.eye(3, dtype=bool)
+    way_out = r"of shape \(3, 3\).*: {} [&|] {}\.$"
+    tensor = ops.convert_to_tensor(array)
+    for mask in (array, tensor):
+        with pytest.raises(TypeError, match=way_out.format(r"\.\.\.", r"hm\.MaskInput\(name\)")):
+            join(A, mask)
+    for mask in (array,) if keras.backend.backend() == "tensorflow" else (array, tensor):
+        with pytest.raises(TypeError, match=way_out.format(r"hm\.MaskInput\(name\)", r"\.\.\.")):
+            join(mask, A)
+
+
 @pytest.mark.parametrize(
     ("spec", "field"), [(A, "after"), (A & B, "specs"), (~B, "spec"), (hm.PerHead({0: A}), "heads")]
 )
@@ -184,12 +200,37 @@ def test_not_of_no_spec():
 
 def test_nested_heads_are_resolved_at_the_same_head():
     inner = hm.PerHead({0: A, 1: B}, default=C)
+    assert hm.PerHead({(1, 2): inner | A}).for_head(2) == C | A
+    override = hm.PerHead({0: A, 1: C}, default=hm.PerHead({0: B}))  # nothing is lost in silence
+    assert override.for_head(2) == hm.Full()
     assert hm.PerHead({1: inner}).for_head(1) == B
     assert hm.PerHead({0: B}, default=inner).for_head(1) == B
     assert hm.PerHead({0: B}, default=inner).for_head(2) == C
     assert (inner & hm.Full()).for_head(0) == A & hm.Full()
     assert (~inner | A).for_head(1) == ~B | A
     assert (inner & A).for_head(0) == A  # a repeat, at this head
+
+
+@pytest.mark.parametrize("inner", [hm.PerHead({1: A}), hm.PerHead({1: A}) & B, ~hm.PerHead({1: A})])
+def test_a_nested_rule_that_can_never_apply_is_refused(inner):
+    way_out = r"for head 0,.*names only head 1.*in hm\.PerHead\(\{0: Window\(after=0\)\}\)"
+    with pytest.raises(ValueError, match=f"must name a head that it is given to.*{way_out}"):
+        hm.PerHead({0: inner})
+    with pytest.raises(ValueError, match="for heads 0 and 2,"):
+        hm.PerHead({(0, 2): inner})
+    config = {"kind": "per_head", "heads": {"0": inner.get_config()}}
+    with pytest.raises(ValueError, match=r"Bad mask spec at `heads\.0`: .*names only head 1"):
+        hm.MaskSpec.from_config(config)
+    hm.PerHead({0: inner, 1: inner})  # head 1 obeys it
+
+
+def test_rules_by_head_are_replaced():
+    spec = hm.PerHead({0: A, "2-3": B}, default=C)
+    assert dataclasses.replace(spec, default=A) == hm.PerHead({0: A, "2-3": B}, default=A)
+    assert dataclasses.replace(spec, heads={1: C}) == hm.PerHead({1: C}, default=C)
+    assert hm.PerHead(hm.PerHead({}).heads) == hm.PerHead({})
+    with pytest.raises(ValueError, match="Head 0 has two rules"):
+        hm.PerHead((*spec.heads, (0, B)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +240,7 @@ def test_nested_heads_are_resolved_at_the_same_head():
         hm.PerHead({3: hm.Full()}),  # equal to the default, and still wrong
         hm.PerHead({"0-3": A}, default=A),
         ~(hm.PerHead({3: A}) | B) & C,
-        hm.PerHead({0: hm.PerHead({3: A})}),
+        hm.PerHead({0: hm.PerHead({0: B, 3: A})}),
         hm.PerHead({}, default=hm.PerHead({3: A})),
     ],
     ids=repr,

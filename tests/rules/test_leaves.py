@@ -85,7 +85,7 @@ READING = [
     (hm.SameSentence(-1, "x"), [-1, 0], "10 01"),
     (hm.SameSentence(9, "x"), ([1, 9, 2], [9, 3]), "10 10 01"),  # first with first, and so on
     (hm.KeyFlag("x"), [1, 0, 1], "101 101 101"),
-    (hm.KeyFlag("x"), [-3, 0, 2], "101 101 101"),
+    (hm.KeyFlag("x"), [-3, 0, 2], "001 001 001"),
     (hm.KeyFlag("x"), ([0, 0], [1, 0, 1]), "101 101"),
     (hm.KeyFlag("x"), (None, [1, 0, 1]), "101 101 101"),
     (hm.QueryFlag("x"), [1, 0, 2], "111 000 111"),

@@ -49,6 +49,11 @@ def test_neighbouring_query_heads_share_a_key_head(folder):
     assert rules["2"] == hm.PerHead({"0-2": STREAMING})
 
 
+def test_rules_of_layers_are_not_taken_for_heads(folder):
+    with pytest.raises(TypeError, match=r"the rules of 3 layers.*apply_head_masks\(model, rules\)"):
+        hm.PerHead(duo_attention(folder, 1))
+
+
 def test_as_drawn(folder):
     mask = numpy(hm.make_mask(duo_attention(folder, 0.25)["0"], 5, 5, num_heads=2))[0]
     assert picture(mask[1]) == "10000 11000 11100 10110 10011"

@@ -143,8 +143,8 @@ def _value(side):
 _READING = {
     "same_segment": lambda config, q, k: _value(q) == _value(k) and _value(q) >= 0,
     "same_sentence": lambda config, q, k: _sentence(config, q) == _sentence(config, k),
-    "key_flag": lambda config, q, k: bool(_value(k)),
-    "query_flag": lambda config, q, k: bool(_value(q)),
+    "key_flag": lambda config, q, k: _value(k) > 0,
+    "query_flag": lambda config, q, k: _value(q) > 0,
     "key_in": lambda config, q, k: _value(k) in config["ids"],
     "query_in": lambda config, q, k: _value(q) in config["ids"],
 }

@@ -72,7 +72,21 @@ def _compounds(parts, per_head):
         st.builds(lambda a: ~a, parts),
     )
     heads = st.dictionaries(st.integers(0, NUM_HEADS - 1), parts, max_size=NUM_HEADS)
-    return joins | st.builds(hm.PerHead, heads, parts) if per_head else joins
+    return joins | st.builds(_per_head, heads, parts) if per_head else joins
+
+
+def _per_head(heads, default):
+    """A `PerHead` of the parts that may be nested at these heads."""
+    kept = {}
+    for head, rule in heads.items():
+        try:
+            hm.PerHead({head: rule})
+        except ValueError as error:
+            if "must name a head that it is given to" not in str(error):
+                raise
+        else:
+            kept[head] = rule
+    return hm.PerHead(kept, default)
 
 
 def specs(leaves=leaves, per_head=True):

@@ -1,0 +1,91 @@
+"""Equal rules in fewer parts, for `describe` alone: what a rule computes stays as it is written."""
+
+import dataclasses
+from typing import Any
+
+from keras_headmask.rules import config
+
+
+def simplified(spec: Any) -> Any:
+    """A rule that allows the same pairs as `spec`, which holds no `PerHead`, whatever the data."""
+    names = {cls: kind for kind, cls in config.KINDS.items() if kind in ("and", "or", "not")}
+    kind = names.get(type(spec))
+    if kind is None:
+        return spec
+    parts = [simplified(part) for part in spec.children]
+    if kind == "not":
+        return _full(not parts[0].constant) if parts[0].constant is not None else ~parts[0]
+    # Equal rules may have their parts in any order, and must be simplified alike.
+    parts = _flat(parts, config.KINDS[kind])
+    return (_of_all if kind == "and" else _of_any)(sorted(parts, key=repr))
+
+
+def _flat(parts: list[Any], join: Any) -> list[Any]:
+    inner = [part.children if type(part) is join else (part,) for part in parts]
+    return list(dict.fromkeys(part for of_one in inner for part in of_one))
+
+
+def _full(is_full: bool) -> Any:
+    return config.KINDS["full" if is_full else "nothing"]()
+
+
+def _joined(kind: str, parts: list[Any]) -> Any:
+    return config.KINDS[kind].of(parts) if parts else _full(kind == "and")
+
+
+def _of_any(parts: list[Any]) -> Any:
+    if any(part.constant is True for part in parts):
+        return _full(True)
+    parts = [part for part in parts if part.constant is not False]
+    held = {part for part in parts for other in parts if other != part and _within(part, other)}
+    return _joined("or", [part for part in parts if part not in held])
+
+
+def _of_all(parts: list[Any]) -> Any:
+    if any(part.constant is False for part in parts):
+        return _full(False)
+    parts = [part for part in parts if part.constant is not True]
+    windows = [part for part in parts if _is_window(part)]
+    others = [part for part in parts if not _is_window(part)]
+    if not windows:
+        return _joined("and", parts)
+    window = windows[0]
+    for other in windows[1:]:
+        if (window := _both(window, other)) is None:  # of two steps: they stay as they are
+            return _joined("and", parts)
+    if window.constant is False:
+        return window
+    # window & (a | b) is window & ((window & a) | b), and less if `a` is a window.
+    kept, needed = [], True
+    for other in others:
+        if type(other) is not config.KINDS["or"] or other.constant is not None:
+            kept.append(other)
+            continue
+        inner = [_both(window, part) if _is_window(part) else None for part in other.children]
+        if window in inner:  # `other` allows all of the window
+            continue
+        pairs = zip(other.children, inner, strict=True)
+        kept.append(_of_any([part if met is None else met for part, met in pairs]))
+        needed = needed and None in inner
+    return _joined("and", [window] * needed + kept)
+
+
+def _is_window(spec: Any) -> bool:
+    return type(spec) is config.KINDS["window"]  # a subclass may mean anything
+
+
+def _both(one: Any, two: Any) -> Any:
+    """What two windows allow: one window, or `Nothing()`. `None` if both have steps that differ."""
+    steps = {one.step, two.step} - {1}
+    if len(steps) > 1:
+        return None
+    before = min((w.before for w in (one, two) if w.before is not None), default=None)
+    after = min((w.after for w in (one, two) if w.after is not None), default=None)
+    try:
+        return dataclasses.replace(one, before=before, after=after, step=max(steps, default=1))
+    except ValueError:  # it holds no distance
+        return _full(False)
+
+
+def _within(part: Any, other: Any) -> bool:
+    return _is_window(part) and _is_window(other) and _both(part, other) == part

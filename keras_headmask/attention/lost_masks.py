@@ -130,7 +130,7 @@ def hides_padding(spec: MaskSpec, num_heads: int) -> bool:
 
 
 def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
-    """Say once of each operation which attention it leaves without a mask, and the way out."""
+    """Say once of each operation which attention it leaves without a mask, and what to do."""
     if lost.operation in _warned:
         return
     _warned.add(lost.operation)
@@ -138,7 +138,7 @@ def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
     ids = "" if lost.ids is None else repr(lost.ids)
     ways = ways.format(padding=f"hm.recipes.padding({ids})")
     warnings.warn(
-        f"{attention} attends to padding: the Keras mask is lost on the way to it. {why} "
+        f"{attention} attends to padding: the Keras mask is lost before it. {why} "
         f"{way + ways[0].lower() if way else ways[0]}{ways[1:]}",
         UserWarning,
         stacklevel=stacklevel + 1,
@@ -146,7 +146,7 @@ def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
 
 
 def _reason(lost: Lost) -> tuple[str, str]:
-    """What loses the mask, and the way out that mends just that, if there is one."""
+    """What loses the mask, and the start of what to do about just that, or nothing."""
     operation, kind = lost.operation, type(lost.operation).__name__
     name = f"'{operation.name}'"
     if _keras.takes_masks_off(operation):

@@ -1,4 +1,4 @@
-"""A mask for every attention head, written as a value, in Keras 3."""
+"""A mask of its own for every attention head, in Keras 3."""
 
 import importlib
 import pathlib

@@ -319,6 +319,18 @@ def test_masks_travel_on_tensors():
     assert _keras.get_keras_mask(x) is mask
 
 
+@relies_on("takes_masks_off", "warnings of lost padding name the wrong operation")
+@each_stock
+@pytest.mark.filterwarnings("ignore:.*destroy the mask")  # of grouped attention's projections
+def test_which_attention_takes_masks_off_its_inputs(stock):
+    layer, x = attention(stock), ops.convert_to_tensor(X)
+    _keras.set_keras_mask(x, ops.ones((2, 5), "bool"))
+    layer(x, x)
+    assert (_keras.get_keras_mask(x) is None) == _keras.takes_masks_off(layer)
+    ours = hm.PerHeadMaskedMultiHeadAttention(2, 4)
+    assert not _keras.takes_masks_off(ours)
+
+
 @relies_on("in_symbolic_scope", breaks="building a model would read values that are not there")
 def test_keras_says_when_it_infers_shapes():
     seen = []

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import looking
+from keras_headmask.attention import looking, lost_masks
 from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.attention.changes import NONE, Changes
 from keras_headmask.attention.checking import (
@@ -41,6 +41,7 @@ class MaskedAttention(keras.Layer):
     """
 
     _restricts = _has_unknown_length = False
+    _is_rebuilt = False  # from a config: what is wrong with the graph was said when it was made
 
     def _obey(
         self,
@@ -99,6 +100,12 @@ class MaskedAttention(keras.Layer):
         }
         fields |= self.logit_options.config()
         return fields if self._tiled is None else fields | {"tiled": self._tiled}
+
+    @classmethod
+    def from_config(cls, config: Any) -> Any:
+        layer = super().from_config(config)
+        layer._is_rebuilt = True
+        return layer
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         value_shape = query_shape if value_shape is None else value_shape
@@ -329,6 +336,7 @@ class MaskedAttention(keras.Layer):
         asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
         checked_call(query, value, *asked, outside)
         self._changes(query, value, given["attention_bias"])
+        self._warn_of_lost_mask(query, value, given)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)
@@ -339,3 +347,17 @@ class MaskedAttention(keras.Layer):
         of_axes = (x.shape[i] for x in (query, value) for i in axes)
         scores_shape = (*batch, self.num_heads, *of_axes)
         return output, keras.KerasTensor(scores_shape, dtype=self.compute_dtype)
+
+    def _warn_of_lost_mask(self, query: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+        """Warn where the graph lost the mask of the keys, and nothing else hides padding."""
+        own = _keras.get_keras_mask(value)  # Keras fills the arguments with it
+        of_query = ("query_mask", "mask") if value is query else ()
+        passed = (given[name] for name in ("attention_mask", "value_mask", "key_mask", *of_query))
+        if self._is_rebuilt or any(mask is not None and mask is not own for mask in passed):
+            return
+        spec, lost = self._mask_spec, lost_masks.lost_mask(value)
+        if lost is None or (spec is not None and lost_masks.hides_padding(spec, self.num_heads)):
+            return
+        name = "query_mask" if value is query else "value_mask"
+        ways = f"Pass `{name}=` to the attention, or let its rule hide padding: `{{padding}}`."
+        lost_masks.warn(f"The attention layer '{self.name}'", lost, ways)

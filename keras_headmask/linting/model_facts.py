@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.linting.subject import marks_padding
+from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.masks import Mask, lift
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence

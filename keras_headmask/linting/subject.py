@@ -133,16 +133,6 @@ class Subject:
         return result
 
 
-def marks_padding(name: str) -> bool:
-    """Whether a mask input has a name that says it is true at real tokens.
-
-    KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
-    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
-    """
-    is_padding = "padding_mask" in name and "key_padding_mask" not in name
-    return is_padding or name == "attention_mask"
-
-
 def sides_of(value: Any) -> list[np.ndarray | None]:
     """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
     pair = evaluation.as_pair(value)

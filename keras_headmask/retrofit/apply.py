@@ -11,6 +11,7 @@ from keras_headmask.retrofit import compiled, nesting
 from keras_headmask.retrofit.copies import copied
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.lost_padding import warn_of_lost_padding
 from keras_headmask.retrofit.masked_layer import all_rules, combined, rules_in_force
 from keras_headmask.retrofit.masked_model import masked
 from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
@@ -111,6 +112,7 @@ def apply_head_masks(
     planned = [(found.known[i], rule) for i, rule in rules.items()]
     _check_graph(model, planned, copy)
     check_inputs(model, planned, add_inputs)  # before any change
+    warn_of_lost_padding(model, planned)
     if not copy:
         compiled.drop_all_that_run([entry.layer for entry, _ in planned])
         return masked(model, [(entry.layer, rule) for entry, rule in planned])

@@ -1,0 +1,165 @@
+"""Where a graph loses a Keras mask, so that attention behind it sees padding.
+
+Keras passes a mask from layer to layer. Operators and `keras.ops` drop it without a word.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.evaluation import make_mask
+
+# Operators, and the layers that do the same and pass the mask on.
+_OPERATORS = {"Add": "+", "Subtract": "-", "Multiply": "*", "Maximum": "", "Minimum": ""}
+_MERGING = tuple(getattr(keras.layers, name) for name in (*_OPERATORS, "Average", "Concatenate"))
+# Their output has the shape of the input, and axis 1 need not be its positions.
+_MOVE_AXES = ("Transpose", "Swapaxes", "Moveaxis")
+_LENGTH, _REAL = 16, 2**20 + 7  # an id that no rule names
+
+_warned: weakref.WeakSet = weakref.WeakSet()  # each operation is named once
+
+
+class Lost(NamedTuple):
+    """A mask that is lost: the operation that drops it, and the model's input of ids, if known."""
+
+    operation: Any
+    ids: str | None
+    others_have_one: bool = True  # or another operand never had a mask
+
+
+class _Mask(NamedTuple):
+    """Whether a tensor carries a Keras mask when the graph runs, or where it was lost."""
+
+    is_there: bool = False
+    ids: str | None = None
+    lost: Lost | None = None
+
+
+def lost_mask(tensor: Any) -> Lost | None:
+    """Where the Keras mask of a symbolic tensor was lost; `None` if it has one or never had."""
+    found: dict[int, _Mask] = {}
+    for one in _in_forward_order(tensor):
+        operation, read = _keras.made_by(one)
+        found[id(one)] = _after(one, operation, read, found)
+        if _keras.takes_masks_off(operation):
+            for x in read:
+                if found[id(x)].is_there:
+                    found[id(x)] = _Mask(lost=Lost(operation, found[id(x)].ids))
+    return found[id(tensor)].lost
+
+
+def _in_forward_order(tensor: Any) -> Iterator[Any]:
+    """The tensors that `tensor` is made of, each behind those that it is made of; then itself."""
+    waiting, opened, done = [tensor], set(), set()
+    while waiting:
+        one = waiting[-1]
+        if id(one) not in opened:
+            opened.add(id(one))
+            waiting += [x for x in reversed(_keras.made_by(one)[1]) if id(x) not in opened]
+            continue
+        waiting.pop()
+        if id(one) not in done:
+            done.add(id(one))
+            yield one
+
+
+def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]) -> _Mask:
+    """The mask of `tensor`, which `operation` makes of the tensors `read`."""
+    is_layer = isinstance(operation, keras.Layer)
+    joins = not is_layer or isinstance(operation, _MERGING)
+    # Other layers pass on the mask of their first argument, or use it up, as a pooling does, or
+    # destroy it, of which Keras warns.
+    sources = [x for x in (read if joins else read[:1]) if _of_one_sequence(x, tensor)]
+    if not is_layer and type(operation).__name__ in _MOVE_AXES:
+        sources = []
+    before = [found[id(x)] for x in sources]
+    lost = next((mask.lost for mask in before if mask.lost is not None), None)
+    if _keras.get_keras_mask(tensor) is not None:
+        expected = [x for x in sources if _keras.get_keras_mask(x) is not None]
+        if expected and not all(found[id(x)].is_there for x in expected):
+            return _Mask(lost=lost)
+        ids = next((mask.ids for mask in before if mask.is_there), None)
+        return _Mask(True, ids if expected else _name_of_input(read))
+    there = [mask for mask in before if mask.is_there]
+    if there and joins and (lost is None or _keras.takes_masks_off(lost.operation)):
+        return _Mask(lost=Lost(operation, there[0].ids, len(there) == len(read)))
+    return _Mask(lost=lost if joins or not there else None)
+
+
+def _of_one_sequence(one: Any, other: Any) -> bool:
+    """Whether the first two axes, of the batch and the positions, are alike."""
+    return min(len(one.shape), len(other.shape)) > 1 and one.shape[:2] == other.shape[:2]
+
+
+def _name_of_input(read: list[Any]) -> str | None:
+    """The input of the model that `read` is, if it is one."""
+    operation = _keras.made_by(read[0])[0] if len(read) == 1 else None
+    return operation.name if isinstance(operation, keras.layers.InputLayer) else None
+
+
+def marks_padding(name: str) -> bool:
+    """Whether a mask input has a name that says it is true at real tokens.
+
+    KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
+    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
+    """
+    is_padding = "padding_mask" in name and "key_padding_mask" not in name
+    return is_padding or name == "attention_mask"
+
+
+def hides_padding(spec: MaskSpec, num_heads: int) -> bool:
+    """Whether a rule hides padding by itself: keys of id 0, on either side of the real tokens."""
+    kinds = {name: kind for leaf in leaves(spec) for name, kind in leaf.inputs.items()}
+    if not kinds or any(kind.rank is None for kind in kinds.values()):
+        return bool(kinds)  # a whole mask may hold anything
+    is_real = np.arange(_LENGTH) < _LENGTH // 2
+    is_real = np.stack([is_real, ~is_real])
+    given = {
+        name: is_real if kind.dtype == "bool" else np.where(is_real, _REAL, 0).astype("int32")
+        for name, kind in kinds.items()
+    }
+    mask = ops.convert_to_numpy(make_mask(spec, _LENGTH, _LENGTH, num_heads, given))
+    return not (mask & is_real[:, None, :, None] & ~is_real[:, None, None, :]).any()
+
+
+def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
+    """Say once of each operation which attention it leaves without a mask, and what to do."""
+    if lost.operation in _warned:
+        return
+    _warned.add(lost.operation)
+    why, way = _reason(lost)
+    ids = "" if lost.ids is None else repr(lost.ids)
+    ways = ways.format(padding=f"hm.recipes.padding({ids})")
+    warnings.warn(
+        f"{attention} attends to padding: the Keras mask is lost before it. {why} "
+        f"{way + ways[0].lower() if way else ways[0]}{ways[1:]}",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _reason(lost: Lost) -> tuple[str, str]:
+    """What loses the mask, and the start of what to do about just that, or nothing."""
+    operation, kind = lost.operation, type(lost.operation).__name__
+    name = f"'{operation.name}'"
+    if _keras.takes_masks_off(operation):
+        return f"The stock attention {name} takes the mask off its inputs when it runs.", ""
+    if isinstance(operation, keras.Layer):
+        why = f"The layer {name} ({kind}) drops it, since another of its inputs has none."
+        return why, "Give all its inputs the mask, "
+    if kind not in _OPERATORS:
+        why = f"The operation {name} drops it, as all of `keras.ops` do."
+        return why, "Use a layer of Keras that does the same, "
+    sign = f"`{_OPERATORS[kind]}`, " if _OPERATORS[kind] else ""
+    written = f"The operation {name} ({sign}`keras.ops.{kind.lower()}`)"
+    if not lost.others_have_one:
+        why = f"`keras.layers.{kind}()` would, too, since another operand has no mask."
+        return f"{written} drops it. {why}", ""
+    return f"{written} drops it.", f"Use `keras.layers.{kind}()` in its place, "

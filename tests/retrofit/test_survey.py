@@ -8,6 +8,7 @@ from keras import layers, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_headmask as hm
+from keras_headmask.export.position_mixing import what_mixes
 from keras_headmask.retrofit.finding import find_attention
 
 registered = keras.saving.register_keras_serializable("test_survey")
@@ -105,6 +106,14 @@ class Around(OfTwo):
 
     def call(self, x, memory):
         return self.inside(memory=memory * 1.0, x=x) * 1.0
+
+
+@registered
+class OfItself(Composite):
+    names = ("attention",)
+
+    def call(self, x):
+        return x + self.attention(x, x)
 
 
 def two_inputs(*blocks):
@@ -262,6 +271,20 @@ def test_files_name_layers_by_their_attributes(tmp_path):
     assert list(hm.mask_specs(again)) == ["one/b", "one/a", "two/a"]
     given = [normal(2, 7, 8), normal(2, 5, 8, seed=1)]
     np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
+
+
+def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
+    """What its rule reads is handed over further out, and its own call lacks it."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    inner = one_input(OfItself(name="block"))
+    stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
+    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
+    assert [kind for _, kind in kinds(masked)] == ["self"]
+    assert what_mixes(masked) == what_mixes(stock)  # else `serve_padded` is left out for another
+    hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
+    for layer in (None, "attention"):
+        both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")
+        assert [kind for _, kind in kinds(both)] == ["self"]
 
 
 # --- One sequence, or several ---------------------------------------------------------------------

@@ -233,6 +233,11 @@ def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
     return _state(layer).rules if isinstance(layer, MaskedLayer) else ()
 
 
+def has_rules(layer: keras.Layer) -> bool:
+    """Whether attention inside a masked layer has a rule, or will have one once it is made."""
+    return bool(_state(layer).waiting) or any(map(all_rules, attention_inside(layer)))
+
+
 def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
     """The rules that attention obeys, the innermost first, from the last that replaces others."""
     rules = all_rules(layer)

@@ -210,6 +210,45 @@ def test_a_body_that_cannot_be_run_is_read_by_names():
     assert kinds(two_inputs(Closed(name="one"))) == found
 
 
+def test_attention_that_does_not_run_for_shapes_is_not_taken_for_cross_attention():
+    @registered
+    class InTraining(Composite):
+        names = "always", "in_training"
+
+        def call(self, x, training=False):
+            x = self.in_training(x, x) if training else x
+            return self.always(x, x)
+
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    block = InTraining(name="block")
+    model = keras.Model(ids, block(layers.Embedding(12, 8)(ids)))
+    not_seen = r"(?s)Cannot tell whether .*in_training'.*It did not run when Keras inferred shapes"
+    with pytest.raises(ValueError, match=not_seen + r"\. Name the layers by regexes"):
+        hm.apply_head_masks(model, hm.SameSentence(9))
+    with pytest.raises(ValueError, match=not_seen + r"\. Name the layer by 'self' or 'cross'"):
+        hm.apply_head_masks(model, hm.SameSentence(9), "in_training", add_inputs=True)
+    block.in_training.name = "self_in_training"
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    assert len(hm.mask_specs(masked)) == 2
+
+
+def test_attention_that_a_model_has_not_made_yet():
+    class MadeInBuild(keras.Model):
+        def build(self, shape):
+            self.attention = attention("self_attention")
+            self.attention.build(shape, shape)
+
+        def call(self, x):
+            return self.attention(x, x)
+
+    model = MadeInBuild()
+    for layer in (None, "attention"):
+        with pytest.raises(ValueError, match=r"layers: none.* call it once on data before"):
+            hm.apply_head_masks(model, CHUNK, layer, copy=False)
+    model(normal(2, 7, 8))
+    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False)) == {"self_attention": CHUNK}
+
+
 def test_layers_that_were_built_for_the_length_that_keras_puts_in():
     """PyTorch's backend builds what a body holds at the length with which it tries the body."""
 

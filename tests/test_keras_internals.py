@@ -490,6 +490,21 @@ def test_plain_functional_models():
     assert not _keras.is_plain_functional(Own(model.input, model.output))
 
 
+@relies_on(
+    "after_cloning", breaks="a `clone_function` could make stock attention of a masked layer"
+)
+def test_clones_are_seen(monkeypatch):
+    name, seen = "_wrap_clone_function", []
+    monkeypatch.setattr(_keras.cloning, name, getattr(_keras.cloning, name))  # as it is, afterwards
+    _keras.after_cloning(lambda operation, clone: seen.append((operation.name, clone)))
+    one = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="second")])
+    for model in (graph(), one):
+        again = keras.models.clone_model(
+            model, clone_function=lambda x: x.from_config(x.get_config())
+        )
+        assert ("second", again.get_layer("second")) in seen
+
+
 @relies_on("all_weights weights_watched", breaks="layers that Keras does not track would be unseen")
 def test_weights_that_are_read_while_shapes_are_inferred():
     layer, read = attention(dropout=0.1), []

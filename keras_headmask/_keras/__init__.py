@@ -22,6 +22,7 @@ from keras.src.backend import set_keras_mask as set_keras_mask
 
 # Whether Keras runs code for shapes alone: then tensors have no values, and no rule is demanded.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
+from keras.src.models import cloning
 
 # The class of a model with a graph: no other can keep a rule in its file.
 from keras.src.models.functional import Functional as Functional
@@ -287,6 +288,23 @@ def run_anew(graph: Functional, call: Any) -> Any:
             for tensor in new.outputs:
                 tensor._keras_history = tensor._keras_history._replace(node_index=place)
     return outputs
+
+
+def after_cloning(see: Callable[[Any, Any], None]) -> None:
+    """Call `see(operation, clone)` for what the `clone_function` of `clone_model` returns."""
+
+    def wrap(clone_function: Any = None, *args: Any, **kwargs: Any) -> Callable:
+        clone = usual(clone_function, *args, **kwargs)
+
+        def clone_and_see(operation: Any) -> Any:
+            made = clone(operation)
+            see(operation, made)
+            return made
+
+        return clone_and_see
+
+    usual = cloning._wrap_clone_function
+    cloning._wrap_clone_function = wrap
 
 
 def track(model: Functional, layer: Any) -> None:

@@ -50,8 +50,9 @@ def apply_head_masks(
     int32 input cuts ids of 64 bits, as in any Keras model.
 
     Attention written by hand is refused where it shows: a class named for attention,
-    `dot_product_attention` when a layer runs on symbolic tensors, or a softmax before a product in
-    the graph. A class of another name that computes with `matmul` and `softmax` escapes the rule.
+    `dot_product_attention` when a layer runs on symbolic tensors, or a softmax of (queries, keys)
+    before a product, in the graph or when a layer runs so. What such a run does not show escapes
+    the rule, as the code of a subclassed model.
 
     Args:
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by

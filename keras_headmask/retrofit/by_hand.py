@@ -1,48 +1,78 @@
-"""Attention that the graph of a functional model spells out: a softmax, and then a product."""
+"""Attention that steps spell out: a softmax, and then a product.
 
-from collections.abc import Iterator
+The steps are those of a functional model's graph, or what a backend shows of a layer's body.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
 from keras_headmask import _keras
+from keras_headmask.retrofit.steps import Step
 
 
 def softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
     """The softmax of attention that a graph spells out: of (..., queries, keys), then a product."""
     for graph in _keras.layers_of(model):
-        if not isinstance(graph, _keras.Functional):
-            continue
-        nodes = list(_keras.nodes(graph))
-        readers: dict[int, list[Any]] = {}
-        for node in nodes:
-            for tensor in node.input_tensors:
-                readers.setdefault(id(tensor), []).append(node)
-        for node in nodes:
-            if (
-                _is_softmax(node.operation)
-                and any(map(_may_be_weights, node.outputs))
-                and not _is_of_single_positions(node.outputs[0])
-            ):
-                waiting, seen = list(node.outputs), set()
-                while waiting:
-                    tensor = waiting.pop()
-                    for reader in readers.get(id(tensor), ()):
-                        if type(reader.operation).__name__ in _PRODUCTS:
-                            yield node.operation
-                            waiting = []
-                            break
-                        if id(reader) not in seen and any(map(_may_be_weights, reader.outputs)):
-                            seen.add(id(reader))
-                            waiting += reader.outputs
+        if isinstance(graph, _keras.Functional):
+            nodes = _keras.nodes(graph)
+            steps = (
+                Step(_kind(x.operation), x.input_tensors, x.outputs, x.operation) for x in nodes
+            )
+            for step in softmaxes_among(steps):
+                yield step.operation
+
+
+def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps that are the softmax of attention."""
+    steps = list(steps)
+    readers: dict[int, list[Step]] = {}
+    makers: dict[int, Step] = {}
+    for step in steps:
+        makers.update((id(tensor), step) for tensor in step.outputs)
+        for tensor in step.inputs:
+            readers.setdefault(id(tensor), []).append(step)
+    for step in steps:
+        if (
+            _is_softmax(step, makers)
+            and any(map(_may_be_weights, step.outputs))
+            and not _is_of_single_positions(step.outputs[0], makers)
+            and _meets_a_product(step, readers)
+        ):
+            yield step
 
 
 _PRODUCTS = "Matmul", "Einsum", "Dot", "Tensordot"
+_DENSE = "Dense", "EinsumDense"
 
 
-def _is_softmax(operation: Any) -> bool:
+def _kind(operation: Any) -> str:
+    """The kind of step that an operation of a graph is."""
+    name = type(operation).__name__
     named = getattr(getattr(operation, "activation", None), "__name__", "")
-    return type(operation).__name__ == "Softmax" or named == "softmax"
+    if name in _DENSE:
+        return "dense softmax" if named == "softmax" else "dense"
+    if name == "Softmax" or named == "softmax":
+        return "softmax"
+    if name in _PRODUCTS:
+        return "product"
+    is_own = _keras.is_own(operation, "ops", "layers")
+    runs_others = isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))
+    return "" if is_own and not runs_others else "hidden"
+
+
+def _is_softmax(step: Step, makers: dict[int, Step]) -> bool:
+    """Whether it is one, or the quotient of `exp` and its sum."""
+    if step.kind != "quotient" or len(step.inputs) != 2:
+        return step.kind.endswith("softmax")
+    exps = []
+    for tensor in step.inputs:
+        maker = makers.get(id(tensor))
+        while maker is not None and maker.kind != "exp" and len(maker.inputs) == 1:
+            maker = makers.get(id(maker.inputs[0]))
+        exps.append(maker)
+    return exps[0] is exps[1] and exps[0] is not None and exps[0].kind == "exp"
 
 
 def _may_be_weights(tensor: Any) -> bool:
@@ -54,10 +84,19 @@ def _may_be_weights(tensor: Any) -> bool:
     return len(shape) > 2 and shape[-2] != 1 and (shape[-1] is None or shape[-1] == shape[-2])
 
 
-_DENSE = "Dense", "EinsumDense"
+def _meets_a_product(softmax: Step, readers: dict[int, list[Step]]) -> bool:
+    waiting, seen = list(softmax.outputs), set()
+    while waiting:
+        for reader in readers.get(id(waiting.pop()), ()):
+            if reader.kind == "product":
+                return True
+            if id(reader) not in seen and any(map(_may_be_weights, reader.outputs)):
+                seen.add(id(reader))
+                waiting += reader.outputs
+    return False
 
 
-def _is_of_single_positions(tensor: Any) -> bool:
+def _is_of_single_positions(tensor: Any, makers: dict[int, Step]) -> bool:
     """Whether numbers come from a Dense of one position each, as the shares of experts do.
 
     Those of attention come from pairs of positions: a product, a sum that broadcasts, or code that
@@ -66,12 +105,12 @@ def _is_of_single_positions(tensor: Any) -> bool:
     waiting, seen = [tensor], {id(tensor)}
     while waiting:
         tensor = waiting.pop()
-        operation, inputs = _keras.made_by(tensor)
-        name = type(operation).__name__
-        if name in _DENSE and len(inputs[0].shape) <= 3:
-            continue
-        if name in _PRODUCTS or not _is_shown(operation):
+        step = makers.get(id(tensor))
+        if step is None or step.kind in ("product", "hidden"):
             return False
+        if step.kind.startswith("dense") and _rank(step.inputs[0], makers) <= 3:
+            continue
+        inputs = step.inputs
         if len(inputs) > 1:
             inputs = [x for x in inputs if x.shape == tensor.shape]
         if not inputs or any(len(x.shape) > len(tensor.shape) for x in inputs):
@@ -81,7 +120,11 @@ def _is_of_single_positions(tensor: Any) -> bool:
     return True
 
 
-def _is_shown(operation: Any) -> bool:
-    """Whether it is one of Keras' own, which runs no code of others."""
-    is_own = _keras.is_own(operation, "ops", "layers")
-    return is_own and not isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))
+def _rank(tensor: Any, makers: dict[int, Step]) -> int:
+    """The rank of a tensor before axes were merged, as TensorFlow does for a Dense."""
+    rank = len(tensor.shape)
+    step = makers.get(id(tensor))
+    while step is not None and step.kind == "moved":
+        rank = max(rank, len(step.inputs[0].shape))
+        step = makers.get(id(step.inputs[0]))
+    return rank

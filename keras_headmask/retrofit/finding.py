@@ -16,7 +16,8 @@ class AttentionLayer(NamedTuple):
     """An attention layer and the names of the layers around it, outermost first.
 
     `kind` is "self", "cross", or "unclear". `runs_on_two`: it is called more than once, and not on
-    one sequence after the other. `untracked`: a weight in it that Keras does not track.
+    one sequence after the other. `untracked`: a weight in it that Keras does not track. `ran`: a
+    call of it was seen, in a graph or by running the layer around it for shapes.
     """
 
     layer: keras.Layer
@@ -24,6 +25,7 @@ class AttentionLayer(NamedTuple):
     kind: str
     runs_on_two: bool = False
     untracked: str = ""
+    ran: bool = True
 
     @property
     def num_heads(self) -> Any:
@@ -69,7 +71,8 @@ def find_attention(model: keras.Model) -> Found:
         kind = _kind(layer.name.lower(), calls.get(id(layer), []))
         kind = "self" if adapter is not None and adapter.is_self else kind
         held = survey.untracked.get(id(layer), "")
-        entry = AttentionLayer(layer, path, kind, id(layer) in survey.on_two, held)
+        is_twice, ran = id(layer) in survey.on_two, id(layer) in calls
+        entry = AttentionLayer(layer, path, kind, is_twice, held, ran)
         if id(layer) in by_hand or "attention" in held or _attends_by_its_name(layer):
             found.unknown.append(entry)
         elif adapter is not None:

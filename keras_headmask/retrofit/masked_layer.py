@@ -115,6 +115,8 @@ class MaskedLayer(_Layer):
                     yield layer, rule
 
     def _check_given(self) -> None:
+        if looking.are_rules_off():
+            return
         for layer, rule in self._asks_for():
             if frames.inputs_of(rule) is None:
                 raise ValueError(obeying.missing(layer.name, rule))
@@ -229,6 +231,11 @@ def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
 
 def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
     return _state(layer).rules if isinstance(layer, MaskedLayer) else ()
+
+
+def has_rules(layer: keras.Layer) -> bool:
+    """Whether attention inside a masked layer has a rule, or will have one once it is made."""
+    return bool(_state(layer).waiting) or any(map(all_rules, attention_inside(layer)))
 
 
 def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:

@@ -89,7 +89,16 @@ def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dic
             sources[name] = (None, name)
         else:
             pairs = (f"decoder_{name}", f"encoder_{name}"), (f"query_{name}", f"key_{name}")
-            sources[name] = pairs[0] if set(pairs[0]) <= set(available) else pairs[1]
+            found = [pair for pair in pairs if set(pair) <= set(available)]
+            if entry.kind == "unclear" and available and not found:
+                why = "" if entry.ran else " It did not run when Keras inferred shapes."
+                raise ValueError(
+                    f"Cannot tell whether the attention layer {entry} attends to its own sequence "
+                    f"or to another, so which side {name!r} belongs to.{why} Name the layer by "
+                    "'self' or 'cross' (`MultiHeadAttention(..., name='self_attention')`), or give "
+                    f"the model the inputs {pairs[1]}."
+                )
+            sources[name] = found[0] if found else pairs[1]
     return sources
 
 

@@ -9,6 +9,12 @@ from keras_headmask.rules.base import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
 
+_NONE = (
+    "Attention layers: none. If the model makes them when it is built or first called, call it "
+    "once on data before. Attention that `call` makes anew each time is out of reach: make it in "
+    "`__init__` or `build`, and assign it to an attribute."
+)
+
 
 def specs_by_layer(
     mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, found: Found
@@ -74,10 +80,13 @@ def select(found: Found, selector: Any) -> list[int]:
             raise ValueError(message)
         _check_all_clear(found)
         if not of_self:
+            more = (
+                f"Attention layers: {_names(found)}. Cross-attention is masked only when `layers` "
+                "names it."
+            )
             raise ValueError(
                 "The model holds no self-attention layer (keras.layers.MultiHeadAttention, a "
-                "subclass, or that of a KerasHub decoder). Attention layers: "
-                f"{_names(found) or 'none'}. Cross-attention is masked only when `layers` names it."
+                f"subclass, or that of a KerasHub decoder). {more if found.known else _NONE}"
             )
         return of_self
     if isinstance(selector, str) and not selector:
@@ -110,9 +119,11 @@ def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
 def _check_all_clear(found: Found) -> None:
     """Raise if what is self-attention, and so its numbers, is not known of all layers."""
     if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
+        why = "" if unclear[0].ran else " It did not run when Keras inferred shapes."
         raise ValueError(
             f"Cannot tell whether the attention layer {unclear[0]} attends to its own sequence or "
-            f"to another. Name the layers by regexes on their paths in `layers`: {_names(found)}."
+            f"to another.{why} Name the layers by regexes on their paths in `layers`: "
+            f"{_names(found)}."
         )
 
 
@@ -155,9 +166,8 @@ def _matching(found: Found, pattern: str) -> list[int]:
         raise ValueError(_out_of_reach(unknown[0], f", which {pattern!r} names,"))
     numbers = [i for i, entry in enumerate(found.known) if regex.search(entry.path)]
     if not numbers:
-        raise ValueError(
-            f"No attention layer's path matches {pattern!r}. Paths: {_names(found) or 'none'}."
-        )
+        paths = f"Paths: {_names(found)}." if found.known else _NONE
+        raise ValueError(f"No attention layer's path matches {pattern!r}. {paths}")
     return numbers
 
 

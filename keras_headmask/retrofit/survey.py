@@ -13,6 +13,8 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import looking
+from keras_headmask.retrofit import steps
+from keras_headmask.retrofit.by_hand import softmaxes_among
 from keras_headmask.retrofit.families import adapted, adapter_of
 from keras_headmask.retrofit.nesting import attention, without_remat
 
@@ -81,22 +83,28 @@ class Survey:
         given = node.arguments.args, node.arguments.kwargs
         tensors = list({id(x): x for x in node.input_tensors}.values())  # one stays one
 
-        def body(*values: Any) -> Any:
+        def body(*values: Any) -> None:
             del self.calls[before:]  # (JAX runs it twice)
             seen.hooked.clear()
             seen.ran.clear()
             by_id = dict(zip(map(id, tensors), values, strict=True))
             args, kwargs = keras.tree.map_structure(lambda x: by_id.get(id(x), x), given)
             with _keras.weights_watched(seen.weights):
-                return layer(*args, **kwargs)
+                layer(*args, **kwargs)
 
-        operation = _Body(body)
+        def record(*values: Any) -> Any:
+            seen.recorder = steps.recorder()
+            seen.recorder.run(body, *values)
+            return values  # (Keras asks for tensors.)
+
+        operation = _Body(record)
         try:
-            with seen.watching(layer):
+            # (What a layer around hands to its rules is not there.)
+            with seen.watching(layer), looking.rules_off():
                 operation.compute_output_spec(*tensors)
         except Exception:  # whatever a layer raises that wants numbers
             return
-        if seen.attends:
+        if seen.attends or any(softmaxes_among(seen.recorder.steps)):
             self.by_hand.add(id(layer))
         self.by_hand |= {id(x) for x in seen.ran if id(x) not in seen.hooked}
         ran = [id(x) for x in seen.ran]
@@ -122,13 +130,14 @@ class _Seen:
         self.hooked: set[int] = set()
         self.weights: list[Any] = []
         self.attends = False  # by an operation, outside of the attention layers
+        self.recorder = steps.recorder()  # of all operations
 
     @contextlib.contextmanager
     def watching(self, root: keras.Layer) -> Iterator[None]:
         def called(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
             self.ran.append(layer)
             self.survey._seen(layer, args, kwargs)
-            with looking.operations_seen(None):
+            with looking.operations_seen(None), self.recorder.hiding():
                 return usual(*args, **kwargs)
 
         def computed(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:

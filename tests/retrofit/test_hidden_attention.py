@@ -12,6 +12,7 @@ from keras.ops import dot_product_attention as sdpa
 from small_models import CHUNK
 
 import keras_headmask as hm
+from keras_headmask.retrofit.finding import find_attention
 
 FAR = layers.MultiHeadAttention(2, 4, name="far")
 
@@ -200,6 +201,153 @@ def test_a_softmax_of_other_things_is_no_attention():
         return ops.einsum("ble,bld->bld", gates, x)
 
     assert hm.mask_specs(hm.apply_head_masks(beside_known(experts), CHUNK))
+
+
+# --- Spelled out in the code of a layer -----------------------------------------------------------
+
+
+class Parts(Plain):
+    """Mixes positions by a function of a sequence and of layers; its name says nothing."""
+
+    def __init__(self, mix, *parts):
+        super().__init__(name="mixer")
+        self.mixes, self.parts = mix, list(parts)
+
+    def mix(self, x):
+        return self.mixes(x, *self.parts)
+
+
+def swapped(x):
+    return ops.transpose(x, (0, 2, 1))
+
+
+def by_einsum(x):
+    logits = ops.einsum("btd,bsd->bts", x, x)
+    return ops.einsum("bts,bsd->btd", ops.softmax(logits), x)
+
+
+def by_activation(x):
+    return keras.activations.softmax(x @ swapped(x)) @ x
+
+
+def by_parts(x, softmax, dropout):
+    return dropout(softmax(x @ swapped(x))) @ x
+
+
+def by_heads(x, query, output):
+    batch, length = ops.shape(x)[:2]
+    y = ops.transpose(ops.reshape(query(x), (batch, length, 2, 4)), (0, 2, 1, 3))
+    weights = ops.softmax(y @ ops.transpose(y, (0, 1, 3, 2)) / 2.0)
+    return output(ops.reshape(ops.transpose(weights @ y, (0, 2, 1, 3)), (batch, length, 8)))
+
+
+def by_sums(x, dense):
+    logits = dense(ops.tanh(x[:, :, None] + x[:, None]))
+    return ops.softmax(ops.squeeze(logits, -1)) @ x
+
+
+def by_exp(x):
+    found = ops.exp(x @ swapped(x))
+    return found / ops.sum(found, -1, keepdims=True) @ x
+
+
+def by_the_backend(x):
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.nn.softmax(tf.matmul(x, x, transpose_b=True)) @ x
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(lambda x: jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x)(x)
+    return (x @ x.mT).softmax(-1) @ x
+
+
+SPELLED_OUT = {
+    "operations": lambda: Parts(by_operations),
+    "einsum": lambda: Parts(by_einsum),
+    "activation": lambda: Parts(by_activation),
+    "layers": lambda: Parts(by_parts, layers.Softmax(), layers.Dropout(0.1)),
+    "an activation layer": lambda: Parts(by_parts, layers.Activation("softmax"), layers.Identity()),
+    "heads": lambda: Parts(by_heads, layers.Dense(8), layers.Dense(8)),
+    "additive": lambda: Parts(by_sums, layers.Dense(1)),
+    "exp": lambda: Parts(by_exp),
+    "the backend": lambda: Parts(by_the_backend),
+    "a layer inside": lambda: Parts(lambda x, inner: inner(x), Parts(by_operations)),
+    "a Lambda layer": lambda: layers.Lambda(by_operations, name="mixer"),
+}
+
+
+def of_length(length, attend):
+    x = keras.Input((length, 8))
+    return keras.Model(x, attend(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
+
+
+@pytest.mark.parametrize("how", SPELLED_OUT)
+def test_attention_that_the_code_of_a_layer_spells_out(how):
+    for length in (7, None):
+        model = of_length(length, SPELLED_OUT[how]())
+        with pytest.raises(ValueError, match=r"'mixer' \(\w+\) .*are out of reach"):
+            hm.apply_head_masks(model, CHUNK)
+        lines = []
+        hm.summary_masks(model, lines.append)
+        assert "mixer" in lines[1]
+    masked = hm.apply_head_masks(model, CHUNK, layers="known", copy=False)
+    assert list(hm.mask_specs(masked)) == ["known"]
+
+
+def experts(x, gate, *inner):
+    of_each = ops.stack([layer(x) for layer in inner], 2)
+    return ops.einsum("bte,bted->btd", ops.softmax(gate(x)), of_each)
+
+
+def pooled(x, dense):
+    return ops.softmax(swapped(dense(x))) @ x
+
+
+def squeezed(x, dense):
+    return x * ops.softmax(dense(ops.mean(x, 1, keepdims=True)))
+
+
+def of_features(x, query, key):
+    """Linear attention: its products are over features."""
+    return ops.softmax(query(x)) @ (swapped(ops.softmax(key(x), axis=1)) @ x)
+
+
+def routed(x, dense):
+    batch, length = ops.shape(x)[:2]
+    given = ops.reshape(dense(x), (batch, length, 3, 4))
+    agreed = ops.zeros_like(given[..., 0])
+    for _ in range(2):
+        capsules = ops.einsum("bio,biod->bod", ops.softmax(agreed), given)
+        agreed = agreed + ops.einsum("biod,bod->bio", given, capsules)
+    return x + ops.mean(capsules)
+
+
+def dense_layers(*sizes):
+    return [layers.Dense(size) for size in sizes]
+
+
+OF_OTHER_THINGS = {
+    "experts": lambda: Parts(experts, *dense_layers(3, 8, 8, 8)),
+    "as many experts as positions": lambda: Parts(experts, *dense_layers(7, *[8] * 7)),
+    "pooling": lambda: Parts(lambda x, dense: x + pooled(x, dense), *dense_layers(1)),
+    "squeeze and excite": lambda: Parts(squeezed, *dense_layers(8)),
+    "linear": lambda: Parts(of_features, *dense_layers(8, 8)),
+    "capsules": lambda: Parts(routed, *dense_layers(12)),
+    "attention of Keras": lambda: Parts(
+        lambda x, inner: inner(x, x), layers.MultiHeadAttention(2, 4)
+    ),
+    "our own": lambda: Parts(
+        lambda x, inner: inner(x), hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=CHUNK)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_THINGS)
+@pytest.mark.parametrize("length", [7, None])
+def test_code_with_a_softmax_of_other_things_is_no_attention(what, length):
+    assert not find_attention(of_length(length, OF_OTHER_THINGS[what]())).unknown
 
 
 # --- Layers that Keras does not track -------------------------------------------------------------

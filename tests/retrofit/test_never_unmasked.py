@@ -52,6 +52,35 @@ def test_a_model_on_masked_layers_obeys_however_it_is_made_again(way, make, rule
     assert abs(numpy(free(TOKENS)) - numpy(other(TOKENS))).max() > 1e-4
 
 
+def stock_attention(layer):
+    if isinstance(layer, layers.MultiHeadAttention):
+        return layers.MultiHeadAttention(4, 3, name=layer.name)
+    return type(layer).from_config(layer.get_config())
+
+
+def sequential():
+    block = layers.TimeDistributed(layers.Dense(8))
+    return keras.Sequential([keras.Input((7, 8)), block, BuiltLate(name="encoder")])
+
+
+@pytest.mark.parametrize("rule", [CHUNK, hm.SameSentence(9)], ids=["positions", "inputs"])
+def test_a_clone_function_that_makes_stock_attention_is_refused(rule):
+    masked = hm.apply_head_masks(one_layer(), rule)
+    refused = r"'attention' .* made a stock layer \(MultiHeadAttention\).*clone `hm.unmasked"
+    with pytest.raises(ValueError, match=refused):
+        keras.models.clone_model(masked, clone_function=stock_attention)
+    free = keras.models.clone_model(hm.unmasked(masked), clone_function=stock_attention)
+    assert not hm.mask_specs(free)
+
+
+def test_a_clone_function_that_makes_a_stock_block_is_refused():
+    masked = hm.apply_head_masks(sequential(), CHUNK)
+    with pytest.raises(ValueError, match=r"'encoder' .* made a stock layer \(BuiltLate\)"):
+        keras.models.clone_model(masked, clone_function=lambda layer: BuiltLate(name=layer.name))
+    kept = keras.models.clone_model(masked, clone_function=lambda layer: layer)
+    assert len(hm.mask_specs(kept)) == 1
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_masked_layer_alone_obeys(way):
     layer = hm.apply_head_masks(one_layer(), CHUNK).get_layer("attention")

@@ -8,6 +8,7 @@ from keras import layers, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_headmask as hm
+from keras_headmask.export.position_mixing import what_mixes
 from keras_headmask.retrofit.finding import find_attention
 
 registered = keras.saving.register_keras_serializable("test_survey")
@@ -107,6 +108,14 @@ class Around(OfTwo):
         return self.inside(memory=memory * 1.0, x=x) * 1.0
 
 
+@registered
+class OfItself(Composite):
+    names = ("attention",)
+
+    def call(self, x):
+        return x + self.attention(x, x)
+
+
 def two_inputs(*blocks):
     x, memory = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="memory")
     y = x
@@ -201,6 +210,45 @@ def test_a_body_that_cannot_be_run_is_read_by_names():
     assert kinds(two_inputs(Closed(name="one"))) == found
 
 
+def test_attention_that_does_not_run_for_shapes_is_not_taken_for_cross_attention():
+    @registered
+    class InTraining(Composite):
+        names = "always", "in_training"
+
+        def call(self, x, training=False):
+            x = self.in_training(x, x) if training else x
+            return self.always(x, x)
+
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    block = InTraining(name="block")
+    model = keras.Model(ids, block(layers.Embedding(12, 8)(ids)))
+    not_seen = r"(?s)Cannot tell whether .*in_training'.*It did not run when Keras inferred shapes"
+    with pytest.raises(ValueError, match=not_seen + r"\. Name the layers by regexes"):
+        hm.apply_head_masks(model, hm.SameSentence(9))
+    with pytest.raises(ValueError, match=not_seen + r"\. Name the layer by 'self' or 'cross'"):
+        hm.apply_head_masks(model, hm.SameSentence(9), "in_training", add_inputs=True)
+    block.in_training.name = "self_in_training"
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    assert len(hm.mask_specs(masked)) == 2
+
+
+def test_attention_that_a_model_has_not_made_yet():
+    class MadeInBuild(keras.Model):
+        def build(self, shape):
+            self.attention = attention("self_attention")
+            self.attention.build(shape, shape)
+
+        def call(self, x):
+            return self.attention(x, x)
+
+    model = MadeInBuild()
+    for layer in (None, "attention"):
+        with pytest.raises(ValueError, match=r"layers: none.* call it once on data before"):
+            hm.apply_head_masks(model, CHUNK, layer, copy=False)
+    model(normal(2, 7, 8))
+    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False)) == {"self_attention": CHUNK}
+
+
 def test_layers_that_were_built_for_the_length_that_keras_puts_in():
     """PyTorch's backend builds what a body holds at the length with which it tries the body."""
 
@@ -262,6 +310,20 @@ def test_files_name_layers_by_their_attributes(tmp_path):
     assert list(hm.mask_specs(again)) == ["one/b", "one/a", "two/a"]
     given = [normal(2, 7, 8), normal(2, 5, 8, seed=1)]
     np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
+
+
+def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
+    """What its rule reads is handed over further out, and its own call lacks it."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    inner = one_input(OfItself(name="block"))
+    stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
+    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
+    assert [kind for _, kind in kinds(masked)] == ["self"]
+    assert what_mixes(masked) == what_mixes(stock)  # else `serve_padded` is left out for another
+    hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
+    for layer in (None, "attention"):
+        both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")
+        assert [kind for _, kind in kinds(both)] == ["self"]
 
 
 # --- One sequence, or several ---------------------------------------------------------------------

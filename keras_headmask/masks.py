@@ -342,7 +342,9 @@ def from_torch(mask: Tensor, num_heads: int | None = None) -> Mask:
 def zero_dead_rows(context: Tensor, mask: Mask) -> Tensor:
     """`context` (B, T, H, D), with 0 where a query has no key in `mask` (boolean, rank 4)."""
     alive = ops.any(mask, axis=-1)  # (B or 1, H or 1, T or 1)
-    alive = ops.transpose(alive, (0, 2, 1))[..., None]
+    # As floats: oneDNN has no transpose of booleans, and logs so.
+    ones = ops.where(alive, ops.cast(1, "float32"), ops.cast(0, "float32"))
+    alive = ops.transpose(ones, (0, 2, 1))[..., None] > 0
     return ops.where(alive, context, ops.zeros_like(context))
 
 

@@ -28,7 +28,7 @@ ARROWS = {
     "cli": {"rules", "attention", "layers", "retrofit", "look", "linting", "export", "server"},
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
-NEED_KERAS = {"rules.evaluation", "rules.offsets"}
+NEED_KERAS = {"rules.evaluation", "rules.graph_shapes", "rules.offsets"}
 NEED_NUMPY = {"rules.blocks", "rules.coverage"} | NEED_KERAS
 
 

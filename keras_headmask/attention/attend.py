@@ -127,8 +127,8 @@ def dot_product_attention(
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:
-        length_q, length_k = ops.shape(query)[1], ops.shape(key)[1]
-        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset)
+        (examples, length_q), length_k = ops.shape(query)[:2], ops.shape(key)[1]
+        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset, batch=examples)
     request = Request(
         query,
         key,

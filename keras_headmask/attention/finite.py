@@ -109,10 +109,10 @@ def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
     rows = _rows_are_finite(query)
     columns = functools.reduce(ops.logical_and, map(_rows_are_finite, keys))
     heads, length = (1, 2) if heads_first else (2, 1)
-    good = ops.logical_and(
-        ops.transpose(rows, (0, heads, length, 3)), ops.transpose(columns, (0, heads, 3, length))
-    )
-    return ops.where(good, ops.cast(0.0, query.dtype), ops.cast(float("nan"), query.dtype))
+    # Floats are transposed, not booleans, which oneDNN cannot and logs.
+    good, bad = (ops.cast(x, query.dtype) for x in (0.0, float("nan")))
+    of_rows = ops.transpose(ops.where(rows, good, bad), (0, heads, length, 3))
+    return of_rows + ops.transpose(ops.where(columns, good, bad), (0, heads, 3, length))
 
 
 def _is_finite(tensor: Tensor) -> Mask:

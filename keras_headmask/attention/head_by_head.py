@@ -91,6 +91,13 @@ def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
     )
 
 
+def _heads_first(mask: Mask) -> Mask:
+    """`(H, B, T, S)` of `(B, H, T, S)`; by places, as oneDNN logs a transpose of booleans."""
+    shape = tf.shape(mask)
+    places = tf.transpose(tf.reshape(tf.range(shape[0] * shape[1]), shape[:2]))
+    return tf.gather(tf.reshape(mask, tf.concat([[-1], shape[2:]], 0)), places)
+
+
 def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tensor], Mask]:
     """Gives the masks of the rows in a slice, `(n or 1, 1, T or 1, S or 1)`.
 
@@ -98,7 +105,7 @@ def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tens
     """
     if tuple(allowed.shape[:2]) == (1, 1):
         return lambda begin, size: allowed
-    by_head = tf.transpose(allowed, (1, 0, 2, 3))
+    by_head = _heads_first(allowed)
     shape = tf.shape(by_head)
     if heads == 1 or allowed.shape[2] == 1:
         # A mask for every row is there, or is small, and a slice of them copies nothing.

@@ -195,8 +195,8 @@ class MaskedAttention(keras.Layer):
         else:
             bound = None
             if rule is not None:
-                queries, keys = (ops.shape(x)[1] for x in operands[:2])
-                bound = evaluation.bind(rule, inputs, queries, keys, offset)
+                (batch, queries), keys = ops.shape(operands[0])[:2], ops.shape(operands[1])[1]
+                bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=batch)
             request = Request(
                 operands[0],
                 operands[1],
@@ -293,7 +293,8 @@ class MaskedAttention(keras.Layer):
         return Window(before=reach, after=0 if use_causal_mask else reach)
 
     def _mask(self, spec: MaskSpec, inputs: Any, query: Tensor, value: Tensor, offset: Any) -> Mask:
-        bound = evaluation.bind(spec, inputs, ops.shape(query)[1], ops.shape(value)[1], offset)
+        (batch, queries), keys = ops.shape(query)[:2], ops.shape(value)[1]
+        bound = evaluation.bind(spec, inputs, queries, keys, offset, batch=batch)
         return evaluation.mask_of_all_heads(spec, bound, self.num_heads)
 
     def _compute_attention_mask(

@@ -77,7 +77,8 @@ def _under(
         )
     offset = _offset(arguments)
     lengths = _lengths(adapter, arguments)
-    bound = _bound(adapter.layer, rule, frame, lengths, _sizes(arguments), offset)
+    sizes = ops.shape(query)[0], *_sizes(arguments)
+    bound = _bound(adapter.layer, rule, frame, lengths, sizes, offset)
     beside = _Beside.of(adapter, arguments, offset)
 
     def make_mask() -> Any:
@@ -112,7 +113,8 @@ def _by_softmax(
         mask = None if mask is None else masks.as_bool(mask)
         lengths = evaluation.Lengths(*logits.shape)
         for rule in rules:
-            bound = _bound(adapter.layer, rule, frame, lengths, ops.shape(logits)[2:], offset)
+            batch, _, *of_axes = ops.shape(logits)
+            bound = _bound(adapter.layer, rule, frame, lengths, (batch, *of_axes), offset)
             of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
             mask = masks.and_masks(mask, of_rule)
         probabilities = usual(logits, mask)
@@ -200,9 +202,10 @@ def _bound(
     rule: LayerRule,
     frame: frames.Frame,
     lengths: evaluation.Lengths,
-    sizes: tuple[Any, Any],
+    sizes: tuple[Any, Any, Any],
     offset: Any,
 ) -> Any:
+    """What `rule` reads; `sizes` are those of the batch, of the queries and of the keys."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
         found = frames.inputs_of(rule)
@@ -215,7 +218,9 @@ def _bound(
         evaluation.check_inputs(rule.spec, given, lengths, offset)
     except (TypeError, ValueError) as error:
         raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
-    return evaluation.bind(rule.spec, given, *sizes, offset, prepared=rule.prepared(tensors))
+    batch, queries, keys = sizes
+    known = {"prepared": rule.prepared(tensors), "batch": batch}
+    return evaluation.bind(rule.spec, given, queries, keys, offset, **known)
 
 
 def missing(name: str, rule: LayerRule) -> str:

@@ -14,11 +14,12 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules import graph_shapes
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.offsets import MOST_OFFSET, checked_offset
-from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, InputType, Sides
+from keras_headmask.rules.offsets import checked_offset
+from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Sides
 
 _PAIR = "pair (query_side, key_side)"
 
@@ -175,7 +176,7 @@ def _check_sides(
         if len(shape) != 2:
             raise ValueError(f"`{place}` must have shape (batch, length). Received: shape {shape}.")
         if None not in (shape[0], batch) and shape[0] != batch:
-            hint = " To use the ids of one example for all, repeat them." if shape[0] == 1 else ""
+            hint = f" {graph_shapes.REPEAT}" if shape[0] == 1 else ""
             raise ValueError(
                 f"`{place}` has {shape[0]} examples where the batch has {batch}. Received: shape "
                 f"{shape}.{hint}"
@@ -236,11 +237,13 @@ def bind(
     query_offset: Length = 0,
     beside: Bound | None = None,
     prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
+    batch: Length | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
     `beside` is what was bound for the same sequences before, and is a part of the result.
-    `prepared` is what leaves prepared before for the whole sequences.
+    `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
+    agree with the first of them.
     """
     if queries is None or keys is None:
         raise ValueError(
@@ -252,9 +255,11 @@ def bind(
         query_positions = ops.arange(queries, dtype="int32") + ops.cast(query_offset, "int32")
         beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {})
     bound = dict(beside.leaf_inputs)
+    sizes = graph_shapes.Sizes(batch, queries, keys)
     for leaf in leaves(spec):
         sides: dict[str, Any] = {}
         shared = set()  # one tensor of both sides: the queries stand in it at their positions
+        checks: list[Any] = []  # operations of a graph
         for name, kind in leaf.inputs.items():
             value = (mask_inputs or {})[name]
             pair = as_pair(value)  # (AutoGraph reads this function, and no `:=`)
@@ -266,6 +271,9 @@ def bind(
                 tensor = masks.as_mask_input(value)
                 sides[name] = Sides(tensor, tensor)
                 shared |= {name} if "query" in kind.sides else set()
+            is_cut = pair is None and as_int(query_offset) != 0
+            sizes = sizes.with_batch_of(sides[name])
+            checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut)
         if sides:
             bound[leaf] = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
             for name in shared if as_int(query_offset) != 0 else ():
@@ -273,29 +281,10 @@ def bind(
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
                     query = ops.take(query, beside.query_positions, axis=1)
                     bound[leaf][name] = Sides(query, key)
-            for name, value in bound[leaf].items():
-                if isinstance(value, Sides):
-                    read = leaf.inputs[name].sides if name in leaf.inputs else ("query", "key")
-                    query, key = value
-                    if "query" in read:
-                        query = _of_length(query, beside.query_positions)
-                    if "key" in read:
-                        key = _of_length(key, beside.key_positions)
-                    bound[leaf][name] = Sides(query, key)
+            for name, made in bound[leaf].items():
+                read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
+                bound[leaf][name] = graph_shapes.checked(name, made, read, sizes, checks)
     return beside._replace(leaf_inputs=bound)
-
-
-def _of_length(side: Tensor | None, positions: Tensor) -> Tensor | None:
-    """`side`; if its length shows only when a graph runs, one that is as long as `positions`.
-
-    Else the graph raises: cut into tiles, ids that are too long would be read as if they fitted. (A
-    reshape or a sum with zeros would say so as well, but TensorFlow removes these.)
-    """
-    if side is None or None not in (side.shape[1], positions.shape[0]):
-        return side
-    if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(side):
-        return side
-    return ops.where(positions[None] >= -MOST_OFFSET, side, ops.zeros_like(side))
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:

@@ -9,6 +9,9 @@ from keras_headmask.rules import fields
 Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
 
 
+BOTH = frozenset({"query", "key"})
+
+
 class InputType(NamedTuple):
     """What a spec expects of one mask input.
 
@@ -20,7 +23,7 @@ class InputType(NamedTuple):
 
     rank: int | None = 2
     dtype: str = "int32"
-    sides: frozenset[str] = frozenset({"query", "key"})
+    sides: frozenset[str] = BOTH
 
 
 class Sides(NamedTuple):

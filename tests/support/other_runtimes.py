@@ -1,6 +1,7 @@
 """Run an exported model: `python other_runtimes.py FORMAT MODEL INPUTS.npz ...`
 
-Imports neither Keras nor TensorFlow. The one output goes to INPUTS.npy beside each INPUTS.npz.
+Imports neither Keras nor TensorFlow. The one output goes to INPUTS.npy beside each INPUTS.npz;
+of inputs that the runtime refuses there is none, and it is printed why.
 """
 
 import pathlib
@@ -37,4 +38,9 @@ if __name__ == "__main__":
     run = {"onnx": onnx, "openvino": openvino, "litert": litert}[name](model)
     for file in map(pathlib.Path, files):
         with np.load(file) as inputs:
-            np.save(file.with_suffix(".npy"), run(dict(inputs)))
+            try:
+                output = run(dict(inputs))
+            except Exception as error:  # each runtime has its own
+                print(error, file=sys.stderr)
+                continue
+        np.save(file.with_suffix(".npy"), output)

@@ -1,0 +1,163 @@
+"""Sizes of mask inputs that only the run of a TensorFlow graph shows are checked there.
+
+`check_inputs` refuses what static shapes show. (JAX knows sizes that vary by their names, PyTorch
+and eager TensorFlow know them all.)
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+from keras import ops
+
+from keras_headmask.masks import Length, Tensor
+from keras_headmask.rules.protocol import Sides
+
+REPEAT = "To use the ids of one example for all, repeat them."
+
+
+class Sizes(NamedTuple):
+    """The sizes of attention, each an int or a scalar tensor; `None` if no one gave the batch."""
+
+    batch: Length | None
+    queries: Length
+    keys: Length
+
+    def with_batch_of(self, given: Any) -> "Sizes":
+        """Without a batch, that of the first ids or flags that are given."""
+        if self.batch is not None or not isinstance(given, Sides):
+            return self
+        first = given.query if given.key is None else given.key
+        return self._replace(batch=ops.shape(first)[0])
+
+
+def checks(
+    name: str, given: Any, read: Iterable[str], sizes: Sizes, is_cut: bool = False
+) -> list[Any]:
+    """Operations that raise, in the words of `check_inputs`, where a graph runs on other sizes.
+
+    `given` is a whole mask of rank 4, or `Sides`, of which the rule reads some. `is_cut` says that
+    the ids of the queries are cut out of longer ones. There are no operations if all sizes are
+    known. (What is wrong with a mask beside the rule, TensorFlow says where masks meet.)
+    """
+    if is_outside(name):
+        return []
+    place = f"`mask_inputs[{name!r}]` has"
+    if not isinstance(given, Sides):
+        axes = (0, "examples", sizes.batch), (2, "queries", sizes.queries), (3, "keys", sizes.keys)
+        return [
+            _check(given, axis, size, place, f"{counted} where the attention has", broadcasts=True)
+            for axis, counted, size in axes
+            if given.shape[axis] != 1 and _is_open(given, axis, size)
+        ]
+    made = []
+    for side, plural, length in (("key", "keys", sizes.keys), ("query", "queries", sizes.queries)):
+        tensor = getattr(given, side) if side in read else None
+        if tensor is None:
+            continue
+        is_seen = side == "query" and "key" in read and tensor is given.key
+        if not is_seen and _is_open(tensor, 0, sizes.batch):
+            between = "examples where the batch has"
+            made.append(_check(tensor, 0, sizes.batch, place, between, hint=REPEAT))
+        if not (is_cut and side == "query") and _is_open(tensor, 1, length):
+            between = "where the attention has"
+            made.append(_check(tensor, 1, length, f"{place} length", between, plural))
+    return made
+
+
+def checked(
+    name: str, prepared: Any, read: Iterable[str], sizes: Sizes, checks: Sequence[Any]
+) -> Any:
+    """What a leaf prepared of its inputs, for the graph to read once `checks` have run."""
+    if not isinstance(prepared, Sides):
+        return _after(checks, prepared)
+    made = prepared
+    for side, length in (("query", sizes.queries), ("key", sizes.keys)):
+        tensor = getattr(prepared, side)
+        if side in read and tensor is not None:
+            if is_outside(name):
+                tensor = _of_length(tensor, length)
+            else:
+                tensor = _of_size(tensor, sizes.batch, length, checks)
+            made = made._replace(**{side: tensor})
+    return made
+
+
+def is_outside(name: str) -> bool:
+    """Whether that is a mask beside the rule, (B or 1, length or 1): `all_that_restricts`."""
+    return name.startswith("(")
+
+
+def _of_length(side: Tensor, length: Length) -> Tensor:
+    """`side` of that length, if it has it or 1; else the graph raises.
+
+    Cut into tiles, one that is too long would be read as if it fitted.
+    """
+    if not _is_open(side, 1, length):
+        return side
+    return ops.broadcast_to(side, (ops.shape(side)[0], length))
+
+
+def _of_size(side: Tensor, batch: Length | None, length: Length, checks: Sequence[Any]) -> Tensor:
+    """`side` of shape `(batch, length)`, or a graph that raises; an axis known to be 1 may stay.
+
+    XLA and other runtimes leave `checks` out: ids that are too short would be broadcast, and those
+    too long cut into tiles as if they fitted. All refuse to join tensors that differ in another
+    axis. (TensorFlow removes a reshape, or a sum with zeros.)
+    """
+    if len(side.shape) != 2:
+        return _after(checks, side)
+    wanted = zip(side.shape, (batch, length), strict=True)
+    sizes = [1 if known == 1 else size for known, size in wanted]
+    if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
+        return _after(checks, side)
+    import tensorflow as tf
+
+    with tf.control_dependencies(checks):
+        # oneDNN logs where it must leave booleans to others.
+        ids = tf.cast(side, "int32") if side.dtype == tf.bool else side
+        beside = tf.zeros([*sizes, 1], ids.dtype)
+        # The name stands in the errors of those runtimes.
+        joined = tf.concat([tf.expand_dims(ids, 2), beside], 2, "mask_input_of_another_shape")
+    own = joined[:, :, 0]
+    own.set_shape(side.shape)
+    return tf.cast(own, side.dtype)
+
+
+def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
+    """`tensor`, once `checks` have run."""
+    if not checks:
+        return tensor
+    import tensorflow as tf
+
+    with tf.control_dependencies(checks):
+        return tf.identity(tensor)
+
+
+def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
+    """Whether only the run shows if that axis has the wanted size."""
+    if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor):
+        return False
+    return wanted is not None and (tensor.shape[axis] is None or not isinstance(wanted, int))
+
+
+def _check(
+    tensor: Tensor,
+    axis: int,
+    wanted: Length | None,
+    before: str,
+    between: str,
+    behind: str = "",
+    hint: str = "",
+    broadcasts: bool = False,
+) -> Any:
+    """An operation that raises if the size of `axis` is not `wanted`; its text holds both sizes."""
+    import tensorflow as tf
+
+    shape = tf.shape(tensor)
+    fits = tf.equal(shape[axis], wanted)
+    if broadcasts:
+        fits, behind = tf.logical_or(fits, tf.equal(shape[axis], 1)), "(1 broadcasts)"
+    received = f"{behind}. Received: shape".removeprefix(". ")
+    data = [before, shape[axis], between, wanted, received, shape, *([hint] if hint else [])]
+    return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))

@@ -1,0 +1,74 @@
+"""What TensorFlow writes to standard error while models with rules run."""
+
+import numpy as np
+import pytest
+from fresh import run_fresh
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+
+CODE = """
+import os, re, tempfile
+os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+import keras
+import numpy as np
+import keras_headmask as hm
+
+def kinds(run):
+    "The lines that `run` has written to standard error, numbers aside."
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            run()
+        finally:
+            os.dup2(kept, 2)
+        file.seek(0)
+        lines = file.read().decode().splitlines()
+    return {re.sub(r"[0-9]+", "0", re.sub(r"^[EIW][0-9]{4} [0-9:. ]+", "", x)) for x in lines}
+
+ids = keras.Input((None,), dtype="int32", name="ids")
+x = keras.layers.Embedding(9, 8, mask_zero=True)(ids)
+stock = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4)(x, x))
+rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(3, 3))
+
+def runs(model):
+    def run():
+        for length in (5, 9):  # the second compiles for any length
+            model.predict(np.arange(2 * length).reshape(2, length) % 9, verbose=0)
+    return run
+
+of_stock = kinds(runs(stock))
+more = kinds(runs(hm.apply_head_masks(stock, rule))) - of_stock
+assert not more, more
+"""
+
+
+def test_nothing_is_logged_that_stock_layers_do_not_log():
+    run_fresh(CODE)
+
+
+@pytest.mark.parametrize("length", [None, 12])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_no_booleans_are_transposed(length, heads):
+    """oneDNN logs that it cannot; a mask for each head takes other code than one for all."""
+    import tensorflow as tf
+
+    rule = hm.PerHead({0: hm.MaskInput("seen") & hm.Window(2, 2)})
+    x = tf.TensorSpec((None, length, 2, 4))
+    seen = tf.TensorSpec((None, heads, length, length), tf.bool)
+
+    @tf.function(autograph=False)
+    def run(x, seen):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"seen": seen})
+        return tape.gradient(y, x)
+
+    graph = run.get_concrete_function(x, seen).graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    transposed = {node.attr["T"].type for node in nodes if node.op == "Transpose"}
+    assert transposed
+    assert np.bool_ not in {tf.as_dtype(x).as_numpy_dtype for x in transposed}

@@ -1,0 +1,147 @@
+"""Mask inputs of other sizes, where only the run of a TensorFlow graph shows them."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+
+WRONG = {
+    (1, 6): r"has\] \[1\] \[examples where the batch has\] \[3\] .*repeat them",
+    (2, 6): r"has\] \[2\] \[examples where the batch has\] \[3\]",
+    (1, 1): r"has\] \[1\] \[examples where the batch has\] \[3\]",
+    (3, 1): r"length\] \[1\] \[where the attention has\] \[6\] \[keys. Received: shape\] \[3 1\]",
+    (3, 5): r"length\] \[5\] \[where the attention has\] \[6\] \[keys",
+    (3, 7): r"length\] \[7\] \[where the attention has\] \[6\] \[keys",
+}
+
+
+def _layer():
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    seen = keras.Input((None,), dtype="int32", name="seen")
+    x = keras.layers.Embedding(9, 8)(ids)
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.SameSegment("seen"))
+    return keras.Model([ids, seen], layer(x, mask_inputs={"seen": seen}))
+
+
+def _retrofitted():
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    seen = keras.Input((None,), dtype="int32", name="seen")
+    x = keras.layers.Embedding(9, 8)(ids)
+    stock = keras.Model([ids, seen], keras.layers.MultiHeadAttention(2, 4)(x, x))
+    return hm.apply_head_masks(stock, hm.PerHead({0: hm.KeyFlag("seen")}))
+
+
+def _routes(model, path):
+    """The model in `predict`, as a SavedModel, and compiled by XLA."""
+    import tensorflow as tf
+
+    def predict(ids, seen):
+        return model.predict([ids, seen], verbose=0)
+
+    for length in 4, 9:  # the second makes Keras compile for any length
+        predict(*np.zeros((2, 3, length), "int32"))
+    yield "predict", predict
+    model.export(path, verbose=False)
+    served = tf.saved_model.load(path)  # as long as `serve` is used
+    yield "export", lambda *given: served.serve(list(given))
+    signature = [tf.TensorSpec((None, None), tf.int32)] * 2
+    yield "xla", tf.function(lambda *x: served.serve(list(x)), signature, jit_compile=True)
+
+
+@pytest.mark.parametrize("make", [_layer, _retrofitted])
+def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(make, tmp_path):
+    import tensorflow as tf
+
+    model = make()
+    ids = np.arange(18, dtype="int32").reshape(3, 6) % 9
+    seen = ids % 2
+    for route, call in _routes(model, str(tmp_path / "model")):
+        if route != "xla":
+            got = call(ids, seen)
+            np.testing.assert_allclose(got, model([ids, seen]), atol=1e-5, err_msg=route)
+        for shape, message in WRONG.items():
+            if route == "predict" and shape[0] != 3:
+                continue  # Keras itself refuses
+            if route == "xla":  # it leaves assertions out
+                message = "mask_input_of_another_shape"
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                call(ids, np.ones(shape, "int32"))
+
+
+def _attention(rule, *given, query_offset=0):
+    """A graph of dense attention of `(batch, queries, keys)` under `rule`; all three not known."""
+    import tensorflow as tf
+
+    x = tf.TensorSpec((None, None, 2, 4))
+
+    @tf.function(input_signature=[x, x, *given])
+    def run(query, key, *given):
+        inputs = {"seen": given if len(given) == 2 else given[0]}
+        more = {"query_offset": query_offset, "mask_spec": rule, "mask_inputs": inputs}
+        return hm.dot_product_attention(query, key, key, tiled=False, **more)
+
+    def call(sizes, *given):
+        batch, *lengths = sizes
+        return run(*(np.ones((batch, n, 2, 4), "float32") for n in lengths), *given)
+
+    return call
+
+
+def _ids(*shapes):
+    return [np.ones(shape, "int32") for shape in shapes]
+
+
+def test_each_side_of_a_pair_is_checked():
+    import tensorflow as tf
+
+    call = _attention(hm.SameSegment("seen"), *[tf.TensorSpec((None, None), tf.int32)] * 2)
+    assert call((3, 5, 7), *_ids((3, 5), (3, 7))).shape == (3, 5, 2, 4)
+    for shapes, message in {
+        ((3, 5), (3, 6)): r"length\] \[6\] \[where the attention has\] \[7\] \[keys",
+        ((3, 4), (3, 7)): r"length\] \[4\] \[where the attention has\] \[5\] \[queries",
+        ((1, 5), (3, 7)): r"\[1\] \[examples where the batch has\] \[3\]",
+    }.items():
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            call((3, 5, 7), *_ids(*shapes))
+
+
+def test_whole_ids_serve_the_queries_of_a_cached_step():
+    import tensorflow as tf
+
+    given = tf.TensorSpec((None, None), tf.int32)
+    call = _attention(hm.SameSegment("seen"), given, query_offset=5)
+    assert call((3, 2, 7), *_ids((3, 7))).shape == (3, 2, 2, 4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"has\] \[1\] \[examples"):
+        call((3, 2, 7), *_ids((1, 7)))
+
+
+def test_a_whole_mask_broadcasts_from_1_alone():
+    import tensorflow as tf
+
+    call = _attention(hm.MaskInput("seen"), tf.TensorSpec((None, 1, None, None), tf.bool))
+    for shape in (3, 1, 5, 7), (1, 1, 1, 7), (3, 1, 5, 1):
+        assert call((3, 5, 7), np.ones(shape, bool)).shape == (3, 5, 2, 4)
+    wrong = {"examples": (2, 1, 5, 7), "queries": (3, 1, 6, 7), "keys": (1, 1, 5, 6)}
+    for counted, shape in wrong.items():
+        message = rf"{counted} where the attention has\] .*1 broadcasts"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            call((3, 5, 7), np.ones(shape, bool))
+
+
+def test_make_mask_lets_the_inputs_agree_among_themselves():
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32)] * 2)
+    def run(a, b):
+        length = tf.shape(a)[1]
+        inputs = {"a": a, "b": b}
+        return hm.make_mask(hm.SameSegment("a") | hm.KeyFlag("b"), length, length, 1, inputs)
+
+    a = np.ones((3, 4), "int32")
+    assert run(a, a).shape == (3, 1, 4, 4)
+    message = r"mask_inputs\[.*b.*\]` has\] \[1\] \[examples where the batch has\] \[3\]"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        run(a, a[:1])

@@ -188,9 +188,9 @@ def checked_soft_cap(soft_cap: Any) -> float | None:
         raise ValueError(f"`logits_soft_cap` must be above 0 and finite. Received: {soft_cap!r}.")
     if soft_cap < _LEAST_SOFT_CAP:
         raise ValueError(
-            f"`logits_soft_cap` must be at least {_LEAST_SOFT_CAP:.4g}, the smallest normal float32: "
-            f"logits are divided by it. Received: {soft_cap!r}. For equal probabilities pass "
-            "queries of 0."
+            f"`logits_soft_cap` must be at least {_LEAST_SOFT_CAP:.4g}, the smallest normal number "
+            f"of float32: logits are divided by it. Received: {soft_cap!r}. Pass a larger one, or "
+            "leave it out."
         )
     return float(soft_cap)
 

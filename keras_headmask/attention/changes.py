@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask import masks
@@ -18,6 +19,8 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
 Positions = tuple[Tensor, Tensor]  # of the queries `(T,)` and keys `(S,)`
+_LARGEST_SINK = 1e30  # its difference from any logit is finite
+_LEAST_SOFT_CAP = float(np.finfo("float32").tiny)
 _AXES_OF_HEADS = {"bias": 1, "table": 1, "sinks": 0}
 
 
@@ -52,7 +55,11 @@ class Changes(NamedTuple):
         return [axis for name, axis in _AXES_OF_HEADS.items() if getattr(self, name) is not None]
 
     def cast(self, dtype: str) -> "Changes":
-        return self._with(lambda _, x: ops.cast(x, dtype))
+        """In the dtype of the logits. A sink of inf becomes one that takes all of each row, too."""
+        changes = self._with(lambda _, x: ops.cast(x, dtype))
+        if changes.sinks is None:
+            return changes
+        return changes._replace(sinks=ops.minimum(changes.sinks, _LARGEST_SINK))
 
     def of_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
         """For some heads; `cut` takes a tensor and its axis of heads."""
@@ -117,14 +124,14 @@ class Changes(NamedTuple):
                 tile = cut(tile, axis)
         return tile
 
-    def share_of_keys(self, log_sum: Tensor, axis_of_heads: int = 1) -> tuple[Tensor, Tensor]:
+    def share_of_keys(self, log_sum: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What is left of each row for its keys beside the sink, and the log of the whole sum.
 
-        `log_sum`: of the exponentials of the keys' logits, one number for each row.
+        `log_sum`: of the exponentials of the keys' logits, less `base`, one number for each row,
+        the heads on axis 1.
         """
-        shape = [1] * len(log_sum.shape)
-        shape[axis_of_heads] = -1
-        above = log_sum - ops.reshape(self.sinks, shape)
+        sinks = ops.reshape(self.sinks, [1, -1] + [1] * (len(log_sum.shape) - 2))
+        above = log_sum - (sinks if base is None else sinks - base)
         return ops.sigmoid(above), log_sum + ops.softplus(-above)
 
 
@@ -179,6 +186,12 @@ def checked_soft_cap(soft_cap: Any) -> float | None:
         raise TypeError(f"`logits_soft_cap` must be a number. Received: {soft_cap!r}.")
     if not (soft_cap > 0 and math.isfinite(soft_cap)):
         raise ValueError(f"`logits_soft_cap` must be above 0 and finite. Received: {soft_cap!r}.")
+    if soft_cap < _LEAST_SOFT_CAP:
+        raise ValueError(
+            f"`logits_soft_cap` must be at least {_LEAST_SOFT_CAP:.4g}, the smallest normal number "
+            f"of float32: logits are divided by it. Received: {soft_cap!r}. Pass a larger one, or "
+            "leave it out."
+        )
     return float(soft_cap)
 
 

@@ -30,9 +30,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention under `mask`, boolean of rank 4, or `None`.
 
-    Adding -1e9 hides a key as long as the allowed logits are well above -1e9, as all logits are
-    that float32 resolves to better than 64; a bias may lie anywhere. `positions` are for a bias by
-    position. Without `may_branch` the graph has no branch for operands that are all finite.
+    `positions` are for a bias by position. Without `may_branch` the graph has no branch for
+    operands that are all finite.
 
     Of fewer key heads than query heads each is repeated for the queries that share it.
 
@@ -62,15 +61,17 @@ def attend(
     logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
-        if changes.is_bias:  # each row's largest allowed logit becomes 0, so -1e9 is far below
-            lowest = float(np.finfo("float32").min)
+        lowest = float(np.finfo(dtype).min)
+        if changes.is_bias:  # (which may be as low itself as hidden logits become)
             allowed = ops.where(mask, logits, ops.cast(lowest, dtype))
             largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
         (logits,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], logits)
-        # A hidden logit is taken as 0 first: were it infinite, -1e9 would not hide it.
-        logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
+        # A hidden logit becomes the lowest number first: -1e9 alone would hide it neither where it
+        # is infinite, nor where all allowed ones are below -1e9.
+        hidden = ops.cast(lowest, dtype)
+        logits = ops.where(mask, logits, hidden) + masks.to_additive(mask, dtype)
     if sinks is None:
         probabilities = ops.softmax(logits, axis=-1)
     else:  # one key more, whose value is 0

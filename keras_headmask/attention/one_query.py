@@ -5,6 +5,7 @@ product reads them: a step moves no key but the new one.
 """
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask import masks
@@ -32,7 +33,8 @@ def attend(
         logits = soft_cap * ops.tanh(logits / soft_cap)
     if mask.shape[1] != 1:
         mask = ops.reshape(mask, (-1, of_keys, heads // of_keys, key.shape[2]))
-    logits = ops.where(mask, logits, ops.zeros_like(logits)) + masks.to_additive(mask, dtype)
+    hidden = ops.cast(float(np.finfo(dtype).min), dtype)  # as in `dense`
+    logits = ops.where(mask, logits, hidden) + masks.to_additive(mask, dtype)
     only_one = key.shape[2] == 1  # of which Keras' softmax warns
     probabilities = ops.ones_like(logits) if only_one else ops.softmax(logits, axis=-1)
     probabilities = ops.where(mask, probabilities, ops.zeros_like(logits))

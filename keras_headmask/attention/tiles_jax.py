@@ -20,7 +20,7 @@ from keras_headmask.attention.steps_jax import Plan, Step, Steps, bound_of, head
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 
-_DEAD = 1e30  # the log-sum of a row that sees nothing: exp(logit - _DEAD) is 0
+_DEAD = 1e30  # the largest logit of a row that sees nothing: exp(logit - _DEAD) is 0
 
 
 def attend(
@@ -43,7 +43,11 @@ def _attend(plan: Plan, given: list, changes: list, *operands: Tensor) -> Tensor
 # Mask inputs are operands: a custom gradient cannot read what is traced outside of it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _results(plan: Plan, given: list, changes: list, *operands: Tensor) -> tuple[Tensor, Tensor]:
-    """The context, and the log of each row's sum of exponentials, `(B, T, H)`."""
+    """The context, and of each row the largest logit and the log of the sum, `(B, T, H, 2)`.
+
+    The sum is that of the exponentials of logits less the largest. (One number for both would round
+    the sum away beside large logits.)
+    """
     return _forward(plan, given, changes, *operands)
 
 
@@ -93,15 +97,16 @@ def _forward(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple
         largest, total, context = lax.fori_loop(0, step.count, of_block, nothing)
         is_dead = total == 0
         context = jnp.where(is_dead, 0, context / jnp.where(is_dead, 1, total))
-        log_sum = largest + jnp.log(total)
+        log_sum = jnp.log(total)
         if changes.changes.sinks is not None:
-            share, log_sum = changes.changes.share_of_keys(log_sum)
+            share, log_sum = changes.changes.share_of_keys(log_sum, largest)
             context = jnp.where(is_dead, 0, context * share)
-        log_sum = jnp.where(is_dead, _DEAD, log_sum)  # (That of a row of NaN stays NaN.)
-        return context.astype(operands[2].dtype), log_sum
+        # (Those of a row of NaN stay NaN.)
+        sums = jnp.where(is_dead, _DEAD, jnp.concatenate([largest, log_sum], axis=-1))
+        return context.astype(operands[2].dtype), sums
 
     contexts, sums = lax.map(lambda i: of_tile(steps.step(i)), jnp.arange(steps.number))
-    return steps.joined(contexts), steps.joined(sums)[..., 0]
+    return steps.joined(contexts), steps.joined(sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,7 +119,7 @@ def _gradients(
     value: Tensor,
     upstream: Tensor,
     context: Tensor,
-    log_sum: Tensor,
+    row_sums: Tensor,
 ) -> tuple:
     """Those of the tensors that change logits, and of the queries, keys and values."""
     steps, sharing = Steps.of(plan, given, query, key), plan.part.sharing
@@ -122,7 +127,7 @@ def _gradients(
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
     sound = finite.zeroed(query, key, value)
     queries, keys, values = steps.prepared(*sound)
-    of_rows = [steps.rows_first(x) for x in (upstream, delta, log_sum[..., None])]
+    of_rows = [steps.rows_first(x) for x in (upstream, delta, row_sums)]
     is_added = steps.rows_first(jnp.ones_like(delta)) == 0  # rows that a bias could make infinite
     of_rows[2] = jnp.where(is_added, _DEAD, of_rows[2])
     dtype = _dtype_of_sums(query)
@@ -136,7 +141,8 @@ def _gradients(
             visit = step.block(number)
             block_keys, block_values = visit.cut(keys), visit.cut(values)
             logits, allowed = _of_pairs(rows, block_keys, sharing), changes.allowed(visit)
-            probabilities = jnp.exp(changes.of_logits(logits, visit) - of_sum)
+            logits_less_largest = changes.of_logits(logits, visit) - of_sum[..., :1]
+            probabilities = jnp.exp(logits_less_largest - of_sum[..., 1:])
             if allowed is not None:
                 probabilities = jnp.where(allowed, probabilities, 0)
             d_changed = probabilities * (_of_pairs(d_context, block_values, sharing) - of_delta)
@@ -161,7 +167,8 @@ def _gradients(
     made = steps.joined(d_rows), *of_keys
     of_sinks, sinks = None, changes.changes.sinks
     if sinks is not None:
-        of_sinks = -jnp.sum(jnp.exp(sinks - log_sum) * delta[..., 0], axis=(0, 1))
+        of_sink = jnp.exp(sinks - row_sums[..., 0] - row_sums[..., 1])
+        of_sinks = -jnp.sum(of_sink * delta[..., 0], axis=(0, 1))
     of_tensors = changes.gradients(sums, of_sinks, tensors)
     return of_tensors, *(x.astype(of.dtype) for x, of in zip(made, sound, strict=True))
 
@@ -172,7 +179,7 @@ def _gradients_kept(plan: Plan, given: list, tensors: list, *operands: Tensor) -
 
 def _gradients_backward(plan: Plan, kept: tuple, upstream: tuple) -> tuple:
     """Gradients of gradients, seldom needed: those of the definition."""
-    given, tensors, (*operands, context, log_sum) = kept
+    given, tensors, (*operands, context, row_sums) = kept
     part, (query, key) = plan.part, operands[:2]
     bound = bound_of(plan, given, query.shape[1], key.shape[1])
     mask = allowed_tile(part.rule, bound, part.heads)
@@ -186,7 +193,7 @@ def _gradients_backward(plan: Plan, kept: tuple, upstream: tuple) -> tuple:
         return jax.vjp(definition, tensors, query, key, value)[1](d_context)
 
     # The context and the sums are made of the operands, whose gradients hold theirs.
-    nothing = map(jnp.zeros_like, (context, log_sum))
+    nothing = map(jnp.zeros_like, (context, row_sums))
     return None, *jax.vjp(first, tensors, *operands)[1](upstream), *nothing
 
 

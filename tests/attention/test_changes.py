@@ -202,6 +202,40 @@ def test_a_bias_of_minus_inf_hides_as_the_mask_does(tiled):
             assert (got[:, 7] == 0).all()
 
 
+@pytest.mark.parametrize("more", [{}, {"bias": np.zeros((LENGTH, LENGTH), "float32")}])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_a_sink_of_inf_takes_all_probability(tiled, more):
+    """Of its head alone; and nothing learns from that head."""
+    spec = hm.Window(3, 0) & hm.Queries(2)  # some rows are fully masked
+    qkv = operands(BATCH, LENGTH, LENGTH, HEADS)
+    calm = normal(HEADS)
+    sinks = np.where(np.arange(HEADS) == 1, np.inf, calm).astype("float32")
+
+    def run(sinks, *given):
+        return attend(given, spec, tiled=tiled, sinks=sinks, **more)
+
+    with tiles(4, 6, 3):
+        got, wanted = numpy(run(sinks, *qkv)), numpy(run(calm, *qkv))
+        made = gradient(lambda *x: ops.sum(ops.square(run(*x))), sinks, *qkv)
+    wanted[:, :, 1] = 0
+    close(got, wanted)
+    assert all(np.isfinite(x).all() for x in made)
+    assert all((x[:, :, 1] == 0).all() for x in made[1:])
+    assert made[0][1] == 0
+
+
+@pytest.mark.parametrize("tiled", [True, False])
+def test_gradients_of_the_least_soft_cap_are_finite(tiled):
+    qkv = operands(BATCH, LENGTH, LENGTH, HEADS)
+
+    def loss(*given):
+        cap = float(np.finfo("float32").tiny)
+        return ops.sum(ops.square(attend(given, hm.Window(3, 0), tiled=tiled, logits_soft_cap=cap)))
+
+    with tiles(4, 6, 3):
+        assert all(np.isfinite(x).all() for x in gradient(loss, *qkv))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_dtypes_are_the_values(dtype):
     if dtype == "float64" and BACKEND == "jax":
@@ -320,6 +354,11 @@ def test_in_xla():
         ),
         ({"position_bias": (hm.alibi(4), np.ones(3))}, ValueError, "has no table"),
         ({"logits_soft_cap": -1.0}, ValueError, "`logits_soft_cap` must be above 0"),
+        (
+            {"logits_soft_cap": 1e-38},
+            ValueError,
+            "`logits_soft_cap` must be at least 1.175e-38.*Received: 1e-38",
+        ),
         ({"sinks": np.ones(3, "float32")}, ValueError, r"`sinks` must be floats of shape \(4,\)"),
     ],
 )

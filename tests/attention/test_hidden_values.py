@@ -12,6 +12,7 @@ from keras import ops
 from tiled_contract import BACKEND, SCALE, at_once, heads_alone, operands, tiles
 
 import keras_headmask as hm
+from keras_headmask.attention import one_query
 
 LENGTH, BAD = 13, 6  # the position that holds what is not finite
 IDS = np.repeat([0, 1, 2], [5, 4, 4]).astype("int32")[None]
@@ -164,6 +165,45 @@ def test_a_query_whose_scores_are_all_infinite_sees_nothing_that_is_hidden(route
         for q, k in ((ones * 1e20, ones * -1e20), (ones * -np.inf, ones)):
             got = numpy(called(*map(ops.convert_to_tensor, (q, k, v))))
             assert not (got > 1).any()  # NaN or 0, or a mean of what it sees
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_allowed_logits_below_the_number_that_hides_stay_above_hidden_ones(route):
+    """Found as a bug: beside logits of -6e9 the hidden ones, at -1e9, took all probability."""
+    how, tiled, wrap = ROUTES[route]
+    spec, _ = RULES["positions"]
+    q, k, v = operands(1, LENGTH, LENGTH, 3)
+    q, k = (
+        (np.arange(3) == 0) * np.full_like(x, number) for x, number in ((q, -(2**16)), (k, 2**17))
+    )
+    mask = numpy(hm.make_mask(spec, LENGTH, LENGTH, 3))
+    weights = np.cos(np.arange(v.size, dtype="float32")).reshape(v.shape)
+
+    def attend(*qkv):
+        return hm.dot_product_attention(*qkv, mask_spec=spec, scale=SCALE, tiled=tiled)
+
+    def loss(*qkv):
+        return ops.sum(called(*qkv) * ops.convert_to_tensor(weights))
+
+    qkv = [q.astype("float32"), k.astype("float32"), v]
+    wanted, gradients = loops(qkv, mask, weights)
+    with how():
+        called = wrap(attend) if wrap else attend
+        got = numpy(called(*map(ops.convert_to_tensor, qkv)))
+        made = gradient(loss, *qkv)
+    np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)
+    # (Of queries it is a sum of entries like 1e4 that is 0.)
+    for one, other, rounding in zip(made, gradients, (0.5, 0.5, 1e-5), strict=True):
+        np.testing.assert_allclose(one, other, 1e-4, rounding)
+
+
+def test_a_step_of_generation_does_the_same():
+    query, key = np.full((1, 1, 2, 1), -(2.0**16)), np.full((1, 2, 4, 1), 2.0**17)
+    value = np.arange(8.0).reshape(1, 2, 4, 1)
+    mask = np.array([[[[True, True, False, False]], [[False, False, False, True]]]])
+    given = (ops.convert_to_tensor(x.astype("float32")) for x in (query, key, value))
+    got = one_query.attend(*given, ops.convert_to_tensor(mask), 1.0)
+    np.testing.assert_allclose(numpy(got).ravel(), [0.5, 7.0])
 
 
 @pytest.mark.parametrize("route", ROUTES)

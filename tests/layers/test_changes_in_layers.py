@@ -171,6 +171,7 @@ def test_code_of_a_subclass_that_does_not_obey_is_refused(kind):
         ({"position_bias": 1.0}, TypeError, "`position_bias` must be hm.alibi"),
         ({"position_bias": {"kind": "what"}}, ValueError, "has a `kind`, one of 'alibi'"),
         ({"logits_soft_cap": 0}, ValueError, "`logits_soft_cap` must be above 0 and finite"),
+        ({"logits_soft_cap": 1e-38}, ValueError, "`logits_soft_cap` must be at least 1.175e-38"),
         ({"logits_soft_cap": "2"}, TypeError, "`logits_soft_cap` must be a number"),
         ({"use_sinks": 1}, TypeError, "`use_sinks` must be True or False"),
         ({"use_sinks": True, "flash_attention": True}, ValueError, "A flash kernel knows no"),

@@ -19,6 +19,7 @@ from keras import ops
 
 import keras_headmask as hm
 from keras_headmask import _keras
+from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.layers import grouped_query, masked, multi_head
 from keras_headmask.retrofit import masked_layer, masked_model
 from keras_headmask.retrofit.families import adapter_of
@@ -529,6 +530,27 @@ def test_an_operation_is_seen():
         ops.dot_product_attention(x, x, x)
         attention()(X, X)
     assert len(seen) == 2
+
+
+@relies_on(
+    "around_exports_to_other_runtimes", breaks="a file for ONNX Runtime would hold loops it lacks"
+)
+def test_a_model_looks_up_how_it_is_exported(monkeypatch):
+    from keras.src import export
+
+    seen = []
+    for name in ("onnx", "openvino", "litert"):
+
+        def record(*_, name=name, **__):
+            seen.append((name, is_dense_scope()))
+
+        monkeypatch.setattr(export, f"export_{name}", record)
+    _keras.around_exports_to_other_runtimes(hm.dense_scope)
+    formats = ["onnx", "openvino"] + ["litert"] * (BACKEND != "jax")  # which Keras refuses there
+    for name in formats:
+        graph().export("a file", format=name)
+    assert seen == [(name, True) for name in formats]
+    assert not is_dense_scope()
 
 
 @relies_on(

@@ -11,6 +11,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -153,6 +154,24 @@ def before_dot_product_attention(see: Callable[[], None]) -> None:
         return usual(*args, **kwargs)
 
     backend.nn.dot_product_attention = dot_product_attention
+
+
+def around_exports_to_other_runtimes(scope: Callable[[], AbstractContextManager]) -> None:
+    """Let `model.export` to ONNX, OpenVINO and LiteRT run in `scope()`: it says nowhere what for.
+
+    A model looks these functions up by name whenever it is exported.
+    """
+    from keras.src import export
+
+    for name in ("export_onnx", "export_openvino", "export_litert"):
+        usual = getattr(export, name)
+
+        @functools.wraps(usual)
+        def in_scope(*args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
+            with scope():
+                return usual(*args, **kwargs)
+
+        setattr(export, name, in_scope)
 
 
 # --- Layers and graphs ---------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import keras
 
+from keras_headmask import _keras
+
 T = TypeVar("T")
 _LOCK = threading.Lock()
 
@@ -124,8 +126,8 @@ def dense_scope() -> AbstractContextManager[bool]:
     """Let attention that is run or traced inside compute all logits, whatever its `tiled` says.
 
     Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
-    run: a model is exported for them in this scope, by `model.export("model.onnx",
-    format="onnx")`. What was traced before stays as it is.
+    run. `model.export` to one of these formats is in this scope by itself; other converters need
+    it, and OpenVINO for a SavedModel. What was traced before stays as it is.
 
     Returns:
         A context manager.
@@ -143,3 +145,6 @@ def dense_scope() -> AbstractContextManager[bool]:
 
 def is_dense_scope() -> bool:
     return _in_dense_scope.get()
+
+
+_keras.around_exports_to_other_runtimes(dense_scope)

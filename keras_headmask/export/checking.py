@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,10 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
         made.append(given)
     if interface.is_restricted:
         most = min(longest, _LONGEST_LOOK)
-        while 2 * length <= most and not looked_at(interface, made[-1])[0]:
+        while 2 * length <= most:
+            forbidding, probabilities = looked_at(interface, made[-1])
+            if forbidding or not probabilities:  # (In a `tf.function` there is nothing to see.)
+                break
             length *= 2
             made[-1] = samples.sample(interface, rules, 1, length)
     return made
@@ -71,6 +74,7 @@ def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Te
 
     with watched(find_attention(interface.model).known, with_rules=True) as seen:
         answer(interface, given)
+    seen = [one for one in seen if hasattr(one.probabilities, "numpy")]  # not while it is traced
     allowed = {one.path: as_array(one.allowed) for one in seen if one.allowed is not None}
     forbidding = {path: mask for path, mask in allowed.items() if not mask.all()}
     return forbidding, {one.path: one.probabilities for one in seen}
@@ -105,10 +109,11 @@ def checked(
     if interface.is_restricted:
         with looking.rules_off():
             twins = [answer(interface, one) for one in given]
-    in_memory = None
+    in_memory, unseen = None, set(interface.rules)
     for one in given:  # a rule may forbid nothing in the short ones
         allowed, probabilities = looked_at(interface, one) if interface.rules else ({}, {})
         in_memory = _largest((in_memory, mass_outside(allowed, probabilities)))
+        unseen -= probabilities.keys()
         if "serve_scores" in signatures:
             cases.append(Case("serve_scores", one, allowed=allowed))
     for name, signature in signatures.items():
@@ -140,7 +145,7 @@ def checked(
         precision_error=_largest(map(distance, wanted, reference)),
         graphs=graphs,
     )
-    for problem in _problems(result):
+    for problem in _problems(result, _why_alike(interface, given, unseen)):
         raise RuntimeError(f"The export was not published: {problem}")
     return result
 
@@ -149,7 +154,22 @@ def _largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _problems(result: CheckResult) -> Iterator[str]:
+def _why_alike(interface: Interface, given: Sequence[Arrays], unseen: Collection[str]) -> str:
+    """Why the twin without rules answers alike, and the way out."""
+    if unseen:
+        return (
+            f"the attention layer '{min(unseen)}' runs in a `tf.function` inside the model, which "
+            "keeps what it traced first, or does not run at all. So the check cannot run it "
+            "without its rule. Call the layer outside of the function: the export makes one graph "
+            "of the whole model. Or pass check=False, which leaves the check out."
+        )
+    return (
+        f"the rule has no effect on these inputs. {samples.tried(interface, given)}Pass inputs on "
+        "which it has, check=[{name: array, ...}]."
+    )
+
+
+def _problems(result: CheckResult, why_alike: str = "") -> Iterator[str]:
     errors = {
         "serving_default": result.error,
         "serve_padded": result.padded_error,
@@ -165,8 +185,7 @@ def _problems(result: CheckResult) -> Iterator[str]:
     if result.twin_distance is not None and not result.twin_distance > 2 * result.error:
         yield (
             "it answers as its twin without rules does, up to rounding "
-            f"({result.twin_distance:.2g}): the rule has no effect on these inputs. Pass inputs "
-            "on which it has, check=[{name: array, ...}]."
+            f"({result.twin_distance:.2g}): {why_alike}"
         )
     if result.mass_outside is not None and result.mass_outside > _MOST_OUTSIDE:
         yield f"its attention has {result.mass_outside:.2g} at a key that the rule forbids."

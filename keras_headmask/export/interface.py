@@ -51,6 +51,7 @@ class Interface(NamedTuple):
     as_returned: Callable[[Tensors], Any]
     rules: Mapping[str, MaskSpec] = {}  # of each attention layer that has one, by path
     is_restricted: bool = False  # whether they keep any head from any key
+    read_as: Mapping[str, frozenset[str]] = {}  # what rules call an input, beside its own name
 
 
 def interface_of(model: keras.Model, input_signature: Any) -> Interface:

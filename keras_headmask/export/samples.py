@@ -1,5 +1,6 @@
 """Requests to try a model on: given, or random, with something for its rules to decide."""
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from keras_headmask.export.interface import LENGTHS, PADDING, Arrays, Interface,
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec, leaves
 
+_MOST_SHOWN = 8  # ids of an input, in a message
 _SIDES = ("", "query_", "key_", "decoder_", "encoder_")
 
 
@@ -90,8 +92,8 @@ def sample(
         batch = x.shape[0] or batch
         shape = [batch, *(length if size is None else size for size in x.shape[1:])]
         # A leaf reads an input also under the name of one side of cross-attention.
-        named = [(leaf, {s + read for s in _SIDES for read in leaf.inputs}) for leaf in all_leaves]
-        readers = [leaf for leaf, names in named if name in names]
+        names = interface.read_as.get(name, frozenset()) | {name}
+        readers = [leaf for leaf in all_leaves if not names.isdisjoint(_names_of(leaf.inputs))]
         embeddings = (_sizes_of_embeddings(graph, t) for t in tensors if t.name == name)
         below = min((n for sizes in embeddings for n in sizes), default=None)
         wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
@@ -112,6 +114,65 @@ def sample(
                 value = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), value)
         made[name] = value.astype(x.dtype if x.dtype != "bfloat16" else "float32")
     return made
+
+
+def _names_of(reads: Iterable[str]) -> set[str]:
+    return {side + name for side in _SIDES for name in reads}
+
+
+def with_reads(interface: Interface) -> Interface:
+    """`interface` with the inputs that rules read under another name, found by trying the model.
+
+    The name is that of `mask_inputs`. What such a tensor holds depends on an input where it changes
+    as that input does.
+    """
+    from keras_headmask.retrofit.observing import mask_inputs_seen  # needs all of retrofit/
+
+    rules = list(interface.rules.values())
+    read = {name for spec in rules for leaf in leaves(spec) for name in leaf.inputs}
+    if all(interface.inputs.keys() & _names_of([name]) for name in read):
+        return interface
+
+    def seen(given: Arrays) -> list[tuple[str, np.ndarray]]:
+        with mask_inputs_seen(interface.model) as found:
+            answer(interface, given)
+        return found
+
+    read_as: dict[str, frozenset[str]] = {}
+    # What cannot be run is an error of the check, which says more.
+    with contextlib.suppress(Exception):
+        first, other = (sample(interface, rules, 2, 8, seed) for seed in (0, 1))
+        before = seen(first)
+        for name in (name for name, x in interface.inputs.items() if "int" in x.dtype):
+            after = seen(first | {name: other[name]})
+            changed = zip(before, after, strict=True)
+            read_as[name] = frozenset(k for (k, x), (_, y) in changed if not np.array_equal(x, y))
+    return interface._replace(read_as=read_as)
+
+
+def tried(interface: Interface, given: Iterable[Arrays]) -> str:
+    """The ids that rules look for, and those that the integer inputs of requests held, in words."""
+    wanted: dict[str, set[int]] = {}
+    for leaf in (leaf for spec in interface.rules.values() for leaf in leaves(spec)):
+        for name in leaf.inputs if leaf.ids_of_interest else ():
+            wanted.setdefault(name, set()).update(leaf.ids_of_interest)
+    if not wanted:
+        return ""
+    ids = {
+        name: np.unique(np.concatenate([one[name].ravel() for one in given]))
+        for name, x in interface.inputs.items()
+        if "int" in x.dtype
+    }
+    looks_for = (f"{_in_words(sorted(values))} in {name!r}" for name, values in wanted.items())
+    held = (f"{name!r} with {_in_words(values.tolist())}" for name, values in ids.items())
+    return f"It looks for {', '.join(looks_for)}. Tried: {', '.join(held) or 'no ids'}. "
+
+
+def _in_words(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:_MOST_SHOWN]))
+    return f"{'id' if len(ids) == 1 else 'ids'} {shown}" + (
+        f", ... ({len(ids)} ids)" if len(ids) > _MOST_SHOWN else ""
+    )
 
 
 def _sizes_of_embeddings(graph: _keras.Functional, tensor: Tensor) -> Iterator[int]:

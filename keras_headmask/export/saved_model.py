@@ -109,7 +109,7 @@ def export_saved_model(
         _check_arguments(model, precision, warm, check, padded)
         base = versions.checked_base(base_path)
         versions.checked_version(version, base)
-        interface = interface_of(model, input_signature)
+        interface = samples.with_reads(interface_of(model, input_signature))
         in_buckets = _in_buckets(xla_buckets, interface)
         entries, left_out = _with_scores(model, scores)
         with versions.being_written(base) as folder:

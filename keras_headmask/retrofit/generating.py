@@ -102,15 +102,30 @@ class Generates(_CausalLM):
 
     def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
         """KerasHub's forward with a cache that has its shape and no heads."""
+        layers = len(attention_inside(self))
+        length = run.length if run.states is not None else ops.shape(token_ids)[1]
+        shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
+        with head_cache.running(run), frames.opened(self, self._with_prepared(inputs), None):
+            return super().call_with_cache(token_ids, ops.zeros(shape), index)
+
+    def score(
+        self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """KerasHub's own, which calls the layers one by one, with what their rules read."""
+        inputs = {_TOKENS: ops.convert_to_tensor(token_ids)}
+        ones = ops.ones_like(inputs[_TOKENS])
+        inputs[_PADDING] = ones if padding_mask is None else padding_mask
+        given = self._with_prepared(self._read_by_rules(inputs, "score"))
+        with frames.opened(self, given, None):
+            return super().score(token_ids, padding_mask, *args, **kwargs)
+
+    def _with_prepared(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`inputs`, and what all layers share of them."""
         for layer in _keras.layers_of(self):
             if isinstance(layer, HeadMaskInputs):
                 names = names_read(layer)
                 inputs = inputs | layer({name: inputs[name] for name in names})
-        layers = len(attention_inside(self))
-        length = run.length if run.states is not None else ops.shape(token_ids)[1]
-        shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with head_cache.running(run), frames.opened(self, inputs, None):
-            return super().call_with_cache(token_ids, ops.zeros(shape), index)
+        return inputs
 
     def _keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
@@ -125,12 +140,21 @@ class Generates(_CausalLM):
             for layer in attention_inside(self)
         )
 
-    def _read_by_rules(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What the rules read, from the inputs of `generate()`."""
+    def _read_by_rules(
+        self, inputs: Mapping[str, Any], method: str = "generate"
+    ) -> dict[str, Tensor]:
+        """What the rules read, from the inputs of `generate()` or `score()`."""
         in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         rules = [rule for rule in in_force if rule.restricts]
         names = sorted({name for rule in rules for name in rule.reads})
-        if lacking := [name for name in names if name not in inputs]:
+        lacking = [name for name in names if name not in inputs]
+        if lacking and method == "score":
+            raise ValueError(
+                f"The rules of '{self.name}' read {lacking}, and `score()` takes 'token_ids' and "
+                "'padding_mask' alone. Call the model with a dict of all its inputs, "
+                "`model({...})`: it returns the same logits."
+            )
+        if lacking:
             raise ValueError(
                 f"The rules of '{self.name}' read {lacking}, which `generate()` was not given. "
                 "Set `model.preprocessor = None` and pass them in the dict beside 'token_ids' and "

@@ -19,6 +19,7 @@ from keras_headmask import masks
 from keras_headmask.attention import looking
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit import frames, obeying
+from keras_headmask.retrofit.compiled import graph_being_built
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
 from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
@@ -166,6 +167,30 @@ def is_restricted(model: keras.Model) -> bool:
         (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.num_heads)
         for entry in find_attention(model).known
     )
+
+
+@contextlib.contextmanager
+def mask_inputs_seen(model: keras.Model) -> Iterator[list[tuple[str, np.ndarray]]]:
+    """Fill a list with what rules read, by the rules' names for it, in the order layers run.
+
+    Not what is read in a `tf.function` inside the model, where tensors have no values.
+    """
+    seen: list[tuple[str, np.ndarray]] = []
+
+    def see(layer: Any, arguments: Mapping[str, Any]) -> None:
+        given = [arguments.get("mask_inputs") or {}]
+        for rule in rules_in_force(layer):
+            if (found := frames.inputs_of(rule)) is not None:
+                given.append(rule.given(found))
+        for name, sides in (item for one in given for item in one.items()):
+            for side in sides if isinstance(sides, (tuple, list)) else (sides,):
+                if side is not None and graph_being_built() is None:
+                    seen.append((name, ops.convert_to_numpy(side)))
+
+    with contextlib.ExitStack() as stack:
+        for entry in find_attention(model).known:
+            stack.enter_context(called(entry.layer, functools.partial(see, entry.layer)))
+        yield seen
 
 
 @contextlib.contextmanager

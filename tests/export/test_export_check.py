@@ -33,6 +33,91 @@ def test_a_rule_without_effect_is_not_published(tmp_path, monkeypatch):
     assert nothing_in(tmp_path / "m")
 
 
+class OverIds(keras.Model):
+    """Its argument does not have the name that the rule has for it."""
+
+    def __init__(self, inside, attend):
+        super().__init__()
+        self.embedding = layers.Embedding(200, 8)
+        self.inside, self.attend = inside, attend
+
+    def call(self, ids, other=None):
+        return self.attend(self.embedding(ids), ids)
+
+
+END = hm.PerHead({0: hm.SameSentence(102)})
+IDS = {"ids": keras.InputSpec(shape=(None, None), dtype="int32")}
+
+
+def by_our_layer(read=lambda ids: ids):
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=END, tiled=False)
+    return OverIds(layer, lambda x, ids: layer(x, mask_inputs={"token_ids": read(ids)}))
+
+
+def by_a_masked_model():
+    inner = hm.apply_head_masks(stock(with_padding=False), hm.SameSentence(29))
+    return OverIds(inner, lambda x, ids: inner({"token_ids": ids % 30})["sequence"])
+
+
+@tensorflow_only
+@pytest.mark.parametrize(
+    ("made", "end"),
+    [
+        (by_our_layer, 102),
+        (lambda: by_our_layer(lambda ids: ids[:, ::-1]), 102),
+        (by_a_masked_model, 29),
+    ],
+    ids=["our layer", "of the ids", "a masked model inside"],
+)
+def test_samples_hold_the_ids_of_a_rule_whatever_the_input_is_called(made, end):
+    """The rule's ids are where it reads them, though the argument is `ids`."""
+    both = IDS | {"other": IDS["ids"]}
+    interface = samples.with_reads(interface_of(made(), both))
+    assert interface.read_as == {"ids": {"token_ids"}, "other": set()}
+    given = samples.request(interface, (2, 40))
+    assert end in given["ids"]
+    assert end not in given["other"]
+
+
+@tensorflow_only
+def test_a_subclassed_model_of_another_argument_is_published(tmp_path, monkeypatch):
+    check_in_this_process(monkeypatch)
+    model = by_our_layer()
+    report = hm.export_saved_model(model, tmp_path, input_signature=IDS, check=[(2, 12)])
+    assert report.check.twin_distance > 1e-4
+
+
+@tensorflow_only
+def test_a_check_without_effect_says_which_ids_it_tried(tmp_path, monkeypatch):
+    check_in_this_process(monkeypatch)
+    without_end = {"ids": np.arange(12, dtype="int32")[None]}
+    with pytest.raises(
+        RuntimeError,
+        match=r"no effect on these inputs\. It looks for id 102 in 'token_ids'\. Tried: 'ids' "
+        r"with ids 0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(12 ids\)\. Pass inputs .* check=\[",
+    ):
+        hm.export_saved_model(by_our_layer(), tmp_path, input_signature=IDS, check=[without_end])
+    assert nothing_in(tmp_path)
+
+
+@tensorflow_only
+def test_a_check_that_cannot_look_into_a_function_says_so(tmp_path, monkeypatch):
+    import tensorflow as tf
+
+    check_in_this_process(monkeypatch)
+    layer = hm.PerHeadMaskedMultiHeadAttention(
+        2, 4, mask_spec=hm.Window(1, 1), tiled=False, name="inside"
+    )
+    inside = tf.function(lambda x, ids: layer(x))
+    with pytest.raises(
+        RuntimeError, match=r"'.*inside' runs in a `tf\.function` inside the model.* check=False"
+    ):
+        hm.export_saved_model(
+            OverIds(layer, inside), tmp_path, input_signature=IDS, check=[(2, 12)]
+        )
+    assert nothing_in(tmp_path)
+
+
 @tensorflow_only
 def test_an_export_that_answers_otherwise_is_not_published(tmp_path, monkeypatch):
     check_in_this_process(monkeypatch)

@@ -214,6 +214,22 @@ def test_a_task_on_a_masked_backbone_generates_under_its_rule():
     assert_close(numpy(inside(given)), numpy(backbone(given)), depth=3)
 
 
+def test_scores_are_the_logits_of_the_whole_forward():
+    """KerasHub's `score()` calls the layers one by one, without the model's inputs."""
+    stock, ids = causal_lm("GPT2"), np.where(GIVEN, PROMPT, 9)
+    given = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    by_ids = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(5), 1: hm.Window(1, 0)}))
+    logits = numpy(by_ids(given))
+    assert abs(logits - numpy(stock(given))).max() > 1e-3
+    assert_close(numpy(by_ids.score(ids)), logits, depth=6)
+    assert_close(numpy(by_ids.score(ids, given["padding_mask"])), logits, depth=6)
+    other = hm.apply_head_masks(stock, hm.SameSegment("sentence_ids"), add_inputs=True)
+    with pytest.raises(
+        ValueError, match=r"read \['sentence_ids'\], and `score\(\)` takes .*model\("
+    ):
+        other.score(ids)
+
+
 def test_generation_that_could_not_hold_the_rule_is_refused():
     by_ids = hm.apply_head_masks(causal_lm("GPT2").backbone, hm.SameSentence(9), layers=0)
     task = keras_hub.models.GPT2CausalLM(backbone=by_ids, preprocessor=None)

@@ -94,6 +94,14 @@ class MaskSpec:
         """
         return self.constant is None and not self.inputs
 
+    @property
+    def counts(self) -> bool:
+        """Whether `prepare` counts from the start, so that ids without their start mislead it.
+
+        By default if the class defines `prepare`.
+        """
+        return type(self).prepare is not MaskSpec.prepare
+
     # --- what it is made of ---
     @property
     def children(self) -> tuple["MaskSpec", ...]:
@@ -179,10 +187,7 @@ class MaskSpec:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it opens few rows, columns or blocks: `|` of a local spec and it stays local.
-
-        By default for flags, since those are expected to be few.
-        """
+        """Whether it opens few rows, columns or blocks, as flags: `|` of local and it is local."""
         return self.opens is not None
 
     def may_leave_gaps(self, taken_out: Collection["MaskSpec"] = ()) -> bool:
@@ -260,8 +265,6 @@ class MaskSpec:
                 `num_heads` above 100,000.
 
         >>> from keras_headmask import PerHead, SameSentence, recipes
-        >>> print(recipes.causal().describe())
-        A token sees itself and every token before it.
         >>> print(PerHead({0: SameSentence(102)}, recipes.padding()).describe(num_heads=12))
         Head 0: a token sees its own sentence (sentences end with token 102). Heads 1 to 11: every \
 token that `padding_mask` does not hide.
@@ -368,10 +371,7 @@ token that `padding_mask` does not hide.
 
 
 def check_spec(value: Any, field: str, call: str = "SPEC") -> MaskSpec:
-    """`value`, which must be a spec, with a hint for a value that resembles one.
-
-    `call` is the code of the caller, with SPEC in place of the spec: "hm.draw(SPEC, ...)".
-    """
+    """`value`, which must be a spec; errors show it in `call`, code such as "hm.draw(SPEC)"."""
     if isinstance(value, MaskSpec):
         return value
     hint = f"{config.shown(value)}.{config.hint_for(value, call)}"
@@ -395,6 +395,5 @@ def merged_inputs(specs: Iterable[MaskSpec]) -> dict[str, InputType]:
 
 def leaves(spec: MaskSpec) -> list[MaskSpec]:
     """Every leaf of `spec`, each equal one once."""
-    if not spec.children:
-        return [spec]
-    return list(dict.fromkeys(leaf for child in spec.children for leaf in leaves(child)))
+    inner = [leaf for child in spec.children for leaf in leaves(child)]
+    return list(dict.fromkeys(inner)) if spec.children else [spec]

@@ -18,7 +18,7 @@ from keras_headmask.rules import graph_shapes
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.offsets import checked_offset
+from keras_headmask.rules.offsets import check_counted, checked_offset
 from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Sides
 
 _PAIR = "pair (query_side, key_side)"
@@ -129,6 +129,8 @@ def check_inputs(
             batch = _check_whole_mask(place, value, lengths)
         else:
             batch = _check_sides(place, value, kind, lengths, query_offset)
+            if as_pair(value) is not None:
+                check_counted(spec, name, query_offset)
         if lengths.batch is None:
             lengths = lengths._replace(batch=batch)  # the inputs must agree among themselves
 

@@ -20,6 +20,7 @@ class _Reader(MaskSpec):
     """Reads the mask input named `input`: its ids, or what `_read` makes of them."""
 
     input: str
+    counts = False
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -103,6 +104,7 @@ class SameSentence(_Ids):
 
     end_ids: fields.Ids
     input: fields.Name = "token_ids"
+    counts = True
 
     def _read(self, values: Tensor) -> Tensor:
         from keras import ops

@@ -8,7 +8,8 @@ import numpy as np
 
 from keras_headmask import masks
 from keras_headmask.masks import Length
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.protocol import InputType
 
 MOST_OFFSET = 2**30  # positions are int32
 
@@ -50,3 +51,21 @@ def given_offset(
             stacklevel=3,
         )
     return 0
+
+
+def check_counted(spec: MaskSpec, name: str, query_offset: Length) -> None:
+    """Refuse a pair `(query_side, key_side)` at an offset for a rule that counts from the start.
+
+    The values cannot show whether the start of the query side was cut off.
+    """
+    if isinstance(query_offset, int) and query_offset == 0:
+        return
+    for leaf in leaves(spec):
+        if leaf.counts and "query" in leaf.inputs.get(name, InputType(sides=frozenset())).sides:
+            raise ValueError(
+                f"{leaf!r} counts from the first token of a sequence, so with a `query_offset` it "
+                f"needs the ids of the whole sequence. Received: `mask_inputs[{name!r}]` is a pair "
+                f"(query_side, key_side), with query_offset={query_offset}. Pass one tensor as "
+                f"long as the keys, mask_inputs={{{name!r}: ids}}. If queries and keys are of two "
+                "sequences, count before the call and let SameSegment compare the numbers."
+            )

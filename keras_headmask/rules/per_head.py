@@ -150,7 +150,7 @@ def _check_nested(spec: MaskSpec, given: list[int]) -> None:
         named = [head for head, _ in spec.heads]
         if not set(named) & set(given):
             outer, inner = (words.heads_in_words(x) for x in (given, named))
-            meant = f"hm.PerHead({{{given[0]}: {spec.heads[0][1]!r}}})"
+            meant = f"hm.PerHead({{{given[0]}: {next(rule for _, rule in spec.heads)!r}}})"
             fail(
                 ValueError,
                 f"heads.{given[0]}",

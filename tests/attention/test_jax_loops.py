@@ -10,7 +10,7 @@ import pytest
 from contract import numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import FEW, LENGTHS, mask_inputs, shared_specs
+from strategies import FEW, LENGTHS, mask_inputs, offsets_of_pairs, shared_specs
 from tiled_contract import LONG, SCALE, close, operands, tiles
 
 import keras_headmask as hm
@@ -112,7 +112,7 @@ EXAMPLES, HEADS = 2, 2
 @st.composite
 def cases_of_one_rule(draw):
     spec, lengths = draw(shared_specs), draw(st.sampled_from(LENGTHS))
-    offset = draw(st.integers(-3, 4))
+    offset = draw(offsets_of_pairs(spec))
     return spec, draw(mask_inputs(spec, EXAMPLES, *lengths, HEADS)), *lengths, offset
 
 

@@ -1,11 +1,13 @@
 """Rules made into masks: against the oracle, as an algebra, in graphs, and what is refused."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import oracle
 import pytest
 import strategies
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from keras import ops
 
@@ -79,7 +81,9 @@ def test_each_head_obeys_its_own_rule(case):
     def mask(spec):
         return whole(made(spec, _read_by(spec, inputs), batch, heads, *sizes), batch, heads)
 
-    mixed = mask(hm.PerHead({1: a}, default=b))
+    spec = strategies.per_head_of({1: a}, b)
+    assume(spec.heads)  # else `a` may not be nested there
+    mixed = mask(spec)
     for head in range(heads):
         expected = mask(a if head == 1 else b)[:, head]
         np.testing.assert_array_equal(mixed[:, head], expected, err_msg=f"head {head}")
@@ -337,3 +341,52 @@ def test_sizes_that_are_no_sizes():
         hm.make_mask(hm.Full(), None, 3)  # `ops.shape(x)[1]` of a symbolic tensor
     with pytest.raises(ValueError, match="`num_heads`"):
         hm.make_mask(hm.Full(), 3, 3, num_heads=0)
+
+
+# --- Rules that count ---
+
+TEXT = np.array([[5, 9, 4, 6, 9, 7]])  # sentences: "5 9", "4 6 9", "7"
+
+
+def test_whole_ids_serve_a_step_with_a_cache():
+    spec = hm.SameSentence(9, "x")
+    whole = ops.convert_to_numpy(hm.make_mask(spec, 6, 6, mask_inputs={"x": TEXT}))
+    for start in range(1, 6):
+        step = hm.make_mask(spec, 6 - start, 6, mask_inputs={"x": TEXT}, query_offset=start)
+        np.testing.assert_array_equal(ops.convert_to_numpy(step), whole[:, :, start:])
+
+
+@pytest.mark.parametrize(
+    "spec", [hm.SameSentence(9, "x"), hm.Window(5, 0) & ~hm.SameSentence(9, "x")]
+)
+def test_a_rule_that_counts_refuses_ids_without_their_start(spec):
+    def attend(offset, ids=TEXT):
+        x = np.ones((1, 6, 1, 2), "float32")
+        given = {"x": (ids[:, 3:], ids)}
+        return hm.dot_product_attention(
+            x[:, 3:], x, x, mask_spec=spec, mask_inputs=given, query_offset=offset
+        )
+
+    message = r"SameSentence.* counts from the first token.*query_offset=.*mask_inputs={'x': ids}"
+    for offset in (3, ops.convert_to_tensor(3)):
+        with pytest.raises(ValueError, match=message):
+            attend(offset)
+    attend(0)  # two sequences, each with its start
+    pair = {"x": (TEXT[:, 3:], TEXT)}
+    hm.make_mask(hm.SameSegment("x"), 3, 6, mask_inputs=pair, query_offset=3)  # counts nothing
+
+
+def test_a_spec_of_ones_own_counts_if_it_prepares():
+    assert not Reader().counts
+    assert Counter().counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader(hm.MaskSpec):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter(hm.MaskSpec):
+    def prepare(self, inputs):
+        return inputs

@@ -6,6 +6,7 @@ from hypothesis import Phase, assume, settings
 from hypothesis import strategies as st
 
 import keras_headmask as hm
+from keras_headmask.rules import base
 
 _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.explain}}
 # JAX compiles each example anew; the law is the same on every backend.
@@ -72,10 +73,10 @@ def _compounds(parts, per_head):
         st.builds(lambda a: ~a, parts),
     )
     heads = st.dictionaries(st.integers(0, NUM_HEADS - 1), parts, max_size=NUM_HEADS)
-    return joins | st.builds(_per_head, heads, parts) if per_head else joins
+    return joins | st.builds(per_head_of, heads, parts) if per_head else joins
 
 
-def _per_head(heads, default):
+def per_head_of(heads, default):
     """A `PerHead` of the parts that may be nested at these heads."""
     kept = {}
     for head, rule in heads.items():
@@ -132,6 +133,12 @@ def mask_inputs(draw, spec, batch, queries, keys, heads=NUM_HEADS, single=False)
     return given
 
 
+def offsets_of_pairs(spec):
+    """0 for a rule that counts: it cannot know whether a pair has lost its start."""
+    counts = any(leaf.counts for leaf in base.leaves(spec))
+    return st.just(0) if counts else st.integers(-3, 4)
+
+
 @st.composite
 def cases(draw, specs=any_specs):
     """`(spec, inputs, batch, heads, queries, keys, query_offset)` that fit one another."""
@@ -144,6 +151,6 @@ def cases(draw, specs=any_specs):
     if single:
         offset = draw(st.integers(1, keys - queries)) if queries < keys else 0
     else:
-        offset = draw(st.integers(-3, 4))
+        offset = draw(offsets_of_pairs(spec))
     inputs = draw(mask_inputs(spec, batch, queries, keys, heads, single))
     return spec, inputs, batch, heads, queries, keys, offset

@@ -45,6 +45,32 @@ def check_operands(**operands: Tensor) -> None:
         )
 
 
+def refuse_rule_by_position(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise if an argument of Keras' constructor is a rule: a layer of ours takes it by name."""
+    place = next((x for x, value in arguments.items() if isinstance(value, MaskSpec)), None)
+    if place is not None:
+        raise TypeError(
+            f"`{place}` takes no rule. Pass the rule by name: {name}(..., mask_spec=...). "
+            f"Received: {place}={arguments[place]!r}."
+        )
+
+
+def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise if a layer is called with its rule, or on ids in place of embeddings."""
+    if "mask_spec" in kwargs or any(isinstance(x, MaskSpec) for x in (*args, *kwargs.values())):
+        raise TypeError(
+            "The call of a layer takes no rule. Pass the rule when you make the layer: "
+            f"{name}(..., mask_spec=...)."
+        )
+    query = args[0] if args else kwargs.get("query")
+    if len(getattr(query, "shape", None) or ()) == 2 and "int" in str(query.dtype):
+        raise TypeError(
+            "`query` must be embeddings, of shape (batch, length, size). Received: integers of "
+            f"shape {tuple(query.shape)}. Embed ids first, by `keras.layers.Embedding(...)(ids)`. "
+            "What a rule reads is passed as `mask_inputs`."
+        )
+
+
 def checked_tiled(tiled: Any) -> bool | None:
     if tiled is None or isinstance(tiled, bool):
         return tiled

@@ -5,7 +5,7 @@ Keras passes a mask from layer to layer. Operators and `keras.ops` drop it witho
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -127,6 +127,24 @@ def hides_padding(spec: MaskSpec, num_heads: int) -> bool:
     }
     mask = ops.convert_to_numpy(make_mask(spec, _LENGTH, _LENGTH, num_heads, given))
     return not (mask & is_real[:, None, :, None] & ~is_real[:, None, None, :]).any()
+
+
+def warn_in_call(layer: Any, query: Any, value: Any, given: Mapping[str, Any]) -> None:
+    """Warn where the graph lost the mask of the keys, and nothing else hides padding.
+
+    `layer` is one of ours; `given` are the arguments of its call on symbolic tensors.
+    """
+    own = _keras.get_keras_mask(value)  # Keras fills the arguments with it
+    of_query = ("query_mask", "mask") if value is query else ()
+    passed = (given[name] for name in ("attention_mask", "value_mask", "key_mask", *of_query))
+    if any(mask is not None and mask is not own for mask in passed):
+        return
+    spec, lost = layer.mask_spec, lost_mask(value)
+    if lost is None or (spec is not None and hides_padding(spec, layer.num_heads)):
+        return
+    name = "query_mask" if value is query else "value_mask"
+    ways = f"Pass `{name}=` to the attention, or let its rule hide padding: `{{padding}}`."
+    warn(f"The attention layer '{layer.name}'", lost, ways)
 
 
 def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:

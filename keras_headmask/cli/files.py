@@ -23,6 +23,11 @@ def read_json(source: str) -> Any:
     """The JSON in a file, on standard input for "-", or in `source` itself if it starts so."""
     if source.strip().startswith(("{", "[")):
         return _parsed(source, "the text")
+    if source.lower().endswith(".keras"):
+        raise ValueError(
+            f"'{source}' is a model, where JSON is expected. For the rules in it use "
+            f"`keras-headmask lint --model {source}`, or `keras-headmask info {source}`."
+        )
     with _readable(source) as file:
         return _parsed(file.read(), "standard input" if source == "-" else f"'{source}'")
 
@@ -56,7 +61,9 @@ def read_tokens(source: str | None) -> Any:
         return source.split()
     tokens = read_json(source)
     if not isinstance(tokens, list):
-        raise ValueError(f"Tokens are a JSON list. Received: {json.dumps(tokens):.80}.")
+        raise ValueError(
+            f"`--tokens` must be words, or a JSON list. Received: {json.dumps(tokens):.80}."
+        )
     is_pair = len(tokens) == 2 and all(isinstance(side, list) for side in tokens)
     return tuple(tokens) if is_pair else tokens
 

@@ -98,7 +98,7 @@ def apply(model: str, rule: str, output: str, force: bool, unsafe: bool, **given
     try:
         masked = hm.apply_head_masks(loaded, rules, layers, copy=False, **given)
     except ValueError as error:  # in the words of the command
-        raise ValueError(re.sub(r"existing='(\w+)'", r"--existing \1", str(error))) from error
+        raise ValueError(re.sub(r"existing='(\w+)'", r"`--existing=\1`", str(error))) from error
     progress("writing")
     with written_whole(output) as file:
         masked.save(file)

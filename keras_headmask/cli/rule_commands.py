@@ -79,7 +79,12 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
     given |= {"mask_inputs": mask_inputs, "tokens": files.read_tokens(given["tokens"])}
     from keras_headmask.look import drawing, panels
 
-    drawn = panels.panels_of(spec, **given, called="hm.draw" if output is None else "hm.plot")
+    try:
+        drawn = panels.panels_of(spec, **given, called="hm.draw" if output is None else "hm.plot")
+    except ValueError as error:
+        said = str(error).replace("`tokens`", "`--tokens`")
+        pair = "(query_tokens, key_tokens)"
+        raise ValueError(said.replace(pair, '"[[...], [...]]"')) from error
     if output is None:
         text = drawing.text_of(drawn)
     else:

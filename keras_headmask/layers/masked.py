@@ -15,6 +15,8 @@ from keras_headmask.attention.checking import (
     checked_call,
     checked_tiled,
     is_zero,
+    refuse_rule_and_ids,
+    refuse_rule_by_position,
     supports_unknown_lengths,
 )
 from keras_headmask.layers import changing
@@ -42,6 +44,14 @@ class MaskedAttention(keras.Layer):
 
     _restricts = _has_unknown_length = False
     _is_rebuilt = False  # from a config: what is wrong with the graph was said when it was made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_rule_by_position(self._ours().__name__, kwargs)
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_rule_and_ids(self._ours().__name__, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
     def _obey(
         self,
@@ -337,7 +347,8 @@ class MaskedAttention(keras.Layer):
         asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
         checked_call(query, value, *asked, outside)
         self._changes(query, value, given["attention_bias"])
-        self._warn_of_lost_mask(query, value, given)
+        if not self._is_rebuilt:
+            lost_masks.warn_in_call(self, query, value, given)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)
@@ -348,17 +359,3 @@ class MaskedAttention(keras.Layer):
         of_axes = (x.shape[i] for x in (query, value) for i in axes)
         scores_shape = (*batch, self.num_heads, *of_axes)
         return output, keras.KerasTensor(scores_shape, dtype=self.compute_dtype)
-
-    def _warn_of_lost_mask(self, query: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
-        """Warn where the graph lost the mask of the keys, and nothing else hides padding."""
-        own = _keras.get_keras_mask(value)  # Keras fills the arguments with it
-        of_query = ("query_mask", "mask") if value is query else ()
-        passed = (given[name] for name in ("attention_mask", "value_mask", "key_mask", *of_query))
-        if self._is_rebuilt or any(mask is not None and mask is not own for mask in passed):
-            return
-        spec, lost = self._mask_spec, lost_masks.lost_mask(value)
-        if lost is None or (spec is not None and lost_masks.hides_padding(spec, self.num_heads)):
-            return
-        name = "query_mask" if value is query else "value_mask"
-        ways = f"Pass `{name}=` to the attention, or let its rule hide padding: `{{padding}}`."
-        lost_masks.warn(f"The attention layer '{self.name}'", lost, ways)

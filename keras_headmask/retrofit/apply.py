@@ -103,6 +103,11 @@ def apply_head_masks(
     >>> masked(np.array([[5, 9, 6, 9]])).shape == (1, 4, 8)
     True
     """
+    if isinstance(mask_spec, keras.Model):
+        raise TypeError(
+            "`mask_spec` must be a rule. Received a model: the model comes first, "
+            "`hm.apply_head_masks(model, rule)`."
+        )
     _check_model(model)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")

@@ -117,7 +117,7 @@ def test_apply_to_chosen_layers_and_over_rules():
     assert rules("deep.keras", by_layer) == ["nothing", None, "nothing", "full"]
     full = '{"kind": "full"}'
     found = failure("apply", "masked.keras", full, "-o", "out.keras", "--force")
-    assert "Pass --existing and to keep both, or --existing replace." in found
+    assert "Pass `--existing=and` to keep both, or `--existing=replace`." in found
     assert rules("masked.keras", full, "--existing", "replace") == ["full"]
     assert rules("masked.keras", full, "--existing", "and") == ["and"]
 

@@ -265,3 +265,33 @@ def test_autograph_reads_what_a_mask_runs_through(caplog):
         for length in (3, 300):
             obey(tf.ones([1, length, 1, 2]), tf.zeros([1, length], "int32"))
     assert "AutoGraph could not transform" not in caplog.text
+
+
+# --- What belongs elsewhere ---
+
+
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED])
+def test_a_rule_is_an_argument_of_the_constructor(kind):
+    layer, rule = kind.layer(2, 4), hm.Window(1, 1)
+    name = type(layer).__name__
+    for call in (
+        lambda: layer(normal(4, 5, 8), rule),
+        lambda: layer(normal(4, 5, 8), mask_spec=rule),
+        lambda: layer(keras.Input((5, 8)), mask_spec=rule.get_config()),
+    ):
+        with pytest.raises(TypeError, match=rf"Pass the rule when .*{name}\(\.\.\., mask_spec="):
+            call()
+    with pytest.raises(TypeError, match=rf"takes no rule. Pass the rule by name: {name}\("):
+        type(layer)(2, 4, 2, rule)
+    with pytest.raises(TypeError, match="`value_dim` takes no rule"):
+        hm.PerHeadMaskedMultiHeadAttention(2, 4, rule)
+
+
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED])
+def test_ids_in_place_of_embeddings(kind):
+    tensors = IDS, keras.ops.convert_to_tensor(IDS), keras.Input((None,), dtype="int32")
+    for ids in tensors:
+        with pytest.raises(TypeError, match=r"must be embeddings.*Embed ids first.*`mask_inputs`"):
+            kind.layer(2, 4)(ids)
+        with pytest.raises(TypeError, match="must be embeddings"):
+            kind.layer(2, 4)(query=ids, value=ids)

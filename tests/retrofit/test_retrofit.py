@@ -298,6 +298,14 @@ def test_only_keras_models_have_rules(ask):
         ask("model.keras")
 
 
+@pytest.mark.parametrize("first", [hm.Full(), hm.Full().get_config()])
+def test_a_model_in_place_of_the_rule(first):
+    with pytest.raises(
+        TypeError, match=r"the model comes first, `hm.apply_head_masks\(model, rule"
+    ):
+        hm.apply_head_masks(first, one_layer())
+
+
 def test_unmasked_takes_what_the_stock_model_took():
     stock = one_layer()
     masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)

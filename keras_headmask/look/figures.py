@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import BoundaryNorm, ListedColormap, PowerNorm
+from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap, ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
@@ -30,7 +29,10 @@ from keras_headmask.rules.coverage import Coverage
 # that confuses red and green.
 COLOURS = {Coverage.NONE: "#f4f1e8", Coverage.SOME: "#e69f00", Coverage.ALL: "#0b3d6b"}
 _ALARM = "#d00000"
-_SHADES = "cividis_r"  # even steps of lightness for every eye; the largest probability is darkest
+# Attention has the colours of the rule: the smallest probability is the lightest.
+_SHADES = LinearSegmentedColormap.from_list(
+    "attention", [COLOURS[Coverage.NONE], COLOURS[Coverage.ALL]]
+).with_extremes(bad=(0, 0, 0, 0))
 
 _MOST_LINES = 24  # of a caption
 _SIZE, _TEXT, _TITLE = 8, 9, 10  # points of labels, of other texts, of titles
@@ -42,6 +44,7 @@ _LINE = 0.12  # between labels, at least
 _GAP = 0.2  # between panels
 _ROW = 0.17  # of a line of text
 _CHARACTER = 0.087  # of a title, on average
+_HINTED = 1.1  # Text may be so many times as wide where pixels are few.
 
 
 class Picture(Figure):
@@ -88,11 +91,10 @@ def attention_figure(
     most = max(float(panel.cells.max(initial=1e-9)) for panel in drawn.panels)
     norm = PowerNorm(0.5, vmin=0, vmax=most)  # the root spreads the many small probabilities
     crosses: list[Artist] = []
-    shades = colormaps[_SHADES].with_extremes(bad=(0, 0, 0, 0))
     for ax, panel, hidden, leak in zip(axes, drawn.panels, ~allowed, outside, strict=True):
         ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
         cells = np.ma.array(panel.cells, mask=hidden & ~leak)
-        image = _image(ax, cells, drawn, cmap=shades, norm=norm)
+        image = _image(ax, cells, drawn, cmap=_SHADES, norm=norm)
         if leak.any():
             y, x = (np.argwhere(leak) * drawn.tile + np.subtract(drawn.tile, 1) / 2).T
             crosses += ax.plot(x, y, "x", color=_ALARM, ms=4, mew=1, label="attention outside it")
@@ -104,7 +106,7 @@ def attention_figure(
     shown_is = "probability" if drawn.tile == (1, 1) else "largest probability of a tile"
     scale.set_ylabel(shown_is, fontsize=_TEXT)
     hatched = Patch(fc="white", ec="0.6", hatch="////", label="hidden by the mask")
-    _legend(figure, [hatched, *crosses[:1]])
+    _legend(figure, [*([] if allowed.all() else [hatched]), *crosses[:1]])
     return figure
 
 
@@ -169,14 +171,20 @@ def _inches(text: str, points: float) -> float:
 
 
 def _wrapped(caption: Sequence[str], space: float) -> list[str]:
-    longest = max(caption, key=len)
-    # (A letter of a rule's text is about as wide as one of the caption's longest line.)
-    letters = max(20, int(space / max(_inches(longest, _TEXT), 0.01) * len(longest) * 0.95))
-    folded = [textwrap.wrap(text, letters, subsequent_indent="    ") for text in caption]
-    lines = [line for text in folded for line in text]
+    lines = [line for text in caption for line in _folded(text, space / _HINTED)]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES - 1 :] = [f"... ({len(lines) - _MOST_LINES + 1} more lines)"]
     return lines
+
+
+def _folded(text: str, space: float) -> list[str]:
+    letters = len(text) + 1
+    while True:
+        lines = textwrap.wrap(text, letters, subsequent_indent="    ")
+        widest = max((_inches(line, _TEXT) for line in lines), default=0)
+        if widest <= space or letters <= 20:
+            return lines
+        letters = max(20, min(letters - 1, int(letters * space / widest)))
 
 
 def _image(ax: Axes, cells: np.ndarray, drawn: Panels, **colours: Any) -> AxesImage:
@@ -194,6 +202,6 @@ def _image(ax: Axes, cells: np.ndarray, drawn: Panels, **colours: Any) -> AxesIm
 
 
 def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    figure.legend(
-        handles=handles, loc="lower left", ncols=len(handles), fontsize=_TEXT, frameon=False
-    )
+    if handles:
+        count = len(handles)
+        figure.legend(handles=handles, loc="lower left", ncols=count, fontsize=_TEXT, frameon=False)

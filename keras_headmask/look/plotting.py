@@ -81,7 +81,7 @@ def plot_attention(
     tile_size: int | None = None,
     call: int = 0,
 ) -> "Figure":
-    """What a layer of `model` attends to, over what it may attend to: hidden pairs are hatched.
+    """What a layer of `model` attends to: dark = much, light = little, hatched = hidden.
 
     Needs matplotlib: `pip install matplotlib`. The model is run once, with
     `training=False`, and stays as it is. What is hidden is evaluated anew from the rules and from
@@ -143,7 +143,10 @@ def plot_attention(
     outside = ~allowed & (probabilities > 0)
     pairs = f"{outside.sum()} pair{'' if outside.sum() == 1 else 's'}"
     caption = [] if seen.spec is None else words.sentences(seen.spec, count)
-    caption += [f"{seen.entry.path}, example {example}; attention outside the mask: {pairs}"]
+    shown_is = f"{seen.entry.path}, example {example}"
+    if seen.spec is not None or not allowed.all():
+        shown_is += f"; attention outside the mask: {pairs}"
+    caption.append(shown_is)
     allowed, outside = (panels.reduced(np.logical_or, x, tile) for x in (allowed, outside))
     probabilities = panels.reduced(np.maximum, probabilities, tile)
     of_heads = zip(chosen, probabilities, strict=True)

@@ -298,6 +298,42 @@ def test_what_lies_outside_would_show(monkeypatch):
         assert legend == ["hidden by the mask", "attention outside it"]
 
 
+@once
+def test_the_colours_of_attention_are_those_of_the_rule():
+    figure = hm.plot_attention(one_layer(mask_zero=False), TOKENS, heads=0)
+    shades = figure.axes[0].images[0].cmap
+    assert to_rgb(shades(0.0)) == to_rgb(COLOURS[0])
+    assert to_rgb(shades(1.0)) == to_rgb(COLOURS[2])
+    light = [sum(to_rgb(shades(x))) for x in np.linspace(0, 1, 9)]
+    assert light == sorted(light, reverse=True)
+
+
+@once
+def test_without_a_mask_none_is_spoken_of():
+    figure = hm.plot_attention(one_layer(mask_zero=False), TOKENS)
+    assert figure.legends == []
+    assert figure.get_suptitle() == "attention, example 0"
+    padded = hm.plot_attention(one_layer(), TOKENS, example=1)
+    assert len(padded.legends) == 1
+    assert padded.get_suptitle().endswith("outside the mask: 0 pairs")
+
+
+@once
+@pytest.mark.parametrize("name", ["W", "il", "long_name "])
+def test_titles_are_not_cut_at_any_dpi(name):
+    name *= 90 // len(name)
+    inputs = {name: np.ones((1, 3), "int32")}
+    many = hm.SameSentence(tuple(range(60)), name)
+    for rule in (many, hm.PerHead({(0, 2, 4): many, (1, 3): hm.KeyFlag(name)})):
+        figure = hm.plot(rule, 3, num_heads=16, mask_inputs=inputs)
+        for dpi in (72, 100, 150, 200):
+            figure.set_dpi(dpi)
+            figure.draw_without_rendering()
+            for text in (figure._suptitle, *(ax.title for ax in figure.axes)):
+                box = text.get_window_extent()
+                assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
 def per_head_layer():
     x = keras.Input((None, 8))
     layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.PerHead({1: SELF}), tiled=None)

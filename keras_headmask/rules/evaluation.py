@@ -129,7 +129,7 @@ def check_inputs(
             batch = _check_whole_mask(place, value, lengths)
         else:
             batch = _check_sides(place, value, kind, lengths, query_offset)
-            if as_pair(value) is not None:
+            if spec is not None and as_pair(value) is not None:
                 check_counted(spec, name, query_offset)
         if lengths.batch is None:
             lengths = lengths._replace(batch=batch)  # the inputs must agree among themselves

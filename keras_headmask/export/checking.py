@@ -155,7 +155,7 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 
 def _why_alike(interface: Interface, given: Sequence[Arrays], unseen: Collection[str]) -> str:
-    """Why the twin without rules answers alike, and the way out."""
+    """Why the twin without rules answers alike, and what to do."""
     if unseen:
         return (
             f"the attention layer '{min(unseen)}' runs in a `tf.function` inside the model, which "

@@ -22,7 +22,12 @@ from keras_headmask.retrofit import frames, head_cache, obeying
 from keras_headmask.retrofit.families import adapter_of
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import attention, holds, is_inside
-from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
+from keras_headmask.retrofit.rule_files import (
+    entries,
+    rules_config,
+    rules_from_config,
+    stock_and_rules,
+)
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
 
@@ -153,10 +158,9 @@ class MaskedLayer(_Layer):
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
         stock = getattr(cls, "_stock_class", None)  # which may be registered nowhere
         known = {} if stock is None else {stock.__name__: stock}
-        layer = keras.saving.deserialize_keras_object(
-            config["layer"], custom_objects=known | dict(custom_objects or {})
-        )
-        wait(layer, config["rules"], config["attention"])
+        custom_objects = known | dict(custom_objects or {})
+        layer, rules = stock_and_rules(config, "layer", "rules", custom_objects)
+        wait(layer, rules, *entries(config, "attention"))
         return layer
 
 

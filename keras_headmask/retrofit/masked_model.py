@@ -19,7 +19,12 @@ from keras_headmask.retrofit.generating import Generates, generates
 from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
 from keras_headmask.retrofit.model_inputs import new_inputs
 from keras_headmask.retrofit.nesting import holds, is_inside
-from keras_headmask.retrofit.rule_files import rules_config, rules_from_config
+from keras_headmask.retrofit.rule_files import (
+    entries,
+    rules_config,
+    rules_from_config,
+    stock_and_rules,
+)
 from keras_headmask.rules.base import MaskSpec
 
 _FILED_AS = "keras_headmask>HeadMaskedModel"
@@ -60,14 +65,10 @@ class HeadMasked(MaskedLayer):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Model:
-        model = keras.saving.deserialize_keras_object(
-            config["model"], custom_objects=custom_objects
-        )
-        attention = attention_inside(model)
-        rules = list(rules_from_config(config["mask_specs"], attention, model.name))
-        model = masked(model, rules)
+        model, own = stock_and_rules(config, "model", "mask_specs", custom_objects)
+        model = masked(model, list(rules_from_config(own, attention_inside(model), model.name)))
         if outer := config.get("rules"):
-            masked_layer.wait(model, outer, config["attention"])
+            masked_layer.wait(model, outer, *entries(config, "attention"))
         return model
 
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """Rules of layers as JSON, each with the places of its layers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -9,6 +10,12 @@ import keras
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import check_heads
+
+_FORMAT = 1  # of the configs of masked layers and models
+_WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."
+# Whether a config inside that of a masked layer is read: the rules may be filed around it.
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
@@ -30,14 +37,47 @@ def rules_from_config(
 ) -> Iterator[tuple[keras.Layer, LayerRule]]:
     """The layers and rules of `rules_config`; the rules have no owner as yet."""
     for part in config:
+        of_spec, places = entries(part, "spec", "layers")
         inputs = part.get("inputs", {}).items()
         sources = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in inputs}
-        for place in part["layers"]:
-            if place >= len(attention):
-                raise ValueError(
-                    f"The saved rules name attention layer {place}, but '{name}' has "
-                    f"{len(attention)}. Was it saved with another version of its code?"
-                )
-            spec, layer = MaskSpec.from_config(part["spec"]), attention[place]
-            replaces = part.get("replaces", False)
-            yield layer, LayerRule(spec, adapted(layer).num_heads, sources, replaces)
+        wrong = [x for x in places if type(x) is not int or not 0 <= x < len(attention)]
+        if wrong or not places:
+            raise ValueError(
+                f"A saved rule must name attention layers of '{name}', which has "
+                f"{len(attention)}, numbered from 0. Received: {places}. {_WAY_OUT}"
+            )
+        for layer in (attention[place] for place in places):
+            spec, num_heads = MaskSpec.from_config(of_spec), adapted(layer).num_heads
+            check_heads(spec, num_heads)
+            yield layer, LayerRule(spec, num_heads, sources, part.get("replaces", False))
+
+
+def entries(config: Any, *keys: str) -> list[Any]:
+    """The values of `keys`, each of which a file must hold."""
+    given = dict(config) if isinstance(config, Mapping) else {}
+    if lacking := [key for key in keys if key not in given]:
+        raise ValueError(
+            f"The file of a masked model lacks {lacking}, which format {_FORMAT} of "
+            f"keras_headmask has. Received: {sorted(given)}. {_WAY_OUT}"
+        )
+    return [given[key] for key in keys]
+
+
+def stock_and_rules(
+    config: Any, stock: str, rules: str, custom_objects: Any
+) -> tuple[Any, list[Any]]:
+    """The stock layer or model of a masked one's config, and its rules."""
+    of_stock, of_rules = entries(config, stock, rules)
+    is_list = isinstance(of_rules, (list, tuple))
+    has_some = of_rules or config.get("rules") or _inside.get()  # (by an outer model, or around it)
+    if not is_list or not has_some:
+        raise ValueError(
+            f"The file of a masked model has no rule in {rules!r}, so the model would run without "
+            f"its mask. Received: {of_rules!r}. {_WAY_OUT}"
+        )
+    token = _inside.set(True)
+    try:
+        layer = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
+    finally:
+        _inside.reset(token)
+    return layer, list(of_rules)

@@ -139,8 +139,41 @@ def test_the_file_holds_the_stock_layers_and_the_rule_in_json():
         assert block["config"]["layer"]["class_name"] == "Block"
         inside = block["config"]["layer"]["config"]["attention"]["config"]
         assert inside.get("rules", []) == []  # told once
-    blocks[0]["config"]["rules"][0]["layers"] = [7]
-    with pytest.raises(ValueError, match=r"name attention layer 7, but 'block_0' has 1"):
+
+
+EDITED = {
+    "no rules": ({"rules": []}, {}, r"no rule in 'rules', .* without its mask\. Received: \[\]"),
+    "rules of null": ({"rules": None}, {}, r"no rule in 'rules', .* Received: None"),
+    "no layers": ({}, {"layers": []}, r"'block_0', which has 1, numbered from 0\. Received: \[\]"),
+    "a layer too far": ({}, {"layers": [7]}, r"'block_0', which has 1, .* Received: \[7\]"),
+    "a layer from the end": ({}, {"layers": [-1]}, r"'block_0', which has 1, .* \[-1\]"),
+    "half a layer": ({}, {"layers": [0.0]}, r"'block_0', which has 1, .* \[0\.0\]"),
+    "a head too far": ({}, {"spec": hm.PerHead({9: CHUNK}).get_config()}, "names head 9, but"),
+    "no key for rules": (
+        {"rules": ...},
+        {},
+        r"lacks \['rules'\], which format 1 of keras_headmask",
+    ),
+    "no number": ({"attention": ...}, {}, r"lacks \['attention'\], which format 1"),
+    "no key for layers": ({}, {"layers": ...}, r"lacks \['layers'\], which format 1"),
+}
+
+
+def edited(config, changes):
+    for key, value in changes.items():
+        config[key] = value
+        if value is ...:
+            del config[key]
+
+
+@pytest.mark.parametrize("case", EDITED)
+def test_an_edited_file_never_loads_without_its_rule(case):
+    config = json.loads(hm.apply_head_masks(stack(1), CHUNK).to_json())
+    (block,) = (x["config"] for x in config["config"]["layers"] if x["name"] == "block_0")
+    of_block, of_rule, message = EDITED[case]
+    edited(block["rules"][0], of_rule)
+    edited(block, of_block)
+    with pytest.raises(ValueError, match=message):
         keras.models.model_from_json(json.dumps(config))
 
 

@@ -80,6 +80,19 @@ def test_a_classifier_fits_saves_and_loads(masks, tmp_path):
     assert abs(numpy(again(moved)) - numpy(again(given))).max() > 1e-5
 
 
+def test_an_edited_file_never_loads_without_its_rule():
+    masked = hm.apply_head_masks(bert(), hm.Chunk(4))
+    config = masked.get_config()
+    (rule,) = config["mask_specs"]
+    for edited, message in (
+        (config | {"mask_specs": []}, r"no rule in 'mask_specs', .* without its mask"),
+        (config | {"mask_specs": [rule | {"layers": [-1]}]}, r"numbered from 0\. Received: \[-1\]"),
+        ({"model": config["model"]}, r"lacks \['mask_specs'\], which format 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            masked.from_config(edited)
+
+
 @pytest.mark.tensorflow
 def test_a_masked_task_is_exported(tmp_path):
     import tensorflow as tf

@@ -26,26 +26,42 @@ _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
 _HIDES = -9984.0
 
 
-def as_tensor(value: Any) -> Tensor:
+def as_tensor(value: Any, name: str = "") -> Tensor:
     """`value` as a tensor of the backend; tensors and symbolic Keras tensors pass through."""
     if keras.backend.is_keras_tensor(value):
         return value
     if hasattr(value, "detach") and keras.backend.backend() != "torch":
         value = value.detach().cpu().numpy()
+    expected = f"`{name}` must be a tensor or an array" if name else "Expected a tensor or an array"
+    if _is_ragged(value):
+        raise TypeError(
+            f"{expected}, whose rows are equally long. Received: rows of different lengths. Pad "
+            "them: keras.utils.pad_sequences(rows, padding='post'), or rows.to_tensor() for a "
+            "tf.RaggedTensor."
+        )
     try:
         return ops.convert_to_tensor(value)
     except Exception as error:  # each backend has its own, none names what was passed
-        raise TypeError(f"Expected a tensor or an array. Received: {value!r}.") from error
+        raise TypeError(f"{expected}. Received: {value!r}.") from error
 
 
-def as_mask_input(value: Any) -> Tensor:
+def _is_ragged(value: Any) -> bool:
+    """Whether it is a `tf.RaggedTensor`, or lists of unequal length."""
+    if isinstance(value, (list, tuple)):
+        is_row = [isinstance(row, (list, tuple)) or getattr(row, "ndim", 0) for row in value]
+        lengths = {len(row) if is_row[i] else None for i, row in enumerate(value)}
+        return len(lengths) > 1 or any(map(_is_ragged, value))
+    return hasattr(value, "row_splits")
+
+
+def as_mask_input(value: Any, name: str = "") -> Tensor:
     """`value` as a tensor; a float that stands in for integers becomes integers.
 
     Keras builds a subclassed model that it loads by running `call` for shapes alone, on floats
     whatever the dtypes of its inputs are. An error there would be swallowed, and layers that are
     not built yet would keep fresh weights. Floats are refused when the model runs on numbers.
     """
-    tensor = as_tensor(value)
+    tensor = as_tensor(value, name)
     is_float = "float" in keras.backend.standardize_dtype(tensor.dtype)
     return ops.cast(tensor, "int32") if is_float and has_shape_alone(tensor) else tensor
 
@@ -61,7 +77,7 @@ def as_bool(mask: Any, name: str = "mask") -> Tensor:
     Integers are checked where that costs no wait: in NumPy arrays and eager tensors in the memory
     of the CPU. Elsewhere an integer opens only where it is above 0.
     """
-    mask = as_mask_input(mask)
+    mask = as_mask_input(mask, name)
     dtype = keras.backend.standardize_dtype(mask.dtype)
     if dtype == "bool":
         return mask
@@ -135,7 +151,7 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
 
     `None` is a size not known yet.
     """
-    shape = tuple(mask.shape)
+    shape, keys = tuple(mask.shape), lengths[-1]
     wanted = dict(zip(("batch", "heads", "queries", "keys"), lengths, strict=True))
     named = {2: ("queries", "keys"), 3: ("batch", "queries", "keys"), 4: tuple(wanted)}
     if len(shape) not in named:
@@ -149,7 +165,12 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
                     " A mask of rank 3 is always (batch, queries, keys); to give each head its "
                     "own, add the batch axis: mask[None] has shape (1, heads, queries, keys)."
                 )
+            elif len(shape) == 2 and fits(shape[0], wanted["batch"]) and fits(shape[1], keys):
+                hint = " Pass it as `query_mask=`, or add" if name == "attention_mask" else " Add"
+                hint = f" A mask of shape (batch, keys) needs an axis of queries.{hint}"
+                hint += " the axis: mask[:, None] has shape (batch, 1, keys)."
             counted = "examples" if axis == "batch" else axis
+            counted = counted.removesuffix("s") if size == 1 else counted
             raise ValueError(
                 f"`{name}` has {size} {counted} where the attention has {wanted[axis]} (1 "
                 f"broadcasts). Received: shape {shape}, read as ({', '.join(axes)}).{hint}"

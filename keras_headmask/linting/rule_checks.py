@@ -76,7 +76,7 @@ def _unseen(subject: Subject) -> Iterator[Finding]:
     unseen, active = ~possible.any((0, 2)), possible.any((0, 2, 3))  # (H, S), (H,)
     everywhere = unseen[active].all(0) & active.any()
     if keys := numbers_of(everywhere):
-        message = f"{_keys(keys)} seen by no query, in no head."
+        message = f"{_keys(keys)} seen by no query of any head."
         way_out = "Widen the rule, or stop passing those positions to the model."
         yield Finding("warning", "unseen-keys", message, way_out, positions=keys)
     for _, heads in subject.groups:
@@ -92,7 +92,7 @@ def _never_self(subject: Subject) -> Iterator[Finding]:
         return
     active = subject.possible.any((0, 2, 3))
     never = ~subject.possible.diagonal(axis1=2, axis2=3).any((0, 2)) & active
-    severity, where = ("info", ".") if (never != active).any() else ("warning", ", in no head.")
+    severity, where = ("info", ".") if (never != active).any() else ("warning", " in any head.")
     for _, heads in subject.groups:
         if some := tuple(head for head in heads if never[head]):
             message = f"No query may attend to itself{where}"
@@ -183,6 +183,11 @@ def _equal_to_default(subject: Subject) -> Iterator[Finding]:
         if some and is_equal:
             message = f"The rule {rule!r} allows what the heads that are not named may see."
             way_out = "Leave it out, or say what sets it apart."
+            if any(part.constant for part in rule.children):
+                way_out = (
+                    "One part allows everything, so `|` does. Join rules by head with `&`: a head "
+                    "that one of them does not name then keeps the rule of the other."
+                )
             yield Finding("warning", "equals-default", message, way_out, some)
 
 

@@ -48,6 +48,8 @@ def recipe(function: Callable) -> Callable:
 
 
 def _call(function: Callable) -> str:
+    if function.__name__ == "Window":  # without a bound it would allow everything
+        return "Window(before=8, after=8)"
     parameters = inspect.signature(function).parameters.values()
     return f"{function.__name__}({', '.join(p.name for p in parameters if p.default is p.empty)})"
 
@@ -125,9 +127,15 @@ def hint_for(value: Any, call: str = "SPEC") -> str:
     return of_keras
 
 
-def _did_you_mean(name: Any, known: Collection[str]) -> str:
+def did_you_mean(name: Any, known: Collection[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def misspelled(missing: str, given: Collection[Any]) -> str:
+    """A hint that one of the names given was meant to be `missing`."""
+    near = difflib.get_close_matches(missing, [x for x in given if isinstance(x, str)], n=1)
+    return f" The mask spec reads {missing!r}, not {near[0]!r}." if near else ""
 
 
 def to_json(value: Any) -> Any:
@@ -176,7 +184,7 @@ def build(config: Any, path: str = "") -> Any:
     if not isinstance(kind, str) or kind not in KINDS:
         raise bad_place(
             join_path(path, "kind"),
-            f"unknown kind {kind!r}.{_did_you_mean(kind, KINDS)} A spec of your own must be "
+            f"unknown kind {kind!r}.{did_you_mean(kind, KINDS)} A spec of your own must be "
             "imported, so that @register_spec has run, before a rule that holds it is loaded.",
         )
     return KINDS[kind].from_fields(fields, path)
@@ -195,10 +203,20 @@ def check_field_names(
 ) -> None:
     if strange := [name for name in fields if name not in known]:
         names = ", ".join(sorted(known)) or "none"
-        problem = f"no such field.{_did_you_mean(strange[0], known)} Fields here: {names}."
+        problem = f"no such field.{did_you_mean(strange[0], known)} Fields here: {names}."
         raise bad_place(join_path(path, str(strange[0])), problem)
     if missing := sorted(set(required) - fields.keys()):
         raise bad_place(path, f"the field `{missing[0]}` is missing.")
+
+
+def check_keywords(cls: Any, given: Collection[str]) -> None:
+    """Refuse arguments that `cls`, a spec whose constructor takes its fields, does not have."""
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    if strange := [name for name in given if name not in known]:
+        raise TypeError(
+            f"{cls.__name__} has no field `{strange[0]}`.{did_you_mean(strange[0], known)} Its "
+            f"fields: {', '.join(known) or 'none'}."
+        )
 
 
 def located(make: Callable[[], Any], path: str) -> Any:

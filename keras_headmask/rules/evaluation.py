@@ -16,10 +16,12 @@ from keras_headmask import masks
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import graph_shapes
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
+from keras_headmask.rules.config import did_you_mean, misspelled
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
 from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Sides
+from keras_headmask.rules.words import counted
 
 _PAIR = "pair (query_side, key_side)"
 
@@ -116,12 +118,12 @@ def check_inputs(
             call += ". keras.Sequential cannot pass them on: use a functional or subclassed model"
         raise ValueError(
             f"`mask_inputs` must hold every input the mask spec reads; {missing} missing. "
-            f"Received: {sorted(given)}. Pass {expected}: {call}."
+            f"Received: {sorted(given)}.{misspelled(missing[0], given)} Pass {expected}: {call}."
         )
     if unknown := sorted(given.keys() - wanted.keys()):
         raise ValueError(
             f"`mask_inputs` holds {unknown}, which the mask spec does not read. "
-            f"It reads: {sorted(wanted)}."
+            f"It reads: {sorted(wanted)}.{did_you_mean(unknown[0], wanted)}"
         )
     for name, kind in wanted.items():
         place, value = f"mask_inputs[{name!r}]", given[name]
@@ -165,7 +167,7 @@ def _check_sides(
             continue
         if tensor is None:
             raise ValueError(f"`{place}` lacks its {side} side, which the mask spec reads.")
-        tensor = masks.as_mask_input(tensor)
+        tensor = masks.as_mask_input(tensor, place)
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype != "bool" and "int" not in dtype:
             raise TypeError(
@@ -180,8 +182,8 @@ def _check_sides(
         if None not in (shape[0], batch) and shape[0] != batch:
             hint = f" {graph_shapes.REPEAT}" if shape[0] == 1 else ""
             raise ValueError(
-                f"`{place}` has {shape[0]} examples where the batch has {batch}. Received: shape "
-                f"{shape}.{hint}"
+                f"`{place}` has {counted(shape[0], 'example')} where the batch has {batch}. "
+                f"Received: shape {shape}.{hint}"
             )
         batch = shape[0] if batch is None else batch
         single = pair is None

@@ -102,7 +102,12 @@ def fraction(value: Any, field: str) -> float:
 def input_name(value: Any, field: str) -> str:
     if not isinstance(value, str) or not value:
         what = "the name under which the tensor is passed, such as 'sentence_ids'"
-        fail(TypeError, field, f"`{field}` is {what}. Received: {value!r}.")
+        received = f"{value!r}."
+        shape = None if isinstance(value, type) else getattr(value, "shape", None)
+        if shape is not None:
+            received = f"{type(value).__name__} of shape {tuple(shape)}. Give a name here, "
+            received += "and pass the tensor in the call: mask_inputs={'sentence_ids': tensor}."
+        fail(TypeError, field, f"`{field}` is {what}. Received: {received}")
     return value
 
 

@@ -42,7 +42,7 @@ def given_offset(
     if spec is not None and spec.reads_query_positions:
         last = f"0 to {queries - 1}"
         warnings.warn(
-            f"The rule depends on the positions of the queries, and there are {queries} queries "
+            f"The rule depends on the positions of the queries, and the call has {queries} of them "
             f"for {keys} keys: without `query_offset` they are taken to stand at positions {last}. "
             f"In a step with a cache of keys pass `query_offset={keys - queries}`, the position of "
             f"the first query. If positions {last} are meant, as in cross-attention, pass "

@@ -147,10 +147,11 @@ class PerHead(Compound):
 def _check_nested(spec: MaskSpec, given: list[int]) -> None:
     """Raise for a `PerHead` in `spec` that names none of the heads it is given to."""
     if isinstance(spec, PerHead) and spec.heads:
-        named = [head for head, _ in spec.heads]
+        pairs: Any = spec.heads
+        named = [head for head, _ in pairs]
         if not set(named) & set(given):
             outer, inner = (words.heads_in_words(x) for x in (given, named))
-            meant = f"hm.PerHead({{{given[0]}: {next(rule for _, rule in spec.heads)!r}}})"
+            meant = f"hm.PerHead({{{given[0]}: {pairs[0][1]!r}}})"
             fail(
                 ValueError,
                 f"heads.{given[0]}",

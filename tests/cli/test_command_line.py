@@ -41,7 +41,7 @@ BAD = [
     ("""describe '{"kind": "windw"}'""", "unknown kind 'windw'. Did you mean 'window'"),
     ("describe '[1, 2]'", "expected an object with a `kind`"),
     ("describe '{1}'", "Cannot read the text as JSON: .*: line 1 column 2"),
-    ("describe rule.json -n 1", "names head 1, but there are 1 heads"),
+    ("describe rule.json -n 1", "names head 1, but there is one head, numbered 0"),
     ("draw causal.json", "number of `queries`"),
     ("draw rule.json -q 3", "RULE reads token_ids: pass it by --inputs"),
     ("""draw rule.json -q 3 --inputs '{"ids": [1]}'""", "reads token_ids: .* Received: ids"),
@@ -93,7 +93,7 @@ BAD = [
     ("serve folder", "holds no version"),
     ("bench rule.json -q 1000000", "GiB for the logits"),
     ("bench rule.json -q 4 --inputs inputs.json", "hold 2 examples, and the batch has 1"),
-    ("bench rule.json -n 1", "names head 1, but there are 1 heads"),
+    ("bench rule.json -n 1", "names head 1, but there is one head, numbered 0"),
 ]
 
 

@@ -42,7 +42,7 @@ def retrofitted_on(ids, spec):
 @pytest.mark.parametrize("call", [layer_on, grouped_on, attention_on, retrofitted_on])
 @pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.KeyFlag("ids")], ids=repr)
 def test_ids_of_one_example_do_not_serve_a_batch(call, spec):
-    with pytest.raises(ValueError, match=r"'ids'\]` has 1 examples where the batch has 4.*repeat"):
+    with pytest.raises(ValueError, match=r"'ids'\]` has 1 example where the batch has 4.*repeat"):
         call(IDS, spec)
     call(np.repeat(IDS, 4, 0), spec)
 
@@ -52,7 +52,7 @@ def test_mask_inputs_agree_on_the_batch_among_themselves():
     with pytest.raises(ValueError, match=r"\['b'\]` has 3 examples where the batch has 1"):
         hm.make_mask(spec, 5, 5, mask_inputs={"a": IDS, "b": np.repeat(IDS, 3, 0)})
     pair = (IDS, np.repeat(IDS, 3, 0))
-    with pytest.raises(ValueError, match=r"\['a'\]` has 1 examples where the batch has 3"):
+    with pytest.raises(ValueError, match=r"\['a'\]` has 1 example where the batch has 3"):
         hm.make_mask(hm.SameSegment("a"), 5, 5, mask_inputs={"a": pair})
 
 

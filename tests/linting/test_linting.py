@@ -568,3 +568,20 @@ def test_a_side_that_the_model_itself_hides_is_not_open(causal):
     model = keras.Model(x, stock(x, x, use_causal_mask=causal))
     found = hm.lint(hm.apply_head_masks(model, W(before=2)))
     assert ("open-side" in {f.code for f in found}) == (not causal)
+
+
+def test_rules_by_head_joined_by_or_are_advised_to_use_and():
+    a, b = hm.PerHead({0: hm.Window(2, 2)}), hm.PerHead({1: hm.Window(0, 0)})
+    advised = [finding for finding in hm.lint(a | b, num_heads=3) if "with `&`" in finding.way_out]
+    assert [(finding.code, finding.heads) for finding in advised] == [
+        ("equals-default", (0,)),
+        ("equals-default", (1,)),
+    ]
+    assert not hm.lint(a & b, num_heads=3)
+
+
+def test_what_holds_of_every_head_is_said_plainly():
+    (never,) = hm.lint(~hm.Window(0, 0), num_heads=3, queries=8)
+    assert never.message == "No query may attend to itself in any head."
+    (unseen,) = hm.lint(hm.Keys(0, 7), num_heads=3, queries=8)
+    assert unseen.message == "Key 7 is seen by no query of any head."

@@ -93,7 +93,9 @@ def test_only_specs_are_joined(join, other, message):
 
 
 def test_the_hint_of_a_join_stands_where_the_spec_was_meant():
-    with pytest.raises(TypeError, match=r"`\|` joins.*Call it: hm.Window\(\) \| \.\.\.\.$"):
+    with pytest.raises(
+        TypeError, match=r"`\|` joins.*Call it: hm.Window\(before=8, after=8\) \| \.\.\.\.$"
+    ):
         "Window" | A
     with pytest.raises(TypeError, match=r"`&` joins.*Call it: \.\.\. & hm.Keys\(start\)\.$"):
         A & hm.Keys

@@ -35,7 +35,8 @@ NEAR = [
     ),
     ("causal", r"Call it: {}\.", r"hm\.recipes\.causal\(\)"),
     ("prefix_lm", r"Call it: {}\.", r"hm\.recipes\.prefix_lm\(length\)"),
-    ("window", r"Call it: {}\.", r"hm\.Window\(\)"),
+    ("window", r"Call it: {}\.", r"hm\.Window\(before=8, after=8\)"),
+    (hm.Window, r"Call it: {}\.", r"hm\.Window\(before=8, after=8\)"),
     ("none such", r"The recipes are .*, causal, .*: {}\. JSON text", r"hm\.recipes\.causal\(\)"),
     (hm.Full, r"Call it: {}\.", r"hm\.Full\(\)"),
     (hm.SameSegment, r"Call it: {}\.", r"hm\.SameSegment\(input\)"),
@@ -168,3 +169,65 @@ def test_a_missing_whole_mask_is_described_as_one():
         ValueError, match=r"Pass a boolean tensor of shape \(batch or 1, heads or 1"
     ):
         hm.draw(hm.MaskInput("m"), 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hm.Window(befor=2), "Window has no field `befor`. Did you mean 'before'? Its"),
+        (lambda: hm.Window(x=2), "Window has no field `x`. Its fields: before, after, step."),
+        (lambda: hm.Full(x=2), "Full has no field `x`. Its fields: none."),
+        (lambda: hm.PerHead({}, defaul=hm.Full()), "PerHead has no field `defaul`. Did you mean"),
+    ],
+)
+def test_unknown_fields_list_the_known_ones(make, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("kind", [hm.MaskInput, hm.SameSegment, hm.KeyFlag])
+def test_a_tensor_where_its_name_is_expected(kind):
+    way_out = r"ndarray of shape \(3, 3\)\. Give a name here, .*mask_inputs=\{'sentence_ids'"
+    with pytest.raises(TypeError, match=f"the name under which the tensor is passed.*{way_out}"):
+        kind(np.ones((3, 3), bool))
+
+
+IDS = np.ones((1, 3), "int32")
+
+
+def test_names_of_mask_inputs_that_are_misspelled():
+    with pytest.raises(ValueError, match=r"missing.*The mask spec reads 'ids', not 'idx'"):
+        hm.make_mask(READS, 3, 3, mask_inputs={"idx": IDS})
+    with pytest.raises(ValueError, match=r"does not read\. It reads: .*Did you mean 'ids'"):
+        hm.make_mask(READS, 3, 3, mask_inputs={"ids": IDS, "idx": IDS})
+
+
+@pytest.mark.parametrize("spec", [READS, hm.MaskInput("ids")], ids=repr)
+def test_ragged_ids_name_their_input(spec):
+    import tensorflow as tf
+
+    for rows in ([[1, 2, 3], [4]], [IDS[0], [4]], tf.ragged.constant([[1, 2, 3], [4]])):
+        with pytest.raises(TypeError, match=r"`mask_inputs\['ids'\]` must be .*equally long.*Pad"):
+            hm.make_mask(spec, 3, 3, mask_inputs={"ids": rows})
+    hm.make_mask(spec, 3, 3, mask_inputs={"ids": [[1, 1, 1]] if spec is READS else [[1] * 3] * 3})
+
+
+def test_a_padding_mask_in_place_of_a_mask_of_pairs():
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4)
+    x, mask = np.ones((2, 3, 4), "float32"), np.ones((2, 3), bool)
+    with pytest.raises(ValueError, match=r"needs an axis of queries. Pass it as `query_mask=`.*\["):
+        layer(x, attention_mask=mask)
+    layer(x, attention_mask=mask[:, None])
+    layer(x, query_mask=mask)
+    with pytest.raises(ValueError, match=r"axis of queries. Add the axis: mask\[:, None\]"):
+        hm.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], mask=mask)
+
+
+def test_one_is_singular():
+    with pytest.raises(ValueError, match="names head 3, but there is one head, numbered 0"):
+        hm.make_mask(hm.PerHead({3: hm.Full()}), 3, 3)
+    pair = (IDS, np.ones((2, 3), "int32"))
+    with pytest.raises(ValueError, match="has 1 example where the batch has 2"):
+        hm.make_mask(READS, 3, 3, mask_inputs={"ids": pair})
+    with pytest.warns(UserWarning, match="the call has 1 of them for 3 keys"):
+        hm.dot_product_attention(X[:, :1], X, X, mask_spec=hm.Window(1, 0))

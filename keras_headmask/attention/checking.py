@@ -62,7 +62,7 @@ def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
             "The call of a layer takes no rule. Pass the rule when you make the layer: "
             f"{name}(..., mask_spec=...)."
         )
-    query = args[0] if args else kwargs.get("query")
+    query: Any = args[0] if args else kwargs.get("query")
     if len(getattr(query, "shape", None) or ()) == 2 and "int" in str(query.dtype):
         raise TypeError(
             "`query` must be embeddings, of shape (batch, length, size). Received: integers of "

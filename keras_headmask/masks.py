@@ -67,8 +67,11 @@ def as_mask_input(value: Any, name: str = "") -> Tensor:
 
 
 def has_shape_alone(tensor: Tensor) -> bool:
-    """Whether Keras runs a `call` for shapes, with a tensor of the backend in place of numbers."""
-    return _keras.in_symbolic_scope() and not keras.backend.is_keras_tensor(tensor)
+    """Whether Keras runs a `call` for shapes, with a tensor of the backend in place of numbers.
+
+    Not in a function that is being compiled: it would be run again on numbers, unchecked.
+    """
+    return _keras.for_shapes_alone() and not keras.backend.is_keras_tensor(tensor)
 
 
 def as_bool(mask: Any, name: str = "mask") -> Tensor:

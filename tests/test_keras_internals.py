@@ -347,6 +347,49 @@ def test_keras_says_when_it_infers_shapes():
     assert set(seen[1:]) == {True}  # PyTorch runs it twice
 
 
+@relies_on(
+    "traces_function for_shapes_alone graph_of_function",
+    breaks="a function compiled inside a model would keep what was traced for shapes",
+)
+def test_functions_that_are_compiled_while_keras_infers_shapes():
+    seen = []
+
+    def see(x):
+        seen.append((_keras.for_shapes_alone(), _keras.traces_function()))
+        return x
+
+    def compiled(function):
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            return tf.function(function, autograph=False)
+        import jax
+
+        return jax.jit(function)
+
+    class Mine(keras.Layer):
+        def call(self, x):
+            return see(x)
+
+    class Compiles(keras.Layer):
+        def call(self, x):
+            return compiled(see)(x)
+
+    x = keras.Input((5, 8))
+    Mine()(x)
+    Mine()(X)
+    assert {*seen[:-1]} == {(True, False)}  # PyTorch runs it twice
+    assert seen.pop() == (False, False)
+    if BACKEND != "torch":
+        seen.clear()
+        Compiles()(x)
+        compiled(see)(X)
+        assert seen == [(False, True)] * 2
+        seen.clear()
+        compiled(lambda x: (x, Mine().compute_output_spec(keras.KerasTensor(x.shape)))[0])(X)
+        assert seen == [(True, False)]
+
+
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 

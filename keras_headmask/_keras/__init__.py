@@ -21,7 +21,7 @@ from keras.src import backend
 from keras.src.backend import get_keras_mask as get_keras_mask
 from keras.src.backend import set_keras_mask as set_keras_mask
 
-# Whether Keras runs code for shapes alone: then tensors have no values, and no rule is demanded.
+# Whether Keras infers shapes: then tensors have no values.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
 from keras.src.models import cloning
 
@@ -36,6 +36,7 @@ from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPIL
 from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
 from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
 from keras_headmask._keras.tensorflow import function_type as function_type
+from keras_headmask._keras.tensorflow import graph_of_function as graph_of_function
 from keras_headmask._keras.tensorflow import in_xla as in_xla
 from keras_headmask._keras.tensorflow import infers_shapes as infers_shapes
 from keras_headmask._keras.tensorflow import is_function_graph as is_function_graph
@@ -43,6 +44,28 @@ from keras_headmask._keras.tensorflow import is_of_trainer as is_of_trainer
 from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
 from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
 from keras_headmask._keras.tensorflow import traces as traces
+
+
+def traces_function() -> bool:
+    """Whether a function is being compiled that may run again: by `tf.function`, `jax.jit`, ...
+
+    Those around Keras' inference of shapes do not count: they leave no trace of what runs in it.
+    """
+    if keras.backend.backend() == "tensorflow":
+        return graph_of_function() is not None
+    if keras.backend.backend() == "jax":
+        from keras_headmask._keras import jax
+
+        return jax.traces_function()
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
+def for_shapes_alone() -> bool:
+    """Whether Keras infers shapes, and nothing will run again what is computed now."""
+    return in_symbolic_scope() and not traces_function()
+
 
 # --- Methods that our classes override -----------------------------------------------------------
 

@@ -112,3 +112,18 @@ def is_function_graph(graph: Any) -> bool:
 def infers_shapes(graph: Any) -> bool:
     """Whether a graph is the one in which Keras infers shapes."""
     return graph.name.startswith("scratch_graph")
+
+
+def graph_of_function() -> Any:
+    """The graph of the innermost `tf.function` that is traced now; `None` outside of one.
+
+    Those around Keras' inference of shapes do not count.
+    """
+    import tensorflow as tf
+
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and not infers_shapes(graph):
+        if is_function_graph(graph):
+            return graph
+        graph = getattr(graph, "outer_graph", None)
+    return None

@@ -62,6 +62,13 @@ def rules_off() -> AbstractContextManager[bool]:
 
 
 def are_rules_off() -> bool:
+    """Whether `rules_off` holds. Raises in a function that would keep what it traces now."""
+    if _rules_off.get() and _keras.traces_function():
+        raise RuntimeError(
+            "The model runs attention in a `tf.function` of its own, so it cannot run once without "
+            "its rules, to be compared: that function would stay without them. Run attention "
+            "outside of it."
+        )
     return _rules_off.get()
 
 

@@ -13,6 +13,7 @@ import keras
 
 from keras_headmask import _keras
 
+_COMPILERS = {"tensorflow": "tf.function", "jax": "jax.jit", "torch": "torch.compile"}
 FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
 
 
@@ -111,8 +112,9 @@ def check_not_in_own_function(name: str, bound_in: Any) -> None:
 
 
 def in_own_function(name: str) -> str:
+    compiler = _COMPILERS[keras.backend.backend()]
     return (
-        f"The attention layer '{name}' is called in a `tf.function` inside the model. Such a "
+        f"The attention layer '{name}' is called in a `{compiler}` inside the model. Such a "
         "function keeps what it traced first: attention without the rule, or under the ids of "
         "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
         "graph of the whole model."

@@ -65,7 +65,7 @@ class MaskedLayer(_Layer):
         offset = _offset(self, args, kwargs)
         with frames.opened(self, head_mask_inputs, offset) as frame:
             symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
-            computes = not symbolic and not _keras.in_symbolic_scope()
+            computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)

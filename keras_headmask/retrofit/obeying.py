@@ -14,7 +14,7 @@ from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.attention.changes import Changes
 from keras_headmask.layers import changing
 from keras_headmask.retrofit import frames, head_cache
-from keras_headmask.retrofit.compiled import check_not_in_own_function
+from keras_headmask.retrofit.compiled import check_not_in_own_function, in_own_function
 from keras_headmask.retrofit.families import Attention, adapted
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.rules import evaluation
@@ -34,8 +34,8 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
         frames.current().used.add(id(layer))
-        is_free = _keras.in_symbolic_scope() or looking.are_rules_off()  # (for shapes alone)
-        in_force = [rule for rule in rules() if rule.restricts and not is_free]
+        restrict = [rule for rule in rules() if rule.restricts and not looking.are_rules_off()]
+        in_force = [rule for rule in restrict if _has_tensors(layer.name, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
         if adapter.softmax is not None and in_force:
             compute = functools.partial(_by_softmax, adapter, in_force)
@@ -53,6 +53,20 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         return looking.run(layer, name, obey, *args, **kwargs)
 
     return compute_attention
+
+
+def _has_tensors(name: str, rule: LayerRule) -> bool:
+    """Whether what `rule` reads in this call are tensors.
+
+    While Keras infers shapes, the inputs of a graph that is being made are none, and the rule is
+    left out where nobody runs again what is computed.
+    """
+    given = [frames.current().offset, *(frames.inputs_of(rule) or {}).values()]
+    if not any(map(keras.backend.is_keras_tensor, given)):
+        return True
+    if not _keras.for_shapes_alone():
+        raise RuntimeError(in_own_function(name))
+    return False
 
 
 def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from keras_headmask.retrofit.masked_layer import all_rules, combined, rules_in_f
 from keras_headmask.retrofit.masked_model import masked
 from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
 from keras_headmask.retrofit.selectors import specs_by_layer
+from keras_headmask.retrofit.trial import check_obeys
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import check_heads
@@ -83,7 +84,8 @@ def apply_head_masks(
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
-            unclear whether a layer is self-attention and no regex names it, `existing` or the JSON
+            unclear whether a layer is self-attention and no regex names it, the own code of a
+            layer was seen not to obey its mask, `existing` or the JSON
             of a spec is not valid, copying the model is not possible, a Sequential model has no
             graph yet, or attention runs in a `tf.function` inside the model. With `copy=False`, if
             a `tf.function` has traced the model, or a Sequential model gets a rule that reads
@@ -118,6 +120,8 @@ def apply_head_masks(
     planned = [(found.known[i], rule) for i, rule in rules.items()]
     _check_graph(model, planned, copy)
     check_inputs(model, planned, add_inputs)  # before any change
+    for entry, rule in planned:
+        check_obeys(entry, rule.spec)
     warn_of_lost_padding(model, planned)
     if not copy:
         compiled.drop_all_that_run([entry.layer for entry, _ in planned])

@@ -375,8 +375,10 @@ def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
             training=None,
             return_attention_scores=False,
         ):
-            seen.append(numpy(attention_mask))
-            return query * 1.0 + value, None
+            seen.append(attention_mask)
+            allowed = ops.cast(attention_mask, value.dtype)
+            of_all = ops.matmul(allowed, ops.transpose(value, (0, 2, 1, 3)))
+            return query + ops.transpose(of_all, (0, 2, 1, 3)), None
 
     x = keras.Input((7, 8))
     model = keras.Model(x, Own(4, 3, name="own")(x, x, use_causal_mask=True))
@@ -384,11 +386,67 @@ def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
     masked = hm.apply_head_masks(model, rule)
     got = numpy(masked(given))
     allowed = mask_by_loops(rule, 1, 4, 7, 7) & np.tri(7, dtype=bool)
-    np.testing.assert_array_equal(np.broadcast_to(seen[-1], allowed.shape), allowed)
+    np.testing.assert_array_equal(np.broadcast_to(numpy(seen[-1]), allowed.shape), allowed)
     own = model.get_layer("own")
-    context = numpy(own.query_dense(given)) + numpy(own.value_dense(given))
+    of_all = np.einsum("hts,bshd->bthd", allowed[0], numpy(own.value_dense(given)))
+    context = numpy(own.query_dense(given)) + of_all
     context[:, :, 3] = 0  # a head that is off gives 0, whatever the class would make of it
     assert_close(got, numpy(own.output_dense(context)), depth=3)
+
+
+def negated(mask):
+    return ops.logical_not(mask)
+
+
+def of_the_first_head(mask):
+    return mask[:, :1]
+
+
+def causal(mask):
+    return ops.logical_and(mask, np.tri(mask.shape[-1], dtype=bool))
+
+
+OWN_MASKS = {  # what a subclass makes of its mask, and what is seen of a rule and of one per head
+    "kept": (lambda mask: mask, None, None),
+    "causal": (causal, None, None),
+    "ignored": (lambda mask: None, "the mask changes nothing", "the mask changes nothing"),
+    "negated": (negated, "a hidden key is seen", "a hidden key is seen"),
+    "of one head": (of_the_first_head, None, "a hidden key is seen"),
+}
+
+
+@pytest.mark.parametrize("stock", ["multi-head", "grouped", "ours"])
+@pytest.mark.parametrize("what", OWN_MASKS)
+def test_a_subclass_that_does_not_obey_its_mask_is_refused(what, stock):
+    change, *seen = OWN_MASKS[what]
+    bases = {
+        "multi-head": (layers.MultiHeadAttention, (2, 4)),
+        "grouped": (layers.GroupQueryAttention, (4, 2, 1)),
+        "ours": (hm.PerHeadMaskedMultiHeadAttention, (2, 4)),
+    }
+    base, sizes = bases[stock]
+
+    class Own(base):
+        def _compute_attention(self, query, key, value, attention_mask=None, **more):
+            mask = None if attention_mask is None else change(attention_mask)
+            return super()._compute_attention(query, key, value, mask, **more)
+
+    for rule, wrong in zip((CHUNK, hm.PerHead({0: CHUNK})), seen, strict=True):
+        x = keras.Input((7, 8))
+        layer = Own(*sizes, dropout=0.1, seed=1, name="own")
+        model = keras.Model(x, layer(x, x))
+        before = [numpy(v) for v in model.variables], sorted(vars(layer))
+        if wrong is None:
+            assert hm.apply_head_masks(model, rule, copy=False) is model
+            now = [numpy(v) for v in model.variables]
+        else:
+            refused = rf"'own' .*does not obey a mask.*, {wrong} in its own `_compute_attention`"
+            with pytest.raises(ValueError, match=refused):
+                hm.apply_head_masks(model, rule, copy=False)
+            now = [numpy(v) for v in model.variables]
+            assert sorted(vars(layer)) == before[1]
+        for value, old in zip(now, before[0], strict=True):
+            np.testing.assert_array_equal(value, old)
 
 
 @keras.saving.register_keras_serializable("test_retrofit")

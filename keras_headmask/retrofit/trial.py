@@ -1,0 +1,84 @@
+"""A trial of attention code that is not Keras' own, before it gets a rule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.attention import looking
+from keras_headmask.retrofit.families import adapted
+from keras_headmask.retrofit.finding import AttentionLayer
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import head_groups, restricts
+
+
+def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
+    """Raise if the class of a layer was seen not to obey the mask of a rule."""
+    adapter = adapted(entry.layer)
+    if not adapter.has_own_code or not restricts(spec, adapter.num_heads):
+        return
+    # Another object, as code may keep what it likes on its own.
+    stand_in = looking.standing_in(entry.layer, {_keras.FLASH: False})
+    method = getattr(type(entry.layer), adapter.hook).__get__(stand_in)
+
+    def compute(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        copy = type(adapter)(stand_in)
+        return copy.called(method, copy.arguments(query, key, value, mask, training=False))[0]
+
+    size = adapter.head_dim
+    sizes = size, getattr(entry.layer, "value_dim", size)
+    per_head = len(head_groups(spec, adapter.num_heads)) > 1
+    dtype = entry.layer.compute_dtype
+    if wrong := _disobeys(compute, adapter.num_heads, sizes, dtype, per_head):
+        raise ValueError(
+            f"The attention layer {entry} does not obey a mask: on random numbers, {wrong} in its "
+            f"own `{adapter.hook}`. Let that use `attention_mask`, boolean (batch, heads, queries, "
+            "keys), in each head, or leave the layer out by `layers=`."
+        )
+
+
+def _disobeys(
+    compute: Callable, heads: int, sizes: tuple[int, int], dtype: str, per_head: bool
+) -> str | None:
+    """What a mask fails to do in `compute(query, key, value, mask)`, in words; `None` if nothing.
+
+    It returns the context `(B, T, H, D)` of operands `(B, T, H, D)` and of a boolean mask, which
+    differs from head to head if `per_head`. `sizes` are those of a key and of a value in one head.
+    Of code that fails on a few random numbers nothing is known, nor of code that is random.
+
+    The batch holds the same example twice, and then once for each key, with that key and its value
+    changed: where the mask hides a key, no context may change.
+    """
+    length = 4
+    batch = length + 2
+    random = np.random.default_rng(0)
+    query, key, value = (random.normal(size=(1, length, heads, n)) for n in (sizes[0], *sizes))
+    query, key, value = (np.repeat(x, batch, axis=0) for x in (query, key, value))
+    for j in range(length):
+        key[2 + j, j], value[2 + j, j] = (3 + random.normal(size=x.shape[2:]) for x in (key, value))
+    at = np.arange(length)
+    shift = np.arange(heads if per_head else 1)[:, None, None]
+    # A query sees itself, lest a class that is causal has none to see; and every other key.
+    mask = (at[:, None] == at) | ((at[:, None] + at + shift) % 2 == 0)
+    try:
+        with keras.StatelessScope():  # nothing that it assigns stays
+            operands = [ops.cast(ops.convert_to_tensor(x), dtype) for x in (query, key, value)]
+            context, free = (
+                ops.convert_to_numpy(ops.cast(compute(*operands, ops.array(m)), "float32"))
+                for m in (mask[None], np.ones_like(mask)[None])
+            )
+    except Exception:  # whatever a subclass raises that wants other sizes
+        return None
+    is_known = context.shape[:3] == (batch, length, heads) and np.isfinite(context).all()
+    least = 0.01 * abs(context).max()
+    if not is_known or abs(context[1] - context[0]).max() > least:
+        return None
+    if abs(free - context).max() <= least:
+        return "the mask changes nothing"
+    changed = abs(context[2:] - context[0]).max(-1) > least  # (key, query, head)
+    if (changed & ~np.broadcast_to(mask, (heads, length, length)).transpose(2, 1, 0)).any():
+        return "a hidden key is seen"
+    return None

@@ -2,14 +2,14 @@
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
 is relied on, so a new Keras fails there first. No other file may touch such a name, except to
-override the methods in `OVERRIDDEN`. Those of TensorFlow are in `tensorflow.py`.
+override the methods in `OVERRIDDEN`. Those of files, of TensorFlow and of JAX
+have files of their own.
 """
 
 import contextlib
 import functools
 import inspect
 import operator
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,9 +27,13 @@ from keras.src.models import cloning
 
 # The class of a model with a graph: no other can keep a rule in its file.
 from keras.src.models.functional import Functional as Functional
-from keras.src.saving import saving_lib
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from keras_headmask._keras.files import file_under as file_under
+from keras_headmask._keras.files import file_weights_under as file_weights_under
+from keras_headmask._keras.files import filed_name as filed_name
+from keras_headmask._keras.files import has_in_file as has_in_file
+from keras_headmask._keras.files import query_in_files as query_in_files
+from keras_headmask._keras.files import unpickle_model as unpickle_model
 from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
 from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
 from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
@@ -371,42 +375,3 @@ def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
 def is_own(operation: Any, *kinds: str) -> bool:
     """Whether its class is one of Keras, of `kinds`: "layers" or "ops" (no public names)."""
     return type(operation).__module__.startswith(tuple(f"keras.src.{kind}." for kind in kinds))
-
-
-# --- Files ---------------------------------------------------------------------------------------
-
-
-def filed_name(cls: type) -> str:
-    """The name under which a registered class is filed."""
-    return GLOBAL_CUSTOM_NAMES[cls]
-
-
-def file_under(cls: type, name: str) -> None:
-    """Save objects of `cls` under `name`, without registering the class for that name."""
-    GLOBAL_CUSTOM_NAMES[cls] = name
-
-
-def file_weights_under(name: str, other: str) -> None:
-    """File weights of the class called `name` as those of `other`: a layer has no say in that."""
-
-    def to_snake_case(class_name: str) -> str:
-        return usual(other if class_name == name else class_name)
-
-    usual = saving_lib.naming.to_snake_case
-    names = vars(saving_lib.naming) | {"to_snake_case": to_snake_case}
-    saving_lib.naming = types.SimpleNamespace(**names)
-
-
-def query_in_files(layer: Any) -> str:
-    """The part of an attention layer as which its file holds the projection of the query."""
-    return "_query_dense" if is_grouped(layer) else "query_dense"
-
-
-def has_in_file(store: Any, part: str) -> bool:
-    """Whether the file that a layer's weights are read from holds that `part` of the layer."""
-    path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
-    return not path.startswith("/") and store.has_path(path)  # else not from a file
-
-
-# What pickle calls to make a model of the bytes of its file; our classes have no name to find.
-unpickle_model = Functional._unpickle_model

@@ -1,0 +1,45 @@
+"""Private names of Keras that its files depend on, and why each is touched."""
+
+import types
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+from keras.src.saving import saving_lib
+from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+
+
+def filed_name(cls: type) -> str:
+    """The name under which a registered class is filed."""
+    return GLOBAL_CUSTOM_NAMES[cls]
+
+
+def file_under(cls: type, name: str) -> None:
+    """Save objects of `cls` under `name`, without registering the class for that name."""
+    GLOBAL_CUSTOM_NAMES[cls] = name
+
+
+def file_weights_under(name: str, other: str) -> None:
+    """File weights of the class called `name` as those of `other`: a layer has no say in that."""
+
+    def to_snake_case(class_name: str) -> str:
+        return usual(other if class_name == name else class_name)
+
+    usual = saving_lib.naming.to_snake_case
+    names = vars(saving_lib.naming) | {"to_snake_case": to_snake_case}
+    saving_lib.naming = types.SimpleNamespace(**names)
+
+
+def query_in_files(layer: Any) -> str:
+    """The part of an attention layer as which its file holds the projection of the query."""
+    return "_query_dense" if isinstance(layer, keras.layers.GroupQueryAttention) else "query_dense"
+
+
+def has_in_file(store: Any, part: str) -> bool:
+    """Whether the file that a layer's weights are read from holds that `part` of the layer."""
+    path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
+    return not path.startswith("/") and store.has_path(path)  # else not from a file
+
+
+# What pickle calls to make a model of the bytes of its file; our classes have no name to find.
+unpickle_model = Functional._unpickle_model

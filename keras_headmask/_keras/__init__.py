@@ -1,9 +1,8 @@
 """Every private name of Keras, and of the backends, that this package touches, and why.
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
-is relied on, so a new Keras fails there first. No other file may touch such a name, except to
-override the methods in `OVERRIDDEN`. Those of files, of TensorFlow and of JAX
-have files of their own.
+is relied on, so a new Keras fails there first. No file outside of this folder may touch such a
+name, except to override the methods in `OVERRIDDEN`.
 """
 
 import contextlib

@@ -109,7 +109,9 @@ class Generates(_CausalLM):
         layers = len(attention_inside(self))
         length = run.length if run.states is not None else ops.shape(token_ids)[1]
         shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with head_cache.running(run), frames.opened(self, inputs, None):
+        rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
+        owners = {id(rule.owner): rule.owner for rule in rules if rule.owner is not None}
+        with head_cache.running(run), frames.opened(owners.values(), inputs, None):
             return super().call_with_cache(token_ids, ops.zeros(shape), index)
 
     def _keeps_by_head(self) -> bool:

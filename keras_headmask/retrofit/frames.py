@@ -8,13 +8,14 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_headmask.retrofit.compiled import graph_being_built
+from keras_headmask.retrofit.nesting import holds
 from keras_headmask.rules import heads
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import Sides
@@ -97,7 +98,7 @@ def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> 
 class Frame(NamedTuple):
     """What is known while a masked layer runs."""
 
-    inputs: Mapping[int, Tensors]  # by the id of the layer that was called with them
+    inputs: tuple[tuple[keras.Layer, Tensors], ...]  # for which layer; the outermost call first
     offset: Any  # the position of the first query in a cache; `None` without a cache
     graph: Any  # TensorFlow's, in which the inputs were given
     used: set[int]  # the attention layers that have run
@@ -107,7 +108,7 @@ _frame: ContextVar[Frame | None] = ContextVar("frame", default=None)
 
 
 def current() -> Frame:
-    return _frame.get() or Frame({}, None, graph_being_built(), set())
+    return _frame.get() or Frame((), None, graph_being_built(), set())
 
 
 @contextlib.contextmanager
@@ -121,14 +122,17 @@ def being(frame: Frame) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(layer: keras.Layer, inputs: Tensors | None, offset: Any) -> Iterator[Frame]:
-    """The frame of a call of `layer`, inside the one that is open. An outer offset holds."""
+def opened(layers: Iterable[keras.Layer], inputs: Tensors | None, offset: Any) -> Iterator[Frame]:
+    """The frame of a call with `inputs` for `layers`, inside the one that is open.
+
+    An outer offset holds.
+    """
     outer = _frame.get()
-    before = outer or Frame({}, None, graph_being_built(), set())
+    before = outer or Frame((), None, graph_being_built(), set())
     given, graph = before.inputs, before.graph
     if inputs is not None:
-        given = {key: value for key, value in given.items() if key != id(layer)}
-        given[id(layer)], graph = inputs, graph_being_built()
+        given = (*given, *((layer, inputs) for layer in layers))
+        graph = graph_being_built()
     frame = Frame(given, offset if before.offset is None else before.offset, graph, set())
     with being(frame):
         yield frame
@@ -136,12 +140,18 @@ def opened(layer: keras.Layer, inputs: Tensors | None, offset: Any) -> Iterator[
         outer.used.update(frame.used)
 
 
-def inputs_of(rule: LayerRule) -> Tensors | None:
-    """What `rule` reads in this call: given to its owner, or to the nearest layer that has all."""
-    inputs = current().inputs
-    own = inputs.get(id(rule.owner))
-    nearest = list(inputs.values())[::-1]
-    for tensors in nearest if own is None else [own, *nearest]:
-        if set(rule.reads) <= tensors.keys():
-            return tensors
-    return None
+def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
+    """What `rule` reads in this call: what its owner was called with.
+
+    Or a layer that stands for it: one inside that is called by itself, or one beside it that holds
+    the same `attention`. What a layer around it was called with may be of another sequence.
+    """
+    given = current().inputs[::-1]
+    own = [tensors for layer, tensors in given if layer is rule.owner]
+    if not own and attention is not None:
+        own = [
+            tensors
+            for layer, tensors in given
+            if holds(layer, attention) and not holds(layer, rule.owner)
+        ]
+    return next((tensors for tensors in own if set(rule.reads) <= tensors.keys()), None)

@@ -8,6 +8,7 @@ tensor for all layers, it gets one that has its shape and no heads; the keys the
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,7 +106,7 @@ class Generates(_CausalLM):
         layers = len(attention_inside(self))
         length = run.length if run.states is not None else ops.shape(token_ids)[1]
         shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with head_cache.running(run), frames.opened(self, self._with_prepared(inputs), None):
+        with head_cache.running(run), self._opened(inputs):
             return super().call_with_cache(token_ids, ops.zeros(shape), index)
 
     def score(
@@ -115,17 +116,18 @@ class Generates(_CausalLM):
         inputs = {_TOKENS: ops.convert_to_tensor(token_ids)}
         ones = ops.ones_like(inputs[_TOKENS])
         inputs[_PADDING] = ones if padding_mask is None else padding_mask
-        given = self._with_prepared(self._read_by_rules(inputs, "score"))
-        with frames.opened(self, given, None):
+        with self._opened(self._read_by_rules(inputs, "score")):
             return super().score(token_ids, padding_mask, *args, **kwargs)
 
-    def _with_prepared(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`inputs`, and what all layers share of them."""
+    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[frames.Frame]:
+        """A frame in which each owner of a rule has `inputs`, and what all layers share of them."""
         for layer in _keras.layers_of(self):
             if isinstance(layer, HeadMaskInputs):
                 names = names_read(layer)
                 inputs = inputs | layer({name: inputs[name] for name in names})
-        return inputs
+        rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
+        owners = {id(rule.owner): rule.owner for rule in rules if rule.owner is not None}
+        return frames.opened(owners.values(), inputs, None)
 
     def _keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""

@@ -63,7 +63,7 @@ class MaskedLayer(_Layer):
 
     def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
         offset = _offset(self, args, kwargs)
-        with frames.opened(self, head_mask_inputs, offset) as frame:
+        with frames.opened([self], head_mask_inputs, offset) as frame:
             symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
@@ -123,7 +123,7 @@ class MaskedLayer(_Layer):
         if looking.are_rules_off():
             return
         for layer, rule in self._asks_for():
-            if frames.inputs_of(rule) is None:
+            if frames.inputs_of(rule, layer) is None:
                 raise ValueError(obeying.missing(layer.name, rule))
 
     def _check_used(self, frame: frames.Frame) -> None:

@@ -95,8 +95,9 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
     new = new_inputs(model, rules) if has_edges else {}
     for layer, rule in planned:
         roots = operations_around(model, layer) or [model]
+        owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
         for root in roots:  # a layer may stand in several, each of which hands it what it reads
-            masked_layer.add_rule(root, layer, dataclasses.replace(rule, owner=roots[0]))
+            masked_layer.add_rule(root, layer, dataclasses.replace(rule, owner=owner))
     if generates(model):  # all keep their keys in one cache
         for layer in attention_inside(model):
             masked_layer.mask(layer)

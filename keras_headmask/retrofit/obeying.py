@@ -35,7 +35,7 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         arguments = adapter.arguments(*args, **kwargs)
         frames.current().used.add(id(layer))
         restrict = [rule for rule in rules() if rule.restricts and not looking.are_rules_off()]
-        in_force = [rule for rule in restrict if _has_tensors(layer.name, rule)]
+        in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
         if adapter.softmax is not None and in_force:
             compute = functools.partial(_by_softmax, adapter, in_force)
@@ -55,17 +55,17 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
     return compute_attention
 
 
-def _has_tensors(name: str, rule: LayerRule) -> bool:
+def _has_tensors(layer: Any, rule: LayerRule) -> bool:
     """Whether what `rule` reads in this call are tensors.
 
     While Keras infers shapes, the inputs of a graph that is being made are none, and the rule is
     left out where nobody runs again what is computed.
     """
-    given = [frames.current().offset, *(frames.inputs_of(rule) or {}).values()]
+    given = [frames.current().offset, *(frames.inputs_of(rule, layer) or {}).values()]
     if not any(map(keras.backend.is_keras_tensor, given)):
         return True
     if not _keras.for_shapes_alone():
-        raise RuntimeError(in_own_function(name))
+        raise RuntimeError(in_own_function(layer.name))
     return False
 
 
@@ -222,7 +222,7 @@ def _bound(
     """What `rule` reads; `sizes` are those of the batch, of the queries and of the keys."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
-        found = frames.inputs_of(rule)
+        found = frames.inputs_of(rule, layer)
         if found is None:
             raise ValueError(missing(layer.name, rule))
         check_not_in_own_function(layer.name, frame.graph)

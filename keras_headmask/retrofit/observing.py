@@ -152,7 +152,7 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     """What the rules of `apply_head_masks` allow in the call now running; `None` without one."""
     mask, offset = None, frames.current().offset
     for rule in rules_in_force(layer):
-        given = rule.given(frames.inputs_of(rule) or {})
+        given = rule.given(frames.inputs_of(rule, layer) or {})
         made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset or 0)
         mask = masks.and_masks(mask, made)
     return mask

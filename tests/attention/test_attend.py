@@ -59,7 +59,7 @@ def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
     at = 3 if offset == "a tensor" else offset
     allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
     given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with computed(), frames.opened(attention, None, given):
+    with computed(), frames.opened([attention], None, given):
         got = attention(X[:, :4], X, use_causal_mask=True)
     assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
 

@@ -547,3 +547,37 @@ def test_a_layer_of_a_class_registered_nowhere_is_cloned():
     again = keras.models.clone_model(masked)
     again.set_weights(masked.get_weights())
     np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
+
+
+@keras.saving.register_keras_serializable("test_never_unmasked")
+class Beside(layers.Layer):
+    """Attends to its own sequence, and runs a masked block on another one, the reverse."""
+
+    def __init__(self, block, is_tracked, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = layers.MultiHeadAttention(4, 3)
+        self.block = block if is_tracked else None
+        self.call_block = lambda *args, **kwargs: block(*args, **kwargs)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x, ids=None):
+        given = {} if ids is None else {"head_mask_inputs": {"token_ids": ops.flip(ids, 1)}}
+        return self.attention(x, x) + self.call_block(ops.flip(x, 1), **given)
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_ids_of_the_layer_around_are_not_for_the_block_inside(is_tracked):
+    block = hm.apply_head_masks(stack(1), hm.SameSentence(9)).get_layer("block_0")
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, name="embedding")(ids)
+    model = keras.Model(ids, Beside(block, is_tracked, name="beside")(x, ids))
+    rule = {".*beside/multi_head.*": hm.SameSentence(9)}
+    masked = hm.apply_head_masks(model, rule, copy=False)
+    expected = numpy(masked(TOKENS))
+    beside, x = masked.get_layer("beside"), masked.get_layer("embedding")(TOKENS)
+    given = {"head_mask_inputs": {"token_ids": TOKENS}}
+    np.testing.assert_array_equal(numpy(beside(x, TOKENS, **given)), expected)
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\], and was called without them"):
+        beside(x, **given)

@@ -20,6 +20,8 @@ def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
             part["inputs"] = dict(rule.sources)
         if rule.replaces:
             part["replaces"] = True
+        if rule.is_cross:
+            part["is_cross"] = True
         _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
         places.append(place)
     return [{"layers": places} | part for part, places in parts.values()]
@@ -39,5 +41,5 @@ def rules_from_config(
                     f"{len(attention)}. Was it saved with another version of its code?"
                 )
             spec, layer = MaskSpec.from_config(part["spec"]), attention[place]
-            replaces = part.get("replaces", False)
-            yield layer, LayerRule(spec, adapted(layer).num_heads, sources, replaces)
+            flags = {name: part.get(name, False) for name in ("replaces", "is_cross")}
+            yield layer, LayerRule(spec, adapted(layer).num_heads, sources, **flags)

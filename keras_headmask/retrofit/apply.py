@@ -218,4 +218,5 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         check_heads(spec, entry.num_heads)
     except ValueError as error:
         raise ValueError(f"In the attention layer {entry}: {error}") from error
-    return LayerRule(spec, entry.num_heads, sources_of(entry, spec, model), replaces)
+    sources, is_cross = sources_of(entry, spec, model), entry.kind == "cross"
+    return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=is_cross)

@@ -30,7 +30,8 @@ class LayerRule:
 
     `sources` maps each name that the spec reads to one of `head_mask_inputs`, or to a pair of
     them, `(query_side, key_side)`. `owner` is the layer that is called with these. A rule that
-    `replaces` stands for all rules that the layer had before.
+    `replaces` stands for all rules that the layer had before. In cross-attention (`is_cross`) the
+    queries count from 0, however many keys there are.
     """
 
     spec: MaskSpec
@@ -38,6 +39,7 @@ class LayerRule:
     sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
     replaces: bool = False
     owner: keras.Layer | None = None
+    is_cross: bool = False
 
     @functools.cached_property
     def restricts(self) -> bool:

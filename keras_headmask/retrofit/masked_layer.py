@@ -30,11 +30,13 @@ from keras_headmask.retrofit.rule_files import (
 )
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
+from keras_headmask.rules.offsets import checked_offset
 
 _STATE = "headmask_state"
 # Where KerasHub's layers take the position of the first query, the outermost layer first.
 _CACHES = "self_attention_cache", "attention_cache", "cache"
 _OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
+_OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
 
 
@@ -62,9 +64,10 @@ class MaskedLayer(_Layer):
     _stock_class: type
 
     def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
-        offset = _offset(self, args, kwargs)
+        symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
+        offset = _taken_offset(self, kwargs, symbolic)
+        offset = _offset(self, args, kwargs) if offset is None else offset
         with frames.opened([self], head_mask_inputs, offset) as frame:
-            symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
@@ -164,10 +167,25 @@ class MaskedLayer(_Layer):
         return layer
 
 
+def _taken_offset(layer: Any, kwargs: dict[str, Any], symbolic: bool) -> Any:
+    """`query_offset`, taken out of the arguments of attention whose class does not know it."""
+    if adapter_of(layer) is None or _OFFSET in _keras.argument_names(layer):
+        return None
+    offset = kwargs.pop(_OFFSET, None)
+    if offset is not None and symbolic:
+        raise ValueError(
+            f"`{_OFFSET}` of the attention layer '{layer.name}' is for calls on numbers: a graph "
+            f"does not keep it. Received: {offset!r}. In a functional model use "
+            "PerHeadMaskedMultiHeadAttention, which has the argument."
+        )
+    return None if offset is None else checked_offset(offset)
+
+
 def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
-    """The position of the first query, where the layer's own arguments name a cache."""
+    """The position of the first query, where the layer's own arguments name it, or a cache."""
     given = _keras.arguments_of(layer, args, kwargs)
-    offset = next((given[name] for name in _OFFSETS if given.get(name) is not None), None)
+    names = *_OFFSETS, _OFFSET
+    offset = next((given[name] for name in names if given.get(name) is not None), None)
     for cache, name in zip(_CACHES, _OFFSETS, strict=True):
         cached = given.get(cache) is not None and name in _keras.argument_names(layer)
         if cached and offset is None and frames.current().offset is None:

@@ -17,7 +17,7 @@ from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.compiled import check_not_in_own_function, in_own_function
 from keras_headmask.retrofit.families import Attention, adapted
 from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.rules import evaluation
+from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
 
 Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
@@ -74,7 +74,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     if arguments["return_attention_scores"] and not adapter.returns_pair:
         if adapter.softmax is not None:
             return _by_softmax(adapter, [], arguments)
-        return _attended(adapter, arguments, _Beside.of(adapter, arguments, _offset(arguments)))
+        return _attended(adapter, arguments, _Beside.of(adapter, arguments, _offset(arguments, 0)))
     seen = looking.as_seen(adapter.layer)
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
@@ -91,6 +91,9 @@ def _under(
         )
     offset = _offset(arguments)
     lengths = _lengths(adapter, arguments)
+    if offset is None and not rule.is_cross:
+        offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
+    offset = 0 if offset is None else offset
     sizes = ops.shape(query)[0], *_sizes(arguments)
     bound = _bound(adapter.layer, rule, frame, lengths, sizes, offset)
     beside = _Beside.of(adapter, arguments, offset)
@@ -120,7 +123,7 @@ def _by_softmax(
     Its own code runs, on an object of the same parts whose softmax obeys the rules, too.
     """
     assert adapter.softmax is not None
-    frame, offset, made = frames.current(), _offset(arguments), []
+    frame, offset, made = frames.current(), _offset(arguments, 0), []
     usual = getattr(adapter.layer, adapter.softmax)
 
     def softmax(logits: Any, mask: Any = None) -> Any:
@@ -194,12 +197,12 @@ def _attended(
     )
 
 
-def _offset(arguments: Arguments) -> Any:
-    """The position of the first query."""
+def _offset(arguments: Arguments, default: Any = None) -> Any:
+    """The position of the first query, if the call says it."""
     offset = frames.current().offset
     if offset is None:
         offset = arguments.get("cache_update_index")
-    return 0 if offset is None else offset
+    return default if offset is None else offset
 
 
 def _sizes(arguments: Arguments) -> tuple[Any, Any]:

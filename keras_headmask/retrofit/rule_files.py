@@ -27,6 +27,8 @@ def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
             part["inputs"] = dict(rule.sources)
         if rule.replaces:
             part["replaces"] = True
+        if rule.is_cross:
+            part["is_cross"] = True
         _, places = parts.setdefault(json.dumps(part, sort_keys=True), (part, []))
         places.append(place)
     return [{"layers": places} | part for part, places in parts.values()]
@@ -49,7 +51,8 @@ def rules_from_config(
         for layer in (attention[place] for place in places):
             spec, num_heads = MaskSpec.from_config(of_spec), adapted(layer).num_heads
             check_heads(spec, num_heads)
-            yield layer, LayerRule(spec, num_heads, sources, part.get("replaces", False))
+            flags = {flag: part.get(flag, False) for flag in ("replaces", "is_cross")}
+            yield layer, LayerRule(spec, num_heads, sources, **flags)
 
 
 def entries(config: Any, *keys: str) -> list[Any]:

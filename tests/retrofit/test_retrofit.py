@@ -1,5 +1,7 @@
 """`apply_head_masks`: what a rule does to a model that exists."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -552,3 +554,36 @@ def test_a_missing_input_is_told_with_an_example_that_fits(rule, example):
     model = keras.Model([mask, ids], layers.MultiHeadAttention(4, 3)(x, x))
     with pytest.raises(ValueError, match=rf"Name one of them in the rule \({example}\), or pass"):
         hm.apply_head_masks(model, rule)
+
+
+@pytest.mark.parametrize("kind", [layers.MultiHeadAttention, hm.PerHeadMaskedMultiHeadAttention])
+def test_fewer_queries_than_keys_stand_where_the_call_says(kind):
+    x, given = keras.Input((7, 8)), normal(2, 7, 8)
+    model = keras.Model(x, kind(2, 4, name="attention")(x, x))
+    layer = hm.apply_head_masks(model, CHUNK).get_layer("attention")
+    newest, whole = given[:, 5:], numpy(layer(given, given))
+    with warnings.catch_warnings(action="error"):
+        assert_close(numpy(layer(newest, given, query_offset=5)), whole[:, 5:])
+        first = numpy(layer(newest, given, query_offset=0))
+    assert abs(first - whole[:, 5:]).max() > 1e-3
+    with pytest.warns(UserWarning, match=r"positions 0 to 1\. .* pass `query_offset=5`"):
+        assert_close(numpy(layer(newest, given)), first)
+    with pytest.raises(ValueError, match="`query_offset` must be a whole number"):
+        layer(newest, given, query_offset=1.5)
+
+
+def test_a_graph_keeps_no_offset_of_stock_attention():
+    layer = hm.apply_head_masks(one_layer(), CHUNK).get_layer("attention")
+    with pytest.raises(ValueError, match=r"a graph does not keep it\. .*which has the argument"):
+        layer(keras.Input((2, 8)), keras.Input((7, 8)), query_offset=5)
+
+
+def test_cross_attention_under_a_rule_counts_from_0_without_a_warning(tmp_path):
+    x, memory = keras.Input((3, 8)), keras.Input((7, 8))
+    model = keras.Model([x, memory], layers.MultiHeadAttention(2, 4, name="cross")(x, memory))
+    masked = hm.apply_head_masks(model, CHUNK, layers="cross")
+    masked.save(tmp_path / "model.keras")
+    given = [normal(2, 3, 8), normal(2, 7, 8)]
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        for one in (masked, keras.saving.load_model(tmp_path / "model.keras")):
+            one(given)

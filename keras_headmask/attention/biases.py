@@ -61,8 +61,12 @@ class PositionBias:
         key_positions: Tensor,
         heads: Sequence[int],
         table: Tensor | None = None,
+        dtype: str = "float32",
     ) -> Tensor:
-        """The bias `(1, h, queries, keys)`, float, of some heads; `table` is `(buckets, h)`."""
+        """The bias `(1, h, queries, keys)` of some heads; `table` is `(buckets, h)`.
+
+        Of a bias that is learned the dtype is that of its table.
+        """
         raise NotImplementedError
 
 
@@ -80,7 +84,7 @@ class Alibi(PositionBias):
         slopes = [2.0 ** (-8 * i / whole) for i in range(1, whole + 1)]
         # Heads beyond a power of two take every other slope of twice as many.
         between = [2.0 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]
-        return np.array([*slopes, *between][: self.num_heads], "float32")
+        return np.array([*slopes, *between][: self.num_heads])
 
     def of_tile(
         self,
@@ -88,10 +92,11 @@ class Alibi(PositionBias):
         key_positions: Tensor,
         heads: Sequence[int],
         table: Tensor | None = None,
+        dtype: str = "float32",
     ) -> Tensor:
-        slopes = ops.convert_to_tensor(-self.slopes[list(heads)][None, :, None, None])
+        slopes = -self.slopes[list(heads)][None, :, None, None]
         distance = ops.abs(_ahead(query_positions, key_positions))
-        return slopes * ops.cast(distance, "float32")
+        return ops.convert_to_tensor(slopes, dtype) * ops.cast(distance, dtype)
 
 
 @keras.saving.register_keras_serializable(package="keras_headmask")
@@ -142,6 +147,7 @@ class RelativePositionBias(PositionBias):
         key_positions: Tensor,
         heads: Sequence[int],
         table: Tensor | None = None,
+        dtype: str = "float32",
     ) -> Tensor:
         assert table is not None
         buckets = self.buckets(query_positions, key_positions)

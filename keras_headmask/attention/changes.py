@@ -59,7 +59,8 @@ class Changes(NamedTuple):
         changes = self._with(lambda _, x: ops.cast(x, dtype))
         if changes.sinks is None:
             return changes
-        return changes._replace(sinks=ops.minimum(changes.sinks, _LARGEST_SINK))
+        sinks, largest = changes.sinks, ops.cast(_LARGEST_SINK, dtype)
+        return changes._replace(sinks=ops.where(sinks > _LARGEST_SINK, largest, sinks))
 
     def of_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
         """For some heads; `cut` takes a tensor and its axis of heads."""
@@ -98,14 +99,15 @@ class Changes(NamedTuple):
         """
         slope = None
         if self.soft_cap is not None:
-            bent = ops.tanh(logits / self.soft_cap)
+            bent = tanh(logits / self.soft_cap)
             logits, slope = self.soft_cap * bent, 1 - bent * bent
         if self.bias is not None:
             logits = logits + self.bias_of_tile(cuts)
         if self.position_bias is not None:
             assert positions is not None
             queries, keys = cuts.queries(positions[0], 0), cuts.keys(positions[1], 0)
-            by_position = self.position_bias.of_tile(queries, keys, heads, self.table)
+            dtype = keras.backend.standardize_dtype(logits.dtype)
+            by_position = self.position_bias.of_tile(queries, keys, heads, self.table, dtype)
             logits = logits + ops.cast(by_position, logits.dtype)
         return logits, slope
 
@@ -136,6 +138,15 @@ class Changes(NamedTuple):
 
 
 NONE = Changes()
+
+
+def tanh(tensor: Tensor) -> Tensor:
+    """`ops.tanh`, in float64 where `tensor` is: on JAX Keras makes that float32."""
+    if keras.backend.backend() != "jax" or keras.backend.is_keras_tensor(tensor):
+        return ops.tanh(tensor)
+    import jax.numpy as jnp
+
+    return jnp.tanh(tensor)
 
 
 def for_tiles(

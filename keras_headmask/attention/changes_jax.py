@@ -8,7 +8,7 @@ from jax import lax
 
 from keras_headmask.attention.changes import Changes
 from keras_headmask.attention.parts import Part
-from keras_headmask.attention.steps_jax import Steps, Visit
+from keras_headmask.attention.steps_jax import Steps, Visit, places
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound
 
@@ -74,13 +74,13 @@ class ChangesOfBlocks(NamedTuple):
     def _place(self, bias: Tensor, visit: Visit) -> tuple[Any, ...]:
         example, query, key = visit.corner
         first = example, 0, query, key
-        return tuple(0 if size == 1 else x for size, x in zip(bias.shape, first, strict=True))
+        return places(0 if size == 1 else x for size, x in zip(bias.shape, first, strict=True))
 
 
-def as_bias(part: Part, changes: Changes, bound: Bound) -> Changes:
+def as_bias(part: Part, changes: Changes, bound: Bound, dtype: str) -> Changes:
     """`changes`, with its tensors, of the heads of `part`, the bias by position as a tensor."""
     if changes.position_bias is None:
         return changes
-    by_position = changes.position_bias.of_tile(*bound[:2], part.heads, changes.table)
+    by_position = changes.position_bias.of_tile(*bound[:2], part.heads, changes.table, dtype)
     bias = by_position if changes.bias is None else by_position + changes.bias
     return changes._replace(position_bias=None, table=None, bias=bias)

@@ -61,7 +61,7 @@ def attend(
     logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
-        lowest = float(np.finfo(dtype).min)
+        lowest = np.finfo(dtype).min
         if changes.is_bias:  # (which may be as low itself as hidden logits become)
             allowed = ops.where(mask, logits, ops.cast(lowest, dtype))
             largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))

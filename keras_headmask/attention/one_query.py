@@ -4,11 +4,14 @@ There is one row of logits for each head, so nothing is tiled. Keys stand heads 
 product reads them: a step moves no key but the new one.
 """
 
+import operator
+
 import keras
 import numpy as np
 from keras import ops
 
 from keras_headmask import masks
+from keras_headmask.attention.changes import tanh
 from keras_headmask.masks import Length, Mask, Tensor
 
 
@@ -25,20 +28,22 @@ def attend(
     `key` `(B, K, S, D)` and `value` may have fewer heads, each for H / K heads of the query side by
     side. `mask`: `(B or 1, H or 1, 1, S)`.
     """
-    dtype = "float64" if keras.backend.standardize_dtype(query.dtype) == "float64" else "float32"
+    is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
+    dtype = "float64" if is_double else "float32"
+    product = operator.matmul if is_double else ops.matmul  # (Keras' is float32 on PyTorch)
     heads, of_keys, size = query.shape[2], key.shape[1], query.shape[3]
     rows = ops.reshape(query, (-1, of_keys, heads // of_keys, size))
-    logits = ops.cast(ops.matmul(ops.cast(rows, dtype) * scale, _keys(key, dtype)), dtype)
+    logits = ops.cast(product(ops.cast(rows, dtype) * scale, _keys(key, dtype)), dtype)
     if soft_cap is not None:
-        logits = soft_cap * ops.tanh(logits / soft_cap)
+        logits = soft_cap * tanh(logits / soft_cap)
     if mask.shape[1] != 1:
         mask = ops.reshape(mask, (-1, of_keys, heads // of_keys, key.shape[2]))
-    hidden = ops.cast(float(np.finfo(dtype).min), dtype)  # as in `dense`
+    hidden = ops.cast(np.finfo(dtype).min, dtype)  # as in `dense`
     logits = ops.where(mask, logits, hidden) + masks.to_additive(mask, dtype)
     only_one = key.shape[2] == 1  # of which Keras' softmax warns
     probabilities = ops.ones_like(logits) if only_one else ops.softmax(logits, axis=-1)
     probabilities = ops.where(mask, probabilities, ops.zeros_like(logits))
-    context = ops.matmul(ops.cast(probabilities, value.dtype), value)
+    context = product(ops.cast(probabilities, value.dtype), value)
     return ops.reshape(context, (-1, 1, heads, value.shape[3]))
 
 

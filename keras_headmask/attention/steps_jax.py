@@ -1,6 +1,6 @@
 """Which blocks of keys each tile of queries meets in JAX' loops, and what is allowed there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ class Steps(NamedTuple):
                 return lax.dynamic_slice_in_dim(tensor, start, self.size, axis)
 
             def added(tensor: Tensor, more: Tensor) -> Tensor:
-                at = (example if examples > 1 else 0, 0, start, 0)
+                at = places((example if examples > 1 else 0, 0, start, 0))
                 there = lax.dynamic_slice(tensor, at, more.shape)
                 return lax.dynamic_update_slice(tensor, there + more, at)
 
@@ -201,6 +201,11 @@ def _span(values: Tensor | None, size: int, axis: int) -> Span | None:
     longer: Any = _longer(values, 1, -values.shape[1] % size)
     blocks = longer.reshape(values.shape[0], -1, size)
     return Span(*(jnp.expand_dims(x, axis) for x in (blocks.min(2), blocks.max(2))))
+
+
+def places(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Where a slice of several axes starts: of one dtype, as JAX asks for."""
+    return tuple(jnp.asarray(number, "int32") for number in numbers)
 
 
 def heads_first(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 from keras import ops
 
 from keras_headmask.attention.parts import Part
@@ -49,7 +50,10 @@ class GradientsOfChanges:
         buckets = ops.reshape(bias.buckets(queries, keys), (-1,))
         of_heads = ops.transpose(ops.sum(d_logits, axis=0), (1, 2, 0))
         rows = ops.reshape(of_heads, (-1, of_heads.shape[2]))
-        return ops.segment_sum(rows, buckets, self.changes.table.shape[0])
+        count = self.changes.table.shape[0]
+        if keras.backend.backend() == "torch":  # (Keras' own sums in float32 there.)
+            return rows.new_zeros((count, rows.shape[1])).index_add(0, buckets, rows)
+        return ops.segment_sum(rows, buckets, count)
 
     def summed(self) -> list[Tensor]:
         """The gradients of the tensors, in their order."""

@@ -187,7 +187,7 @@ def _gradients_backward(plan: Plan, kept: tuple, upstream: tuple) -> tuple:
     def first(tensors: list, query: Tensor, key: Tensor, value: Tensor, d_context: Tensor) -> tuple:
         def definition(tensors: list, *operands: Tensor) -> Tensor:
             query, key, value = operands
-            changes = as_bias(part, part.changes.with_tensors(tensors), bound)
+            changes = as_bias(part, part.changes.with_tensors(tensors), bound, str(query.dtype))
             return dense.attend(query, key, value, mask, 1.0, changes)[0]
 
         return jax.vjp(definition, tensors, query, key, value)[1](d_context)

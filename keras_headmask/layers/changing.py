@@ -150,7 +150,10 @@ def by_hook(
     if (bias := changes.position_bias) is not None:
         queries = ops.arange(ops.shape(query)[1], dtype="int32") + ops.cast(offset, "int32")
         keys = ops.arange(ops.shape(key)[1], dtype="int32")
-        whole = bias.of_tile(queries, keys, range(bias.num_heads), changes.table)
+        dtype = (
+            "float64" if keras.backend.standardize_dtype(query.dtype) == "float64" else "float32"
+        )
+        whole = bias.of_tile(queries, keys, range(bias.num_heads), changes.table, dtype)
         whole = whole if changes.bias is None else whole + ops.cast(changes.bias, whole.dtype)
         changes = changes._replace(position_bias=None, table=None, bias=whole)
     held = _Held(layer, changes)

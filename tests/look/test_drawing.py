@@ -41,7 +41,7 @@ def test_heads_whose_masks_are_equal_are_drawn_together():
     [
         (hm.PerHead({0: SELF}), ["head 0:", "head 1:"]),
         (hm.PerHead({2: SELF}), ["head 2:", "heads 0-1, 3:"]),
-        (~hm.PerHead({0: hm.PerHead({1: SELF})}), None),  # head 0 takes the inner default
+        (~hm.PerHead({0: hm.PerHead({0: hm.Full(), 1: SELF})}), None),  # of head 0 in both
         (hm.Full() & hm.PerHead({1: SELF}), ["head 1:", "heads 0, 2:"]),
     ],
     ids=repr,

@@ -283,7 +283,7 @@ REFUSED = [
             (lambda: hm.QueryFlag(0), "0"),
             (lambda: hm.KeyIn(9, "x"), "9"),
             (lambda: hm.QueryIn((1,), 2), r"\(1,\)"),
-            (lambda: hm.MaskInput(np.ones((1, 1))), r"array"),
+            (lambda: hm.MaskInput(np.ones((1, 1))), "ndarray of shape"),
         ]
     ],
 ]

@@ -223,8 +223,8 @@ def defined(module):
             yield from [n.attr] if ast.unparse(n.value) in ("self", "cls") else []
 
 
-PRIVATE_FILES = {"_keras", "_keras.tensorflow"}
-THEIRS = private_names("_keras") | private_names("_keras.tensorflow")
+PRIVATE_FILES = {"_keras", "_keras.jax", "_keras.tensorflow"}
+THEIRS = set().union(*map(private_names, PRIVATE_FILES))
 OURS = {name for module in set(FILES) - PRIVATE_FILES for name in defined(module)} - THEIRS
 
 

@@ -2,7 +2,8 @@
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
 is relied on, so a new Keras fails there first. No other file may touch such a name, except to
-override the methods in `OVERRIDDEN`. Those of TensorFlow are in `tensorflow.py`.
+override the methods in `OVERRIDDEN`. Those of TensorFlow and JAX are in `tensorflow.py` and
+`jax.py`.
 """
 
 import contextlib

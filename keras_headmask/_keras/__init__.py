@@ -34,6 +34,8 @@ from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPIL
 from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
 from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
 from keras_headmask._keras.tensorflow import function_type as function_type
+from keras_headmask._keras.tensorflow import in_forward_mode as in_forward_mode
+from keras_headmask._keras.tensorflow import in_vectorized_map as in_vectorized_map
 from keras_headmask._keras.tensorflow import in_xla as in_xla
 from keras_headmask._keras.tensorflow import infers_shapes as infers_shapes
 from keras_headmask._keras.tensorflow import is_function_graph as is_function_graph
@@ -41,6 +43,7 @@ from keras_headmask._keras.tensorflow import is_of_trainer as is_of_trainer
 from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
 from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
 from keras_headmask._keras.tensorflow import traces as traces
+from keras_headmask._keras.tensorflow import unrecorded as unrecorded
 
 # --- Methods that our classes override -----------------------------------------------------------
 

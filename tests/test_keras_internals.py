@@ -875,6 +875,37 @@ def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
 
 
 @pytest.mark.tensorflow
+@relies_on("in_forward_mode in_vectorized_map unrecorded", breaks="jvp or maps of gradients raise")
+def test_forward_mode_and_maps_are_seen():
+    import tensorflow as tf
+
+    x, seen = tf.constant([1.0, 2.0]), []
+
+    @_keras.custom_gradient
+    def triple(x):
+        with _keras.unrecorded():
+            return 3 * x, lambda upstream: [30 * upstream]
+
+    def note(x):
+        seen.append((_keras.in_forward_mode(x), _keras.in_vectorized_map()))
+        return triple(x)
+
+    note(x)
+    tf.function(note)(x)
+    tf.vectorized_map(note, x)
+    assert seen == [(False, False), (False, False), (False, True)]
+
+    def forward_mode(x):
+        with tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+            y = note(x)
+        return accumulator.jvp(y)
+
+    for made in (forward_mode(x), tf.function(forward_mode)(x)):
+        np.testing.assert_array_equal(made, 30 * x)
+    assert seen[3:] == [(True, False)] * 2
+
+
+@pytest.mark.tensorflow
 @relies_on("custom_gradient outermost_graph", breaks="models that are gone would keep their memory")
 def test_a_custom_gradient_goes_with_its_graph():
     """Its gradient is found by `tf.gradients` and by a tape, within branches, too."""

@@ -40,6 +40,8 @@ from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
 from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
 from keras_headmask._keras.tensorflow import function_type as function_type
 from keras_headmask._keras.tensorflow import graph_of_function as graph_of_function
+from keras_headmask._keras.tensorflow import in_forward_mode as in_forward_mode
+from keras_headmask._keras.tensorflow import in_vectorized_map as in_vectorized_map
 from keras_headmask._keras.tensorflow import in_xla as in_xla
 from keras_headmask._keras.tensorflow import infers_shapes as infers_shapes
 from keras_headmask._keras.tensorflow import is_function_graph as is_function_graph
@@ -47,6 +49,7 @@ from keras_headmask._keras.tensorflow import is_of_trainer as is_of_trainer
 from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
 from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
 from keras_headmask._keras.tensorflow import traces as traces
+from keras_headmask._keras.tensorflow import unrecorded as unrecorded
 
 
 def traces_function() -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -39,13 +40,38 @@ def custom_gradient(function: Callable) -> Callable:
             return [None, *gradient(upstream)]
 
         of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
-        given = [result, *operands]
-        with tf.compat.v1.get_default_graph()._override_gradient_function(of_operation):
+        given, graph = [result, *operands], tf.compat.v1.get_default_graph()
+        # (A `ForwardAccumulator` would ask for the gradient within, where another may not be held.)
+        with unrecorded(), graph._override_gradient_function(of_operation):
             made = tf.identity_n(given)
         record.record_operation(function.__name__, made, given, gradients)  # for a `GradientTape`
         return made[0]
 
     return call
+
+
+def unrecorded() -> AbstractContextManager[None]:
+    """What is computed inside has no derivative, for any tape or `ForwardAccumulator`."""
+    from tensorflow.python.eager import record
+
+    return record.stop_recording()
+
+
+def in_forward_mode(*tensors: Any) -> bool:
+    """Whether a `tf.autodiff.ForwardAccumulator` follows one of `tensors`.
+
+    It raises for a `tf.cond` in a branch of another.
+    """
+    from tensorflow.python.eager import forwardprop_util
+
+    return bool(forwardprop_util.pack_tangents(list(tensors)).tangents)
+
+
+def in_vectorized_map() -> bool:
+    """Whether `tf.vectorized_map` traces: it has no gradient of `tf.cond`."""
+    import tensorflow as tf
+
+    return not tf.executing_eagerly() and "loop_body" in tf.get_current_name_scope().split("/")
 
 
 def outermost_graph() -> Any:

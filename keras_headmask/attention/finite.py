@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask._keras import checks_numerics, in_xla
+from keras_headmask._keras import checks_numerics, in_vectorized_map, in_xla
 from keras_headmask.masks import Mask, Tensor
 
 _LARGEST = {
@@ -49,7 +49,7 @@ def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
 
         if checks_numerics():  # then all are, or that has been said; and NaN may not be written
             return True
-        if in_xla():
+        if in_xla() or in_vectorized_map():
             return False
         total = tf.add_n([tf.cast(tf.reduce_sum(x), "float32") for x in tensors])
         finite = tf.math.is_finite(total)

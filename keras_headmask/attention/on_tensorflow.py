@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_headmask._keras import in_forward_mode
 from keras_headmask.attention import head_by_head, parts, tiles_python, tiles_tensorflow
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tensorflow_graph import (
@@ -88,7 +89,8 @@ def _all_logits(part: Part, *operands: Tensor) -> Tensor:
 
 def _by_length(part: Part, *operands: Tensor) -> Tensor:
     # (In a file, one branch more for each layer; and OpenVINO computes it wrongly.)
-    if is_forward_only() or not part.tuning.most_logits_at_once:
+    is_one = is_forward_only() or not part.tuning.most_logits_at_once
+    if is_one or in_forward_mode(*operands):
         return _of_many(part, *operands)
     at_once = tiles_tensorflow.at_once(part)
 

@@ -246,7 +246,8 @@ def written(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callab
         others = tf.tensor_scatter_nd_update(upstream, where[:, None], tf.zeros_like(of_rows))
         return others, None, of_rows
 
-    return tf.raw_ops.InplaceUpdate(x=tensor, i=where, v=rows), gradient
+    with _keras.unrecorded():
+        return tf.raw_ops.InplaceUpdate(x=tensor, i=where, v=rows), gradient
 
 
 @_keras.custom_gradient
@@ -256,7 +257,8 @@ def added(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable
     def gradient(upstream: Tensor) -> tuple:
         return upstream, None, tf.gather(upstream, where)
 
-    return tf.raw_ops.InplaceAdd(x=tensor, i=where, v=rows), gradient
+    with _keras.unrecorded():
+        return tf.raw_ops.InplaceAdd(x=tensor, i=where, v=rows), gradient
 
 
 # --- Products ------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask import _keras, masks
+from keras_headmask import _keras
 from keras_headmask.attention import looking
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.positions import Window
 
 # A list of layers is filed by class name: under one, this and Keras' layer share their files.
 _keras.file_weights_under("PerHeadMaskedGroupedQueryAttention", "GroupedQueryAttention")
@@ -139,8 +138,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         seen, wants_scores = looking.as_seen(self), return_attention_scores
         wants_scores = _keras.wants_scores(self) if wants_scores is None else wants_scores
         if use_causal_mask:
-            causal = self._mask(Window(after=0), None, query, key, 0)
-            attention_mask = masks.and_masks(attention_mask, causal)
+            attention_mask = self._and_causal(attention_mask, query, key)
 
         def stock(*given: Any) -> tuple[Tensor, Tensor | None]:
             *others, wanted = given

@@ -307,6 +307,13 @@ class MaskedAttention(keras.Layer):
         bound = evaluation.bind(spec, inputs, queries, keys, offset, batch=batch)
         return evaluation.mask_of_all_heads(spec, bound, self.num_heads)
 
+    def _and_causal(self, mask: Mask | None, query: Tensor, key: Tensor) -> Mask:
+        """`mask` and the causal mask: callers of `_compute_attention` may set Keras' flag."""
+        causal = self._mask(Window(after=0), None, query, key, 0)
+        both = masks.and_masks(mask, causal)
+        assert both is not None
+        return both
+
     def _compute_attention_mask(
         self,
         query: Tensor,

@@ -127,9 +127,13 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         attention_mask: Mask | None = None,
         training: bool | None = None,
         return_attention_scores: bool = False,
+        use_causal_mask: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
-        given = query, key, value, attention_mask, training, return_attention_scores
+        rest = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
-            return stock(*given)
-        return self._by_mask(stock, *given)
+            more = {"use_causal_mask": True} if use_causal_mask else {}
+            return stock(query, key, value, attention_mask, *rest, **more)
+        if use_causal_mask:
+            attention_mask = self._and_causal(attention_mask, query, key)
+        return self._by_mask(stock, query, key, value, attention_mask, *rest)

@@ -162,6 +162,51 @@ def mapped(x, tiled):
     return tf.vectorized_map(lambda e: attend((e[None],) * 3, RULE, tiled=tiled), x)
 
 
+def mapped_gradients(x, tiled):
+    """Found as a bug: dense attention had a `tf.cond`, whose gradient no map can convert."""
+    import tensorflow as tf
+
+    def gradient(example):
+        with tf.GradientTape() as tape:
+            tape.watch(example)
+            loss = tf.reduce_sum(attend((example[None],) * 3, RULE, tiled=tiled) ** 2)
+        return tape.gradient(loss, example)
+
+    return tf.vectorized_map(gradient, x)
+
+
+def forward_mode(x, tiled):
+    """Found as a bug: it asked for the gradient of a private operation."""
+    import tensorflow as tf
+
+    with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as accumulator:
+        context = attend((x, x, x), RULE, tiled=tiled)
+    return accumulator.jvp(context)
+
+
+@pytest.mark.parametrize(
+    ("of", "tiled"), [(mapped_gradients, False), (forward_mode, False), (forward_mode, True)]
+)
+def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
+    import tensorflow as tf
+
+    x = tf.constant(normal(2, 24, 2, 4, seed=3))
+    with tiles(), tuned(most_unrolled=0):
+        got = of(x, tiled)
+    if of is forward_mode:
+        step = tf.constant(1e-2)
+        ahead, behind = (
+            attend((x + sign * step * tf.cos(x),) * 3, RULE, tiled=False) for sign in (1, -1)
+        )
+        wanted = (ahead - behind) / (2 * step)
+    else:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(attend((x,) * 3, RULE, tiled=False) ** 2)
+        wanted = tape.gradient(loss, x)
+    np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("of", "choice"),
     [
@@ -169,6 +214,7 @@ def mapped(x, tiled):
         pytest.param(second_derivative, "head by head", marks=pytest.mark.long),
         pytest.param(second_derivative, "tiles", marks=pytest.mark.long),
         *((of, choice) for of in (jacobian, mapped) for choice in CHOICES),
+        *(pytest.param(forward_mode, choice, marks=pytest.mark.long) for choice in CHOICES),
     ],
 )
 def test_what_is_made_of_gradients(of, choice):

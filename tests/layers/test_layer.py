@@ -344,6 +344,18 @@ def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask(kind):
     np.testing.assert_array_equal(causal_alone.seen, causal[None, None])
 
 
+@pytest.mark.parametrize("mask", [None, ~np.eye(5, k=-1, dtype=bool)[None]])
+def test_the_hook_takes_a_causal_flag_as_that_of_stock_does(kind, mask):
+    """By the flag alone, and beside a mask."""
+    ours, stock = kind.twins(2, 8, 4)
+    merged = np.tri(5, dtype=bool)[None] & (True if mask is None else mask)
+    qkv = [ops.convert_to_tensor(normal(1, 5, 2, 4, seed=seed)) for seed in range(3)]
+    for layer in (ours, stock):
+        got, _ = layer._compute_attention(*qkv, attention_mask=mask, use_causal_mask=True)
+        wanted, _ = ours._compute_attention(*qkv, attention_mask=merged)
+        assert_close(numpy(got), numpy(wanted))
+
+
 def test_hooks_of_stock_that_a_subclass_overrides_are_called(kind):
     class Hooked(kind.ours):
         def _compute_causal_mask(self, query, value=None):

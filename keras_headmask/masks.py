@@ -343,7 +343,11 @@ def from_torch(mask: Tensor, num_heads: int | None = None) -> Mask:
         raise ValueError(f"`num_heads` must be a positive whole number. Received: {num_heads!r}.")
     mask = as_tensor(mask)
     is_float = "float" in keras.backend.standardize_dtype(mask.dtype)
-    allowed = from_additive(mask) if is_float else ops.logical_not(as_bool(mask))
+    if is_float:
+        allowed = from_additive(mask)
+    else:
+        as_bool(mask)  # refuses what is wrong with values at hand; of others only 0 opens
+        allowed = ops.equal(ops.cast(mask, "int32"), 0)
     shape = tuple(allowed.shape)
     if len(shape) == 2:
         return allowed[None, None]

@@ -218,3 +218,11 @@ FLOATS = np.zeros((T, S), "float32")
 def test_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.tensorflow
+def test_in_a_graph_only_0_of_a_torch_mask_of_integers_opens():
+    import tensorflow as tf
+
+    made = tf.function(hm.from_torch)(tf.constant([[0, -10000, 1]]))
+    assert numpy(made).tolist() == [[[[True, False, False]]]]

@@ -21,6 +21,8 @@ _OPERATORS = {"Add": "+", "Subtract": "-", "Multiply": "*", "Maximum": "", "Mini
 _MERGING = tuple(getattr(keras.layers, name) for name in (*_OPERATORS, "Average", "Concatenate"))
 # Their output has the shape of the input, and axis 1 need not be its positions.
 _MOVE_AXES = ("Transpose", "Swapaxes", "Moveaxis")
+# Of two tensors these make positions of the second.
+_PICK = ("Matmul", "Einsum", "Dot", "Tensordot", "Take", "TakeAlongAxis")
 _LENGTH, _REAL = 16, 2**20 + 7  # an id that no rule names
 
 _warned: weakref.WeakSet = weakref.WeakSet()  # each operation is named once
@@ -32,6 +34,7 @@ class Lost(NamedTuple):
     operation: Any
     ids: str | None
     others_have_one: bool = True  # or another operand never had a mask
+    is_of_one: bool = False  # the other operand is a number
 
 
 class _Mask(NamedTuple):
@@ -77,7 +80,8 @@ def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]
     # Other layers pass on the mask of their first argument, or use it up, as a pooling does, or
     # destroy it, of which Keras warns.
     sources = [x for x in (read if joins else read[:1]) if _of_one_sequence(x, tensor)]
-    if not is_layer and type(operation).__name__ in _MOVE_AXES:
+    name = type(operation).__name__
+    if not is_layer and (name in _MOVE_AXES or (name in _PICK and len(read) > 1)):
         sources = []
     before = [found[id(x)] for x in sources]
     lost = next((mask.lost for mask in before if mask.lost is not None), None)
@@ -89,7 +93,8 @@ def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]
         return _Mask(True, ids if expected else _name_of_input(read))
     there = [mask for mask in before if mask.is_there]
     if there and joins and (lost is None or _keras.takes_masks_off(lost.operation)):
-        return _Mask(lost=Lost(operation, there[0].ids, len(there) == len(read)))
+        ids = None if name in ("GetItem", *_PICK) else there[0].ids  # those have another length
+        return _Mask(lost=Lost(operation, ids, len(there) == len(read), len(read) == 1))
     return _Mask(lost=lost if joins or not there else None)
 
 
@@ -180,4 +185,5 @@ def _reason(lost: Lost) -> tuple[str, str]:
     if not lost.others_have_one:
         why = f"`keras.layers.{kind}()` would, too, since another operand has no mask."
         return f"{written} drops it. {why}", ""
-    return f"{written} drops it.", f"Use `keras.layers.{kind}()` in its place, "
+    layer = "Rescaling" if lost.is_of_one else kind
+    return f"{written} drops it.", f"Use `keras.layers.{layer}()` in its place, "

@@ -326,6 +326,17 @@ class MaskedAttention(keras.Layer):
         query_offset: Length = 0,
     ) -> Mask | None:
         """What Keras merges here, each lifted to rank 4 before it meets the others."""
+        given = (
+            query_mask,
+            value_mask,
+            key_mask,
+            attention_mask,
+        )  # (Keras opens every integer but 0)
+        names = "query_mask", "value_mask", "key_mask", "attention_mask"
+        query_mask, value_mask, key_mask, attention_mask = (
+            None if mask is None else masks.as_bool(mask, name)
+            for name, mask in zip(names, given, strict=True)
+        )
         of_tokens = query_mask, value_mask, key_mask
         stock = super()._compute_attention_mask
         if len(query.shape) != 3:

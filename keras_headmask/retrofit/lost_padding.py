@@ -39,7 +39,12 @@ def _losses(model: keras.Model) -> Iterator[tuple[keras.Layer, lost_masks.Lost]]
     graphs = {id(x): x for x in map(_keras.functional_of, _keras.layers_of(model))}
     for graph in graphs.values():
         calls = _keras.nodes(graph) if isinstance(graph, _keras.Functional) else ()
+        taken: dict[int, lost_masks.Lost] = {}  # by attention that ran before, on the same tensor
         for node in calls:
+            taken_before = dict(taken)
+            if _keras.takes_masks_off(node.operation):
+                for x in node.input_tensors:
+                    taken.setdefault(id(x), lost_masks.Lost(node.operation, None))
             layers = [] if node.is_input else _attention_of(node.operation)
             if not layers:
                 continue
@@ -50,7 +55,10 @@ def _losses(model: keras.Model) -> Iterator[tuple[keras.Layer, lost_masks.Lost]]
             if any(hasattr(x, "shape") and not any(x is mask for mask in own) for x in masks):
                 continue
             value = given.get("value") if adapter_of(node.operation) is not None else None
-            lost = lost_masks.lost_mask(node.input_tensors[0] if value is None else value)
+            tensor = node.input_tensors[0] if value is None else value
+            lost = lost_masks.lost_mask(tensor)
+            if lost is None and _keras.get_keras_mask(tensor) is not None:
+                lost = taken_before.get(id(tensor))
             if lost is not None:
                 yield from ((layer, lost) for layer in layers)
 

@@ -58,8 +58,8 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
 def _has_tensors(layer: Any, rule: LayerRule) -> bool:
     """Whether what `rule` reads in this call are tensors.
 
-    While Keras infers shapes, the inputs of a graph that is being made are none, and the rule is
-    left out where nobody runs again what is computed.
+    While Keras infers shapes, the inputs of a graph that is being made have no values. The rule is
+    left out there if nothing will run again what is computed.
     """
     given = [frames.current().offset, *(frames.inputs_of(rule, layer) or {}).values()]
     if not any(map(keras.backend.is_keras_tensor, given)):

@@ -287,7 +287,9 @@ def bind(
                     bound[leaf][name] = Sides(query, key)
             for name, made in bound[leaf].items():
                 read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
-                bound[leaf][name] = graph_shapes.checked(name, made, read, sizes, checks)
+                bound[leaf][name] = graph_shapes.checked(
+                    name, sides.get(name), made, read, sizes, checks
+                )
     return beside._replace(leaf_inputs=bound)
 
 

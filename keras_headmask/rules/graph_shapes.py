@@ -66,9 +66,14 @@ def checks(
 
 
 def checked(
-    name: str, prepared: Any, read: Iterable[str], sizes: Sizes, checks: Sequence[Any]
+    name: str,
+    given: Any,
+    prepared: Any,
+    read: Iterable[str],
+    sizes: Sizes,
+    checks: Sequence[Any],
 ) -> Any:
-    """What a leaf prepared of its inputs, for the graph to read once `checks` have run."""
+    """What a leaf prepared of what was `given`, for the graph to read once `checks` have run."""
     if not isinstance(prepared, Sides):
         return _after(checks, prepared)
     made = prepared
@@ -78,7 +83,8 @@ def checked(
             if is_outside(name):
                 tensor = _of_length(tensor, length)
             else:
-                tensor = _of_size(tensor, sizes.batch, length, checks)
+                whole = getattr(given, side, None)
+                tensor = _of_size(tensor, whole, sizes.batch, length, checks)
             made = made._replace(**{side: tensor})
     return made
 
@@ -98,8 +104,16 @@ def _of_length(side: Tensor, length: Length) -> Tensor:
     return ops.broadcast_to(side, (ops.shape(side)[0], length))
 
 
-def _of_size(side: Tensor, batch: Length | None, length: Length, checks: Sequence[Any]) -> Tensor:
-    """`side` of shape `(batch, length)`, or a graph that raises; an axis known to be 1 may stay.
+def _of_size(
+    side: Tensor,
+    given: Tensor | None,
+    batch: Length | None,
+    length: Length,
+    checks: Sequence[Any],
+) -> Tensor:
+    """`side` of shape `(batch, length)`, or a graph that raises.
+
+    An axis that a leaf made 1 of what was `given` may stay.
 
     XLA and other runtimes leave `checks` out: ids that are too short would be broadcast, and those
     too long cut into tiles as if they fitted. All refuse to join tensors that differ in another
@@ -107,8 +121,9 @@ def _of_size(side: Tensor, batch: Length | None, length: Length, checks: Sequenc
     """
     if len(side.shape) != 2:
         return _after(checks, side)
-    wanted = zip(side.shape, (batch, length), strict=True)
-    sizes = [1 if known == 1 else size for known, size in wanted]
+    shape = (None, None) if given is None else given.shape
+    wanted = zip(side.shape, shape, (batch, length), strict=True)
+    sizes = [1 if known == 1 and before != 1 else size for known, before, size in wanted]
     if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
         return _after(checks, side)
     import tensorflow as tf

@@ -185,7 +185,7 @@ class Window(MaskSpec):
                 said.insert(0, said.pop(1 if before is None else 2))
             text = words.listed(said, "and")
         if self.step > 1:
-            text += f", at distances that are multiples of {self.step}"
+            text += f", of these only those at a distance that is a multiple of {self.step}"
         return Words(text, compound=self.step > 1)
 
 

@@ -90,25 +90,30 @@ def test_flags_are_true_above_0():
         assert numpy(mask).ravel().astype(int).tolist() == seen
 
 
+class WithAHook(hm.PerHeadMaskedMultiHeadAttention):
+    def _compute_attention(self, *args, **kwargs):
+        return super()._compute_attention(*args, **kwargs)
+
+
+@pytest.mark.parametrize("make", [MULTI_HEAD.layer, WithAHook])
 @pytest.mark.parametrize(
     ("spec", "argument"),
     [
         (None, "attention_mask"),
         (None, "query_mask"),
         (None, "value_mask"),
+        (None, "key_mask"),
         (hm.MaskInput("m"), None),
         (hm.KeyFlag("m"), None),
         (hm.QueryFlag("m"), None),
     ],
     ids=str,
 )
-def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument):
+def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument, make):
     is_whole = argument == "attention_mask" or spec == hm.MaskInput("m")
     x, m = keras.Input((5, 8)), keras.Input((5, 5) if is_whole else (5,), dtype="int32")
     given = {"mask_inputs": {"m": m}} if argument is None else {argument: m}
-    _, probabilities = MULTI_HEAD.layer(2, 4, mask_spec=spec)(
-        x, return_attention_scores=True, **given
-    )
+    _, probabilities = make(2, 4, mask_spec=spec)(x, return_attention_scores=True, **given)
     model = keras.Model([x, m], probabilities)
     additive = np.repeat(ADDITIVE[None], 5, 1) if is_whole else ADDITIVE
     allowed = (additive == 0).astype("int32")

@@ -408,12 +408,23 @@ def causal(mask):
     return ops.logical_and(mask, np.tri(mask.shape[-1], dtype=bool))
 
 
+def transposed(mask):
+    return ops.swapaxes(mask, -1, -2)
+
+
+def dilated(mask):
+    at = np.arange(mask.shape[-1])
+    return ops.logical_and(mask, (at[:, None] - at) % 2 == 0)
+
+
 OWN_MASKS = {  # what a subclass makes of its mask, and what is seen of a rule and of one per head
     "kept": (lambda mask: mask, None, None),
     "causal": (causal, None, None),
     "ignored": (lambda mask: None, "the mask changes nothing", "the mask changes nothing"),
     "negated": (negated, "a hidden key is seen", "a hidden key is seen"),
     "of one head": (of_the_first_head, None, "a hidden key is seen"),
+    "transposed": (transposed, "a hidden key is seen", "a hidden key is seen"),
+    "dilated": (dilated, None, None),
 }
 
 
@@ -449,6 +460,38 @@ def test_a_subclass_that_does_not_obey_its_mask_is_refused(what, stock):
             assert sorted(vars(layer)) == before[1]
         for value, old in zip(now, before[0], strict=True):
             np.testing.assert_array_equal(value, old)
+
+
+OWN_CONTEXTS = {  # of a context, of one without the mask, of the values, and in training or not
+    "a gate of 0": (lambda context, free, value, training: 0.0 * context, None),
+    "a small part": (lambda context, free, value, training: value + 1e-3 * context, None),
+    "no mask in training": (
+        lambda context, free, value, training: free if training else context,
+        "the mask changes nothing in training",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OWN_CONTEXTS)
+def test_what_a_subclass_makes_of_its_context(what):
+    change, wrong = OWN_CONTEXTS[what]
+
+    class Own(layers.MultiHeadAttention):
+        def _compute_attention(self, query, key, value, attention_mask=None, training=None, **more):
+            if query.shape[1] % 8:
+                raise ValueError("blocks of 8")
+            usual = super()._compute_attention
+            given = attention_mask, None
+            context, free = (usual(query, key, value, x, False)[0] for x in given)
+            return change(context, free, value, training), None
+
+    x = keras.Input((8, 8))
+    model = keras.Model(x, Own(2, 4, name="own")(x, x))
+    if wrong is None:
+        assert hm.mask_specs(hm.apply_head_masks(model, CHUNK)) == {"own": CHUNK}
+    else:
+        with pytest.raises(ValueError, match=f"'own' .*does not obey a mask.*, {wrong} in its own"):
+            hm.apply_head_masks(model, CHUNK)
 
 
 @keras.saving.register_keras_serializable("test_retrofit")

@@ -145,3 +145,23 @@ def test_make_mask_lets_the_inputs_agree_among_themselves():
     message = r"mask_inputs\[.*b.*\]` has\] \[1\] \[examples where the batch has\] \[3\]"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         run(a, a[:1])
+
+
+@pytest.mark.parametrize(("declared", "shape"), [((None, 1), (3, 1)), ((1, None), (1, 6))])
+def test_an_axis_declared_as_1_is_checked_where_assertions_are_left_out(declared, shape):
+    import tensorflow as tf
+
+    x, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec(declared, tf.int32)
+
+    @tf.function(input_signature=[x, ids], jit_compile=True)
+    def run(x, ids):
+        rule, given = hm.SameSegment("seen"), {"seen": ids}
+        return hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=given, tiled=False)
+
+    for length, batch in ((6, 3), (shape[1], shape[0])):
+        operands = np.ones((batch, length, 2, 4), "float32"), np.ones(shape, "int32")
+        if (batch, length) == shape:
+            assert run(*operands).shape == operands[0].shape
+        else:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="of_another_shape"):
+                run(*operands)

@@ -22,6 +22,7 @@ W = hm.Window
 CAUSAL = "itself and every token before it"
 STREAMING = "the first 4 tokens, itself and 255 tokens before it"
 
+OF_STEP = "of these only those at a distance that is a multiple of"
 SAID = [
     (hm.Full(), "every token"),
     (hm.Nothing(), "nothing"),
@@ -39,7 +40,10 @@ SAID = [
     (W(-2, 5), "the tokens 2 to 5 places after it"),
     (W(), "every token, at whatever distance"),
     (W(step=8), "every token at a distance that is a multiple of 8"),
-    (W(8, 8, step=4), "itself and 8 tokens on each side, at distances that are multiples of 4"),
+    (
+        W(8, 8, step=4),
+        f"itself and 8 tokens on each side, {OF_STEP} 4",
+    ),
     (hm.Chunk(64), "its own block of 64 tokens"),
     (hm.Chunk(64, 1, 1), "its own block of 64 tokens and 1 block on each side"),
     (hm.Chunk(64, 1, 2), "its own block of 64 tokens, 1 block before it and 2 blocks after it"),
@@ -103,7 +107,7 @@ SAID = [
     ),
     (
         recipes.sparse_transformer(8),
-        f"itself and 7 tokens before it, plus ({CAUSAL}, at distances that are multiples of 8)",
+        f"itself and 7 tokens before it, plus ({CAUSAL}, {OF_STEP} 8)",
     ),
     (
         hm.KeyFlag("x") | hm.QueryFlag("x"),

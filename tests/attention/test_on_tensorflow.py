@@ -210,9 +210,8 @@ def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
 @pytest.mark.parametrize(
     ("of", "choice"),
     [
-        (second_derivative, "at once"),
-        pytest.param(second_derivative, "head by head", marks=pytest.mark.long),
-        pytest.param(second_derivative, "tiles", marks=pytest.mark.long),
+        # (Minutes, and 3 GB, to trace; `test_second_derivatives_under_dropout` has one head group.)
+        *(pytest.param(second_derivative, choice, marks=pytest.mark.long) for choice in CHOICES),
         *((of, choice) for of in (jacobian, mapped) for choice in CHOICES),
         *(pytest.param(forward_mode, choice, marks=pytest.mark.long) for choice in CHOICES),
     ],

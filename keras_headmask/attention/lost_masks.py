@@ -91,6 +91,11 @@ def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]
             return _Mask(lost=lost)
         ids = next((mask.ids for mask in before if mask.is_there), None)
         return _Mask(True, ids if expected else _name_of_input(read))
+    inner = _keras.functional_of(operation)
+    if isinstance(inner, _keras.Functional) and len(inner.outputs) == 1:
+        inside = lost_mask(inner.outputs[0])
+        if inside is not None:
+            return _Mask(lost=inside._replace(ids=None))  # its inputs have names of their own
     there = [mask for mask in before if mask.is_there]
     if there and joins and (lost is None or _keras.takes_masks_off(lost.operation)):
         ids = None if name in ("GetItem", *_PICK) else there[0].ids  # those have another length

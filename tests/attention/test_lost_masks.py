@@ -186,6 +186,20 @@ def test_apply_head_masks_names_what_loses_the_mask():
     assert not found
 
 
+def test_a_mask_that_is_lost_inside_a_model_inside():
+    def nested(lose):
+        inner = keras.Input((None,), dtype="int32")
+        return keras.Model(inner, lose(embedded(inner)))
+
+    lost, found = said(model_of, lambda ids: ours()(nested(lambda x: x * 2.0)(ids)))
+    assert padding_moves(lost)
+    assert len(found) == 1
+    assert "(`*`, `keras.ops.multiply`) drops it" in found[0]
+    kept, found = said(model_of, lambda ids: ours()(nested(keras.layers.Rescaling(2.0))(ids)))
+    assert not padding_moves(kept)
+    assert not found
+
+
 def test_a_number_is_no_operand_of_a_layer():
     _, found = said(model_of, lambda ids: ours()(embedded(ids) * 2.0))
     assert "Use `keras.layers.Rescaling()` in its place" in found[0]

@@ -348,7 +348,7 @@ def test_keras_says_when_it_infers_shapes():
 
 
 @relies_on(
-    "traces_function for_shapes_alone graph_of_function",
+    "traces_function for_shapes_alone graph_of_function ONLY_READ",
     breaks="a function compiled inside a model would keep what was traced for shapes",
 )
 def test_functions_that_are_compiled_while_keras_infers_shapes():
@@ -388,6 +388,15 @@ def test_functions_that_are_compiled_while_keras_infers_shapes():
         seen.clear()
         compiled(lambda x: (x, Mine().compute_output_spec(keras.KerasTensor(x.shape)))[0])(X)
         assert seen == [(True, False)]
+    if BACKEND == "jax":
+        import jax
+
+        from keras_headmask._keras.jax import ONLY_READ
+
+        see.__name__ = see.__qualname__ = ONLY_READ
+        seen.clear()
+        jax.make_jaxpr(see)(X)
+        assert seen == [(False, False)]
 
 
 # --- Layers and graphs ---------------------------------------------------------------------------

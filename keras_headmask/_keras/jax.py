@@ -2,6 +2,9 @@
 
 from keras.src import backend
 
+# A function of this name is traced to be read, and nothing runs the trace.
+ONLY_READ = "traced_to_be_read"
+
 
 def traces_function() -> bool:
     """Whether JAX traces a function that may run again, inside of Keras' inference of shapes, too.
@@ -14,6 +17,8 @@ def traces_function() -> bool:
     while trace is not None:
         if hasattr(trace, "frame"):  # (`vmap` and `grad` by themselves keep nothing)
             source = trace.frame.debug_info.func_src_info or ""
-            return not (source.startswith("wrapped_fn ") and backend.jax.core.__file__ in source)
+            if not source.startswith(f"{ONLY_READ} "):
+                of_keras = source.startswith("wrapped_fn ") and backend.jax.core.__file__ in source
+                return not of_keras
         trace = getattr(trace, "parent_trace", None)
     return False

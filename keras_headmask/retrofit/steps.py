@@ -122,7 +122,10 @@ class OnJAX(Recorder):
     def run(self, function: Callable[..., None], *tensors: Any) -> None:
         import jax
 
-        jaxpr = jax.make_jaxpr(function)(*tensors).jaxpr
+        def traced_to_be_read(*tensors: Any) -> None:  # (by its name: see `_keras.traces_function`)
+            function(*tensors)
+
+        jaxpr = jax.make_jaxpr(traced_to_be_read)(*tensors).jaxpr
         self._read(jaxpr, {x: Value(x.aval.shape) for x in jaxpr.invars})
 
     def hiding(self) -> AbstractContextManager[Any]:

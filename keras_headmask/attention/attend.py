@@ -95,8 +95,8 @@ def dot_product_attention(
         TypeError: for operands that are not floats, a float mask or mask input, or a `mask_spec`
             that is not a spec.
         ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, a
-            `dropout` outside [0, 1), a soft cap that is not above 0, or `tiled=True` where tiling
-            is not possible.
+            `dropout` outside [0, 1), a soft cap below the smallest normal float32 (1.18e-38), or
+            `tiled=True` where tiling is not possible.
 
     >>> import numpy as np
     >>> from keras_headmask import Window

@@ -605,7 +605,7 @@ def test_fewer_queries_than_keys_stand_where_the_call_says(kind):
     model = keras.Model(x, kind(2, 4, name="attention")(x, x))
     layer = hm.apply_head_masks(model, CHUNK).get_layer("attention")
     newest, whole = given[:, 5:], numpy(layer(given, given))
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(action="error", category=UserWarning):
         assert_close(numpy(layer(newest, given, query_offset=5)), whole[:, 5:])
         first = numpy(layer(newest, given, query_offset=0))
     assert abs(first - whole[:, 5:]).max() > 1e-3

@@ -85,6 +85,10 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="module")
 def _collected_once():
     yield
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.clear_caches()  # all that was compiled stays there
     _out_of_the_collectors_sight()
 
 

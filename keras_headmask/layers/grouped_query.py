@@ -115,14 +115,17 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
     ) -> tuple[Tensor, Tensor | None]:
         query, *of_keys = operands
         every = [ops.repeat(x, self.num_repeats, axis=2) for x in of_keys]
+        return self._of_all_heads([query, *every], mask, training, wants_scores)
+
+    def _of_all_heads(
+        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
+    ) -> tuple[Tensor, Tensor | None]:
         _keras.want_scores(self, wants_scores)  # where a subclass looks for it
         # A subclass may know Keras' arguments alone. Ours has one more: the attribute is shared.
         hook = getattr(self._compute_attention, "__func__", None)
         is_ours = hook is getattr(self._ours(), _keras.COMPUTE_ATTENTION)
         more = {"return_attention_scores": wants_scores} if is_ours else {}
-        return self._compute_attention(
-            query, *every, attention_mask=mask, training=training, **more
-        )
+        return self._compute_attention(*operands, attention_mask=mask, training=training, **more)
 
     @looking.asking
     def _compute_attention(

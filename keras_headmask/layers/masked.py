@@ -19,7 +19,7 @@ from keras_headmask.attention.checking import (
     refuse_rule_by_position,
     supports_unknown_lengths,
 )
-from keras_headmask.layers import changing
+from keras_headmask.layers import changing, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -43,6 +43,7 @@ class MaskedAttention(keras.Layer):
     """
 
     _restricts = _has_unknown_length = False
+    _is_tried = False  # whether it was tried if code of its own obeys the mask
     _is_rebuilt = False  # from a config: what is wrong with the graph was said when it was made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -194,6 +195,7 @@ class MaskedAttention(keras.Layer):
             rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
         else:  # everything that restricts, ANDed: what comes from outside after the spec
             if spec is not None:
+                own_code.check_obeys(self, self._ours(), spec)
                 merged = self._mask(spec, mask_inputs, query, value, offset)
             outside["use_causal_mask"] = use_causal_mask
             if not is_zero(offset):  # which a subclass with Keras' own signature does not know
@@ -263,6 +265,12 @@ class MaskedAttention(keras.Layer):
         self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Context and probabilities by `_compute_attention`, as Keras' `call` calls it."""
+        return self._of_all_heads(operands, mask, training, wants_scores)
+
+    def _of_all_heads(
+        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same, of operands with as many heads of keys as of queries."""
         return self._compute_attention(*operands, mask, training, wants_scores)
 
     def _by_mask(
@@ -326,16 +334,11 @@ class MaskedAttention(keras.Layer):
         query_offset: Length = 0,
     ) -> Mask | None:
         """What Keras merges here, each lifted to rank 4 before it meets the others."""
-        given = (
-            query_mask,
-            value_mask,
-            key_mask,
-            attention_mask,
-        )  # (Keras opens every integer but 0)
-        names = "query_mask", "value_mask", "key_mask", "attention_mask"
-        query_mask, value_mask, key_mask, attention_mask = (
+        # (Keras opens every integer but 0.)
+        given = attention_mask, query_mask, value_mask, key_mask
+        attention_mask, query_mask, value_mask, key_mask = (
             None if mask is None else masks.as_bool(mask, name)
-            for name, mask in zip(names, given, strict=True)
+            for name, mask in zip(_MASKS, given, strict=True)
         )
         of_tokens = query_mask, value_mask, key_mask
         stock = super()._compute_attention_mask
@@ -365,6 +368,9 @@ class MaskedAttention(keras.Layer):
         asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
         checked_call(query, value, *asked, outside)
         self._changes(query, value, given["attention_bias"])
+        if self._restricts and self.built:
+            assert self._mask_spec is not None
+            own_code.check_obeys(self, self._ours(), self._mask_spec)
         if not self._is_rebuilt:
             lost_masks.warn_in_call(self, query, value, given)
         key_shape = None if key is None else key.shape

@@ -182,6 +182,7 @@ class Or(Join):
         first = tuple(spec for spec in rest if spec.kind == "keys")
         others = tuple(spec for spec in rest if spec.kind != "keys")
         said = words.in_order(first) + words.in_order(others)
+        said = [Words("itself") if part.phrase == "itself alone" else part for part in said]
         is_list = len(first) == len(others) == 1 and type(others[0]) is Window
         is_list = is_list and said[1].inner.startswith(("itself and", "itself, "))
         text = (", " if is_list else ", plus ").join(part.inner for part in said)

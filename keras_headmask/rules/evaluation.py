@@ -283,7 +283,7 @@ def bind(
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
-                    query = ops.take(query, beside.query_positions, axis=1)
+                    query = graph_shapes.standing_at(name, query, beside.query_positions)
                     bound[leaf][name] = Sides(query, key)
             for name, made in bound[leaf].items():
                 read = leaf.inputs[name].sides if name in leaf.inputs else BOTH

@@ -89,6 +89,23 @@ def checked(
     return made
 
 
+def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
+    """The part of `ids`, (B, keys), at the `positions` of the queries, or an error that says why.
+
+    XLA leaves the check out, and JAX has none: there the offset must be right.
+    """
+    if keras.backend.backend() == "tensorflow" and not keras.backend.is_keras_tensor(ids):
+        import tensorflow as tf
+
+        length, queries, first = tf.shape(ids)[1], tf.shape(positions)[0], positions[:1]
+        fits = tf.reduce_all((first >= 0) & (first + queries <= length))
+        data = ["query_offset =", first, "puts the queries outside", f"`mask_inputs[{name!r}]`"]
+        data += ["of length", length, "Received: queries =", queries]
+        check = tf.raw_ops.Assert(condition=fits, data=data)  # `None` outside of a graph
+        positions = positions if check is None else _after([check], positions)
+    return ops.take(ids, positions, axis=1)
+
+
 def is_outside(name: str) -> bool:
     """Whether that is a mask beside the rule, (B or 1, length or 1): `all_that_restricts`."""
     return name.startswith("(")

@@ -45,6 +45,8 @@ def _of_all(parts: list[Any]) -> Any:
     if any(part.constant is False for part in parts):
         return _full(False)
     parts = [part for part in parts if part.constant is not True]
+    held = {part for part in parts for other in parts if other != part and _within(other, part)}
+    parts = [part for part in parts if _is_window(part) or part not in held]
     windows = [part for part in parts if _is_window(part)]
     others = [part for part in parts if not _is_window(part)]
     if not windows:
@@ -53,8 +55,8 @@ def _of_all(parts: list[Any]) -> Any:
     for other in windows[1:]:
         if (window := _both(window, other)) is None:  # of two steps: they stay as they are
             return _joined("and", parts)
-    if window.constant is False:
-        return window
+        if window.constant is False:
+            return window
     # window & (a | b) is window & ((window & a) | b), and less if `a` is a window.
     kept, needed = [], True
     for other in others:
@@ -88,4 +90,11 @@ def _both(one: Any, two: Any) -> Any:
 
 
 def _within(part: Any, other: Any) -> bool:
-    return _is_window(part) and _is_window(other) and _both(part, other) == part
+    """Whether all that `part` allows is seen to be allowed by `other`, too."""
+    if _is_window(part) and _is_window(other):
+        return _both(part, other) == part
+    return _parts(other, "and") <= _parts(part, "and") or _parts(part, "or") <= _parts(other, "or")
+
+
+def _parts(spec: Any, kind: str) -> frozenset:
+    return frozenset(spec.children if type(spec) is config.KINDS[kind] else (spec,))

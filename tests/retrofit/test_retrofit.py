@@ -453,13 +453,61 @@ def test_a_subclass_that_does_not_obey_its_mask_is_refused(what, stock):
             assert hm.apply_head_masks(model, rule, copy=False) is model
             now = [numpy(v) for v in model.variables]
         else:
-            refused = rf"'own' .*does not obey a mask.*, {wrong} in its own `_compute_attention`"
+            refused = rf"'own' .*its own `_compute_attention` does not obey a mask.*, {wrong}\."
             with pytest.raises(ValueError, match=refused):
                 hm.apply_head_masks(model, rule, copy=False)
             now = [numpy(v) for v in model.variables]
             assert sorted(vars(layer)) == before[1]
         for value, old in zip(now, before[0], strict=True):
             np.testing.assert_array_equal(value, old)
+
+
+class Around(keras.Model):  # whose first call may be that of `predict`
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x):
+        return self.layer(x, x)
+
+
+WAYS_TO_CALL = {
+    "at once": lambda layer, x: layer(x, x),
+    "on symbolic tensors": lambda layer, x: layer(*[keras.Input(x.shape[1:])] * 2),
+    "in a trace": lambda layer, x: Around(layer).predict(x, verbose=0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_CALL)
+@pytest.mark.parametrize("kind", ["multi-head", "grouped"])
+@pytest.mark.parametrize("what", OWN_MASKS)
+def test_a_subclass_of_ours_that_does_not_obey_its_own_rule_is_refused(what, kind, way):
+    change, *seen = OWN_MASKS[what]
+    bases = {
+        "multi-head": (hm.PerHeadMaskedMultiHeadAttention, (2, 4)),
+        "grouped": (hm.PerHeadMaskedGroupedQueryAttention, (4, 2, 1)),
+    }
+    base, sizes = bases[kind]
+
+    class Own(base):
+        def build(self, query_shape, value_shape, key_shape=None):
+            super().build(query_shape, value_shape, key_shape)
+            self.late = self.add_weight(shape=(), initializer="zeros")
+
+        def _compute_attention(self, query, key, value, attention_mask=None, *more, **named):
+            query = query + ops.cast(self.late, query.dtype)
+            mask = None if attention_mask is None else change(attention_mask)
+            return super()._compute_attention(query, key, value, mask, *more, **named)
+
+    x = np.ones((1, 7, 8), "float32")
+    for rule, wrong in zip((CHUNK, hm.PerHead({0: CHUNK})), seen, strict=True):
+        layer = Own(*sizes, dropout=0.1, seed=1, name="own", mask_spec=rule)
+        if wrong is None:
+            WAYS_TO_CALL[way](layer, x)
+            continue
+        with pytest.raises(ValueError, match=f"'own', of class Own .*does not obey.*, {wrong}"):
+            WAYS_TO_CALL[way](layer, x)
+    WAYS_TO_CALL[way](Own(*sizes, mask_spec=hm.Full()), x)  # nothing to obey
 
 
 OWN_CONTEXTS = {  # of a context, of one without the mask, of the values, and in training or not
@@ -490,7 +538,7 @@ def test_what_a_subclass_makes_of_its_context(what):
     if wrong is None:
         assert hm.mask_specs(hm.apply_head_masks(model, CHUNK)) == {"own": CHUNK}
     else:
-        with pytest.raises(ValueError, match=f"'own' .*does not obey a mask.*, {wrong} in its own"):
+        with pytest.raises(ValueError, match=f"'own' .*does not obey a mask.*, {wrong}"):
             hm.apply_head_masks(model, CHUNK)
 
 

@@ -118,6 +118,22 @@ def test_whole_ids_serve_the_queries_of_a_cached_step():
         call((3, 2, 7), *_ids((1, 7)))
 
 
+@pytest.mark.parametrize("offset", [-1, 6, 7])
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_offset_beyond_the_ids_says_so(traced, offset):
+    import tensorflow as tf
+
+    def mask(ids, offset):
+        return hm.make_mask(hm.SameSegment("seen"), 2, 7, 1, {"seen": ids}, offset)
+
+    call = tf.function(mask) if traced else mask
+    ids = tf.constant([[1, 1, 1, 1, 2, 2, 2]])
+    assert call(ids, tf.constant(5)).shape == (1, 1, 2, 7)
+    message = rf"query_offset =\] \[{offset}\] \[puts .* outside\] \[`mask_inputs\[.*seen"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        call(ids, tf.constant(offset))
+
+
 def test_a_whole_mask_broadcasts_from_1_alone():
     import tensorflow as tf
 

@@ -250,6 +250,11 @@ def test_a_simplified_rule_allows_the_same_pairs(specs, data):
         assert (masks[0] == masks[1]).all()
 
 
+@pytest.mark.parametrize("parts", itertools.permutations([W(None, 0), W(-1), W(step=2)]))
+def test_windows_that_hold_no_distance_together_allow_nothing(parts):
+    assert simplified(And.of(parts)) == hm.Nothing()
+
+
 def test_rules_by_head_are_joined_head_by_head():
     a, b = hm.PerHead({0: W(2, 2)}), hm.PerHead({1: W(0, 0)})
     assert (a | b).describe() == "A token sees every token."

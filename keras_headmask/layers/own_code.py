@@ -1,0 +1,64 @@
+"""A subclass of one of our layers that computes attention by code of its own."""
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.attention import looking, trial
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import head_groups
+
+
+def check_obeys(layer: Any, ours: type, spec: MaskSpec) -> None:
+    """Raise if the class of a layer was seen not to obey the mask of its rule. It is tried once.
+
+    `ours` is our class, of which that may be a subclass.
+    """
+    name = _keras.COMPUTE_ATTENTION
+    code = getattr(type(layer), name)
+    has_own = code is not getattr(ours, name) or _keras.has_own_softmax(layer)
+    if not has_own or layer._is_tried or _has_no_numbers():
+        return
+    stand_in = looking.standing_in(layer, {_keras.FLASH: False})
+
+    def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:
+        return stand_in._of_all_heads([query, key, value], mask, training, False)[0]
+
+    size = layer.head_dim if _keras.is_grouped(layer) else layer.key_dim
+    with _eagerly():
+        trial.check_obeys(
+            compute,
+            layer.num_heads,
+            (size, getattr(layer, "value_dim", size)),
+            layer.compute_dtype,
+            len(head_groups(spec, layer.num_heads)) > 1,
+            f"The attention layer '{layer.name}', of class {type(layer).__name__} with its own "
+            f"`{name}`,",
+        )
+    layer._is_tried = True
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Compute at once what runs inside, also where a function is traced."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.init_scope()
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.ensure_compile_time_eval()
+    return contextlib.nullcontext()
+
+
+def _has_no_numbers() -> bool:
+    """Whether PyTorch compiles, or Keras infers shapes on it: a later call will try the code."""
+    if keras.backend.backend() != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_compiling() or ops.zeros(()).device.type == "meta"

@@ -25,7 +25,7 @@ def softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
 
 
 def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:
-    """The steps that are the softmax of attention."""
+    """The steps that are the softmax of attention, in whole or, as an `exp`, in part."""
     steps = list(steps)
     readers: dict[int, list[Step]] = {}
     makers: dict[int, Step] = {}
@@ -35,7 +35,7 @@ def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:
             readers.setdefault(id(tensor), []).append(step)
     for step in steps:
         if (
-            _is_softmax(step, makers)
+            step.kind.endswith(("softmax", "exp"))  # the sum may be divided by before or after
             and any(map(_may_be_weights, step.outputs))
             and not _is_of_single_positions(step.outputs[0], makers)
             and _meets_a_product(step, readers)
@@ -53,26 +53,15 @@ def _kind(operation: Any) -> str:
     named = getattr(getattr(operation, "activation", None), "__name__", "")
     if name in _DENSE:
         return "dense softmax" if named == "softmax" else "dense"
-    if name == "Softmax" or named == "softmax":
+    if name in ("Softmax", "LogSoftmax") or named in ("softmax", "log_softmax"):
         return "softmax"
+    if name == "Exp":
+        return "exp"
     if name in _PRODUCTS:
         return "product"
     is_own = _keras.is_own(operation, "ops", "layers")
     runs_others = isinstance(operation, (keras.layers.Lambda, keras.layers.Wrapper))
     return "" if is_own and not runs_others else "hidden"
-
-
-def _is_softmax(step: Step, makers: dict[int, Step]) -> bool:
-    """Whether it is one, or the quotient of `exp` and its sum."""
-    if step.kind != "quotient" or len(step.inputs) != 2:
-        return step.kind.endswith("softmax")
-    exps = []
-    for tensor in step.inputs:
-        maker = makers.get(id(tensor))
-        while maker is not None and maker.kind != "exp" and len(maker.inputs) == 1:
-            maker = makers.get(id(maker.inputs[0]))
-        exps.append(maker)
-    return exps[0] is exps[1] and exps[0] is not None and exps[0].kind == "exp"
 
 
 def _may_be_weights(tensor: Any) -> bool:

@@ -22,9 +22,9 @@ class Value:
 class Step(NamedTuple):
     """One operation: its kind, or "", and the tensors that depend on the inputs of the code.
 
-    Kinds: "softmax"; "exp" and "quotient", of which a softmax may be made; "product" of two
-    tensors; "dense", of a tensor and weights ("dense softmax" with that activation); "moved", by
-    its axes alone; "hidden", of which the code is not known.
+    Kinds: "softmax"; "exp", of which one may be made; "product" of two tensors; "dense", of a
+    tensor and weights ("dense softmax" with that activation); "moved", by its axes alone; "hidden",
+    of which the code is not known.
     """
 
     kind: str
@@ -35,9 +35,8 @@ class Step(NamedTuple):
 
 # fmt: off
 _NAMES = {
-    "softmax": {"Softmax", "softmax"},
+    "softmax": {"Softmax", "softmax", "LogSoftmax", "log_softmax"},
     "exp": {"Exp", "exp"},
-    "quotient": {"RealDiv", "div", "true_divide", "divide", "__truediv__"},
     "product": {
         "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "Einsum",  # TensorFlow
         "dot_general",  # JAX

@@ -182,6 +182,8 @@ SYMBOLIC = {
     "of Keras": (lambda x: split(sdpa, x), "DotProductAttention"),
     "operations": (by_operations, "Softmax"),
     "layers": (by_layers, "Softmax"),
+    "exp, divided later": (lambda x: by_exp_divided_later(x), "Exp"),
+    "log_softmax": (lambda x: by_log_softmax(x), "LogSoftmax"),
     "a nested model": (lambda x: keras.Model(y := keras.Input((7, 8)), helper(y))(x), "DotProduct"),
 }
 
@@ -251,6 +253,25 @@ def by_exp(x):
     return found / ops.sum(found, -1, keepdims=True) @ x
 
 
+def by_exp_divided_later(x):
+    found = ops.exp(x @ swapped(x))
+    return found @ x / ops.sum(found, -1, keepdims=True)
+
+
+def by_exp_times_reciprocal(x):
+    found = ops.exp(x @ swapped(x))
+    return found * ops.reciprocal(ops.sum(found, -1, keepdims=True)) @ x
+
+
+def by_logsumexp(x):
+    logits = x @ swapped(x)
+    return ops.exp(logits - ops.logsumexp(logits, -1, keepdims=True)) @ x
+
+
+def by_log_softmax(x):
+    return ops.exp(ops.log_softmax(x @ swapped(x))) @ x
+
+
 def by_the_backend(x):
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -272,6 +293,10 @@ SPELLED_OUT = {
     "heads": lambda: Parts(by_heads, layers.Dense(8), layers.Dense(8)),
     "additive": lambda: Parts(by_sums, layers.Dense(1)),
     "exp": lambda: Parts(by_exp),
+    "exp, divided later": lambda: Parts(by_exp_divided_later),
+    "exp times reciprocal": lambda: Parts(by_exp_times_reciprocal),
+    "logsumexp": lambda: Parts(by_logsumexp),
+    "log_softmax": lambda: Parts(by_log_softmax),
     "the backend": lambda: Parts(by_the_backend),
     "a layer inside": lambda: Parts(lambda x, inner: inner(x), Parts(by_operations)),
     "a Lambda layer": lambda: layers.Lambda(by_operations, name="mixer"),

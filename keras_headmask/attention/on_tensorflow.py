@@ -20,7 +20,7 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.fused import divided
+from keras_headmask.rules.divided import divided
 
 _SOME = 1024  # positions, by which to see what a rule leaves to skip
 

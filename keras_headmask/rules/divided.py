@@ -1,4 +1,4 @@
-"""Rules as what fused attention takes in place of a mask: a window, or ids that must be equal."""
+"""A rule in parts: what it says of positions, of ids that must be equal, of flags."""
 
 import functools
 import operator
@@ -6,42 +6,7 @@ from typing import NamedTuple
 
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.inputs import SameSegment, SameSentence
-from keras_headmask.rules.positions import Full, Window
-
-
-class Fused(NamedTuple):
-    """Arguments of `jax.nn.dot_product_attention` that say what a rule says."""
-
-    is_causal: bool = False
-    local_window_size: tuple[int, int] | None = None
-
-
-def lowered(rule: MaskSpec, queries: int, keys: int, query_offset: int = 0) -> Fused | None:
-    """`rule`, free of `PerHead`, as arguments that cuDNN takes; `None` if it has none.
-
-    It takes causal attention, with a window behind the query or without, of one sequence to
-    itself, and attention to every key.
-    """
-    if rule.constant:
-        return Fused()
-    sides = window(rule)
-    if sides is None or queries != keys or query_offset:
-        return None
-    before, after = sides
-    if after != 0 or (before is not None and before < 0):
-        return None
-    return Fused(True, None if before is None or before >= queries - 1 else (before, 0))
-
-
-def window(rule: MaskSpec) -> tuple[int | None, int | None] | None:
-    """How far behind and ahead of a query `rule` reaches, if that is all that it says."""
-    parts = _parts(rule)
-    windows = [part for part in parts if type(part) is Window and part.step == 1]
-    if len(windows) != len(parts):
-        return None
-    befores = [part.before for part in windows if part.before is not None]
-    afters = [part.after for part in windows if part.after is not None]
-    return min(befores, default=None), min(afters, default=None)
+from keras_headmask.rules.positions import Full
 
 
 class Divided(NamedTuple):

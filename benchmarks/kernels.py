@@ -24,8 +24,8 @@ _STARTS: dict[str, dict[str, str]] = {
         "loop": "tiles_tensorflow.attend",
         "unrolled": "tiles_python.attend",
         "head by head": "head_by_head.attend",
-        "at once": "on_tensorflow._all_logits",
-        "by length": "on_tensorflow._by_length",
+        "at once": "tiles_tensorflow.attend_at_once",
+        "by length": "by_length.attend",
     },
     "jax": {"loop": "tiles_jax.attend", "unrolled": "tiles_python.attend"},
     "torch": {

@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bounds",
     "Chunk",
+    "Explanation",
     "ExportReport",
     "Finding",
     "Full",
@@ -60,6 +61,7 @@ __all__ = [
     "dense_scope",
     "dot_product_attention",
     "draw",
+    "explain",
     "export_saved_model",
     "from_additive",
     "from_torch",
@@ -83,7 +85,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
-    from keras_headmask.attention.attend import dot_product_attention
+    from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.biases import alibi, relative_position_bias
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.devices import head_layout
@@ -93,6 +95,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
     from keras_headmask.look.drawing import draw
+    from keras_headmask.look.explaining import Explanation, explain
     from keras_headmask.look.plotting import plot, plot_attention
     from keras_headmask.masks import (
         and_masks,
@@ -110,7 +113,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
-    "attention.attend": "dot_product_attention",
+    "attention.api": "dot_product_attention",
     "attention.tuning": "dense_scope",
     "attention.biases": "alibi relative_position_bias",
     "devices": "head_layout",
@@ -120,6 +123,7 @@ _HOMES = {
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",
     "look.drawing": "draw",
+    "look.explaining": "Explanation explain",
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",

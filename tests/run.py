@@ -25,7 +25,7 @@ _LAWS = (
 _ATTENTION = ("tests/attention", "tests/layers", "tests/rules")
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
-    *_files("attention/test_attention", "attention/test_attend", "layers/test_layer"),
+    *_files("attention/test_attention", "attention/test_choose", "layers/test_layer"),
     *_files("attention/test_changes", "attention/test_precision", "attention/test_kernels"),
     *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),

@@ -5,6 +5,8 @@ import re
 import pytest
 from test_layout import ARROWS, PACKAGE
 
+from keras_headmask.attention import choose
+
 ROOT = PACKAGE.parent
 PAGES = ("docs/architecture.md", "CONTRIBUTING.md")
 PAGE = (ROOT / PAGES[0]).read_text(encoding="utf-8")
@@ -53,3 +55,19 @@ def test_the_tree_names_all_of_the_package():
 def test_the_arrows_are_those_that_are_checked():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE)
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == ARROWS
+
+
+def table_of_kernels():
+    """The rows of the page, from the code."""
+    rows = ["| backend | kernel | computes | file |", "|---|---|---|---|"]
+    for backend, of_backend in choose.KERNELS.items():
+        for kernel in of_backend:
+            for one in getattr(kernel, "kernels", (kernel,)):
+                says = type(one).__doc__.partition("\n")[0]
+                rows.append(f"| {backend} | `{one.name}` | {says} | `attention/{one.file}.py` |")
+    return "\n".join(rows)
+
+
+def test_the_table_of_kernels_is_that_of_the_code():
+    _, _, rest = PAGE.partition("<!-- kernels:start -->\n")
+    assert rest.partition("\n<!-- kernels:end -->")[0] == table_of_kernels()

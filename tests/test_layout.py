@@ -21,7 +21,7 @@ ARROWS = {
     "layers": {"masks", "rules", "attention"},
     "retrofit": {"masks", "rules", "attention", "layers"},
     "devices": {"retrofit"},
-    "look": {"rules", "retrofit"},
+    "look": {"masks", "rules", "attention", "layers", "retrofit"},
     "linting": {"masks", "rules", "attention", "retrofit"},
     "export": {"masks", "rules", "attention", "retrofit"},
     "server": {"rules", "export"},
@@ -147,7 +147,7 @@ def test_only_tiling_inside_a_function_imports_code_of_a_backend():
     of_tensorflow = (
         "changes_tensorflow",
         "head_by_head",
-        "on_tensorflow",
+        "by_length",
         "ranges",
         "tensorflow_graph",
         "tiles_tensorflow",

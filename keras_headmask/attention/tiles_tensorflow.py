@@ -124,6 +124,11 @@ def at_once(part: Part) -> Passes:
     return Passes(forward, backward, keeps=4 if part.dropout is None else 5)
 
 
+@shared
+def attend_at_once(part: Part, *operands: Tensor) -> Tensor:
+    return with_own_gradient(at_once(part), *operands)
+
+
 def _in_one_tile(part: Part) -> Passes:
     """The same, nothing kept."""
     visit = _whole_visit()

@@ -68,7 +68,14 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    most_logits_at_once: int = 2**19  # of a batch, on TensorFlow; more where tiles gain less
+    most_logits_at_once: int = (
+        2**19
+    )  # of a batch, on TensorFlow; times so much where tiles gain less:
+    at_once_where_little_is_skipped: int = 16
+    at_once_of_head_groups: int = 8  # each group would have loops of its own
+    at_once_with_dropout: int = 4  # tiles would draw it again for gradients
+    little_is_skipped: float = 0.75  # where tiles compute more than this share of all logits,
+    length_to_judge_by: int = 1024  # of so many positions, by what the rule says of them
     most_pairs_by_head: int = 2**16  # up to these, all logits of a head stay in the cache
     most_logits_by_head: int = 2**19  # of an example, for rules that read data
     most_computed: float = 0.5  # share of all logits, for tiles in a Python loop to be worth it

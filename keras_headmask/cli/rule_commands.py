@@ -1,4 +1,4 @@
-"""The commands on rules: draw, lint, describe, schema, bench."""
+"""The commands on rules: draw, lint, describe, explain, schema, bench."""
 
 import importlib.util
 import json
@@ -147,6 +147,32 @@ def describe(rule: str, num_heads: int | None) -> Answer:
     words = spec.describe(num_heads)
     found = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
     return Answer(in_one_line(words), found)
+
+
+@command
+@click.argument("rule", required=False)
+@click.option("-q", "--queries", type=AT_LEAST_ONE, help="Number of queries; else not known.")
+@click.option("-k", "--keys", type=AT_LEAST_ONE, help="Number of keys; by default that of queries.")
+@click.option("--batch", type=AT_LEAST_ONE, default=1, help="Number of examples.")
+@click.option("--head-dim", type=AT_LEAST_ONE, default=64, help="Size of a head.")
+@click.option("--model", metavar="MODEL", help="A .keras file, in place of RULE.")
+@heads_option
+@unsafe_option
+def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> Answer:
+    """Say which code computes attention under RULE or in MODEL, and which refused and why.
+
+    \b
+    keras-headmask explain rule.json --queries 4096 --heads 16
+    keras-headmask explain --model masked.keras
+    """
+    if (rule is None) == (model is None):
+        raise click.UsageError("Give a RULE, or --model MODEL.")
+    if model is not None:
+        found = hm.explain(files.load_model(model, unsafe), given["queries"], batch=given["batch"])
+    else:
+        assert rule is not None
+        found = hm.explain(files.read_rule(rule), **given)
+    return Answer(str(found), found)
 
 
 @command

@@ -9,7 +9,6 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking, lost_masks
-from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.attention.changes import NONE, Changes
 from keras_headmask.attention.checking import (
     checked_call,
@@ -19,6 +18,8 @@ from keras_headmask.attention.checking import (
     refuse_rule_by_position,
     supports_unknown_lengths,
 )
+from keras_headmask.attention.choose import attend
+from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.layers import changing, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads

@@ -10,8 +10,9 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import looking
-from keras_headmask.attention.attend import Request, all_that_restricts, attend
 from keras_headmask.attention.changes import Changes
+from keras_headmask.attention.choose import attend
+from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.layers import changing
 from keras_headmask.retrofit import frames, head_cache
 from keras_headmask.retrofit.compiled import check_not_in_own_function, in_own_function

@@ -30,7 +30,8 @@ from tiled_contract import (
 
 import keras_headmask as hm
 from keras_headmask.attention import parts, tiles_python
-from keras_headmask.attention.attend import Request, _part_of_all
+from keras_headmask.attention.choose import part_of_all
+from keras_headmask.attention.request import Request
 from keras_headmask.rules import evaluation
 
 RULES = (hm.Window(1, 1), hm.Window(after=0), hm.Chunk(3) | hm.Keys(0, 1))
@@ -59,7 +60,7 @@ def context(computed, qkv, spec, inputs=None, offset=0, **rest):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     contexts, order = [], []
     with tiles():
-        made = parts.by_rule(_part_of_all(Request(*qkv, spec, bound, scale=SCALE)))
+        made = parts.by_rule(part_of_all(Request(*qkv, spec, bound, scale=SCALE)))
     for part in made:
         own = parts.key_heads(part.heads, query.shape[2] // key.shape[2])
         plan = tiles_python.plan_of(part, queries, keys, offset)

@@ -89,13 +89,12 @@ def test_the_length_decides_when_it_is_known(case, seed, short):
     ("length", "wanted"), [(256, "head by head"), (257, "by tiles")], ids=["short", "long"]
 )
 def test_which_implementation_computes(length, wanted, monkeypatch):
-    from keras_headmask.attention import attend as dispatcher
-    from keras_headmask.attention import head_by_head
+    from keras_headmask.attention import head_by_head, kernels
 
     used = []
     for holder, name, called in (
         (head_by_head, "head by head", "attend"),
-        (dispatcher, "by tiles", "_by_tiles"),
+        (kernels.ByGroup, "by tiles", "compute"),
     ):
         real = getattr(holder, called)
         monkeypatch.setattr(

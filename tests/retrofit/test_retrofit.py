@@ -13,7 +13,7 @@ from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import attend as dispatcher
+from keras_headmask.attention import kernels
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit import obeying
 
@@ -36,8 +36,8 @@ RULES = {
 @pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
-    went, real = [], dispatcher._tiled
-    monkeypatch.setattr(dispatcher, "_tiled", lambda request: went.append(1) or real(request))
+    went, real = [], kernels.Kernel.attend  # all but `Dense` have it
+    monkeypatch.setattr(kernels.Kernel, "attend", lambda *given: went.append(1) or real(*given))
     with tuned(**ALWAYS) if tiled else hm.dense_scope():
         check_a_rule(rule, dropout)
     assert bool(went) == tiled

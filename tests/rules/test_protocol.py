@@ -11,7 +11,8 @@ from hypothesis import given
 from strategies import MANY, cases, specs
 
 import keras_headmask as hm
-from keras_headmask.attention import attend, tiles_python
+from keras_headmask.attention import choose, tiles_python
+from keras_headmask.attention.request import Request
 from keras_headmask.export import samples, signatures
 from keras_headmask.rules import config, offsets
 from keras_headmask.rules.algebra import Compound
@@ -114,8 +115,8 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         plans = [tiles_python.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
         assert plans[0] == plans[1]
         x = np.zeros((1, LENGTH, 2, 1), "float32")
-        requests = [attend.Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
-        chosen = [attend._is_tiled(r) for r in requests]
+        requests = [Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
+        chosen = [choose.choose(r, choose.part_of_all(r)).name for r in requests]
         assert chosen[0] == chosen[1]
         assert rule.is_local == twin.is_local
         assert hm.reach(rule) == hm.reach(twin)

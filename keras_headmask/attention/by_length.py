@@ -1,7 +1,7 @@
-"""Which implementation TensorFlow runs, by sizes that may show only when the graph runs.
+"""What TensorFlow runs by sizes that show only when the graph runs, and the choice.
 
-Such a choice has one gradient, of its own: that of `tf.cond` would hand all that a branch computed
-on to the backward pass, which takes longer than attention over a short sequence.
+It has one gradient, of its own: that of `tf.cond` would hand all that a branch computed on to the
+backward pass, which takes longer than attention over a short sequence.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_headmask._keras import in_forward_mode
-from keras_headmask.attention import head_by_head, parts, tiles_python, tiles_tensorflow
+from keras_headmask.attention import head_by_head, limits, parts, tiles_tensorflow
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.tensorflow_graph import (
     Passes,
@@ -20,74 +20,13 @@ from keras_headmask.attention.tensorflow_graph import (
 )
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.divided import divided
-
-_SOME = 1024  # positions, by which to see what a rule leaves to skip
 
 
-def attend(part: Part, tiles: Callable[[], Tensor], *operands: Tensor) -> Tensor:
-    """The context `(B, T, H, Dv)` of all heads, by `tiles()` where known lengths ask for them.
+def attend(part: Part, *operands: Tensor) -> Tensor:
+    """The context `(B, T, H, Dv)` of all heads, of sequences of any length.
 
     `operands`: query, key, value, and the tensors of `part.changes`.
     """
-    batch, queries, heads, _ = operands[0].shape
-    keys = operands[1].shape[1]
-    if None in (queries, keys):
-        return _by_length(part, *operands)
-    if part.dropout is not None:
-        return tiles()
-    # (Tiles of rules that read nothing are a part of the graph here, and start at once.)
-    is_of_loops = part.rule.inputs and batch is not None and len(parts.by_rule(part)) > 1
-    if is_of_loops and batch * heads * queries * keys <= _most_at_once(part):
-        return _all_logits(part, *operands)
-    if queries * keys > _most_pairs(part):
-        return tiles()
-    if part.changes.are_some:
-        return _all_logits(part, *operands)
-    return head_by_head.attend(part, *operands)
-
-
-def _most_pairs(part: Part) -> int:
-    """Of a head; up to so many go head by head."""
-    tuning = part.tuning
-    if not part.rule.inputs:
-        return tuning.most_pairs_by_head
-    # Each example may have tiles of its own, with little work in each.
-    return max(tuning.most_pairs_by_head, tuning.most_logits_by_head // len(part.heads))
-
-
-def _most_at_once(part: Part) -> int:
-    """Of a batch; up to so many logits are computed at once."""
-    most, groups = part.tuning.most_logits_at_once, parts.by_rule(part)
-    if all(map(_skips_little, groups)):
-        return 16 * most
-    if len(groups) > 1:  # each group has loops of its own
-        return 8 * most
-    return most if part.dropout is None else 4 * most  # tiles would draw it again for gradients
-
-
-def _skips_little(part: Part) -> bool:
-    """Whether tiles would compute nearly all logits, by what the rule says of positions.
-
-    Beside that flags may hide keys, of padding as a rule; ids hide more, and so may flags alone.
-    """
-    rule = divided(part.rule)
-    if rule is None or rule.ids is not None or (rule.flags and rule.positional.constant):
-        return False
-    plan = tiles_python.plan_of(part._replace(rule=rule.positional), _SOME, _SOME, 0)
-    seen = 0
-    for runs in filter(None, plan.runs):
-        first_gap = runs[1][0] - runs[0][1] if len(runs) > 1 else 0
-        seen += runs[-1][1] - runs[0][0] - first_gap  # the loop skips no other
-    return seen > 0.75 * _SOME * len(plan.runs)
-
-
-@shared
-def _all_logits(part: Part, *operands: Tensor) -> Tensor:
-    return with_own_gradient(tiles_tensorflow.at_once(part), *operands)
-
-
-def _by_length(part: Part, *operands: Tensor) -> Tensor:
     # (In a file, one branch more for each layer; and OpenVINO computes it wrongly.)
     is_one = is_forward_only() or not part.tuning.most_logits_at_once
     if is_one or in_forward_mode(*operands):
@@ -95,7 +34,9 @@ def _by_length(part: Part, *operands: Tensor) -> Tensor:
     at_once = tiles_tensorflow.at_once(part)
 
     def is_small(query: Tensor, key: Tensor) -> Tensor:
-        return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= _most_at_once(part)
+        return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= limits.most_at_once(
+            part, part.dropout is not None
+        )
 
     # Few logits are computed here, not in a function, whose call would take longer than they do.
     # The other branch is one: what is not run takes no time then.
@@ -138,7 +79,7 @@ def _short_or_tiled(part: Part) -> Passes:
 
     def chosen(first: Callable, second: Callable, query: Tensor, key: Tensor) -> Any:
         pairs = _sizes(query)[1] * _sizes(key)[1]
-        return tf.cond(pairs <= _most_pairs(part), first, second)
+        return tf.cond(pairs <= limits.most_pairs(part), first, second)
 
     def forward(*operands: Tensor) -> list[Tensor]:
         first, second = (lambda x=x: x.forward(*operands) for x in (short, tiles))

@@ -245,8 +245,8 @@ def which(monkeypatch):
     import tensorflow as tf
 
     from keras_headmask.attention import (
+        by_length,
         head_by_head,
-        on_tensorflow,
         tensorflow_graph,
         tiles_tensorflow,
     )
@@ -257,7 +257,7 @@ def which(monkeypatch):
 
     monkeypatch.setattr(tiles_tensorflow, "at_once", giving(1))
     monkeypatch.setattr(head_by_head, "passes", giving(2))
-    monkeypatch.setattr(on_tensorflow, "_of_groups", giving(3))
+    monkeypatch.setattr(by_length, "_of_groups", giving(3))
 
     def chosen(spec, queries, keys):
         def run(q, k, flags):

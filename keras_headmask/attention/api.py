@@ -1,0 +1,129 @@
+"""`hm.dot_product_attention`: attention for a layer of one's own."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention import looking
+from keras_headmask.attention.changes import given_changes
+from keras_headmask.attention.checking import check_operands, checked_tiled
+from keras_headmask.attention.choose import attend
+from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.masks import Length, Tensor
+from keras_headmask.rules import evaluation, offsets
+from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.positions import Window
+
+_CALLED = "hm.dot_product_attention(query, key, value, ...)"
+
+
+def dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    mask_spec: MaskSpec | None = None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    scale: float | None = None,
+    query_offset: Length | None = None,
+    dropout: float = 0.0,
+    return_scores: bool = False,
+    bias: Tensor | None = None,
+    seed: Any = None,
+    tiled: bool | None = None,
+    position_bias: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    """`softmax(query @ key^T * scale + bias)` over the allowed keys, times `value`.
+
+    Args:
+        query: `(B, T, H, D)`.
+        key: `(B, S, Hk, D)`. Hk divides H: query head h reads key head h // (H / Hk). Tiles do not
+            repeat the keys and values.
+        value: `(B, S, Hk, Dv)`.
+        mask: Boolean or integer, True = may attend: `(T, S)`, `(B, T, S)` or
+            `(B or 1, H or 1, T, S)`.
+        mask_spec: A `MaskSpec`; what it allows is ANDed with `mask`.
+        mask_inputs: The tensors that `mask_spec` reads, by name.
+        scale: Factor of the logits; `1 / sqrt(D)` by default.
+        query_offset: Query i stands at position i + `query_offset` (for `mask_spec`). Left out it
+            is 0, with a warning where a rule on positions meets fewer queries than keys: a step
+            with a cache of keys needs it.
+        dropout: Share of the probabilities set to 0, the rest scaled up; applied whenever it is
+            above 0, so pass 0 at inference.
+        return_scores: Whether to return the probabilities, before dropout, too.
+        bias: Float tensor added to the logits, broadcastable to `(B, H, T, S)`. It grades the
+            allowed keys; no bias can open a hidden one, and -inf hides as `mask` does.
+        seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
+        tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
+            (`False`). By default the faster of the two, by size and rule. Returned probabilities
+            need all logits, and so do symbolic Keras tensors; where nothing restricts there is
+            nothing to skip. Dense and tiled attention draw different dropouts from one seed.
+        position_bias: `hm.alibi(H)`, or for a learned one a pair of the value and its table:
+            `(hm.relative_position_bias(H), table)`. Made by tile, at the positions of the rule.
+        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
+        sinks: `(H,)`, a logit for each head that joins the softmax's sum and has no value, so that
+            the probabilities of a row sum to less than 1.
+
+    Returns:
+        The context `(B, T, H, Dv)` in the dtype of `value`; with `return_scores`, a pair with the
+        probabilities `(B, H, T, S)`.
+
+    Raises:
+        TypeError: for operands that are not floats, a float mask or mask input, or a `mask_spec`
+            that is not a spec.
+        ValueError: for shapes that do not fit, mask inputs that the spec does not read or lacks, a
+            `dropout` outside [0, 1), a soft cap below the smallest normal float32 (1.18e-38), or
+            `tiled=True` where tiling is not possible.
+
+    >>> import numpy as np
+    >>> from keras_headmask import Window
+    >>> x = np.ones((1, 3, 2, 4), "float32")
+    >>> rule = Window(after=0)
+    >>> _, probabilities = dot_product_attention(x, x, x, mask_spec=rule, return_scores=True)
+    >>> print(ops.convert_to_numpy(probabilities[0, 0]).round(2))
+    [[1.   0.   0.  ]
+     [0.5  0.5  0.  ]
+     [0.33 0.33 0.33]]
+    """
+    query, key, value = (masks.as_tensor(x) for x in (query, key, value))
+    check_operands(query=query, key=key, value=value)
+    batch, queries, heads, size = query.shape
+    lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
+    if mask is not None:
+        masks.check_shape(masks.as_bool(mask), "mask", *lengths)
+    if mask_spec is not None:
+        check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
+    changed = given_changes(lengths, bias, position_bias, logits_soft_cap, sinks)
+    positional = mask_spec if changed.position_bias is None else Window(after=0)
+    query_offset = offsets.given_offset(query_offset, positional, queries, lengths.keys)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
+    tiled = checked_tiled(tiled)
+    evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
+    looking.operation_runs()
+    rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
+    bound = None
+    if rule is not None:
+        (examples, length_q), length_k = ops.shape(query)[:2], ops.shape(key)[1]
+        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset, batch=examples)
+    request = Request(
+        query,
+        key,
+        value,
+        rule,
+        bound,
+        scale=1 / math.sqrt(size) if scale is None else scale,
+        query_offset=query_offset,
+        dropout=dropout,
+        seed=seed,
+        changes=changed,
+        wants_probabilities=return_scores,
+        tiled=tiled,
+    )
+    context, probabilities = attend(request)
+    return (context, probabilities) if return_scores else context

@@ -1,0 +1,92 @@
+"""Which kernel computes a request: the first of its backend that does not refuse it.
+
+What each refuses, and the sentence that says why, stands in `kernels`; the numbers are `Tuning`'s.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from keras_headmask.attention import cpu, precision
+from keras_headmask.attention.kernels import (
+    AtOnce,
+    BlockLoop,
+    ByGroup,
+    ByLength,
+    Dense,
+    FlexAttention,
+    HeadByHead,
+    Kernel,
+    Loop,
+    Sdpa,
+    Unrolled,
+    first,
+    impossible,
+    without_choice,
+)
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.request import Request
+from keras_headmask.attention.tuning import Held, current_tuning, holding
+from keras_headmask.masks import Tensor
+from keras_headmask.rules.positions import Full
+
+KERNELS: dict[str, tuple[Kernel, ...]] = {
+    "tensorflow": (ByLength(), AtOnce(), HeadByHead(), ByGroup(Loop(), Unrolled()), Dense()),
+    "jax": (ByGroup(BlockLoop(), Unrolled()), Dense()),
+    "torch": (ByGroup(Sdpa(), FlexAttention(), Unrolled()), Dense()),
+}
+
+# Called with what is asked for; what it returns is taken for the context, if not `None`.
+_Watch = Callable[[Request, Part], Tensor | None]
+_watch: Held[_Watch | None] = Held("watch", None)
+
+
+def watched(watch: _Watch) -> AbstractContextManager[Any]:
+    """Let `watch` see each request that is made inside."""
+    return holding(_watch, watch)
+
+
+def choose(request: Request, part: Part) -> Kernel:
+    """The kernel that computes `request`, of which `part` are all heads.
+
+    Raises:
+        ValueError: for `tiled=True` where nothing can be skipped.
+    """
+    reason = None if without_choice(request) else impossible(request)
+    if request.tiled and reason is not None:
+        raise ValueError(f"`tiled=True` is not possible here: {reason}.")
+    chosen = first(KERNELS[keras.backend.backend()], request, part)
+    assert chosen is not None  # the last refuses nothing
+    return chosen
+
+
+def attend(request: Request) -> tuple[Tensor, Tensor | None]:
+    """The context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before dropout.
+
+    Both have the dtype of the value. The probabilities are `None` where not all logits were
+    computed.
+
+    Raises:
+        ValueError: for `tiled=True` where nothing can be skipped.
+    """
+    if request.rule is not None:
+        cpu.hint()
+    part, watch = part_of_all(request), _watch.get()
+    context = None if watch is None else watch(request, part)
+    if context is not None:
+        return context, None
+    return choose(request, part).attend(request, part)
+
+
+def part_of_all(request: Request) -> Part:
+    """All heads, and what is known of them before a tile is cut."""
+    heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
+    if request.tiled:  # not by all logits where there is a choice
+        tuning = dataclasses.replace(tuning, most_logits_at_once=0)
+    half = precision.half_dtype(request.scale, request.query, request.key, request.value)
+    rule = Full() if request.rule is None else request.rule
+    rest = request.bound, request.scale, tuning
+    return Part(rule, heads, *rest, sharing=request.sharing, half=half)

@@ -1,0 +1,376 @@
+"""What can compute attention: each kernel says what it takes, and why it refuses the rest.
+
+`choose` asks them in order. All that a kernel needs is here but the computing itself, so importing
+this imports no code of a backend.
+"""
+
+import functools
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_headmask._keras import in_xla
+from keras_headmask.attention import dense, limits, parts, precision, tiles_python
+from keras_headmask.attention.changes import for_tiles
+from keras_headmask.attention.parts import Part
+from keras_headmask.attention.request import Request
+from keras_headmask.attention.tuning import is_dense_scope
+from keras_headmask.masks import Tensor
+from keras_headmask.rules import evaluation
+
+
+class Kernel:
+    """Computes attention under a rule without what the rule hides.
+
+    It is asked of all heads as one `Part`, or of a head group as one.
+    """
+
+    name = ""
+    file = ""  # where its code is
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        """Why it does not compute those heads, in words; `None` if it does."""
+        raise NotImplementedError
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        """The context `(B, T, H, Dv)`. Operands: query, key, value, tensors of `part.changes`."""
+        raise NotImplementedError
+
+    def attend(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
+        """The context, in the dtype of the value, and probabilities, which only `Dense` has."""
+        given = request.query, request.key, request.value
+        is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
+        operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
+        sizes = ops.shape(request.query)[0], request.query.shape[2], *request.lengths
+        changes = for_tiles(request.changes, operands[0].dtype, *sizes)
+        part = part._replace(changes=changes.without_tensors())
+        if request.dropout:
+            drawn = parts.dropout(request.dropout, request.seed, *sizes[:2], request.bound)
+            part = part._replace(dropout=drawn)
+        context = self.compute(request, part, *operands, *changes.tensors)
+        return ops.cast(context, request.value.dtype), None
+
+
+class Dense(Kernel):
+    """All logits, by the definition."""
+
+    name, file = "dense", "dense"
+
+    def refuses(self, request: Request, part: Part) -> None:
+        return None
+
+    def attend(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
+        mask = None
+        if request.make_mask is not None:
+            mask = request.make_mask()
+        elif request.rule is not None:
+            heads = request.query.shape[2]
+            mask = evaluation.mask_of_all_heads(request.rule, request.bound, heads)
+        drop = None
+        if request.dropout:
+            drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
+        operands, changes = (request.query, request.key, request.value), request.changes
+        positions = None if changes.position_bias is None else request.positions
+        may_branch = not is_dense_scope()
+        return dense.attend(*operands, mask, request.scale, changes, positions, drop, may_branch)
+
+
+# --- What holds for all that skip something ------------------------------------------------------
+
+
+def without_choice(request: Request) -> str | None:
+    """Why all logits are computed, whatever `tiled` says."""
+    if request.rule is None:
+        return "nothing restricts, so there is nothing to skip"
+    if 0 in _lengths(request):
+        return "there are no queries, or no keys"
+    return "`hm.dense_scope` holds" if is_dense_scope() else None
+
+
+def impossible(request: Request) -> str | None:
+    """Why nothing can be skipped here, though something restricts; an error for `tiled=True`."""
+    sizes = *_lengths(request), request.query_offset
+    # A symbolic Keras tensor cannot enter a loop of the backend's.
+    if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
+        return "returned probabilities and symbolic Keras tensors need all logits"
+    # (Sizes unknown to JAX are not `None`, and comparing them raises.)
+    if not has_loops() and not all(isinstance(size, int) for size in sizes):
+        return (
+            "outside TensorFlow graphs, and in XLA, tiling needs known lengths and an int "
+            "`query_offset`. Received: queries={}, keys={}, query_offset={!r}".format(*sizes)
+        )
+    return None
+
+
+def _skips_nothing(request: Request, part: Part) -> str | None:
+    reason = without_choice(request) or impossible(request)
+    if reason is not None or request.tiled:
+        return reason
+    if request.tiled is False:
+        return "`tiled=False` asks for all logits"
+    queries, keys = _lengths(request)
+    fewest = part.tuning.fewest_pairs
+    if None not in (queries, keys) and queries * keys < fewest:
+        return f"{queries} x {keys} pairs are few: below {fewest}, one product is faster"
+    return None
+
+
+def _lengths(request: Request) -> tuple[Any, Any]:
+    """As they are known now."""
+    return request.query.shape[1], request.key.shape[1]
+
+
+def has_loops() -> bool:
+    """Whether TensorFlow's loops, of sizes that the run decides, are possible here."""
+    return keras.backend.backend() == "tensorflow" and not in_xla()
+
+
+# --- TensorFlow: all heads at once ---------------------------------------------------------------
+
+
+class ByLength(Kernel):
+    """Holds the next two and loops over tiles; the lengths that the run has decide."""
+
+    name, file = "by length", "by_length"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        is_known = None not in _lengths(request)
+        return _skips_nothing(request, part) or ("the lengths are known" if is_known else None)
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import by_length
+
+        return by_length.attend(part, *operands)
+
+
+def _not_all_heads(request: Request, part: Part) -> str | None:
+    """Why those do not come into question that compute all heads together."""
+    reason = _skips_nothing(request, part)
+    if reason is not None:
+        return reason
+    if None in _lengths(request):
+        return "the lengths are not known yet"
+    if not has_loops():
+        return "XLA compiles this code"
+    return "dropout is drawn tile by tile" if request.dropout else None
+
+
+class AtOnce(Kernel):
+    """All logits as one tile, the probabilities kept for the gradient."""
+
+    name, file = "at once", "tiles_tensorflow"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        reason = _not_all_heads(request, part)
+        if reason is not None:
+            return reason
+        (batch, queries, heads, _), keys = request.query.shape, request.key.shape[1]
+        # (Tiles of rules that read nothing are a part of the graph here, and start at once.)
+        starts_loops = bool(part.rule.inputs) and len(parts.by_rule(part)) > 1
+        logits = None if batch is None else batch * heads * queries * keys
+        if starts_loops and logits is not None and logits <= limits.most_at_once(part, drops=False):
+            return None
+        if request.changes.are_some and queries * keys <= limits.most_pairs(part):
+            return None
+        return (
+            "it is for few logits of several head groups that read data, or that caps, biases "
+            "or sinks change"
+        )
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import tiles_tensorflow
+
+        return tiles_tensorflow.attend_at_once(part, *operands)
+
+
+class HeadByHead(Kernel):
+    """Short sequences: the logits of some rows, one head of one example each, stay in the cache."""
+
+    name, file = "head by head", "head_by_head"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        reason = _not_all_heads(request, part)
+        if reason is not None:
+            return reason
+        (queries, keys), most = _lengths(request), limits.most_pairs(part)
+        if queries * keys > most:
+            return f"{queries} x {keys} pairs are more than {most}, which stay in the cache"
+        return "soft caps, biases and sinks" if request.changes.are_some else None
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import head_by_head
+
+        return head_by_head.attend(part, *operands)
+
+
+# --- A head group --------------------------------------------------------------------------------
+
+
+class Loop(Kernel):
+    """TensorFlow's loop over tiles: data decides, in a graph of one size."""
+
+    name, file = "loop", "tiles_tensorflow"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        if not has_loops():
+            return "it is for TensorFlow's graphs, outside of XLA"
+        # Unrolled in Python, the same tiles train in less time if they are few.
+        queries, most = request.query.shape[1], part.tuning.most_unrolled
+        if part.rule.inputs or not isinstance(request.query_offset, int):
+            return None
+        if queries is None or queries > most * part.tile:
+            return None
+        return f"the rule reads positions alone, and at most {most} tiles are unrolled"
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import tiles_tensorflow
+
+        return tiles_tensorflow.attend(part, *operands)
+
+
+def _not_in_float32(request: Request) -> str | None:
+    """Why the tiles of PyTorch or JAX do not come into question, that know no other."""
+    if request.dropout:
+        return "dropout"
+    # In half precision PyTorch's gradient rounds more than that of all logits at once.
+    operands = request.query, request.key, request.value
+    if precision.half_dtype(request.scale, *operands) is not None:
+        return "operands of half precision are multiplied as such"
+    return None
+
+
+class BlockLoop(Kernel):
+    """JAX' loops over tiles and the blocks of keys that each meets."""
+
+    name, file = "loop", "tiles_jax"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        import jax
+
+        # A step of theirs would gather what several devices hold.
+        if jax.default_backend() != "cpu" or jax.device_count() != 1:
+            return "loops suit one CPU"
+        if not all(isinstance(size, int) for size in request.query.shape):
+            return "a size is not known"
+        return _not_in_float32(request)
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import tiles_jax
+
+        return tiles_jax.attend(part, request.query_offset, *operands)
+
+
+def _not_on_torch(request: Request) -> str | None:
+    changed = "soft caps, biases and sinks" if request.changes.are_some else None
+    return _not_in_float32(request) or changed
+
+
+class Sdpa(Kernel):
+    """PyTorch's own attention, of each tile and the keys that it may see."""
+
+    name, file = "SDPA", "tiles_torch"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        from keras_headmask.attention import tiles_torch
+
+        reason = _not_on_torch(request)
+        if reason is not None:
+            return reason
+        operands = request.query, request.key, request.value
+        is_known = tiles_torch.can_read(request.bound, *operands)
+        return None if is_known else "values cannot be read: code is compiled, exported or mapped"
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import tiles_torch
+
+        return tiles_torch.attend(part, request.query_offset, *operands)
+
+
+class FlexAttention(Kernel):
+    """PyTorch's kernel that is compiled for a rule."""
+
+    name, file = "FlexAttention", "flex_torch"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        from keras_headmask.attention import flex_torch
+
+        reason = _not_on_torch(request)
+        if reason is not None:
+            return reason
+        operands = request.query, request.key, request.value
+        if flex_torch.is_possible(request.bound, request.scale, *operands):
+            return None
+        return (
+            "it is for code compiled for inference on a CPU, of several queries, without whole "
+            "masks"
+        )
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        from keras_headmask.attention import flex_torch
+
+        return flex_torch.attend(part, request.query_offset, *operands)
+
+
+class Unrolled(Kernel):
+    """A Python loop over tiles of known lengths; what positions show is skipped."""
+
+    name, file = "unrolled", "tiles_python"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        return None
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        plan = tiles_python.plan_of(part, *_lengths(request), request.query_offset)
+        return tiles_python.attend(part, plan, *operands)
+
+
+class ByGroup(Kernel):
+    """Each head group by itself, by the first of `kernels` that takes it."""
+
+    name, file = "by head group", "kernels"
+
+    def __init__(self, *kernels: Kernel) -> None:
+        self.kernels = kernels
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        reason = _skips_nothing(request, part)
+        if reason is not None:
+            return reason
+        *own, last = self.kernels
+        if request.tiled or has_loops() or first(own, request, part) is not None:
+            return None
+        # Elsewhere a tile costs more to start, and only what positions show is skipped.
+        shares = []
+        for group in parts.by_rule(part):
+            plan = tiles_python.plan_of(group, *_lengths(request), request.query_offset)
+            shares.extend([plan.share(request.key.shape[1])] * len(group.heads))
+        share, most = sum(shares) / len(shares), part.tuning.most_computed
+        if share <= most:
+            return None
+        return f"{last.name}, tiles would compute {share:.0%} of the logits, more than {most:.0%}"
+
+    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
+        changes = part.changes.with_tensors(operands[3:])
+        groups = parts.by_rule(part)
+        sets = [group.heads for group in groups]
+        of_keys = [parts.key_heads(heads, request.sharing) for heads in sets]
+        cuts = [
+            parts.cut_into(x, own, 2)
+            for x, own in zip(operands[:3], (sets, of_keys, of_keys), strict=True)
+        ]
+        contexts: list[Tensor] = []
+        for group, *of_group in zip(groups, *cuts, strict=True):
+            kernel = first(self.kernels, request, group)
+            assert kernel is not None
+            tensors = parts.changes_of_heads(changes, group.heads).tensors
+            contexts.append(kernel.compute(request, group, *of_group, *tensors))
+        return parts.joined(contexts, sets, 2)
+
+
+def first(kernels: Any, request: Request, part: Part) -> Kernel | None:
+    """The first that does not refuse."""
+    for kernel in kernels:
+        if kernel.refuses(request, part) is None:
+            return kernel
+    return None

@@ -1,0 +1,88 @@
+"""One call of attention, whoever makes it, and all that restricts it."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keras import ops
+
+from keras_headmask.attention import parts
+from keras_headmask.attention.changes import NONE, Changes, Positions
+from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
+from keras_headmask.rules.positions import Full
+
+# (Made once: `torch.compile` cannot read how a spec is made.)
+_FROM_OUTSIDE: tuple[Any, ...] = (
+    MaskInput("(attention_mask)"),
+    QueryFlag("(query_mask)"),
+    KeyFlag("(value_mask)"),
+    KeyFlag("(key_mask)"),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """One call of attention, whoever makes it."""
+
+    query: Tensor  # (B, T, H, D)
+    key: Tensor  # (B, S, Hk, D); Hk divides H, and query head h reads key head h // (H / Hk)
+    value: Tensor  # (B, S, Hk, Dv)
+    rule: MaskSpec | None = None  # everything that restricts, as one spec
+    bound: Any = None  # the prepared mask inputs of `rule`: a `Bound`
+    _: dataclasses.KW_ONLY
+    scale: float  # factor of the logits
+    query_offset: Length = 0  # query i stands at position i + `query_offset`, as in `bound`
+    dropout: float = 0.0  # share of the probabilities set to 0; 0 at inference
+    seed: Any = None  # for `dropout`: an int or a `keras.random.SeedGenerator`
+    changes: Changes = NONE  # what changes logits beside the mask
+    wants_probabilities: bool = False  # whether the caller reads them
+    tiled: bool | None = None  # `None` leaves it to size and rule
+    # Makes the whole mask, boolean of rank 4, for a caller that has it, or shares it with other
+    # layers; by default `rule` is evaluated. Without `rule`, all that restricts.
+    make_mask: Callable[[], Mask | None] | None = None
+
+    @property
+    def sharing(self) -> int:
+        """How many query heads share a key head."""
+        return parts.sharing_of(self.query, self.key)
+
+    @property
+    def positions(self) -> Positions:
+        """Of the queries and of the keys."""
+        bound = self.bound or evaluation.bind(Full(), None, *self.lengths, self.query_offset)
+        return bound.query_positions, bound.key_positions
+
+    @property
+    def lengths(self) -> tuple[Length, Length]:
+        """Of the queries and of the keys."""
+        return ops.shape(self.query)[1], ops.shape(self.key)[1]
+
+
+def all_that_restricts(
+    spec: MaskSpec | None,
+    mask_inputs: Mapping[str, Any] | None = None,
+    attention_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    value_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    window: MaskSpec | None = None,
+) -> tuple[MaskSpec | None, dict[str, Any]]:
+    """One spec for everything that restricts, and its mask inputs; `None` where nothing does.
+
+    The names of what comes from outside the rule are in brackets, as no rule of JSON would have.
+    What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
+    """
+    specs, inputs = [spec], dict(mask_inputs or {})
+    given = attention_mask, query_mask, value_mask, key_mask
+    as_inputs = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
+    for leaf, mask, as_input in zip(_FROM_OUTSIDE, given, as_inputs, strict=True):
+        if mask is not None:
+            specs.append(leaf)
+            inputs[leaf.input] = as_input
+    joined = [x for x in (*specs, window) if x is not None]
+    return (functools.reduce(operator.and_, joined) if joined else None), inputs

@@ -1,0 +1,143 @@
+"""`hm.explain` says what runs, and why nothing else does."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from tiled_contract import attend, operands
+
+import keras_headmask as hm
+from keras_headmask.attention import choose
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
+kernels, cliff_cases = (
+    importlib.import_module(f"benchmarks.{name}") for name in ("kernels", "cliff_cases")
+)
+BACKEND = keras.backend.backend()
+RULE = hm.PerHead({0: hm.SameSentence(9), 1: hm.Window(3, 0)})
+CASES = [case for case in cliff_cases.grid() if case.step == "forward" and not case.dropout]
+
+
+def said(found):
+    return [(group.kernel, group.heads) for group in found.groups]
+
+
+@pytest.mark.parametrize("case", CASES[::11], ids=str)
+def test_it_names_what_runs(case):
+    if (case.lengths == "unknown" and BACKEND != "tensorflow") or case.queries != case.keys:
+        pytest.skip("lengths are known here, and queries counted from 0")
+    with kernels._seen() as seen:
+        if BACKEND == "tensorflow":
+            importlib.import_module("benchmarks.cliffs")._function(
+                case, "ours"
+            ).get_concrete_function()
+        else:
+            given = map(keras.ops.convert_to_tensor, case.operands()[:3])
+            hm.dot_product_attention(*given, None, case.spec(), case.data() or None)
+    is_known = case.lengths == "known"
+    sizes = {"queries": case.queries, "batch": case.batch} if is_known else {}
+    found = hm.explain(case.spec(), **sizes, num_heads=case.heads, head_dim=case.size)
+    if len(seen) == 1:  # of all heads together
+        assert {name for name, _ in said(found)} == {seen[0][0]}
+        assert sorted(head for _, heads in said(found) for head in heads) == list(seen[0][1])
+    else:
+        assert said(found) == seen
+
+
+def test_a_layer_is_explained_as_it_is_called():
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=RULE, dropout=0.5)
+    found = hm.explain(layer, queries=300, training=True)
+    assert found.name == layer.name
+    assert not layer.built
+    assert found.lengths == (300, 300)
+    assert [group.heads for group in found.groups] == [(0,), (1,), (2, 3)]
+    reasons = " ".join(reason for _, reason in found.refused)
+    assert ("dropout" in reasons) == (BACKEND == "tensorflow")  # elsewhere all is dense
+    assert hm.explain(layer, queries=16).kernel == "dense"
+    forced = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=hm.Window(3, 0), tiled=True)
+    assert hm.explain(forced, queries=16, padding=True).kernel != "dense"
+    grouped = hm.PerHeadMaskedGroupedQueryAttention(8, 4, 2, mask_spec=RULE)
+    assert len(hm.explain(grouped, queries=16, keys=24).groups) == 3
+
+
+def test_a_layer_without_a_rule_skips_nothing():
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 8)
+    assert hm.explain(layer, queries=300).kernel == "code of its class"
+    found = hm.explain(layer, queries=300, padding=True)
+    assert found.groups[-1].heads[-1] == 3
+
+
+def test_a_model_has_a_line_for_each_layer():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = keras.layers.Embedding(9, 8)(ids)
+    for name in ("first", "second", "third"):
+        y = keras.layers.LayerNormalization()(x)
+        x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(4, 8, name=name)(y, y)])
+    model = hm.apply_head_masks(keras.Model(ids, x), RULE, layers=("first", "third"))
+    found = hm.explain(model, queries=300)
+    assert [one.name for one in found] == ["first", "second", "third"]
+    assert found[1].kernel == "code of its class"
+    assert [len(one.groups) for one in found] == [3, 0, 3]
+    lines = str(found).splitlines()
+    assert lines[0].startswith("first: Head 0, ")
+    assert lines[1] == "second: code of its class"
+    # Nothing of the look stays.
+    before = numpy(model(np.ones((1, 5), "int32")))
+    hm.explain(model, queries=300)
+    np.testing.assert_array_equal(numpy(model(np.ones((1, 5), "int32"))), before)
+
+
+REFUSED = {  # arguments, and what is said of it
+    "few": ({"queries": 16}, r"not .*: 16 x 16 pairs are few: below 65536"),
+    "asked": ({"queries": 512, "tiled": False}, r"not .*: `tiled=False` asks for all logits"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_all_logits_and_why(why):
+    arguments, message = REFUSED[why]
+    found = hm.explain(RULE, **arguments)
+    assert found.kernel == "dense"
+    assert np.array([group.share for group in found.groups]).min() == 1
+    assert re.search(message, str(found))
+    with hm.dense_scope():
+        scoped = hm.explain(RULE, queries=512)
+    assert (scoped.kernel, "`hm.dense_scope` holds" in str(scoped)) == ("dense", True)
+
+
+def test_the_reason_is_the_error_of_tiled():
+    qkv = operands(1, 9, 9, 2)
+    with pytest.raises(ValueError, match="`tiled=True` is not possible here: returned prob"):
+        attend(qkv, hm.Window(1, 1), tiled=True, return_scores=True)
+
+
+@pytest.mark.tensorflow
+def test_lengths_that_are_not_known():
+    found = hm.explain(hm.Window(31, 0), num_heads=2)
+    assert (found.kernel, found.lengths) == ("by length", (1024, 1024))
+    assert found.groups[0].share < 0.3
+    assert "The lengths decide when the graph runs." in str(found)
+
+
+def test_what_cannot_be_explained():
+    with pytest.raises(TypeError, match=r"must be a rule, an attention layer .* its model"):
+        hm.explain(keras.layers.MultiHeadAttention(2, 4), queries=4)
+    with pytest.raises(ValueError, match=r"`queries`.*at least 1"):
+        hm.explain(RULE, queries=0)
+    with pytest.raises(ValueError, match="needs the inputs of a model"):
+        hm.explain(keras.Sequential([keras.layers.Dense(2)]), queries=4)
+    if BACKEND != "tensorflow":
+        with pytest.raises(ValueError, match="pass `queries=`"):
+            hm.explain(RULE)
+
+
+def test_every_kernel_has_a_name_of_its_own_on_its_backend():
+    for of_backend in choose.KERNELS.values():
+        names = [one.name for x in of_backend for one in getattr(x, "kernels", (x,))]
+        assert len(names) == len(set(names))
+        assert names[-1] == "dense"

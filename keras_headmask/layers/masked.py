@@ -20,7 +20,7 @@ from keras_headmask.attention.checking import (
 )
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.request import Request, all_that_restricts
-from keras_headmask.layers import changing, own_code
+from keras_headmask.layers import changing, loading, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -79,7 +79,7 @@ class MaskedAttention(keras.Layer):
         self._tiled = checked_tiled(tiled)
         options = changing.Options.of(self.num_heads, flash_attention, *changes)
         setattr(self, changing.OPTIONS, options)
-        self._missed_weights = False  # whether a file held weights before it was built
+        self._missed_weights = False  # see `loading`
 
     @classmethod
     def _ours(cls) -> type:
@@ -130,17 +130,7 @@ class MaskedAttention(keras.Layer):
             projection.supports_masking = True
 
     def load_own_variables(self, store: Any) -> None:
-        # Keras passes over the projections of a layer that it could not build, in silence.
-        if not self.built and _keras.has_in_file(store, _keras.query_in_files(self)):
-            self._missed_weights = True
-        if not self.built and self._missed_weights:  # asked again, by a path that no file has
-            raise ValueError(
-                f"The layer '{self.name}' was not built, so the weights that the file holds for it "
-                "would be lost. Keras could not run the `call` of the model that holds it: pass "
-                "all tensors in the first argument, a dict or a list, or define "
-                "`build_from_config`. To load weights into a model made by hand, call it on data "
-                "first."
-            )
+        loading.check_is_built(self, store)
         super().load_own_variables(store)
 
     def call(
@@ -167,85 +157,107 @@ class MaskedAttention(keras.Layer):
             value_mask = query_mask if value_mask is None else value_mask
         key = value if key is None else key
         if masks.has_shape_alone(query):
-            mask_inputs = self._with_stand_ins(mask_inputs, query, value)
-        given = attention_mask, query_mask, value_mask, key_mask
-        outside: dict[str, Any] = dict(zip(_MASKS, given, strict=True))
+            mask_inputs = loading.with_stand_ins(self._mask_spec, mask_inputs, query, value)
+        outside = dict(zip(_MASKS, (attention_mask, query_mask, value_mask, key_mask), strict=True))
         window = self._window(use_causal_mask)
         asked = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
         offset = checked_call(query, value, *asked, outside)
         changes = self._changes(query, value, attention_bias)
+        how = training, return_attention_scores
         if len(query.shape) != 3:
-            # Stock's `call`, for several axes, takes Keras masks off, which are put back.
-            kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
-            _keras.set_keras_mask(query, query_mask)  # where stock looks for it
-            rest = query_mask, value_mask, key_mask, attention_mask
-            try:
-                return super().call(
-                    query, value, key, *rest, return_attention_scores, training, use_causal_mask
-                )
-            finally:
-                for tensor, mask in reversed(kept):
-                    _keras.set_keras_mask(tensor, mask)
-        *projections, output_dense = _keras.projections(self)
-        pairs = zip(projections, (query, key, value), strict=True)
-        operands = [projection(x) for projection, x in pairs]
+            return self._over_several_axes(query, value, key, outside, *how, use_causal_mask)
+        projections = zip(_keras.projections(self)[:3], (query, key, value), strict=True)
+        operands = [projection(x) for projection, x in projections]
         spec = None if looking.are_rules_off() or not self._restricts else self._mask_spec
-        rule = merged = None
-        has_hooks = self._has_hooks()
-        if not has_hooks:
-            rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
-        else:  # everything that restricts, ANDed: what comes from outside after the spec
-            if spec is not None:
-                own_code.check_obeys(self, self._ours(), spec)
-                merged = self._mask(spec, mask_inputs, query, value, offset)
-            outside["use_causal_mask"] = use_causal_mask
-            if not is_zero(offset):  # which a subclass with Keras' own signature does not know
-                outside["query_offset"] = offset
-            merged = masks.and_masks(merged, self._compute_attention_mask(query, value, **outside))
-        if rule is None and (has_hooks or not changes.are_some):
+        if self._has_hooks():
+            merged = self._merged(spec, mask_inputs, query, value, offset, use_causal_mask, outside)
             with changing.by_hook(self, changes, query, value, offset):
-                context, scores = self._by_hook(operands, merged, training, return_attention_scores)
+                context, scores = self._by_hook(operands, merged, *how)
         else:
-            bound = None
-            if rule is not None:
-                (batch, queries), keys = ops.shape(operands[0])[:2], ops.shape(operands[1])[1]
-                bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=batch)
-            request = Request(
-                operands[0],
-                operands[1],
-                operands[2],
-                rule,
-                bound,
-                scale=_keras.scale(self),
-                query_offset=offset,
-                changes=changes,
-                wants_probabilities=return_attention_scores,
-                tiled=None if return_attention_scores else self._tiled,
-                **dropout_of(self, training),
-            )
-            context, scores = attend(request)
-        gate = _keras.gate(self)
-        output = output_dense(context if gate is None else ops.multiply(context, gate(query)))
-        if query_mask is not None:
-            _keras.set_keras_mask(output, query_mask)
+            rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
+            context, scores = self._by_kernel(operands, rule, inputs, offset, changes, *how)
+        output = self._output(context, query, query_mask)
         return (output, scores) if return_attention_scores else output
 
-    def _with_stand_ins(self, mask_inputs: Any, query: Tensor, value: Tensor) -> Any:
-        """`mask_inputs`, with zeros for those that a loading Keras leaves out of a model's call.
+    def _output(self, context: Tensor, query: Tensor, query_mask: Tensor | None) -> Tensor:
+        gate, project = _keras.gate(self), _keras.projections(self)[3]
+        output = project(context if gate is None else ops.multiply(context, gate(query)))
+        if query_mask is not None:
+            _keras.set_keras_mask(output, query_mask)
+        return output
 
-        A file holds no shapes of nested arguments. An error would be swallowed, and the layers that
-        come after this one would keep fresh weights.
-        """
-        is_mapping = mask_inputs is None or isinstance(mask_inputs, Mapping)
-        if self._mask_spec is None or not is_mapping or len(query.shape) != 3:
-            return mask_inputs  # the checks say what is wrong
-        sides = tuple(ops.cast(ops.zeros_like(x[..., 0]), "int32") for x in (query, value))
-        missing = {
-            name: sides if kind.rank is not None else sides[0][:1, :1]
-            for name, kind in self._mask_spec.inputs.items()
-        }
-        given = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
-        return missing | given or mask_inputs
+    def _over_several_axes(
+        self,
+        query: Tensor,
+        value: Tensor,
+        key: Tensor,
+        outside: Mapping[str, Any],
+        training: bool | None,
+        wants_scores: bool,
+        use_causal_mask: bool,
+    ) -> Any:
+        """By stock's `call`, which takes Keras masks off; they are put back."""
+        kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
+        attention_mask, *of_tokens = outside.values()
+        _keras.set_keras_mask(query, outside["query_mask"])  # where stock looks for it
+        try:
+            rest = *of_tokens, attention_mask, wants_scores, training, use_causal_mask
+            return super().call(query, value, key, *rest)
+        finally:
+            for tensor, mask in reversed(kept):
+                _keras.set_keras_mask(tensor, mask)
+
+    def _merged(
+        self,
+        spec: MaskSpec | None,
+        mask_inputs: Any,
+        query: Tensor,
+        value: Tensor,
+        offset: Length,
+        use_causal_mask: bool,
+        outside: dict[str, Any],
+    ) -> Mask | None:
+        """Everything that restricts, ANDed: what comes from outside after the spec."""
+        merged = None
+        if spec is not None:
+            own_code.check_obeys(self, self._ours(), spec)
+            merged = self._mask(spec, mask_inputs, query, value, offset)
+        # (A subclass with Keras' own signature does not know the offset.)
+        more = outside | {"use_causal_mask": use_causal_mask}
+        more |= {} if is_zero(offset) else {"query_offset": offset}
+        return masks.and_masks(merged, self._compute_attention_mask(query, value, **more))
+
+    def _by_kernel(
+        self,
+        operands: list[Tensor],
+        rule: MaskSpec | None,
+        mask_inputs: dict[str, Any],
+        offset: Length,
+        changes: Changes,
+        training: bool | None,
+        wants_scores: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Context and probabilities, by the code that suits `rule`, all that restricts."""
+        if rule is None and not changes.are_some:  # Keras' own may be a fused kernel
+            return self._by_hook(operands, None, training, wants_scores)
+        bound = None
+        if rule is not None:
+            (batch, queries), keys = ops.shape(operands[0])[:2], ops.shape(operands[1])[1]
+            bound = evaluation.bind(rule, mask_inputs, queries, keys, offset, batch=batch)
+        request = Request(
+            operands[0],
+            operands[1],
+            operands[2],
+            rule,
+            bound,
+            scale=_keras.scale(self),
+            query_offset=offset,
+            changes=changes,
+            wants_probabilities=wants_scores,
+            tiled=None if wants_scores else self._tiled,
+            **dropout_of(self, training),
+        )
+        return attend(request)
 
     def _changes(self, query: Tensor, value: Tensor, attention_bias: Any) -> Changes:
         """What changes the logits in this call."""

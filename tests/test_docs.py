@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 import snippets
 
@@ -31,6 +32,7 @@ def test_snippets(name, tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     if 'os.environ["KERAS_BACKEND"]' not in page.read_text("utf-8"):
+        keras.utils.clear_session()  # layers are named as in a process of its own
         snippets.run(page)
         return
     code = "import pathlib, sys, snippets; snippets.run(pathlib.Path(sys.argv[1]))"

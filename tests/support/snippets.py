@@ -6,8 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import keras
-
 # What a page needs of packages beside Keras, where no line imports it.
 NEEDED_BY = {"hm.plot": "matplotlib", "\nkeras-headmask ": "click", 'format="onnx"': "tf2onnx"}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -26,7 +24,6 @@ def run(page: Path) -> int:
 
     Returns how many `text` blocks were held against what was printed.
     """
-    keras.utils.clear_session()  # layers are named as in a process of its own
     namespace, printed, compared = {"__name__": page.stem}, "", 0
     fences = FENCE.findall(page.read_text(encoding="utf-8"))
     for (language, body), (following, _) in zip(fences, [*fences[1:], ("", "")], strict=True):

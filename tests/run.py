@@ -33,7 +33,7 @@ _BACKENDS = (
     *_files("attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
-_PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal")
+_PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "--durations=25")
 _RUFF = (sys.executable, "-m", "ruff")
 # Each pass: name, backend, command.
 _SOURCE = (

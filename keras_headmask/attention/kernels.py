@@ -279,7 +279,9 @@ class Sdpa(Kernel):
             return reason
         operands = request.query, request.key, request.value
         is_known = tiles_torch.can_read(request.bound, *operands)
-        return None if is_known else "values cannot be read: code is compiled, exported or mapped"
+        return (
+            None if is_known else "values are not known yet: code is compiled, exported or mapped"
+        )
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention import tiles_torch

@@ -196,7 +196,7 @@ class MaskedAttention(keras.Layer):
         wants_scores: bool,
         use_causal_mask: bool,
     ) -> Any:
-        """By stock's `call`, which takes Keras masks off; they are put back."""
+        """By the `call` of stock Keras, which takes Keras masks off; they are put back."""
         kept = [(tensor, _keras.get_keras_mask(tensor)) for tensor in (query, value, key)]
         attention_mask, *of_tokens = outside.values()
         _keras.set_keras_mask(query, outside["query_mask"])  # where stock looks for it

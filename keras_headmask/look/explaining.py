@@ -110,7 +110,7 @@ def explain(
         An `Explanation` of a rule or a layer; a tuple of them, which prints, for a model.
 
     Raises:
-        TypeError: for what is none of these.
+        TypeError: for anything else.
         ValueError: for lengths that are not known on JAX or PyTorch, or a model without inputs.
 
     >>> import keras_headmask as hm

@@ -29,7 +29,7 @@ _BACKENDS = (
     *_files("attention/test_changes", "attention/test_precision", "attention/test_kernels"),
     *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
-    *_files("test_keras_internals", "retrofit/test_retrofit"),
+    *_files("test_keras_internals", "retrofit/test_retrofit", "test_memory"),
     *_files("attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.

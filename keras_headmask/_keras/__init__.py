@@ -84,7 +84,7 @@ OVERRIDDEN = {
 
 # --- Attention -----------------------------------------------------------------------------------
 
-COMPUTE_ATTENTION = "_compute_attention"
+COMPUTE_ATTENTION, MASKED_SOFTMAX = "_compute_attention", "_masked_softmax"
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
 # What a subclass may override to mask or to attend by itself.
 ATTENTION_HOOKS = (

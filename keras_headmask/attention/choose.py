@@ -38,6 +38,8 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "jax": (ByGroup(BlockLoop(), Unrolled()), Dense()),
     "torch": (ByGroup(Sdpa(), FlexAttention(), Unrolled()), Dense()),
 }
+_OF_OTHERS = ByGroup(Unrolled()), Dense()  # a backend of Keras that this package does not know
+_FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 
 # Called with what is asked for; what it returns is taken for the context, if not `None`.
 _Watch = Callable[[Request, Part], Tensor | None]
@@ -49,6 +51,11 @@ def watched(watch: _Watch) -> AbstractContextManager[Any]:
     return holding(_watch, watch)
 
 
+def kernels_here() -> tuple[Kernel, ...]:
+    """Those of the backend of Keras, in order."""
+    return KERNELS.get(keras.backend.backend(), _OF_OTHERS)
+
+
 def choose(request: Request, part: Part) -> Kernel:
     """The kernel that computes `request`, of which `part` are all heads.
 
@@ -58,7 +65,7 @@ def choose(request: Request, part: Part) -> Kernel:
     reason = None if without_choice(request) else impossible(request)
     if request.tiled and reason is not None:
         raise ValueError(f"`tiled=True` is not possible here: {reason}.")
-    chosen = first(KERNELS[keras.backend.backend()], request, part)
+    chosen = first(kernels_here(), request, part)
     assert chosen is not None  # the last refuses nothing
     return chosen
 
@@ -87,6 +94,6 @@ def part_of_all(request: Request) -> Part:
     if request.tiled:  # not by all logits where there is a choice
         tuning = dataclasses.replace(tuning, most_logits_at_once=0)
     half = precision.half_dtype(request.scale, request.query, request.key, request.value)
-    rule = Full() if request.rule is None else request.rule
+    rule = _FULL if request.rule is None else request.rule
     rest = request.bound, request.scale, tuning
     return Part(rule, heads, *rest, sharing=request.sharing, half=half)

@@ -28,6 +28,7 @@ class Kernel:
 
     name = ""
     file = ""  # where its code is
+    block = ""  # the field of `Tuning` with how many keys it keeps or skips together
 
     def refuses(self, request: Request, part: Part) -> str | None:
         """Why it does not compute those heads, in words; `None` if it does."""
@@ -81,6 +82,8 @@ class Dense(Kernel):
 
 def without_choice(request: Request) -> str | None:
     """Why all logits are computed, whatever `tiled` says."""
+    if request.rule is None and request.make_mask is not None:
+        return "a whole mask is given, which no tile is skipped by"
     if request.rule is None:
         return "nothing restricts, so there is nothing to skip"
     if 0 in _lengths(request):
@@ -112,7 +115,8 @@ def _skips_nothing(request: Request, part: Part) -> str | None:
     queries, keys = _lengths(request)
     fewest = part.tuning.fewest_pairs
     if None not in (queries, keys) and queries * keys < fewest:
-        return f"{queries} x {keys} pairs are few: below {fewest}, one product is faster"
+        # (No sizes in these sentences: code that is compiled may not know them.)
+        return f"there are fewer than {fewest} pairs, for which one product is faster"
     return None
 
 
@@ -132,7 +136,7 @@ def has_loops() -> bool:
 class ByLength(Kernel):
     """Holds the next two and loops over tiles; the lengths that the run has decide."""
 
-    name, file = "by length", "by_length"
+    name, file, block = "by length", "by_length", "tensorflow_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         is_known = None not in _lengths(request)
@@ -195,7 +199,7 @@ class HeadByHead(Kernel):
             return reason
         (queries, keys), most = _lengths(request), limits.most_pairs(part)
         if queries * keys > most:
-            return f"{queries} x {keys} pairs are more than {most}, which stay in the cache"
+            return f"there are more than {most} pairs, whose logits would not stay in the cache"
         return "soft caps, biases and sinks" if request.changes.are_some else None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
@@ -210,7 +214,7 @@ class HeadByHead(Kernel):
 class Loop(Kernel):
     """TensorFlow's loop over tiles: data decides, in a graph of one size."""
 
-    name, file = "loop", "tiles_tensorflow"
+    name, file, block = "loop", "tiles_tensorflow", "tensorflow_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         if not has_loops():
@@ -243,7 +247,7 @@ def _not_in_float32(request: Request) -> str | None:
 class BlockLoop(Kernel):
     """JAX' loops over tiles and the blocks of keys that each meets."""
 
-    name, file = "loop", "tiles_jax"
+    name, file, block = "loop", "tiles_jax", "jax_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         import jax
@@ -269,7 +273,7 @@ def _not_on_torch(request: Request) -> str | None:
 class Sdpa(Kernel):
     """PyTorch's own attention, of each tile and the keys that it may see."""
 
-    name, file = "SDPA", "tiles_torch"
+    name, file, block = "SDPA", "tiles_torch", "python_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention import tiles_torch
@@ -292,7 +296,7 @@ class Sdpa(Kernel):
 class FlexAttention(Kernel):
     """PyTorch's kernel that is compiled for a rule."""
 
-    name, file = "FlexAttention", "flex_torch"
+    name, file, block = "FlexAttention", "flex_torch", "flex_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention import flex_torch
@@ -317,7 +321,7 @@ class FlexAttention(Kernel):
 class Unrolled(Kernel):
     """A Python loop over tiles of known lengths; what positions show is skipped."""
 
-    name, file = "unrolled", "tiles_python"
+    name, file, block = "unrolled", "tiles_python", "python_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         return None

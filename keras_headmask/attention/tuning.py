@@ -68,9 +68,8 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    most_logits_at_once: int = (
-        2**19
-    )  # of a batch, on TensorFlow; times so much where tiles gain less:
+    # Of a batch, on TensorFlow; times one of the next three where tiles gain less.
+    most_logits_at_once: int = 2**19
     at_once_where_little_is_skipped: int = 16
     at_once_of_head_groups: int = 8  # each group would have loops of its own
     at_once_with_dropout: int = 4  # tiles would draw it again for gradients

@@ -131,6 +131,7 @@ class MaskedAttention(keras.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         loading.check_is_built(self, store)
+        self._is_tried = False  # other weights may do something else
         super().load_own_variables(store)
 
     def call(
@@ -220,7 +221,7 @@ class MaskedAttention(keras.Layer):
         """Everything that restricts, ANDed: what comes from outside after the spec."""
         merged = None
         if spec is not None:
-            own_code.check_obeys(self, self._ours(), spec)
+            own_code.check_obeys(self, self._ours(), spec, is_for_good=True)
             merged = self._mask(spec, mask_inputs, query, value, offset)
         # (A subclass with Keras' own signature does not know the offset.)
         more = outside | {"use_causal_mask": use_causal_mask}
@@ -383,7 +384,7 @@ class MaskedAttention(keras.Layer):
         self._changes(query, value, given["attention_bias"])
         if self._restricts and self.built:
             assert self._mask_spec is not None
-            own_code.check_obeys(self, self._ours(), self._mask_spec)
+            own_code.check_obeys(self, self._ours(), self._mask_spec, is_for_good=False)
         if not self._is_rebuilt:
             lost_masks.warn_in_call(self, query, value, given)
         key_shape = None if key is None else key.shape

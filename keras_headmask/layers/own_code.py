@@ -13,15 +13,17 @@ from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 
 
-def check_obeys(layer: Any, ours: type, spec: MaskSpec) -> None:
-    """Raise if the class of a layer was seen not to obey the mask of its rule. It is tried once.
+def check_obeys(layer: Any, ours: type, spec: MaskSpec, is_for_good: bool) -> None:
+    """Raise if the class of a layer was seen not to obey the mask of its rule.
 
-    `ours` is our class, of which that may be a subclass.
+    `ours` is our class, of which that may be a subclass. `is_for_good`: it is not tried again.
     """
     name = _keras.COMPUTE_ATTENTION
-    code = getattr(type(layer), name)
-    has_own = code is not getattr(ours, name) or _keras.has_own_softmax(layer)
-    if not has_own or layer._is_tried or _has_no_numbers():
+    if getattr(type(layer), name) is getattr(ours, name):
+        if not _keras.has_own_softmax(layer):
+            return
+        name = _keras.MASKED_SOFTMAX
+    if layer._is_tried or _has_no_numbers():
         return
     stand_in = looking.standing_in(layer, {_keras.FLASH: False})
 
@@ -39,7 +41,7 @@ def check_obeys(layer: Any, ours: type, spec: MaskSpec) -> None:
             f"The attention layer '{layer.name}', of class {type(layer).__name__} with its own "
             f"`{name}`,",
         )
-    layer._is_tried = True
+    layer._is_tried = is_for_good
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_headmask.attention import choose, cpu, looking, parts, tiles_python
 from keras_headmask.attention.api import dot_product_attention
-from keras_headmask.attention.kernels import ByGroup, first
+from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible, without_choice
 from keras_headmask.attention.parts import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
@@ -27,9 +27,10 @@ _SIZE = 8  # of what a layer is given: it decides nothing
 
 @dataclasses.dataclass(frozen=True)
 class OfHeads:
-    """Heads that are computed together: by which kernel, and the share of all pairs that it does.
+    """Heads that are computed together, by which kernel, and the share of all pairs it meets.
 
-    The share is by what positions show; ids and flags may leave less.
+    The share is by what positions show, in tiles and blocks; ids and flags may leave less. It is 1
+    where all logits are computed.
     """
 
     heads: tuple[int, ...]
@@ -46,7 +47,8 @@ class Explanation:
 
     Args:
         name: The path of the layer, or the rule.
-        kernel: Its name, as in the table of kernels in `docs/architecture.md`.
+        kernel: Its name, as in the table of kernels in `docs/architecture.md`; "by head group" if
+            they have several.
         groups: The heads that are computed together.
         lengths: Of the queries and keys, by which the shares are counted.
         refused: The kernels that were asked before, and why each refused.
@@ -84,65 +86,77 @@ def explain(
     what: Any,
     queries: int | None = None,
     keys: int | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     num_heads: int | None = None,
-    head_dim: int = 64,
-    padding: bool = False,
-    training: bool = False,
+    head_dim: int | None = None,
+    query_offset: int | None = None,
+    padding: bool | None = None,
+    training: bool | None = None,
     tiled: bool | None = None,
 ) -> Any:
     """Say which code computes attention under a rule, which code refused and why.
 
-    Nothing is computed but what stands around attention in a model, on zeros.
+    It is the code of plain calls and of TensorFlow's graphs: what `torch.compile` or XLA compiles
+    may be computed by another kernel. On TensorFlow everything is traced and nothing computed; on
+    JAX and PyTorch a model runs once, on zeros, and nothing of that stays.
 
     Args:
         what: A rule, an attention layer of this package, or a functional or Sequential model.
-        queries: Number of queries; `None`: not known when the graph is traced (TensorFlow alone).
-        keys: Number of keys, for a rule or a layer; by default that of the queries.
-        batch: Number of examples.
+        queries: Number of queries; of a model, what stands for each size that its inputs leave
+            open. `None`: not known when the graph is traced (TensorFlow alone).
+        keys: For a rule or a layer: number of keys; by default that of the queries.
+        batch: Number of examples; `None`: not known (1 on JAX and PyTorch).
         num_heads: For a rule: number of heads; by default as many as it names, and one more.
-        head_dim: For a rule: size of a head.
+        head_dim: For a rule: size of a head; 64 by default.
+        query_offset: For a rule or a layer: position of the first query; 0 by default.
         padding: For a layer: whether its query has a mask of padding.
         training: For a layer or a model: whether dropout is drawn.
         tiled: For a rule: as in `hm.dot_product_attention`. A layer has its own.
 
     Returns:
-        An `Explanation` of a rule or a layer; a tuple of them, which prints, for a model.
+        An `Explanation` of a rule or a layer; a tuple of them, which prints, for a model: of the
+        first call of each layer.
 
     Raises:
-        TypeError: for anything else.
-        ValueError: for lengths that are not known on JAX or PyTorch, or a model without inputs.
+        TypeError: for `what` of another kind, or an argument that is for another kind.
+        ValueError: for lengths that are not known on JAX or PyTorch, a model without inputs, or a
+            number below 1.
 
     >>> import keras_headmask as hm
     >>> found = explain(hm.PerHead({0: hm.Window(31, 0)}), queries=64, num_heads=4)
     >>> found.kernel
     'dense'
     """
-    backend = keras.backend.backend()
-    for name, number in (("queries", queries), ("keys", keys)):
-        if number is not None:
-            whole_number(number, name, at_least=1)
-    whole_number(batch, "batch", at_least=1)
-    if queries is None and backend != "tensorflow":
-        raise ValueError(
-            f"On {backend} lengths are known when code is compiled: pass `queries=`, for example "
-            f"hm.explain(..., queries={_LENGTH})."
+    given = {k: v for k, v in locals().items() if k != "what" and v is not None}
+    kind = next((name for name, cls in _KINDS.items() if isinstance(what, cls)), None)
+    if kind is None:
+        raise TypeError(
+            "`what` must be a rule, an attention layer of this package, or a model. (A layer of "
+            "Keras that `apply_head_masks` gave a rule is explained with its model.) Received: "
+            f"{what!r}."
         )
-    keys = queries if keys is None else keys
-    if isinstance(what, MaskSpec):
-        heads = enough_heads(what) if num_heads is None else num_heads
-        query, key = (_Tensor((batch, length, heads, head_dim)) for length in (queries, keys))
-        given = {"query": query, "key": key, "inputs": _inputs(what, batch, queries, keys)}
-        call = functools.partial(_attend, what, tiled)
-        return _explanations(call, given, queries, {None: repr(what)})[0]
-    if isinstance(what, keras.Model):
-        return _of_model(what, queries, batch, training)
-    if isinstance(what, MaskedAttention):
-        return _of_layer(what, queries, keys, batch, padding, training)
-    raise TypeError(
-        "`what` must be a rule, an attention layer of this package, or a model. (A layer of Keras "
-        f"that `apply_head_masks` gave a rule is explained with its model.) Received: {what!r}."
-    )
+    if unknown := sorted(given.keys() - _ARGUMENTS[kind]):
+        raise TypeError(f"{kind} has no {unknown[0]!r} of its own to set here. Leave it out.")
+    for name in ("queries", "keys", "batch", "num_heads", "head_dim"):
+        if name in given:
+            whole_number(given[name], name, at_least=1)
+    if keras.backend.backend() != "tensorflow":
+        given.setdefault("batch", 1)
+        if queries is None and not (kind == "A model" and _is_known(what)):
+            raise ValueError(
+                f"On {keras.backend.backend()} lengths are known when code runs: pass `queries=`, "
+                f"for example hm.explain(..., queries={_LENGTH})."
+            )
+    of: dict[str, Callable] = {"A rule": _of_rule, "A layer": _of_layer, "A model": _of_model}
+    return of[kind](what, **given)
+
+
+_KINDS = {"A rule": MaskSpec, "A model": keras.Model, "A layer": MaskedAttention}
+_ARGUMENTS = {
+    "A rule": {"queries", "keys", "batch", "num_heads", "head_dim", "query_offset", "tiled"},
+    "A layer": {"queries", "keys", "batch", "query_offset", "padding", "training"},
+    "A model": {"queries", "batch", "training"},
+}
 
 
 class _Tensor:
@@ -152,45 +166,81 @@ class _Tensor:
         self.shape, self.dtype = shape, dtype
 
 
-def _inputs(spec: MaskSpec | None, batch: int, queries: Any, keys: Any) -> dict[str, Any]:
+def _inputs(spec: MaskSpec | None, batch: Any, queries: Any, keys: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in ({} if spec is None else spec.inputs).items():
         if kind.rank is None:
             found[name] = _Tensor((batch, 1, queries, keys), "bool")
-        elif queries == keys:
-            found[name] = _Tensor((batch, keys), kind.dtype)
         else:
-            found[name] = tuple(_Tensor((batch, n), kind.dtype) for n in (queries, keys))
+            found[name] = _Tensor((batch, keys), kind.dtype)
+            if queries != keys:
+                found[name] = _Tensor((batch, queries), kind.dtype), found[name]
     return found
 
 
-def _attend(spec: MaskSpec, tiled: bool | None, query: Tensor, key: Tensor, inputs: Any) -> Tensor:
-    more: dict[str, Any] = {"tiled": tiled, "query_offset": 0}
-    return dot_product_attention(query, key, key, None, spec, inputs or None, **more)
+def _of_rule(
+    spec: MaskSpec,
+    queries: int | None = None,
+    keys: int | None = None,
+    batch: int | None = None,
+    num_heads: int | None = None,
+    head_dim: int = 64,
+    query_offset: int = 0,
+    tiled: bool | None = None,
+) -> Explanation:
+    keys = queries if keys is None else keys
+    heads = enough_heads(spec) if num_heads is None else num_heads
+    query, key = (_Tensor((batch, length, heads, head_dim)) for length in (queries, keys))
+    # Ids of the keys' length serve the queries of a step.
+    seen = keys if query_offset else queries
+    given = {"query": query, "key": key, "inputs": _inputs(spec, batch, seen, keys)}
+
+    def call(query: Tensor, key: Tensor, inputs: Any) -> Tensor:
+        more: dict[str, Any] = {"tiled": tiled, "query_offset": query_offset}
+        return dot_product_attention(query, key, key, None, spec, inputs or None, **more)
+
+    return _explanations(call, given, queries, {None: repr(spec)}, may_force=True)[0]
 
 
 def _of_layer(
-    layer: Any, queries: Any, keys: Any, batch: int, padding: bool, training: bool
+    layer: Any,
+    queries: int | None = None,
+    keys: int | None = None,
+    batch: int | None = None,
+    query_offset: int = 0,
+    padding: bool = False,
+    training: bool = False,
 ) -> Explanation:
+    keys = queries if keys is None else keys
     copy = type(layer).from_config(layer.get_config())
     query, value = (_Tensor((batch, length, _SIZE)) for length in (queries, keys))
     copy.build(query.shape, value.shape)
-    given = {"query": query, "inputs": _inputs(copy.mask_spec, batch, queries, keys)}
+    seen = keys if query_offset else queries
+    given = {"query": query, "inputs": _inputs(copy.mask_spec, batch, seen, keys)}
     if queries != keys:
         given["value"] = value
     if padding:
         given["query_mask"] = _Tensor((batch, queries), "bool")
 
     def call(inputs: Any, **tensors: Tensor) -> Tensor:
-        more = {"mask_inputs": inputs or None, "training": training, "query_offset": 0}
-        return copy(**tensors, **more)
+        more = {"mask_inputs": inputs or None, "training": training}
+        return copy(**tensors, **more, query_offset=query_offset)
 
-    return _explanations(call, given, queries, {None: layer.name})[0]
+    return _explanations(call, given, queries, {None: layer.name}, may_force=True)[0]
+
+
+def _is_known(model: keras.Model) -> bool:
+    """Whether a model has inputs, and all their sizes are known but the batch."""
+    inputs = getattr(model, "inputs", None) or ()
+    return bool(inputs) and all(None not in x.shape[1:] for x in inputs)
 
 
 def _of_model(
-    model: keras.Model, queries: int | None, batch: int, training: bool
-) -> "Explanations":
+    model: keras.Model,
+    queries: int | None = None,
+    batch: int | None = None,
+    training: bool = False,
+) -> Explanations:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         raise ValueError(
@@ -207,25 +257,32 @@ def _of_model(
     def call(inputs: Any) -> Any:
         return model(inputs, training=training)
 
-    return Explanations(_explanations(call, given, queries, layers))
+    return Explanations(_explanations(call, given, queries, layers, may_force=False))
 
 
 # --- What is asked for ---------------------------------------------------------------------------
 
 
 def _explanations(
-    call: Callable, given: dict[str, Any], queries: int | None, names: dict[Any, str]
+    call: Callable,
+    given: dict[str, Any],
+    queries: int | None,
+    names: dict[Any, str],
+    may_force: bool,
 ) -> list[Explanation]:
-    """Of each attention in `call(**given)`; `names` has the layers to look at, or `None`."""
+    """Of each attention in `call(**given)`; `names` has the layers to look at, or `None`.
+
+    `may_force`: whether it has an argument `tiled`.
+    """
     running: list[Any] = [None]
     found: dict[Any, Explanation] = {}
 
     def watch(request: Request, part: Part) -> Tensor | None:
         layer = running[-1]
-        if layer in names:
-            found.setdefault(layer, _explained(names[layer], request, part, queries))
-        if request.wants_probabilities:
-            return None
+        if layer in names and layer not in found:
+            found[layer] = _explained(names[layer], request, part, queries, may_force)
+        if None not in names or request.wants_probabilities:
+            return None  # a function inside of a model would keep what is traced now
         return ops.zeros_like(request.query[..., :1]) + request.value[:, :1, :1] * 0
 
     def entered(layer: Any) -> Callable:
@@ -253,74 +310,85 @@ def _explanations(
 
 def _run(call: Callable, given: dict[str, Any]) -> None:
     """Run `call` on zeros of those shapes; on TensorFlow trace it, which computes nothing."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+    with keras.StatelessScope():  # no statistics, seeds and losses of a model change
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
 
-        specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
-        tf.function(lambda given: call(**given), autograph=False).get_concrete_function(specs)
-        return
-    with contextlib.nullcontext() if keras.backend.backend() == "jax" else _without_gradients():
-        call(**keras.tree.map_structure(lambda x: ops.zeros(x.shape, x.dtype), given))
+            specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
+            tf.function(lambda given: call(**given), autograph=False).get_concrete_function(specs)
+            return
+        with _without_gradients():
+            call(**keras.tree.map_structure(lambda x: ops.zeros(x.shape, x.dtype), given))
 
 
-def _without_gradients() -> Any:
+def _without_gradients() -> AbstractContextManager[Any]:
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
     import torch
 
     return torch.no_grad()
 
 
-def _explained(name: str, request: Request, part: Part, queries: int | None) -> Explanation:
-    kernels = choose.KERNELS[keras.backend.backend()]
+def _explained(
+    name: str, request: Request, part: Part, queries: int | None, may_force: bool
+) -> Explanation:
+    kernels = choose.kernels_here()
     chosen = choose.choose(request, part)
-    before = kernels[: kernels.index(chosen)]
-    refused = [(kernel, kernel.refuses(request, part)) for kernel in before]
-    length, keys = (
-        known if isinstance(known, int) else queries or _LENGTH
-        for known in (request.query.shape[1], request.key.shape[1])
-    )
-    groups = parts.by_rule(part)
+    refused = [(x.name, x.refuses(request, part)) for x in kernels[: kernels.index(chosen)]]
+    sizes = request.query.shape[1], request.key.shape[1]
+    length, keys = (n if isinstance(n, int) else queries or _LENGTH for n in sizes)
+    offset = request.query_offset if isinstance(request.query_offset, int) else 0
     of_groups = []
-    for group in groups:
+    for group in parts.by_rule(part):
         kernel = chosen
         if isinstance(chosen, ByGroup):
-            taken = first(chosen.kernels, request, group)
-            assert taken is not None
-            earlier = chosen.kernels[: chosen.kernels.index(taken)]
-            refused += [(x, x.refuses(request, group)) for x in earlier]
-            kernel = taken
-        share = 1.0
-        if kernel.name not in ("dense", "at once", "head by head"):
-            share = tiles_python.plan_of(group, length, keys, 0).share(keys)
-        of_groups.append(OfHeads(group.heads, kernel.name, share))
-    if isinstance(chosen, ByGroup):
-        chosen = first(chosen.kernels, request, groups[0]) or chosen
-    reasons = dict.fromkeys((x.name, reason) for x, reason in refused if reason is not None)
+            kernel = first(chosen.kernels, request, group) or chosen
+            for other in chosen.kernels[: chosen.kernels.index(kernel)]:
+                why = f"{other.refuses(request, group)} ({heads_in_words(group.heads).lower()})"
+                refused.append((other.name, why))
+        of_groups.append(
+            OfHeads(group.heads, kernel.name, _share(kernel, group, length, keys, offset))
+        )
+    by = {group.kernel for group in of_groups}
+    reasons = dict.fromkeys((name, reason) for name, reason in refused if reason is not None)
     return Explanation(
         name,
-        chosen.name,
+        by.pop() if len(by) == 1 else chosen.name,
         tuple(of_groups),
         (length, keys),
         tuple(reasons),
-        tuple(_ways(request, chosen.name)),
+        tuple(_ways(request, part, chosen.name, length, may_force)),
     )
 
 
-def _ways(request: Request, chosen: str) -> Iterator[str]:
+def _share(kernel: Kernel, group: Part, queries: int, keys: int, offset: int) -> float:
+    """Of the pairs of a group, by positions, those that a kernel meets."""
+    if not kernel.block:
+        return 1.0
+    block = min(getattr(group.tuning, kernel.block), keys)
+    tile = group.tuning.flex_tile if kernel.block == "flex_block" else group.tile
+    plan = tiles_python.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
+    return plan.share(keys)
+
+
+def _ways(request: Request, part: Part, chosen: str, length: int, may_force: bool) -> Iterator[str]:
     """What would change the choice, in sentences."""
     if request.rule is None:
         return
-    lengths = request.query.shape[1], request.key.shape[1]
     if chosen == "by length":
         yield (
-            "The lengths decide when the graph runs. Give `keras.Input` its length, and they are "
+            f"The lengths decide when the graph runs: few logits are all computed. The shares are "
+            f"those of tiles, of {length} positions. Give `keras.Input` its length, and all is "
             "known before."
         )
     if request.rule.inputs:
         yield "The shares are by positions; ids and flags may leave less."
-    if chosen == "dense" and request.tiled is None and all(isinstance(n, int) for n in lengths):
-        yield "`tiled=True` skips what is hidden, whatever the size."
-    if chosen != "dense" and request.tiled is None:
-        yield "`tiled=False` computes all logits."
+    is_free = without_choice(request) is None and impossible(request) is None
+    if may_force and is_free and not part.rule.constant:
+        if chosen == "dense":
+            yield "`tiled=True` skips what is hidden, whatever the size."
+        elif not request.tiled:
+            yield "`tiled=False` computes all logits."
     one_dnn = cpu.one_dnn()
     if one_dnn is not None:
         yield str(one_dnn)

@@ -37,7 +37,7 @@ def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:
         if (
             step.kind.endswith(("softmax", "exp"))  # the sum may be divided by before or after
             and any(map(_may_be_weights, step.outputs))
-            and not _is_of_single_positions(step.outputs[0], makers)
+            and not _is_of_single_positions(step.outputs[0], makers, step.kind == "exp")
             and _meets_a_product(step, readers)
         ):
             yield step
@@ -85,16 +85,19 @@ def _meets_a_product(softmax: Step, readers: dict[int, list[Step]]) -> bool:
     return False
 
 
-def _is_of_single_positions(tensor: Any, makers: dict[int, Step]) -> bool:
+def _is_of_single_positions(tensor: Any, makers: dict[int, Step], is_exp: bool) -> bool:
     """Whether numbers come from a Dense of one position each, as the shares of experts do.
 
     Those of attention come from pairs of positions: a product, a sum that broadcasts, or code that
-    the graph does not show.
+    the graph does not show. An `exp` of an input is no softmax, nor is that of a logarithm of one,
+    which is found by itself.
     """
     waiting, seen = [tensor], {id(tensor)}
     while waiting:
         tensor = waiting.pop()
         step = makers.get(id(tensor))
+        if is_exp and (step is None or not step.inputs or step.kind.endswith("softmax")):
+            continue
         if step is None or step.kind in ("product", "hidden"):
             return False
         if step.kind.startswith("dense") and _rank(step.inputs[0], makers) <= 3:

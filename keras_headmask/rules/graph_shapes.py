@@ -94,7 +94,8 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
 
     XLA leaves the check out, and JAX has none: there the offset must be right.
     """
-    if keras.backend.backend() == "tensorflow" and not keras.backend.is_keras_tensor(ids):
+    are_symbolic = any(map(keras.backend.is_keras_tensor, (ids, positions)))
+    if keras.backend.backend() == "tensorflow" and not are_symbolic:
         import tensorflow as tf
 
         length, queries, first = tf.shape(ids)[1], tf.shape(positions)[0], positions[:1]

@@ -92,8 +92,64 @@ def test_a_model_has_a_line_for_each_layer():
     np.testing.assert_array_equal(numpy(model(np.ones((1, 5), "int32"))), before)
 
 
+def test_nothing_of_a_look_stays_in_a_model():
+    x = keras.Input((None, 8))
+    y = keras.layers.BatchNormalization()(x)
+    y = keras.layers.MultiHeadAttention(2, 4, dropout=0.5, seed=1, name="attention")(y, y)
+    model = hm.apply_head_masks(keras.Model(x, y), hm.Window(3, 0))
+    before = [numpy(v) for v in model.variables]
+    assert hm.explain(model, queries=300, training=True)[0].name == "attention"
+    for value, old in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(numpy(value), old)
+    assert not model.losses
+
+
+@pytest.mark.tensorflow
+def test_a_function_inside_keeps_nothing_of_a_look():
+    import tensorflow as tf
+
+    class Inside(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(3, 0))
+            self.run = tf.function(self.attention, [tf.TensorSpec((None, None, 8))])
+
+        def build(self, shape):
+            self.attention.build(shape, shape)
+
+        def call(self, x):
+            return self.run(x)
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    x = keras.Input((None, 8))
+    layer = Inside()
+    model = keras.Model(x, layer(x))
+    hm.explain(model)
+    given = np.random.default_rng(0).normal(size=(1, 5, 8)).astype("float32")
+    np.testing.assert_allclose(model(given), layer.attention(given), rtol=1e-5, atol=1e-6)
+    assert np.abs(model(given)).max() > 0
+
+
+def test_a_step_stands_behind_its_keys():
+    rule = hm.PerHead({0: hm.Window(31, 0)})
+    found = hm.explain(rule, queries=256, keys=4096, query_offset=3840)
+    assert found.groups[0].share < hm.explain(rule, queries=256, keys=256).groups[0].share
+    ids = hm.SameSegment("ids") & hm.Window(31, 0)
+    assert hm.explain(ids, queries=1, keys=4096, query_offset=4095).kernel == "dense"
+
+
+def test_no_advice_that_changes_nothing():
+    forced = "`tiled=True` skips"
+    assert forced in str(hm.explain(hm.Window(3, 0), queries=16))
+    assert forced not in str(hm.explain(hm.Full(), queries=16))
+    with hm.dense_scope():
+        assert forced not in str(hm.explain(hm.Window(3, 0), queries=512))
+
+
 REFUSED = {  # arguments, and what is said of it
-    "few": ({"queries": 16}, r"not .*: 16 x 16 pairs are few: below 65536"),
+    "few": ({"queries": 16}, r"not .*: there are fewer than 65536 pairs"),
     "asked": ({"queries": 512, "tiled": False}, r"not .*: `tiled=False` asks for all logits"),
 }
 
@@ -121,7 +177,7 @@ def test_lengths_that_are_not_known():
     found = hm.explain(hm.Window(31, 0), num_heads=2)
     assert (found.kernel, found.lengths) == ("by length", (1024, 1024))
     assert found.groups[0].share < 0.3
-    assert "The lengths decide when the graph runs." in str(found)
+    assert "The lengths decide when the graph runs" in str(found)
 
 
 def test_what_cannot_be_explained():
@@ -131,9 +187,19 @@ def test_what_cannot_be_explained():
         hm.explain(RULE, queries=0)
     with pytest.raises(ValueError, match="needs the inputs of a model"):
         hm.explain(keras.Sequential([keras.layers.Dense(2)]), queries=4)
+    with pytest.raises(ValueError, match="`head_dim`"):
+        hm.explain(RULE, queries=4, head_dim=0)
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=RULE)
+    with pytest.raises(TypeError, match="A layer has no 'tiled' of its own to set here"):
+        hm.explain(layer, queries=4, tiled=True)
+    with pytest.raises(TypeError, match="A rule has no 'padding'"):
+        hm.explain(RULE, queries=4, padding=True)
     if BACKEND != "tensorflow":
         with pytest.raises(ValueError, match="pass `queries=`"):
             hm.explain(RULE)
+        x = keras.Input((16, 8))
+        known = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x))
+        assert hm.explain(hm.apply_head_masks(known, hm.Window(1, 1)))
 
 
 def test_every_kernel_has_a_name_of_its_own_on_its_backend():

@@ -197,6 +197,13 @@ def test_attention_that_a_graph_spells_out(how):
     assert list(hm.mask_specs(hm.apply_head_masks(model, CHUNK, layers="known"))) == ["known"]
 
 
+def test_an_exp_of_an_input_is_no_attention():
+    x = keras.Input((64, 64))  # a spectrum, say
+    y = ops.matmul(ops.exp(x), np.ones((64, 8), "float32"))
+    y = layers.MultiHeadAttention(2, 4, name="known")(y, y)
+    assert list(hm.mask_specs(hm.apply_head_masks(keras.Model(x, y), CHUNK))) == ["known"]
+
+
 def test_a_softmax_of_other_things_is_no_attention():
     def experts(x):
         gates = ops.softmax(layers.Dense(3)(x))  # (batch, length, experts)
@@ -360,6 +367,7 @@ OF_OTHER_THINGS = {
     "squeeze and excite": lambda: Parts(squeezed, *dense_layers(8)),
     "linear": lambda: Parts(of_features, *dense_layers(8, 8)),
     "capsules": lambda: Parts(routed, *dense_layers(12)),
+    "exp of numbers": lambda: Parts(lambda x: x + ops.exp(x) @ ops.ones((8, 8))),
     "attention of Keras": lambda: Parts(
         lambda x, inner: inner(x, x), layers.MultiHeadAttention(2, 4)
     ),

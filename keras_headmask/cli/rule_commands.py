@@ -153,13 +153,15 @@ def describe(rule: str, num_heads: int | None) -> Answer:
 @click.argument("rule", required=False)
 @click.option("-q", "--queries", type=AT_LEAST_ONE, help="Number of queries; else not known.")
 @click.option("-k", "--keys", type=AT_LEAST_ONE, help="Number of keys; by default that of queries.")
-@click.option("--batch", type=AT_LEAST_ONE, default=1, help="Number of examples.")
-@click.option("--head-dim", type=AT_LEAST_ONE, default=64, help="Size of a head.")
+@click.option("--batch", type=AT_LEAST_ONE, help="Number of examples; else not known.")
+@click.option("--head-dim", type=AT_LEAST_ONE, help="Size of a head; 64 by default.")
 @click.option("--model", metavar="MODEL", help="A .keras file, in place of RULE.")
 @heads_option
 @unsafe_option
 def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> Answer:
-    """Say which code computes attention under RULE or in MODEL, and which refused and why.
+    """Say which code computes attention under RULE, and why.
+
+    --model MODEL says it of each attention layer of a model, on lengths that --queries gives.
 
     \b
     keras-headmask explain rule.json --queries 4096 --heads 16
@@ -168,7 +170,7 @@ def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> 
     if (rule is None) == (model is None):
         raise click.UsageError("Give a RULE, or --model MODEL.")
     if model is not None:
-        found = hm.explain(files.load_model(model, unsafe), given["queries"], batch=given["batch"])
+        found = hm.explain(files.load_model(model, unsafe), **given)
     else:
         assert rule is not None
         found = hm.explain(files.read_rule(rule), **given)

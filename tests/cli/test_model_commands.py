@@ -52,6 +52,13 @@ def test_info():
     assert "Layer 0: no rule\n" in answer("info", "model.keras")
 
 
+def test_explain():
+    lines = answer("explain", "--model", "masked.keras", "-q", "300").splitlines()
+    assert lines[0].startswith("attention: Head 0, ")
+    (layer,) = as_json("explain", "--model", "masked.keras", "-q", "300")
+    assert layer["name"] == "attention"
+
+
 def test_info_folds_layers_with_one_rule():
     model = hm.apply_head_masks(stack(4), {"0-2": hm.Window(after=0), "3": hm.Full()})
     model.save("deep.keras")

@@ -120,6 +120,17 @@ def test_describe():
     assert answer("describe", "-", stdin="\ufeff" + CAUSAL) == causal  # as Windows writes text
 
 
+def test_explain():
+    found = hm.explain(RULE, queries=2048, num_heads=4)
+    arguments = "explain", "rule.json", "-q", "2048", "-n", "4"
+    assert answer(*arguments) == f"{found}\n"
+    shown = as_json(*arguments)
+    assert (shown["kernel"], shown["lengths"]) == (found.kernel, [2048, 2048])
+    assert [group["share"] for group in shown["groups"]] == [x.share for x in found.groups]
+    assert "A model has no 'num_heads'" in failure("explain", "--model", "masked.keras", "-n", "4")
+    assert "Give a RULE, or --model MODEL." in run("explain").stderr
+
+
 def test_schema():
     assert json.loads(answer("schema")) == as_json("schema") == hm.schema()
 

@@ -252,6 +252,7 @@ def test_the_torch_backend_is_measured_beside_compiled_attention(tmp_path):
     assert set(record["ratios"]) == {f"{own} / {peer}" for own in ours for peer in peers}
 
 
+@long
 def test_the_torch_backend_is_measured_on_equal_attention_without_a_compiler(tmp_path):
     record = torch_backend_is_measured(tmp_path, "--no-flex")
     named = {ratio.split(" / ")[0].removesuffix(", compiled") for ratio in record["goals"]}

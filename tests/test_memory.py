@@ -154,12 +154,17 @@ TENSORFLOW = {
     "fit, half precision": (lambda: ours(dtype="mixed_bfloat16"), fit, contextlib.nullcontext),
     "half products by XLA": (projection, half_by_xla, half_products),
 }
+LONG = "fit", "fit, half precision"  # others go the same way, and further
 ALL = [
-    *(pytest.param(*route, id=name) for name, route in ROUTES.items()),
-    *(
-        pytest.param(*route, id=name, marks=pytest.mark.tensorflow)
-        for name, route in TENSORFLOW.items()
-    ),
+    pytest.param(
+        *route,
+        id=name,
+        marks=[
+            *([pytest.mark.tensorflow] if name in TENSORFLOW else []),
+            *([pytest.mark.long] if name in LONG else []),
+        ],
+    )
+    for name, route in (ROUTES | TENSORFLOW).items()
 ]
 
 

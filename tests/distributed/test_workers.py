@@ -58,6 +58,7 @@ def differences(printed):
     return float(moved[1]), float(apart[1])
 
 
+@pytest.mark.long  # (`make test` has the run that is killed, which has two workers, too)
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_two_workers_end_with_the_weights_of_one_process(backend, tmp_path):
     pytest.importorskip(backend)

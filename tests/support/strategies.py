@@ -12,7 +12,7 @@ _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.expl
 # JAX compiles each example anew; the law is the same on every backend.
 _SHARE = 4 if keras.backend.backend() == "jax" else 1
 FEW = settings(max_examples=32 // _SHARE, **_QUICK)
-MANY = settings(max_examples=100 // _SHARE, **_QUICK)
+MANY = settings(max_examples=80 // _SHARE, **_QUICK)
 
 NUM_HEADS = 3
 # Few sizes, since JAX compiles for each: equally long, more keys, more queries.

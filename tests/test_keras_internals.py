@@ -220,7 +220,8 @@ def adapters(model):
 
 
 @relies_on(
-    "has_own_softmax is_grouped", breaks="a subclass with another softmax would get the usual one"
+    "has_own_softmax is_grouped MASKED_SOFTMAX",
+    breaks="a subclass with another softmax would get the usual one",
 )
 @each_stock
 def test_a_softmax_of_ones_own(stock):
@@ -232,6 +233,7 @@ def test_a_softmax_of_ones_own(stock):
     assert not _keras.has_own_softmax(attention(stock))
     layer = attention(Mine)
     assert _keras.has_own_softmax(layer)
+    assert _keras.MASKED_SOFTMAX in vars(Mine)
     _, scores = layer(X, X, return_attention_scores=True)
     assert not np.any(ops.convert_to_numpy(scores))
 

@@ -260,6 +260,7 @@ print(stock, ours)
 """
 
 
+@pytest.mark.tensorflow  # (elsewhere the routes above say it)
 def test_memory_of_a_process_comes_back():
     """Of four models of 50 MB each, less than 5% stays beyond what stays of stock ones."""
     run_fresh(KEPT)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed packag
 kernels = importlib.import_module("benchmarks.kernels")
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.long)])
 def test_what_computes_each_case_is_as_recorded(every):
     """Where it changes on purpose, `python -m benchmarks.kernels` records it anew."""
     recorded = json.loads(kernels.RECORD.read_text(encoding="utf-8"))[keras.backend.backend()]

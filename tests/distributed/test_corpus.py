@@ -166,6 +166,7 @@ def test_a_run_that_ends_before_a_part_is_marked_writes_the_part_anew(
     assert score_corpus.score(inputs, model, str(tmp_path)) == {"good": 0, "bad": 0}  # all is done
 
 
+@pytest.mark.long
 def test_killed_and_started_again_two_processes_do_what_one_did(once, corpus, exported, tmp_path):
     """SIGKILL of all, amid the second part. The workers can import no Keras."""
     (tmp_path / "sitecustomize.py").write_text(NO_KERAS_IN_WORKERS)

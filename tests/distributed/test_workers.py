@@ -90,6 +90,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(backend, tmp_path):
     assert apart <= 1e-5
 
 
+@pytest.mark.long
 def test_two_mirrored_devices_end_with_the_weights_of_one():
     code, printed = run(HERE / "mirrored.py")
     assert code == 0, printed

@@ -83,7 +83,7 @@ class Dense(Kernel):
 def without_choice(request: Request) -> str | None:
     """Why all logits are computed, whatever `tiled` says."""
     if request.rule is None and request.make_mask is not None:
-        return "a whole mask is given, which no tile is skipped by"
+        return "a whole mask is given, by which no tile is skipped"
     if request.rule is None:
         return "nothing restricts, so there is nothing to skip"
     if 0 in _lengths(request):

@@ -1,4 +1,4 @@
-"""One call of attention, whoever makes it, and all that restricts it."""
+"""One call of attention, and all that restricts it."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _FROM_OUTSIDE: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """One call of attention, whoever makes it."""
+    """One call of attention, by the function, a layer or a retrofitted layer."""
 
     query: Tensor  # (B, T, H, D)
     key: Tensor  # (B, S, Hk, D); Hk divides H, and query head h reads key head h // (H / Hk)

@@ -173,6 +173,13 @@ def test_the_reason_is_the_error_of_tiled():
 
 
 @pytest.mark.tensorflow
+def test_the_first_that_takes_it_computes():
+    """Here two would; the second alone where the batch is not known."""
+    assert hm.explain(RULE, queries=300, batch=1, num_heads=4).kernel == "at once"
+    assert hm.explain(RULE, queries=300, num_heads=4).kernel == "head by head"
+
+
+@pytest.mark.tensorflow
 def test_lengths_that_are_not_known():
     found = hm.explain(hm.Window(31, 0), num_heads=2)
     assert (found.kernel, found.lengths) == ("by length", (1024, 1024))

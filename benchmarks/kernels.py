@@ -21,17 +21,17 @@ RECORD = Path(__file__).parent / "results" / "kernels.json"
 # Where the code of each starts, by backend.
 _STARTS: dict[str, dict[str, str]] = {
     "tensorflow": {
-        "loop": "tiles_tensorflow.attend",
-        "unrolled": "tiles_python.attend",
-        "head by head": "head_by_head.attend",
-        "at once": "tiles_tensorflow.attend_at_once",
-        "by length": "by_length.attend",
+        "loop": "tensorflow.loop.attend",
+        "unrolled": "unrolled.attend",
+        "head by head": "tensorflow.head_by_head.attend",
+        "at once": "tensorflow.loop.attend_at_once",
+        "by length": "tensorflow.by_length.attend",
     },
-    "jax": {"loop": "tiles_jax.attend", "unrolled": "tiles_python.attend"},
+    "jax": {"loop": "jax.loop.attend", "unrolled": "unrolled.attend"},
     "torch": {
-        "SDPA": "tiles_torch.attend",
-        "FlexAttention": "flex_torch.attend",
-        "unrolled": "tiles_python.attend",
+        "SDPA": "torch.tiles.attend",
+        "FlexAttention": "torch.flex.attend",
+        "unrolled": "unrolled.attend",
     },
 }
 
@@ -103,7 +103,7 @@ def _seen() -> Iterator[list[tuple[str, tuple]]]:
     backend = _backend()
     with contextlib.ExitStack() as stack:
         for name, place in _STARTS[backend].items():
-            module, _, function = place.partition(".")
+            module, _, function = place.rpartition(".")
             module = importlib.import_module(f"keras_headmask.attention.{module}")
 
             def start(part: Any, *given: Any, name: str = name) -> Any:
@@ -137,47 +137,48 @@ def _backend() -> str:
 
 def shares(case: Case) -> str:
     """The share of all logits that tiles compute, of each head group; dense computes 1."""
-    from keras_headmask.attention import parts
+    from keras_headmask.attention import head_groups
     from keras_headmask.attention.tuning import current_tuning
     from keras_headmask.rules import evaluation
 
     offset = case.keys - case.queries
     bound = evaluation.bind(case.spec(), case.data(), case.queries, case.keys, offset)
-    of_all = parts.Part(case.spec(), tuple(range(case.heads)), bound, 1.0, current_tuning())
+    of_all = head_groups.Part(case.spec(), tuple(range(case.heads)), bound, 1.0, current_tuning())
     sizes = case.batch, case.queries, case.keys, offset
     of_groups = []
-    for part in parts.by_rule(of_all):
+    for part in head_groups.by_rule(of_all):
         made = (_by_positions(part, *sizes), _by_data(part, *sizes))
         of_groups.append("/".join(f"{share:.3f}" for share in made if share is not None))
     return "shares " + " ".join(of_groups)
 
 
 def _by_positions(part: Any, batch: int, queries: int, keys: int, offset: int) -> float:
-    from keras_headmask.attention import tiles_python
+    from keras_headmask.attention import unrolled
 
-    return tiles_python.plan_of(part, queries, keys, offset).share(keys)
+    return unrolled.plan_of(part, queries, keys, offset).share(keys)
 
 
 def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> float | None:
     backend = _backend()
     if backend == "torch":
-        from keras_headmask.attention import steps, tiles_torch
+        from keras_headmask.attention import steps
+        from keras_headmask.attention.torch import tiles
 
-        made = steps.steps_of(part, tiles_torch._read(part.bound), batch, queries, keys, offset)
+        made = steps.steps_of(part, tiles._read(part.bound), batch, queries, keys, offset)
         return steps.share(made, batch, queries, keys)
     if backend == "jax":
         import numpy as np
 
-        from keras_headmask.attention import steps_jax
+        from keras_headmask.attention.jax import steps
 
-        plan, given = steps_jax.planned(part, offset)
+        plan, given = steps.planned(part, offset)
         rows = np.zeros((batch, queries, 1, 1)), np.zeros((batch, keys, 1, 1))
-        made = steps_jax.Steps.of(plan, given, *rows)
+        made = steps.Steps.of(plan, given, *rows)
         counts = np.asarray(made.counts)
         return float(counts.mean()) * made.size / keys
     import tensorflow as tf
 
-    from keras_headmask.attention.ranges import ranges_of
+    from keras_headmask.attention.tensorflow.ranges import ranges_of
 
     found = ranges_of(part.rule, part.bound, part.tuning, part.tile, tf.constant(batch))
     runs = found.runs.numpy().reshape(-1, found.runs.shape[-1])

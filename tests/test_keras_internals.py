@@ -577,10 +577,10 @@ def test_weights_that_are_read_while_shapes_are_inferred():
 
 @relies_on("before_dot_product_attention", breaks="attention by that operation would escape a rule")
 def test_an_operation_is_seen():
-    from keras_headmask.attention import looking
+    from keras_headmask.attention import observers
 
     seen, x = [], X[:, :, None]
-    with looking.operations_seen(lambda: seen.append(1)):
+    with observers.operations_seen(lambda: seen.append(1)):
         ops.dot_product_attention(x, x, x)
         attention()(X, X)
     assert len(seen) == 2

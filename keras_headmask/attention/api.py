@@ -7,10 +7,10 @@ from typing import Any
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import looking
-from keras_headmask.attention.changes import given_changes
+from keras_headmask.attention import observers
 from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.choose import attend
+from keras_headmask.attention.logits import given_changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
@@ -105,7 +105,7 @@ def dot_product_attention(
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)
     evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
-    looking.operation_runs()
+    observers.operation_runs()
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:

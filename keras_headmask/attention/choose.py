@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from keras_headmask.attention import cpu, precision
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     AtOnce,
     BlockLoop,
@@ -27,7 +28,6 @@ from keras_headmask.attention.kernels import (
     impossible,
     without_choice,
 )
-from keras_headmask.attention.parts import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import Held, current_tuning, holding
 from keras_headmask.masks import Tensor

@@ -11,9 +11,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import finite, precision
-from keras_headmask.attention.changes import NONE, Changes, Positions
-from keras_headmask.attention.parts import sharing_of
+from keras_headmask.attention import nonfinite, precision
+from keras_headmask.attention.head_groups import sharing_of
+from keras_headmask.attention.logits import NONE, Changes, Positions
 from keras_headmask.masks import Mask, Tensor
 
 
@@ -50,8 +50,8 @@ def attend(
         value = ops.cast(value, dtype)
     given = query, key, value
     if mask is not None:
-        all_finite = finite.are_finite(*given, may_branch=may_branch)
-        query, key, value = finite.unless(all_finite, finite.zeroed, *given)
+        all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
+        query, key, value = nonfinite.unless(all_finite, nonfinite.zeroed, *given)
     logits = precision.product("bthd,bshd->bhts", query, key, half)
     changes = changes.cast(dtype)
     if mask is not None:
@@ -67,7 +67,7 @@ def attend(
             largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
-        (logits,) = finite.unless(all_finite, lambda x: [x + finite.marks(*given)], logits)
+        (logits,) = nonfinite.unless(all_finite, lambda x: [x + nonfinite.marks(*given)], logits)
         # A hidden logit becomes the lowest number first: -1e9 alone would hide it neither where it
         # is infinite, nor where all allowed ones are below -1e9.
         hidden = ops.cast(lowest, dtype)

@@ -11,9 +11,9 @@ import keras
 from keras import ops
 
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import dense, limits, parts, precision, tiles_python
-from keras_headmask.attention.changes import for_tiles
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention import dense, head_groups, limits, precision, unrolled
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Tensor
@@ -47,7 +47,7 @@ class Kernel:
         changes = for_tiles(request.changes, operands[0].dtype, *sizes)
         part = part._replace(changes=changes.without_tensors())
         if request.dropout:
-            drawn = parts.dropout(request.dropout, request.seed, *sizes[:2], request.bound)
+            drawn = head_groups.dropout(request.dropout, request.seed, *sizes[:2], request.bound)
             part = part._replace(dropout=drawn)
         context = self.compute(request, part, *operands, *changes.tensors)
         return ops.cast(context, request.value.dtype), None
@@ -136,14 +136,14 @@ def has_loops() -> bool:
 class ByLength(Kernel):
     """Holds the next two and loops over tiles; the lengths that the run has decide."""
 
-    name, file, block = "by length", "by_length", "tensorflow_block"
+    name, file, block = "by length", "tensorflow/by_length", "tensorflow_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         is_known = None not in _lengths(request)
         return _skips_nothing(request, part) or ("the lengths are known" if is_known else None)
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import by_length
+        from keras_headmask.attention.tensorflow import by_length
 
         return by_length.attend(part, *operands)
 
@@ -163,7 +163,7 @@ def _not_all_heads(request: Request, part: Part) -> str | None:
 class AtOnce(Kernel):
     """All logits as one tile, the probabilities kept for the gradient."""
 
-    name, file = "at once", "tiles_tensorflow"
+    name, file = "at once", "tensorflow/loop"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         reason = _not_all_heads(request, part)
@@ -171,7 +171,7 @@ class AtOnce(Kernel):
             return reason
         (batch, queries, heads, _), keys = request.query.shape, request.key.shape[1]
         # (Tiles of rules that read nothing are a part of the graph here, and start at once.)
-        starts_loops = bool(part.rule.inputs) and len(parts.by_rule(part)) > 1
+        starts_loops = bool(part.rule.inputs) and len(head_groups.by_rule(part)) > 1
         logits = None if batch is None else batch * heads * queries * keys
         if starts_loops and logits is not None and logits <= limits.most_at_once(part, drops=False):
             return None
@@ -183,15 +183,15 @@ class AtOnce(Kernel):
         )
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import tiles_tensorflow
+        from keras_headmask.attention.tensorflow import loop
 
-        return tiles_tensorflow.attend_at_once(part, *operands)
+        return loop.attend_at_once(part, *operands)
 
 
 class HeadByHead(Kernel):
     """Short sequences: the logits of some rows, one head of one example each, stay in the cache."""
 
-    name, file = "head by head", "head_by_head"
+    name, file = "head by head", "tensorflow/head_by_head"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         reason = _not_all_heads(request, part)
@@ -203,7 +203,7 @@ class HeadByHead(Kernel):
         return "soft caps, biases and sinks" if request.changes.are_some else None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import head_by_head
+        from keras_headmask.attention.tensorflow import head_by_head
 
         return head_by_head.attend(part, *operands)
 
@@ -214,7 +214,7 @@ class HeadByHead(Kernel):
 class Loop(Kernel):
     """TensorFlow's loop over tiles: data decides, in a graph of one size."""
 
-    name, file, block = "loop", "tiles_tensorflow", "tensorflow_block"
+    name, file, block = "loop", "tensorflow/loop", "tensorflow_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         if not has_loops():
@@ -228,9 +228,9 @@ class Loop(Kernel):
         return f"the rule reads positions alone, and at most {most} tiles are unrolled"
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import tiles_tensorflow
+        from keras_headmask.attention.tensorflow import loop
 
-        return tiles_tensorflow.attend(part, *operands)
+        return loop.attend(part, *operands)
 
 
 def _not_in_float32(request: Request) -> str | None:
@@ -247,7 +247,7 @@ def _not_in_float32(request: Request) -> str | None:
 class BlockLoop(Kernel):
     """JAX' loops over tiles and the blocks of keys that each meets."""
 
-    name, file, block = "loop", "tiles_jax", "jax_block"
+    name, file, block = "loop", "jax/loop", "jax_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         import jax
@@ -260,9 +260,9 @@ class BlockLoop(Kernel):
         return _not_in_float32(request)
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import tiles_jax
+        from keras_headmask.attention.jax import loop
 
-        return tiles_jax.attend(part, request.query_offset, *operands)
+        return loop.attend(part, request.query_offset, *operands)
 
 
 def _not_on_torch(request: Request) -> str | None:
@@ -273,39 +273,39 @@ def _not_on_torch(request: Request) -> str | None:
 class Sdpa(Kernel):
     """PyTorch's own attention, of each tile and the keys that it may see."""
 
-    name, file, block = "SDPA", "tiles_torch", "python_block"
+    name, file, block = "SDPA", "torch/tiles", "python_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
-        from keras_headmask.attention import tiles_torch
+        from keras_headmask.attention.torch import tiles
 
         reason = _not_on_torch(request)
         if reason is not None:
             return reason
         operands = request.query, request.key, request.value
-        is_known = tiles_torch.can_read(request.bound, *operands)
+        is_known = tiles.can_read(request.bound, *operands)
         return (
             None if is_known else "values are not known yet: code is compiled, exported or mapped"
         )
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import tiles_torch
+        from keras_headmask.attention.torch import tiles
 
-        return tiles_torch.attend(part, request.query_offset, *operands)
+        return tiles.attend(part, request.query_offset, *operands)
 
 
 class FlexAttention(Kernel):
     """PyTorch's kernel that is compiled for a rule."""
 
-    name, file, block = "FlexAttention", "flex_torch", "flex_block"
+    name, file, block = "FlexAttention", "torch/flex", "flex_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
-        from keras_headmask.attention import flex_torch
+        from keras_headmask.attention.torch import flex
 
         reason = _not_on_torch(request)
         if reason is not None:
             return reason
         operands = request.query, request.key, request.value
-        if flex_torch.is_possible(request.bound, request.scale, *operands):
+        if flex.is_possible(request.bound, request.scale, *operands):
             return None
         return (
             "it is for code compiled for inference on a CPU, of several queries, without whole "
@@ -313,22 +313,22 @@ class FlexAttention(Kernel):
         )
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention import flex_torch
+        from keras_headmask.attention.torch import flex
 
-        return flex_torch.attend(part, request.query_offset, *operands)
+        return flex.attend(part, request.query_offset, *operands)
 
 
 class Unrolled(Kernel):
     """A Python loop over tiles of known lengths; what positions show is skipped."""
 
-    name, file, block = "unrolled", "tiles_python", "python_block"
+    name, file, block = "unrolled", "unrolled", "python_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         return None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        plan = tiles_python.plan_of(part, *_lengths(request), request.query_offset)
-        return tiles_python.attend(part, plan, *operands)
+        plan = unrolled.plan_of(part, *_lengths(request), request.query_offset)
+        return unrolled.attend(part, plan, *operands)
 
 
 class ByGroup(Kernel):
@@ -348,8 +348,8 @@ class ByGroup(Kernel):
             return None
         # Elsewhere a tile costs more to start, and only what positions show is skipped.
         shares = []
-        for group in parts.by_rule(part):
-            plan = tiles_python.plan_of(group, *_lengths(request), request.query_offset)
+        for group in head_groups.by_rule(part):
+            plan = unrolled.plan_of(group, *_lengths(request), request.query_offset)
             shares.extend([plan.share(request.key.shape[1])] * len(group.heads))
         share, most = sum(shares) / len(shares), part.tuning.most_computed
         if share <= most:
@@ -358,20 +358,20 @@ class ByGroup(Kernel):
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         changes = part.changes.with_tensors(operands[3:])
-        groups = parts.by_rule(part)
+        groups = head_groups.by_rule(part)
         sets = [group.heads for group in groups]
-        of_keys = [parts.key_heads(heads, request.sharing) for heads in sets]
+        of_keys = [head_groups.key_heads(heads, request.sharing) for heads in sets]
         cuts = [
-            parts.cut_into(x, own, 2)
+            head_groups.cut_into(x, own, 2)
             for x, own in zip(operands[:3], (sets, of_keys, of_keys), strict=True)
         ]
         contexts: list[Tensor] = []
         for group, *of_group in zip(groups, *cuts, strict=True):
             kernel = first(self.kernels, request, group)
             assert kernel is not None
-            tensors = parts.changes_of_heads(changes, group.heads).tensors
+            tensors = head_groups.changes_of_heads(changes, group.heads).tensors
             contexts.append(kernel.compute(request, group, *of_group, *tensors))
-        return parts.joined(contexts, sets, 2)
+        return head_groups.joined(contexts, sets, 2)
 
 
 def first(kernels: Any, request: Request, part: Part) -> Kernel | None:

@@ -1,7 +1,7 @@
 """Up to which sizes TensorFlow computes all logits of a head, or of a batch, in place of tiles."""
 
-from keras_headmask.attention import parts, tiles_python
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention import head_groups, unrolled
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.rules.divided import divided
 
 
@@ -16,7 +16,7 @@ def most_pairs(part: Part) -> int:
 
 def most_at_once(part: Part, drops: bool) -> int:
     """Of a batch; up to so many logits are computed at once."""
-    tuning, groups = part.tuning, parts.by_rule(part)
+    tuning, groups = part.tuning, head_groups.by_rule(part)
     times = 1
     if all(map(_skips_little, groups)):
         times = tuning.at_once_where_little_is_skipped
@@ -36,7 +36,7 @@ def _skips_little(part: Part) -> bool:
     if rule is None or rule.ids is not None or (rule.flags and rule.positional.constant):
         return False
     length = part.tuning.length_to_judge_by
-    plan = tiles_python.plan_of(part._replace(rule=rule.positional), length, length, 0)
+    plan = unrolled.plan_of(part._replace(rule=rule.positional), length, length, 0)
     seen = 0
     for runs in filter(None, plan.runs):
         first_gap = runs[1][0] - runs[0][1] if len(runs) > 1 else 0

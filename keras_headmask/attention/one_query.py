@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention.changes import tanh
+from keras_headmask.attention.logits import tanh
 from keras_headmask.masks import Length, Mask, Tensor
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from keras import ops
 
-from keras_headmask.attention import parts
-from keras_headmask.attention.changes import NONE, Changes, Positions
+from keras_headmask.attention import head_groups
+from keras_headmask.attention.logits import NONE, Changes, Positions
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
@@ -49,7 +49,7 @@ class Request:
     @property
     def sharing(self) -> int:
         """How many query heads share a key head."""
-        return parts.sharing_of(self.query, self.key)
+        return head_groups.sharing_of(self.query, self.key)
 
     @property
     def positions(self) -> Positions:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.rules import coverage
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec

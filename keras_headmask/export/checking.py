@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
 from keras_headmask.export.report import CheckResult
@@ -107,7 +107,7 @@ def checked(
     cases = [Case("serving_default", *pair) for pair in zip(given, wanted, strict=True)]
     twins: list[Arrays] = []
     if interface.is_restricted:
-        with looking.rules_off():
+        with observers.rules_off():
             twins = [answer(interface, one) for one in given]
     in_memory, unseen = None, set(interface.rules)
     for one in given:  # a rule may forbid nothing in the short ones

@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.biases import PositionBias
-from keras_headmask.attention.changes import (
+from keras_headmask.attention.logits import (
     NONE,
     Changes,
     checked_bias,

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
@@ -127,7 +127,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         more = {"return_attention_scores": wants_scores} if is_ours else {}
         return self._compute_attention(*operands, attention_mask=mask, training=training, **more)
 
-    @looking.asking
+    @observers.asking
     def _compute_attention(
         self,
         query: Tensor,
@@ -138,7 +138,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         use_causal_mask: bool = False,
         return_attention_scores: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        seen, wants_scores = looking.as_seen(self), return_attention_scores
+        seen, wants_scores = observers.as_seen(self), return_attention_scores
         wants_scores = _keras.wants_scores(self) if wants_scores is None else wants_scores
         if use_causal_mask:
             attention_mask = self._and_causal(attention_mask, query, key)

@@ -8,8 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import looking, lost_masks
-from keras_headmask.attention.changes import NONE, Changes
+from keras_headmask.attention import lost_masks, observers
 from keras_headmask.attention.checking import (
     checked_call,
     checked_tiled,
@@ -19,6 +18,7 @@ from keras_headmask.attention.checking import (
     supports_unknown_lengths,
 )
 from keras_headmask.attention.choose import attend
+from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.layers import changing, loading, own_code
 from keras_headmask.masks import Length, Mask, Tensor
@@ -169,7 +169,7 @@ class MaskedAttention(keras.Layer):
             return self._over_several_axes(query, value, key, outside, *how, use_causal_mask)
         projections = zip(_keras.projections(self)[:3], (query, key, value), strict=True)
         operands = [projection(x) for projection, x in projections]
-        spec = None if looking.are_rules_off() or not self._restricts else self._mask_spec
+        spec = None if observers.are_rules_off() or not self._restricts else self._mask_spec
         if self._has_hooks():
             merged = self._merged(spec, mask_inputs, query, value, offset, use_causal_mask, outside)
             with changing.by_hook(self, changes, query, value, offset):
@@ -269,7 +269,7 @@ class MaskedAttention(keras.Layer):
     def _has_hooks(self) -> bool:
         """Whether `_compute_attention` must run: for a subclass, a flash kernel, or who looks."""
         ours = self._ours()
-        special = _keras.flash(self) or looking.is_overridden(self, _keras.COMPUTE_ATTENTION)
+        special = _keras.flash(self) or observers.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
             getattr(getattr(self, hook), "__func__", None) is not getattr(ours, hook)
             for hook in _keras.ATTENTION_HOOKS
@@ -306,7 +306,7 @@ class MaskedAttention(keras.Layer):
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
         has_own = _keras.has_own_softmax(self)
         changes = NONE if has_own else changing.now(self)
-        if has_own or ((fused or looking.uses_flash(self)) and not changes.are_some):
+        if has_own or ((fused or observers.uses_flash(self)) and not changes.are_some):
             context, scores = stock(query, key, value, attention_mask, training, wants_scores)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.attention.checking import supports_unknown_lengths as supports_unknown_lengths
 from keras_headmask.layers.masked import MaskedAttention
@@ -118,7 +118,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         changes = position_bias, logits_soft_cap, use_sinks
         self._obey(mask_spec, tiled, flash_attention, *changes)
 
-    @looking.asking
+    @observers.asking
     def _compute_attention(
         self,
         query: Tensor,
@@ -129,7 +129,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        stock = super(PerHeadMaskedMultiHeadAttention, looking.as_seen(self))._compute_attention
+        stock = super(PerHeadMaskedMultiHeadAttention, observers.as_seen(self))._compute_attention
         rest = training, return_attention_scores
         if len(query.shape) != 4:  # more than one attention axis
             more = {"use_causal_mask": True} if use_causal_mask else {}

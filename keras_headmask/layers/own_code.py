@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking, trial
+from keras_headmask.attention import observers, trial
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 
@@ -25,7 +25,7 @@ def check_obeys(layer: Any, ours: type, spec: MaskSpec, is_for_good: bool) -> No
         name = _keras.MASKED_SOFTMAX
     if layer._is_tried or _has_no_numbers():
         return
-    stand_in = looking.standing_in(layer, {_keras.FLASH: False})
+    stand_in = observers.standing_in(layer, {_keras.FLASH: False})
 
     def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:
         return stand_in._of_all_heads([query, key, value], mask, training, False)[0]

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask.attention import choose, cpu, looking, parts, tiles_python
+from keras_headmask.attention import choose, cpu, head_groups, observers, unrolled
 from keras_headmask.attention.api import dot_product_attention
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible, without_choice
-from keras_headmask.attention.parts import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Tensor
@@ -298,7 +298,7 @@ def _explanations(
     with contextlib.ExitStack() as stack:
         for layer in names:
             if layer is not None:
-                stack.enter_context(looking.overriding(layer, "call", entered(layer)))
+                stack.enter_context(observers.overriding(layer, "call", entered(layer)))
         stack.enter_context(choose.watched(watch))
         _run(call, given)
     own = "code of its class"  # no rule, a flash kernel, or a subclass
@@ -339,7 +339,7 @@ def _explained(
     length, keys = (n if isinstance(n, int) else queries or _LENGTH for n in sizes)
     offset = request.query_offset if isinstance(request.query_offset, int) else 0
     of_groups = []
-    for group in parts.by_rule(part):
+    for group in head_groups.by_rule(part):
         kernel = chosen
         if isinstance(chosen, ByGroup):
             kernel = first(chosen.kernels, request, group) or chosen
@@ -367,7 +367,7 @@ def _share(kernel: Kernel, group: Part, queries: int, keys: int, offset: int) ->
         return 1.0
     block = min(getattr(group.tuning, kernel.block), keys)
     tile = group.tuning.flex_tile if kernel.block == "flex_block" else group.tile
-    plan = tiles_python.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
+    plan = unrolled.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
     return plan.share(keys)
 
 

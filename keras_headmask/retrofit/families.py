@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
 from keras_headmask.layers.masked import dropout_of
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
@@ -80,7 +80,7 @@ class Attention:
         """Whether the class, or a flash kernel, must compute attention, by a mask of rank 4."""
         known = [getattr(cls, self.hook) for cls in _OF_KERAS]
         return bool(
-            looking.uses_flash(self.layer)
+            observers.uses_flash(self.layer)
             or getattr(type(self.layer), self.hook) not in known
             or _keras.has_own_softmax(self.layer)
         )

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.by_hand import softmaxes_of_attention
 from keras_headmask.retrofit.families import adapter_of
+from keras_headmask.retrofit.handwritten import softmaxes_of_attention
 from keras_headmask.retrofit.nesting import walk
 from keras_headmask.retrofit.survey import Call, Survey
 

@@ -14,7 +14,8 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import one_query, parts
+from keras_headmask.attention import one_query
+from keras_headmask.attention.head_groups import in_order, of_heads
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
@@ -140,20 +141,20 @@ class Run:
             made.append(new)
             heads = _query_heads(adapter, of_group)
             seen = self._mask(rules, of_group, heads, mask)
-            of_heads = parts.of_heads(query, heads, axis=2)
-            operands = of_heads, new["key"], new["value"], seen
+            queries = of_heads(query, heads, axis=2)
+            operands = queries, new["key"], new["value"], seen
             contexts.append(one_query.attend(*operands, adapter.scale, adapter.soft_cap))
             order.extend(heads)
         self.made.append(made)
         context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
-        return parts.in_order(context, order, axis=2), None
+        return in_order(context, order, axis=2), None
 
     def _seeds(self, slots: Slots, keys: dict[str, Tensor]) -> dict[str, Tensor]:
         """What the slots hold after a prompt, of all its keys `(B, T, K, D)`."""
         place = ops.maximum(slots.positions(self.last), 0)
         return {
             name: ops.transpose(
-                ops.take(parts.of_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
+                ops.take(of_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
             )
             for name, x in keys.items()
         }
@@ -177,7 +178,7 @@ class Run:
             given = masks.lift(masks.as_bool(attention_mask, "attention_mask"))
             of_slots = ops.take(given, place, axis=3)
             if given.shape[1] != 1:
-                of_slots = parts.of_heads(of_slots, heads, axis=1)
+                of_slots = of_heads(of_slots, heads, axis=1)
             mask = ops.logical_and(mask, of_slots)
         for rule in rules:
             groups = [
@@ -206,7 +207,7 @@ def _query_heads(adapter: Attention, slots: Slots) -> tuple[int, ...]:
 
 
 def _heads_first(x: Tensor, slots: Slots) -> Tensor:
-    return ops.transpose(parts.of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
+    return ops.transpose(of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
 
 
 _run: ContextVar[Run | None] = ContextVar("run", default=None)

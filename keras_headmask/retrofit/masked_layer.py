@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
-from keras_headmask.retrofit import frames, head_cache, obeying
+from keras_headmask.retrofit import frames, head_cache, hook
 from keras_headmask.retrofit.families import adapter_of
 from keras_headmask.retrofit.frames import LayerRule
 from keras_headmask.retrofit.nesting import attention, holds, is_inside
@@ -123,11 +123,11 @@ class MaskedLayer(_Layer):
                     yield layer, rule
 
     def _check_given(self) -> None:
-        if looking.are_rules_off():
+        if observers.are_rules_off():
             return
         for layer, rule in self._asks_for():
             if frames.inputs_of(rule, layer) is None:
-                raise ValueError(obeying.missing(layer.name, rule))
+                raise ValueError(hook.missing(layer.name, rule))
 
     def _check_used(self, frame: frames.Frame) -> None:
         for layer in attention_inside(self):
@@ -206,7 +206,7 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
     vars(layer)[_STATE] = _State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
     if (adapter := adapter_of(layer)) is not None:
-        vars(layer)[adapter.hook] = obeying.hook(layer, lambda: rules_in_force(layer))
+        vars(layer)[adapter.hook] = hook.hook(layer, lambda: rules_in_force(layer))
 
 
 def unmask(layer: Any) -> None:
@@ -322,7 +322,7 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
     if state.stock is None:
         state.stock = object.__new__(layer._stock_class)
     own = _own(layer)
-    vars(state.stock).update({k: v for k, v in looking.attributes(layer).items() if k not in own})
+    vars(state.stock).update({k: v for k, v in observers.attributes(layer).items() if k not in own})
     token = _filed.set(_filed.get() | {id(rule) for _, rule in rules})
     try:
         config = keras.saving.serialize_keras_object(state.stock)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.retrofit.families import adapter_of
 
 
@@ -55,5 +55,5 @@ def without_remat(root: keras.Layer) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in _keras.layers_of(root):
             if _keras.remat_mode(layer) is not None:
-                stack.enter_context(looking.overriding(layer, name, as_it_is))
+                stack.enter_context(observers.overriding(layer, name, as_it_is))
         yield

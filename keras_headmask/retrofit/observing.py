@@ -16,9 +16,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit import frames, obeying
+from keras_headmask.retrofit import frames, hook
 from keras_headmask.retrofit.compiled import graph_being_built
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer, find_attention
@@ -96,7 +96,7 @@ def probabilities_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]
         see(arguments, probabilities)
         return context, probabilities if arguments["return_attention_scores"] else None
 
-    with _hook_overridden(layer, computed), looking.probabilities_wanted(layer):
+    with _hook_overridden(layer, computed), observers.probabilities_wanted(layer):
         yield
 
 
@@ -110,7 +110,7 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
     def computed(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         def both(arguments: dict[str, Any]) -> tuple[Any, Any]:
             if inspect.ismethod(usual):  # of the class
-                return obeying.without_rules(adapter, arguments)
+                return hook.without_rules(adapter, arguments)
             found = usual(**arguments)
             return found if adapter.gives_pair(arguments) else (found, None)
 
@@ -118,7 +118,7 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
         context, probabilities = override(both, arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
-    return looking.overriding(layer, adapter.hook, computed)
+    return observers.overriding(layer, adapter.hook, computed)
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[Non
         see(signature.bind(*args, **kwargs).arguments)
         return usual(*args, **kwargs)
 
-    with looking.overriding(layer, "call", seen):
+    with observers.overriding(layer, "call", seen):
         yield
 
 
@@ -201,7 +201,7 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
             layer = entry.layer
             if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
                 override = _limited_call(layer.call, live)
-                stack.enter_context(looking.overriding(layer, "call", override))
+                stack.enter_context(observers.overriding(layer, "call", override))
             else:
                 limited = functools.partial(_limited, live)
                 stack.enter_context(_hook_overridden(layer, limited))
@@ -209,7 +209,7 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
 
 
 def _is_our_own(layer: keras.Layer) -> bool:
-    is_free = looking.held(layer, adapted(layer).hook) is None
+    is_free = observers.held(layer, adapted(layer).hook) is None
     ours = isinstance(layer, MaskedAttention) and is_free
     return ours and "key_mask" in inspect.signature(layer.call).parameters
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.retrofit import steps
-from keras_headmask.retrofit.by_hand import softmaxes_among
 from keras_headmask.retrofit.families import adapted, adapter_of
+from keras_headmask.retrofit.handwritten import softmaxes_among
 from keras_headmask.retrofit.nesting import attention, without_remat
 
 
@@ -100,7 +100,7 @@ class Survey:
         operation = _Body(record)
         try:
             # (What a layer around hands to its rules is not there.)
-            with seen.watching(layer), looking.rules_off():
+            with seen.watching(layer), observers.rules_off():
                 operation.compute_output_spec(*tensors)
         except Exception:  # whatever a layer raises that wants numbers
             return
@@ -137,7 +137,7 @@ class _Seen:
         def called(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
             self.ran.append(layer)
             self.survey._seen(layer, args, kwargs)
-            with looking.operations_seen(None), self.recorder.hiding():
+            with observers.operations_seen(None), self.recorder.hiding():
                 return usual(*args, **kwargs)
 
         def computed(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -151,9 +151,9 @@ class _Seen:
             for layer in attention(root):
                 for name, see in (("call", called), (adapted(layer).hook, computed)):
                     see = functools.partial(see, layer)
-                    stack.enter_context(looking.overriding(layer, name, see))
+                    stack.enter_context(observers.overriding(layer, name, see))
             stack.enter_context(without_remat(root))
-            stack.enter_context(looking.operations_seen(attends))
+            stack.enter_context(observers.operations_seen(attends))
             yield
 
 

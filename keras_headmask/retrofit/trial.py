@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_headmask import _keras
-from keras_headmask.attention import looking, trial
+from keras_headmask.attention import observers, trial
 from keras_headmask.retrofit.families import adapted
 from keras_headmask.retrofit.finding import AttentionLayer
 from keras_headmask.rules.base import MaskSpec
@@ -16,7 +16,7 @@ def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
     if not adapter.has_own_code or not restricts(spec, adapter.num_heads):
         return
     # Another object, as code may keep what it likes on its own.
-    stand_in = looking.standing_in(entry.layer, {_keras.FLASH: False})
+    stand_in = observers.standing_in(entry.layer, {_keras.FLASH: False})
     method = getattr(type(entry.layer), adapter.hook).__get__(stand_in)
 
     def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:

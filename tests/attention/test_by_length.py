@@ -247,18 +247,13 @@ def which(monkeypatch):
     """Which is chosen for a spec and lengths, of two heads."""
     import tensorflow as tf
 
-    from keras_headmask.attention import (
-        by_length,
-        head_by_head,
-        tensorflow_graph,
-        tiles_tensorflow,
-    )
+    from keras_headmask.attention.tensorflow import by_length, graph, head_by_head, loop
 
     def giving(number):
         passes = lambda q, k, v: [tf.ones_like(q) * number], lambda *given: given[:3]
-        return lambda part: tensorflow_graph.Passes(*passes)
+        return lambda part: graph.Passes(*passes)
 
-    monkeypatch.setattr(tiles_tensorflow, "at_once", giving(1))
+    monkeypatch.setattr(loop, "at_once", giving(1))
     monkeypatch.setattr(head_by_head, "passes", giving(2))
     monkeypatch.setattr(by_length, "_of_groups", giving(3))
 

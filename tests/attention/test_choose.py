@@ -19,7 +19,7 @@ from tiled_contract import ALWAYS, attend, operands, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import parts
+from keras_headmask.attention import head_groups
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.retrofit import frames
 
@@ -132,7 +132,7 @@ def test_heads_that_were_cut_apart_are_joined_as_they_were(owners):
         for number in dict.fromkeys(owners)
     ]
     x = np.random.default_rng(0).normal(size=(2, 3, len(owners), 4)).astype("float32")
-    pieces = parts.cut_into(ops.convert_to_tensor(x), sets, 2)
+    pieces = head_groups.cut_into(ops.convert_to_tensor(x), sets, 2)
     for piece, of_set in zip(pieces, sets, strict=True):
         np.testing.assert_array_equal(numpy(piece), x[:, :, list(of_set)])
-    np.testing.assert_array_equal(numpy(parts.joined(pieces, sets, 2)), x)
+    np.testing.assert_array_equal(numpy(head_groups.joined(pieces, sets, 2)), x)

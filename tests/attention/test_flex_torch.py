@@ -11,7 +11,7 @@ from strategies import FEW, MANY, cases, positional_leaves, reading_leaves, spec
 from tiled_contract import LONG, SCALE, attend, close, operands
 
 import keras_headmask as hm
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import dense_scope, tuned
 from keras_headmask.rules import evaluation
 
@@ -20,7 +20,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_headmask.attention import flex_torch
+from keras_headmask.attention.torch import flex
 
 # Of whole masks nothing is known by block, and other tiles compute them.
 OF_SIDES = {
@@ -37,13 +37,13 @@ sizes = st.integers(1, 4)
 def taken(monkeypatch):
     """The block masks of each call of FlexAttention."""
     calls = []
-    usual = flex_torch.flex_attention
+    usual = flex.flex_attention
 
     def counted(*operands, block_mask, **rest):
         calls.append(block_mask.kv_num_blocks.shape)
         return usual(*operands, block_mask=block_mask, **rest)
 
-    monkeypatch.setattr(flex_torch, "flex_attention", counted)
+    monkeypatch.setattr(flex, "flex_attention", counted)
     torch._dynamo.reset()
     return calls
 
@@ -80,7 +80,7 @@ def listed(counts, orders):
 def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, tile, block):
     spec, inputs, _, _, queries, keys, offset = case
     part = part_of(spec, inputs, queries, keys, offset, tile=tile, block=block)
-    made = flex_torch.block_mask(part, offset, queries, keys)
+    made = flex.block_mask(part, offset, queries, keys)
     partial = listed(made.kv_num_blocks, made.kv_indices)
     full = listed(made.full_kv_num_blocks, made.full_kv_indices)
     assert not (partial & full).any()
@@ -98,7 +98,7 @@ def test_blocks_are_left_out_by_data_and_by_position():
     part = part_of(
         hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}, 64, 64, tile=8, block=8
     )
-    made = flex_torch.block_mask(part, 0, 64, 64)
+    made = flex.block_mask(part, 0, 64, 64)
     assert made.kv_num_blocks.sum() == 8, "the diagonal"
     assert made.full_kv_num_blocks.sum() == 4, "and what is below it in each document"
 
@@ -109,7 +109,7 @@ def test_pairs_are_those_of_the_rule(uncompiled, name, key_heads):
     spec, inputs = OF_SIDES[name]
     qkv = operands(3, 23, 23, 4, size=8, value_size=8, key_heads=key_heads)
     part = part_of(spec, inputs, 23, 23, heads=4, sharing=4 // key_heads)
-    got = flex_torch.attend(part, 0, *map(torch.from_numpy, qkv))
+    got = flex.attend(part, 0, *map(torch.from_numpy, qkv))
     close(got, attend(qkv, spec, inputs, tiled=False))
 
 
@@ -118,7 +118,7 @@ def test_pairs_are_those_of_the_rule(uncompiled, name, key_heads):
 def test_pairs_of_random_rules(case):
     spec, inputs, _, _, queries, keys, offset = case
     mask = hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset)
-    allowed = flex_torch.block_mask(
+    allowed = flex.block_mask(
         part_of(spec, inputs, queries, keys, offset), offset, queries, keys
     ).mask_mod
     for example, i, j in np.ndindex(len(mask), queries, keys):
@@ -132,9 +132,7 @@ def test_values_that_are_not_finite_reach_those_who_see_them_alone(uncompiled, b
     k[0, 5, :, 0], v[0, 11, :, 1], q[0, 20, :, 2] = bad, bad, bad
     spec = hm.Window(2, 0) & ~hm.Queries(12, 13)
     got = numpy(
-        flex_torch.attend(
-            part_of(spec, None, 23, 23, heads=2), 0, *map(torch.from_numpy, (q, k, v))
-        )
+        flex.attend(part_of(spec, None, 23, 23, heads=2), 0, *map(torch.from_numpy, (q, k, v)))
     )
     rows = np.isnan(got).all((0, 2, 3))
     assert np.flatnonzero(rows).tolist() == [5, 6, 7, 11, 13, 20]
@@ -214,7 +212,7 @@ def test_what_is_held_while_code_is_compiled_counts(taken):
 
 # ---------------------------------------------------------------- with PyTorch's compiler
 
-needs_compiler = pytest.mark.skipif(not flex_torch._HAS_KERNEL, reason="needs AVX2")
+needs_compiler = pytest.mark.skipif(not flex._HAS_KERNEL, reason="needs AVX2")
 
 
 @needs_compiler

@@ -29,7 +29,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention import parts, tiles_python
+from keras_headmask.attention import head_groups, unrolled
 from keras_headmask.attention.choose import part_of_all
 from keras_headmask.attention.request import Request
 from keras_headmask.rules import evaluation
@@ -60,17 +60,17 @@ def context(computed, qkv, spec, inputs=None, offset=0, **rest):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     contexts, order = [], []
     with tiles():
-        made = parts.by_rule(part_of_all(Request(*qkv, spec, bound, scale=SCALE)))
+        made = head_groups.by_rule(part_of_all(Request(*qkv, spec, bound, scale=SCALE)))
     for part in made:
-        own = parts.key_heads(part.heads, query.shape[2] // key.shape[2])
-        plan = tiles_python.plan_of(part, queries, keys, offset)
+        own = head_groups.key_heads(part.heads, query.shape[2] // key.shape[2])
+        plan = unrolled.plan_of(part, queries, keys, offset)
         of_part = (
-            parts.of_heads(query, part.heads, 2),
-            *(parts.of_heads(x, own, 2) for x in (key, value)),
+            head_groups.of_heads(query, part.heads, 2),
+            *(head_groups.of_heads(x, own, 2) for x in (key, value)),
         )
-        contexts.append(tiles_python.attend(part, plan, *of_part))
+        contexts.append(unrolled.attend(part, plan, *of_part))
         order += part.heads
-    return parts.in_order(ops.concatenate(contexts, axis=2), order, axis=2)
+    return head_groups.in_order(ops.concatenate(contexts, axis=2), order, axis=2)
 
 
 def check(computed, qkv, spec, inputs=None, offset=0, gradients=True):
@@ -134,11 +134,11 @@ def test_any_distribution_of_rules_over_heads_that_share_keys(rule_of_head, key_
 
 @given(st.sets(st.integers(0, 11), min_size=1), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_in_a_set_every_key_head_is_read_by_equally_many(heads, sharing):
-    sets = parts.of_equal_sharing(tuple(sorted(heads)), sharing)
+    sets = head_groups.of_equal_sharing(tuple(sorted(heads)), sharing)
     assert sorted(head for members in sets for head in members) == sorted(heads)
     for members in sets:
         assert list(members) == sorted(members)
-        keys = parts.key_heads(members, sharing)
+        keys = head_groups.key_heads(members, sharing)
         assert {head // sharing for head in members} == set(keys)
         each = len(members) // len(keys)
         assert members == tuple(h for key in keys for h in members if h // sharing == key)

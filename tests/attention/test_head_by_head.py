@@ -89,7 +89,8 @@ def test_the_length_decides_when_it_is_known(case, seed, short):
     ("length", "wanted"), [(256, "head by head"), (257, "by tiles")], ids=["short", "long"]
 )
 def test_which_implementation_computes(length, wanted, monkeypatch):
-    from keras_headmask.attention import head_by_head, kernels
+    from keras_headmask.attention import kernels
+    from keras_headmask.attention.tensorflow import head_by_head
 
     used = []
     for holder, name, called in (
@@ -106,7 +107,7 @@ def test_which_implementation_computes(length, wanted, monkeypatch):
 
 
 def test_a_step_holds_few_logits(monkeypatch):
-    from keras_headmask.attention import head_by_head
+    from keras_headmask.attention.tensorflow import head_by_head
 
     sizes, real = [], head_by_head.logits_of
 
@@ -123,8 +124,8 @@ def test_a_step_holds_few_logits(monkeypatch):
 def test_which_implementation_computes_where_the_length_is_not_known(monkeypatch):
     import tensorflow as tf
 
-    from keras_headmask.attention import head_by_head
-    from keras_headmask.attention.tensorflow_graph import Passes
+    from keras_headmask.attention.tensorflow import head_by_head
+    from keras_headmask.attention.tensorflow.graph import Passes
 
     ones = Passes(lambda q, k, v: [tf.ones_like(v)], lambda *given: given[:3])
     monkeypatch.setattr(head_by_head, "passes", lambda part: ones)

@@ -21,8 +21,10 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
-from keras_headmask.attention import steps_jax, tiles_jax, tiles_python
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention import unrolled
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.jax import loop
+from keras_headmask.attention.jax import steps as jax_steps
 from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.rules import evaluation
 
@@ -121,7 +123,7 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    steps = steps_jax.Steps.of(*steps_jax.planned(part, offset), *operands)
+    steps = jax_steps.Steps.of(*jax_steps.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -295,14 +297,14 @@ def test_what_another_document_holds_does_not_matter():
 
 def visits(spec, inputs, run, *qkv):
     """How often masks of blocks are made while `run` runs, with blocks of 2 x 2."""
-    made, allowed_tile = [], steps_jax.allowed_tile
+    made, allowed_tile = [], jax_steps.allowed_tile
 
     def counted(*given):
         jax.debug.callback(lambda: made.append(1))
         return allowed_tile(*given)
 
     jax.clear_caches()
-    with tiles(2, 2, 2), mock.patch.object(steps_jax, "allowed_tile", counted):
+    with tiles(2, 2, 2), mock.patch.object(jax_steps, "allowed_tile", counted):
         jax.block_until_ready(jax.jit(run(attention(spec, inputs)))(*qkv))
     jax.effects_barrier()
     jax.clear_caches()
@@ -334,7 +336,7 @@ def used(**rest):
     """Which loop computes a rule on positions of 23 tokens."""
     both = [
         mock.patch.object(module, "attend", side_effect=RuntimeError(module.__name__))
-        for module in (tiles_jax, tiles_python)
+        for module in (loop, unrolled)
     ]
     with both[0], both[1], tiles():
         try:
@@ -345,11 +347,11 @@ def used(**rest):
 
 
 def test_a_cpu_alone_has_them_and_dropout_has_not():
-    assert used() == "tiles_jax"
-    assert used(dropout=0.5, seed=0) == "tiles_python"
-    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "tiles_jax"
+    assert used() == "loop"
+    assert used(dropout=0.5, seed=0) == "unrolled"
+    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "loop"
     with mock.patch.object(jax, "device_count", return_value=2):
-        assert used() == "tiles_python"
+        assert used() == "unrolled"
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
-        assert used() == "tiles_python"
+        assert used() == "unrolled"
     assert used(tiled=None) == "dense"  # so few pairs

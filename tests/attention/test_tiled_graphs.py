@@ -214,7 +214,7 @@ def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
 def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flags):
     import tensorflow as tf
 
-    from keras_headmask.attention.ranges import _span
+    from keras_headmask.attention.tensorflow.ranges import _span
 
     values = np.random.default_rng(seed).integers(*((0, 2) if flags else (-5, 6)), (2, length))
     values = values.astype("bool" if flags else "int32")
@@ -228,7 +228,7 @@ def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flag
 @pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
 def test_ranges_hold_all_that_is_allowed_and_little_else(name):
     """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
-    from keras_headmask.attention.ranges import ranges_of
+    from keras_headmask.attention.tensorflow.ranges import ranges_of
 
     spec, inputs = LONG[name]
     mask = np.broadcast_to(
@@ -284,7 +284,7 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name):
     ids=repr,
 )
 def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
-    from keras_headmask.attention.ranges import ranges_of
+    from keras_headmask.attention.tensorflow.ranges import ranges_of
 
     bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
     found = ranges_of(spec, bound, BLOCKS_OF_3, 4, batch=3)

@@ -30,20 +30,21 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_headmask.attention import tiles_python, tiles_torch
+from keras_headmask.attention import unrolled
+from keras_headmask.attention.torch import tiles as sdpa_tiles
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """The queries and keys of each call of PyTorch's attention."""
     calls = []
-    usual = tiles_torch.scaled_dot_product_attention
+    usual = sdpa_tiles.scaled_dot_product_attention
 
     def counted(query, key, value, **rest):
         calls.append((query.shape[2], key.shape[2]))
         return usual(query, key, value, **rest)
 
-    monkeypatch.setattr(tiles_torch, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(sdpa_tiles, "scaled_dot_product_attention", counted)
     return calls
 
 
@@ -150,7 +151,7 @@ def test_gradients_against_dense_float64(monkeypatch, taken, name, own_steps, ke
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_operands_of_any_dtype(dtype):
     """Called by itself: whatever the dispatcher casts to."""
-    from keras_headmask.attention.parts import Part
+    from keras_headmask.attention.head_groups import Part
     from keras_headmask.rules import evaluation
 
     spec, inputs = hm.SameSegment("ids") & hm.Window(3, 3), {"ids": SORTED_IDS}
@@ -162,10 +163,10 @@ def test_operands_of_any_dtype(dtype):
         part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
 
     def loss(*x, of=None):
-        of = of or (lambda *x: tiles_torch.attend(part, 0, *x))
+        of = of or (lambda *x: sdpa_tiles.attend(part, 0, *x))
         return weighted(of(*x))
 
-    got = tiles_torch.attend(part, 0, *given)
+    got = sdpa_tiles.attend(part, 0, *given)
     assert got.dtype == given[0].dtype
     wanted = attend(rounded, spec, inputs, tiled=False)
     assert_close(numpy(got), numpy(wanted), dtype)
@@ -270,8 +271,8 @@ def test_a_layer_trains_alike_by_tiles_and_dense():
 
 def test_the_loop_of_keras_operations_is_only_for_what_is_large(monkeypatch):
     called = []
-    usual = tiles_python.forward
-    monkeypatch.setattr(tiles_python, "forward", lambda *x: called.append(x) or usual(*x))
+    usual = unrolled.forward
+    monkeypatch.setattr(unrolled, "forward", lambda *x: called.append(x) or usual(*x))
     q, k, v = operands(1, 23, 23, 2)
     spec = hm.Keys(0, 20)
     with tiles():

@@ -12,7 +12,7 @@ from export_models import RULE, check_in_this_process, masked, nothing_in, ours,
 from keras import layers, ops
 
 import keras_headmask as hm
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 from keras_headmask.export import checking, fresh_process, samples
 from keras_headmask.export.interface import answer, distance, interface_of
 from keras_headmask.export.padding import why_not_padded
@@ -249,7 +249,7 @@ def test_the_twin_and_the_scores_in_memory():
         interface = interface_of(model, None)
         given = samples.request(interface, (2, 12))
         here = answer(interface, given)
-        with looking.rules_off():
+        with observers.rules_off():
             twin = answer(interface, given)
         free = ours(None) if "padding_mask" not in given else stock()
         free.set_weights(model.get_weights())

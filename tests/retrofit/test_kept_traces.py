@@ -9,7 +9,7 @@ from small_models import CHUNK, TOKENS, one_layer
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 
 RULES = {"ids": hm.SameSentence(9), "positions": CHUNK}
 
@@ -182,6 +182,6 @@ def test_a_run_without_rules_leaves_no_trace():
     x = keras.random.normal((2, 7, 8))
     for layer, given in ((inner, TOKENS), (own, x)):
         encodes = Encodes(layer)
-        with looking.rules_off(), pytest.raises(RuntimeError, match=r"`tf.function` of its own"):
+        with observers.rules_off(), pytest.raises(RuntimeError, match=r"`tf.function` of its own"):
             encodes(given)
         assert_close(encodes(given), layer(given))

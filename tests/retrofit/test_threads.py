@@ -12,7 +12,7 @@ from keras import layers
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import looking
+from keras_headmask.attention import observers
 
 THREADS = 3
 TOKENS = np.array([[5, 9, 4, 6, 9, 7, 2]] * 2, "int32")
@@ -229,7 +229,7 @@ def test_callers_beside_exports_lints_and_plots(tmp_path):
 def test_a_model_is_filed_without_what_stands_on_it_for_a_look():
     masked = model()
     config = masked.get_config()
-    with looking.overriding(masked.get_layer("first"), "call", lambda usual, *args: usual(*args)):
+    with observers.overriding(masked.get_layer("first"), "call", lambda usual, *args: usual(*args)):
         assert masked.get_config() == config
 
 

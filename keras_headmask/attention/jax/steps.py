@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import leaves

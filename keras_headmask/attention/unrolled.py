@@ -14,9 +14,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask._keras import custom_gradient
-from keras_headmask.attention import finite, precision
-from keras_headmask.attention.parts import Part, cut, folded, unfolded
-from keras_headmask.attention.tile_gradients import GradientsOfChanges
+from keras_headmask.attention import nonfinite, precision
+from keras_headmask.attention.gradients import GradientsOfChanges
+from keras_headmask.attention.head_groups import Part, cut, folded, unfolded
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
@@ -81,13 +81,13 @@ def attend(
     """
     backend = keras.backend.backend()
     if backend == "jax" or is_forward_only() or _is_in_torch_func(query):
-        return forward(part, plan, *finite.marked(query, key, value), *changes)
+        return forward(part, plan, *nonfinite.marked(query, key, value), *changes)
 
     own_gradient = custom_gradient if backend == "tensorflow" else ops.custom_gradient
 
     @own_gradient
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
-        marked = finite.marked(*operands[:3])
+        marked = nonfinite.marked(*operands[:3])
         context = forward(part, plan, *marked, *operands[3:])
         # On torch, a result that its own gradient keeps would never be freed.
         kept = (context, *marked) if backend == "tensorflow" else None
@@ -156,11 +156,11 @@ def gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> t
     of_changes = GradientsOfChanges(part, plan, changes, key.shape[1])
     delta: Any = None
     if kept is None:
-        query, key, value = finite.without_bad(query, key, value)
+        query, key, value = nonfinite.without_bad(query, key, value)
     else:
         context, marked_query, marked_key, value = kept
         delta = _split(_heads_first(ops.sum(upstream * context, axis=-1, keepdims=True)), plan.tile)
-        query, key = finite.without_bad(query, key)
+        query, key = nonfinite.without_bad(query, key)
     queries, upstream = _heads_first(query) * part.scale, _heads_first(upstream)
     keys, values = (_split(_heads_first(x), plan.block) for x in (key, value))
     marked_queries, marked_keys = queries, keys
@@ -252,8 +252,8 @@ class _Tile(NamedTuple):
         keys = _joined(blocks)
         is_jax = keras.backend.backend() == "jax"
         if is_jax:  # whose gradient is that of what stands here
-            marks = finite.marks(folded(queries, part.sharing), keys, heads_first=True)
-            zeroed_queries, zeroed_keys = finite.zeroed(queries, keys)
+            marks = nonfinite.marks(folded(queries, part.sharing), keys, heads_first=True)
+            zeroed_queries, zeroed_keys = nonfinite.zeroed(queries, keys)
             logits = _of_pairs(zeroed_queries, zeroed_keys, part)
             logits = logits + unfolded(marks, part.sharing)
         else:
@@ -269,7 +269,7 @@ class _Tile(NamedTuple):
         allowed = changes.allowed(allowed, cuts)
         if allowed is not None:
             alive = ops.any(allowed, axis=-1, keepdims=True)
-            hidden = ops.cast(finite.hidden_logit(logits.dtype), logits.dtype)
+            hidden = ops.cast(nonfinite.hidden_logit(logits.dtype), logits.dtype)
             logits = ops.where(allowed, logits, ops.where(alive, hidden, ops.zeros_like(hidden)))
         probabilities, of_keys = ops.softmax(logits, axis=-1), None
         if changes.sinks is not None:

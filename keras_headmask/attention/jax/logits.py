@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_headmask.attention.changes import Changes
-from keras_headmask.attention.parts import Part
-from keras_headmask.attention.steps_jax import Steps, Visit, places
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.jax.steps import Steps, Visit, places
+from keras_headmask.attention.logits import Changes
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_headmask.attention.changes import NONE, Changes
+from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keras_headmask.attention import finite, tiles_python
-from keras_headmask.attention.parts import Part, folded, unfolded
+from keras_headmask.attention import nonfinite, unrolled
+from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.steps import Step, steps_of
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
@@ -34,7 +34,7 @@ def is_known(*tensors: Tensor) -> bool:
         return False
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return False
-    return not any(map(tiles_python.is_stand_in, tensors))
+    return not any(map(unrolled.is_stand_in, tensors))
 
 
 def can_read(bound: Bound, *operands: Tensor) -> bool:
@@ -50,9 +50,9 @@ def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Ten
     H = `part.sharing` * Hk.
     """
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    plan = functools.partial(tiles_python.plan_of, part, queries, keys, query_offset)
+    plan = functools.partial(unrolled.plan_of, part, queries, keys, query_offset)
     if not batch:
-        return tiles_python.attend(part, plan(), query, key, value)
+        return unrolled.attend(part, plan(), query, key, value)
     steps = steps_of(part, _read(part.bound), batch, queries, keys, query_offset)
     if is_forward_only():
         return _context(part, steps, plan, query, key, value)
@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
         operands, (part, steps, plan) = ctx.saved_tensors, ctx.rest
         # A gradient that is differentiated in its turn is made of operations that can be.
         if torch.is_grad_enabled() or not _are_moderate(*operands, upstream):
-            gradients = tiles_python.gradient(part, plan(), None, *operands, upstream)
+            gradients = unrolled.gradient(part, plan(), None, *operands, upstream)
         else:
             gradients = _gradients(part, steps, *operands, upstream)
         return *gradients, None, None, None
@@ -114,8 +114,8 @@ def _context(
     seen = large[0] | _see(part, steps, query, of_key)
     if not seen.any():
         return context
-    marked = finite.marked(query, key, value)
-    return torch.where(seen, tiles_python.forward(part, plan(), *marked), context)
+    marked = nonfinite.marked(query, key, value)
+    return torch.where(seen, unrolled.forward(part, plan(), *marked), context)
 
 
 def _forward(part: Part, steps: list[Step], *operands: Tensor) -> Tensor:

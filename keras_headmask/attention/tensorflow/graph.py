@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_headmask import _keras
-from keras_headmask.attention import finite
-from keras_headmask.attention.parts import folded, unfolded
+from keras_headmask.attention import nonfinite
+from keras_headmask.attention.head_groups import folded, unfolded
 from keras_headmask.attention.tuning import functions_of_export, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
@@ -148,7 +148,7 @@ def guarded(passes: Passes) -> Passes:
         query, key, value, *rest = operands
 
         def attended() -> list[Tensor]:
-            return passes.forward(*finite.marked(query, key, value), *rest)
+            return passes.forward(*nonfinite.marked(query, key, value), *rest)
 
         def nothing() -> list[Tensor]:
             shape = tf.concat([tf.shape(query)[:3], tf.shape(value)[3:]], 0)
@@ -158,7 +158,7 @@ def guarded(passes: Passes) -> Passes:
 
     def backward(*given: Tensor) -> tuple:
         def attended() -> tuple:
-            return passes.backward(*finite.without_bad(*given[:3]), *given[3:])
+            return passes.backward(*nonfinite.without_bad(*given[:3]), *given[3:])
 
         def nothing() -> tuple:
             return tuple(empty(x.dtype, tf.shape(x), zeros=True) for x in given[:-2])
@@ -293,7 +293,7 @@ def logits_of(
     if allowed is None:
         return logits, None, slope
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(finite.hidden_logit(logits.dtype), logits.dtype)
+    hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
     hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
     return tf.where(allowed, logits, hidden), alive, slope
 

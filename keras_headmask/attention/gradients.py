@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Cuts
 

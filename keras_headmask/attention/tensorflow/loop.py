@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_headmask._keras import checks_numerics
-from keras_headmask.attention import finite
-from keras_headmask.attention.changes import Changes
-from keras_headmask.attention.changes_tensorflow import Gathered
-from keras_headmask.attention.parts import Part, cut
-from keras_headmask.attention.ranges import ranges_of
-from keras_headmask.attention.tensorflow_graph import (
+from keras_headmask.attention import nonfinite
+from keras_headmask.attention.head_groups import Part, cut
+from keras_headmask.attention.logits import Changes
+from keras_headmask.attention.tensorflow.graph import (
     Passes,
     Row,
     added,
@@ -33,6 +31,8 @@ from keras_headmask.attention.tensorflow_graph import (
     with_own_gradient,
     written,
 )
+from keras_headmask.attention.tensorflow.logits import Gathered
+from keras_headmask.attention.tensorflow.ranges import ranges_of
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.evaluation import allowed_tile, mask_of_all_heads
 from keras_headmask.rules.protocol import WHOLE, Cuts
@@ -66,7 +66,7 @@ def passes(part: Part) -> Passes:
         *tensors, upstream, context = rest
         gathered = Gathered(part, part.changes.with_tensors(tensors))
         delta = tf.reduce_sum(upstream * context, axis=-1)  # (B, T, H)
-        is_sound = finite.are_finite(context)
+        is_sound = nonfinite.are_finite(context)
         of_keys = [x if are_shared else _heads_first(x) for x in (key, value)]
 
         def tile(visit: Visit) -> tuple:
@@ -95,7 +95,7 @@ def at_once(part: Part) -> Passes:
         return functools.reduce(tf.multiply, factors, tensor)
 
     def forward(*operands: Tensor) -> list[Tensor]:
-        query, key, value = map(_heads_first, finite.marked(*operands))
+        query, key, value = map(_heads_first, nonfinite.marked(*operands))
         allowed = None if part.rule.constant else _allowed(part)
         logits, _, _ = logits_of(query * part.scale, key, allowed, part.sharing)
         probabilities = tf.nn.softmax(logits)
@@ -107,7 +107,7 @@ def at_once(part: Part) -> Passes:
 
     def backward(*given: Tensor) -> tuple:
         _, _, _, upstream, _, probabilities, query, key, value, *drawn = given
-        query, key, value = finite.without_bad(query, key, value)
+        query, key, value = nonfinite.without_bad(query, key, value)
         upstream = _heads_first(upstream)
         d_probabilities = product_of(upstream, value, part.sharing, transpose_b=True)
         d_probabilities = dropped(d_probabilities, *drawn)
@@ -143,7 +143,7 @@ def _in_one_tile(part: Part) -> Passes:
         gathered = Gathered(part, part.changes.with_tensors(tensors))
         delta = tf.reduce_sum(upstream * context, axis=-1)
         of_tile = (_heads_first(x) for x in (key, value, query, upstream, delta))
-        made = _gradients(gathered, visit, finite.are_finite(context), *of_tile)
+        made = _gradients(gathered, visit, nonfinite.are_finite(context), *of_tile)
         return _by_operand(gathered, [_heads_first(x) for x in made])
 
     return Passes(forward, backward)
@@ -183,7 +183,7 @@ def _gradients(
     logits, alive, slope = _logits(part, gathered.changes, visit, queries, keys)
     probabilities, log_sum = _softmax(gathered.changes, logits)
     # A row whose logits overflow is NaN, but not where keys are hidden.
-    (probabilities,) = finite.unless(is_sound, _hidden_as_0(logits), probabilities)
+    (probabilities,) = nonfinite.unless(is_sound, _hidden_as_0(logits), probabilities)
     # Nothing comes of fully masked rows, and of those that are computed again.
     for which in (alive, visit.counts):
         d_context, of_delta = (alive_or_0(which, x) for x in (d_context, of_delta))
@@ -248,7 +248,7 @@ def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     probabilities = tf.nn.softmax(logits)
     if changes.sinks is None:
         return probabilities, None
-    of_rows = [(logits, finite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
+    of_rows = [(logits, nonfinite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
     if checks_numerics():  # the largest of a tile without keys would be -inf
         one_more = [[0, 0]] * 3 + [[0, 1]]
         of_rows = [(tf.pad(x, one_more, constant_values=least), least) for x, least in of_rows]
@@ -259,7 +259,7 @@ def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _hidden_as_0(logits: Tensor) -> Callable[[Tensor], list[Tensor]]:
-    hidden = tf.constant(finite.hidden_logit(logits.dtype), logits.dtype)
+    hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
     return lambda x: [tf.where(tf.equal(logits, hidden), tf.zeros_like(x), x)]
 
 

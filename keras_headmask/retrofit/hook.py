@@ -9,9 +9,9 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import looking
-from keras_headmask.attention.changes import Changes
+from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
+from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.layers import changing
 from keras_headmask.retrofit import frames, head_cache
@@ -35,7 +35,7 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
         frames.current().used.add(id(layer))
-        restrict = [rule for rule in rules() if rule.restricts and not looking.are_rules_off()]
+        restrict = [rule for rule in rules() if rule.restricts and not observers.are_rules_off()]
         in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
         if adapter.softmax is not None and in_force:
@@ -49,9 +49,9 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         context, probabilities = compute(arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
-    @looking.asks
+    @observers.asks
     def compute_attention(*args: Any, **kwargs: Any) -> Any:
-        return looking.run(layer, name, obey, *args, **kwargs)
+        return observers.run(layer, name, obey, *args, **kwargs)
 
     return compute_attention
 
@@ -76,7 +76,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
         if adapter.softmax is not None:
             return _by_softmax(adapter, [], arguments)
         return _attended(adapter, arguments, _Beside.of(adapter, arguments, _offset(arguments, 0)))
-    seen = looking.as_seen(adapter.layer)
+    seen = observers.as_seen(adapter.layer)
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
 
@@ -141,7 +141,7 @@ def _by_softmax(
         made.append(probabilities)
         return probabilities
 
-    seen = looking.standing_in(adapter.layer, {adapter.softmax: softmax})
+    seen = observers.standing_in(adapter.layer, {adapter.softmax: softmax})
     context, _ = adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
     return context, made[-1]
 

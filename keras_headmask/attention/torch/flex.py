@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from keras_headmask.attention.parts import Part
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec

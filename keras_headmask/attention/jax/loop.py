@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from keras_headmask.attention import dense, finite
-from keras_headmask.attention.changes_jax import ChangesOfBlocks, as_bias
-from keras_headmask.attention.parts import Part, folded, unfolded
-from keras_headmask.attention.steps_jax import Plan, Step, Steps, bound_of, heads_first, planned
+from keras_headmask.attention import dense, nonfinite
+from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.jax.logits import ChangesOfBlocks, as_bias
+from keras_headmask.attention.jax.steps import Plan, Step, Steps, bound_of, heads_first, planned
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 
@@ -68,7 +68,7 @@ _results.defvjp(_results_kept, _results_backward)
 def _forward(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple[Tensor, Tensor]:
     steps = Steps.of(plan, given, *operands[:2])
     changes = ChangesOfBlocks.of(plan.part, tensors, steps)
-    queries, keys, values = steps.prepared(*finite.marked(*operands))
+    queries, keys, values = steps.prepared(*nonfinite.marked(*operands))
     sharing, dtype = plan.part.sharing, _dtype_of_sums(operands[0])
     of_rows = (*queries.shape[1:2], steps.tile)
 
@@ -125,7 +125,7 @@ def _gradients(
     steps, sharing = Steps.of(plan, given, query, key), plan.part.sharing
     changes = ChangesOfBlocks.of(plan.part, tensors, steps)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
-    sound = finite.zeroed(query, key, value)
+    sound = nonfinite.zeroed(query, key, value)
     queries, keys, values = steps.prepared(*sound)
     of_rows = [steps.rows_first(x) for x in (upstream, delta, row_sums)]
     is_added = steps.rows_first(jnp.ones_like(delta)) == 0  # rows that a bias could make infinite

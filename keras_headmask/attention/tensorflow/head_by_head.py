@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from keras_headmask.attention.parts import Part, in_order, of_heads
-from keras_headmask.attention.tensorflow_graph import (
+from keras_headmask.attention.head_groups import Part, in_order, of_heads
+from keras_headmask.attention.tensorflow.graph import (
     Passes,
     alive_or_0,
     empty,

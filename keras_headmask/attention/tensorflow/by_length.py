@@ -10,9 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_headmask._keras import in_forward_mode
-from keras_headmask.attention import head_by_head, limits, parts, tiles_tensorflow
-from keras_headmask.attention.parts import Part
-from keras_headmask.attention.tensorflow_graph import (
+from keras_headmask.attention import head_groups, limits
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.tensorflow import head_by_head, loop
+from keras_headmask.attention.tensorflow.graph import (
     Passes,
     guarded,
     shared,
@@ -31,7 +32,7 @@ def attend(part: Part, *operands: Tensor) -> Tensor:
     is_one = is_forward_only() or not part.tuning.most_logits_at_once
     if is_one or in_forward_mode(*operands):
         return _of_many(part, *operands)
-    at_once = tiles_tensorflow.at_once(part)
+    at_once = loop.at_once(part)
 
     def is_small(query: Tensor, key: Tensor) -> Tensor:
         return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= limits.most_at_once(
@@ -71,7 +72,7 @@ def _gradients_of_many(part: Part, *given: Tensor) -> tuple:
 def _short_or_tiled(part: Part) -> Passes:
     tiles = guarded(_of_groups(part))
     if part.changes.are_some:
-        short = tiles_tensorflow.at_once(part)
+        short = loop.at_once(part)
     elif part.dropout is None:
         short = guarded(head_by_head.passes(part))
     else:
@@ -98,29 +99,29 @@ def _sizes(tensor: Tensor) -> Tensor:
 
 def _of_groups(part: Part) -> Passes:
     """Tiles of each head group, put together."""
-    groups = parts.by_rule(part)
-    each = [tiles_tensorflow.passes(group) for group in groups]
+    groups = head_groups.by_rule(part)
+    each = [loop.passes(group) for group in groups]
     if len(each) == 1:
         return each[0]
     sets = [group.heads for group in groups]
-    of_keys = [parts.key_heads(heads, part.sharing) for heads in sets]
+    of_keys = [head_groups.key_heads(heads, part.sharing) for heads in sets]
 
     def cut(*operands: Tensor) -> list[tuple]:
         """The operands of each group."""
         query, key, value, *tensors = operands
-        own = [parts.cut_into(query, sets, 2)]
-        own += [parts.cut_into(x, of_keys, 2) for x in (key, value)]
+        own = [head_groups.cut_into(query, sets, 2)]
+        own += [head_groups.cut_into(x, of_keys, 2) for x in (key, value)]
         changes = part.changes.with_tensors(tensors)
-        of_changes = [parts.changes_of_heads(changes, heads).tensors for heads in sets]
+        of_changes = [head_groups.changes_of_heads(changes, heads).tensors for heads in sets]
         return [(*operands, *tensors) for *operands, tensors in zip(*own, of_changes, strict=True)]
 
     def forward(*operands: Tensor) -> list[Tensor]:
         made = [x.forward(*own)[0] for x, own in zip(each, cut(*operands), strict=True)]
-        return [parts.joined(made, sets, 2)]
+        return [head_groups.joined(made, sets, 2)]
 
     def backward(*given: Tensor) -> tuple:
         *operands, upstream, context = given
-        of_context = [parts.cut_into(x, sets, 2) for x in (upstream, context)]
+        of_context = [head_groups.cut_into(x, sets, 2) for x in (upstream, context)]
         made = [
             x.backward(*own, *rest)
             for x, own, *rest in zip(each, cut(*operands), *of_context, strict=True)
@@ -131,7 +132,7 @@ def _of_groups(part: Part) -> Passes:
             is_for_all = tensor.shape[axis] == 1 != len(part.heads)
             whole.append(([(0,)] * len(sets) if is_for_all else sets, axis))
         return tuple(
-            parts.added_up(list(gradients), own, axis)
+            head_groups.added_up(list(gradients), own, axis)
             for gradients, (own, axis) in zip(zip(*made, strict=True), whole, strict=True)
         )
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention.changes import Changes
-from keras_headmask.attention.parts import Part
-from keras_headmask.attention.tensorflow_graph import Row, times
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.logits import Changes
+from keras_headmask.attention.tensorflow.graph import Row, times
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Cuts
 

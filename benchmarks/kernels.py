@@ -153,16 +153,15 @@ def shares(case: Case) -> str:
 
 
 def _by_positions(part: Any, batch: int, queries: int, keys: int, offset: int) -> float:
-    from keras_headmask.attention import unrolled
+    from keras_headmask.attention import blocks
 
-    return unrolled.plan_of(part, queries, keys, offset).share(keys)
+    return blocks.plan_of(part, queries, keys, offset).share(keys)
 
 
 def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> float | None:
     backend = _backend()
     if backend == "torch":
-        from keras_headmask.attention import steps
-        from keras_headmask.attention.torch import tiles
+        from keras_headmask.attention.torch import steps, tiles
 
         made = steps.steps_of(part, tiles._read(part.bound), batch, queries, keys, offset)
         return steps.share(made, batch, queries, keys)

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import dense, head_groups, limits, precision, unrolled
+from keras_headmask.attention import blocks, dense, head_groups, limits, precision, unrolled
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
@@ -327,7 +327,7 @@ class Unrolled(Kernel):
         return None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        plan = unrolled.plan_of(part, *_lengths(request), request.query_offset)
+        plan = blocks.plan_of(part, *_lengths(request), request.query_offset)
         return unrolled.attend(part, plan, *operands)
 
 
@@ -349,7 +349,7 @@ class ByGroup(Kernel):
         # Elsewhere a tile costs more to start, and only what positions show is skipped.
         shares = []
         for group in head_groups.by_rule(part):
-            plan = unrolled.plan_of(group, *_lengths(request), request.query_offset)
+            plan = blocks.plan_of(group, *_lengths(request), request.query_offset)
             shares.extend([plan.share(request.key.shape[1])] * len(group.heads))
         share, most = sum(shares) / len(shares), part.tuning.most_computed
         if share <= most:

@@ -1,6 +1,6 @@
 """Up to which sizes TensorFlow computes all logits of a head, or of a batch, in place of tiles."""
 
-from keras_headmask.attention import head_groups, unrolled
+from keras_headmask.attention import blocks, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.rules.divided import divided
 
@@ -36,7 +36,7 @@ def _skips_little(part: Part) -> bool:
     if rule is None or rule.ids is not None or (rule.flags and rule.positional.constant):
         return False
     length = part.tuning.length_to_judge_by
-    plan = unrolled.plan_of(part._replace(rule=rule.positional), length, length, 0)
+    plan = blocks.plan_of(part._replace(rule=rule.positional), length, length, 0)
     seen = 0
     for runs in filter(None, plan.runs):
         first_gap = runs[1][0] - runs[0][1] if len(runs) > 1 else 0

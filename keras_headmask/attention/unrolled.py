@@ -10,66 +10,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_headmask._keras import custom_gradient
 from keras_headmask.attention import nonfinite, precision
+from keras_headmask.attention.blocks import Plan
 from keras_headmask.attention.gradients import GradientsOfChanges
 from keras_headmask.attention.head_groups import Part, cut, folded, unfolded
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import tile_of_heads
-from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import WHOLE, Cuts
-
-
-class Plan(NamedTuple):
-    """For each tile of queries the runs of keys to look at, and whether they need no mask."""
-
-    tile: int
-    block: int
-    runs: list[list[tuple[int, int]]]
-    needs_no_mask: list[bool]
-
-    def blocks(self, number: int) -> list[int]:
-        """The numbers of the blocks of keys that a tile looks at."""
-        edges = ((a // self.block, -(-b // self.block)) for a, b in self.runs[number])
-        return [block for first, stop in edges for block in range(first, stop)]
-
-    def share(self, keys: int) -> float:
-        """The share of all logits that is computed."""
-        seen = sum(stop - start for runs in self.runs for start, stop in runs)
-        return seen / max(keys * len(self.runs), 1)
-
-
-def plan(
-    rule: MaskSpec,
-    queries: int,
-    keys: int,
-    query_offset: int,
-    tile: int,
-    block: int,
-    heads: int = 1,
-) -> Plan:
-    """What each tile of queries looks at by `rule`, for any of the `heads`, by positions alone."""
-    tiles = coverage.tile_grid(queries, keys, tile, block, query_offset)
-    shape = (tiles.query_first.shape[0], tiles.key_first.shape[1])
-    of_rules = [coverage.bounds(of_group, tiles) for of_group, _ in head_groups(rule, heads)]
-    every = [np.broadcast_to(possible, shape) for possible, _ in of_rules]
-    sure = [np.broadcast_to(certain, shape) for _, certain in of_rules]
-    possible, certain = np.logical_or.reduce(every), np.logical_and.reduce(sure)
-    needs_no_mask = (certain == possible).all(1) & possible.any(1)
-    # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
-    runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
-    return Plan(tile, block, runs, needs_no_mask.tolist())
-
-
-def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    block = part.tuning.python_block
-    return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))
 
 
 def attend(

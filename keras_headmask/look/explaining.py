@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_headmask.attention import choose, cpu, head_groups, observers, unrolled
+from keras_headmask.attention import blocks, choose, cpu, head_groups, observers
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible, without_choice
@@ -367,7 +367,7 @@ def _share(kernel: Kernel, group: Part, queries: int, keys: int, offset: int) ->
         return 1.0
     block = min(getattr(group.tuning, kernel.block), keys)
     tile = group.tuning.flex_tile if kernel.block == "flex_block" else group.tile
-    plan = unrolled.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
+    plan = blocks.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
     return plan.share(keys)
 
 

@@ -6,7 +6,7 @@ that says nothing of tiles is taken to allow some pairs of each, which is always
 
 import enum
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,16 +45,30 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
     )
 
 
+def _starts(length: Any, size: int) -> Any:
+    return np.arange(0, length, size)
+
+
 def tile_grid(
-    queries: int, keys: int, tile_queries: int, tile_keys: int, query_offset: int = 0
+    queries: Any,
+    keys: Any,
+    tile_queries: int,
+    tile_keys: int,
+    query_offset: Any = 0,
+    starts: Callable[[Any, int], Any] = _starts,
+    at_most: Callable[[Any, Any], Any] = np.minimum,
 ) -> Tiles:
-    """The tiles of a mask of `queries` x `keys`; the last of a row or column may be cut."""
-    rows, columns = np.arange(0, queries, tile_queries), np.arange(0, keys, tile_keys)
+    """The tiles of a mask of `queries` x `keys`; the last of a row or column may be cut.
+
+    `starts(length, size)` gives every `size`th position, and `at_most` the lesser of two: by NumPy,
+    or by a backend for lengths that are tensors.
+    """
+    rows, columns = starts(queries, tile_queries), starts(keys, tile_keys)
     return Tiles(
         (rows + query_offset)[:, None],
-        (np.minimum(rows + tile_queries, queries) - 1 + query_offset)[:, None],
+        (at_most(rows + tile_queries, queries) - 1 + query_offset)[:, None],
         columns[None],
-        np.minimum(columns + tile_keys, keys)[None] - 1,
+        at_most(columns + tile_keys, keys)[None] - 1,
     )
 
 

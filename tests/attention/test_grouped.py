@@ -29,7 +29,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention import head_groups, unrolled
+from keras_headmask.attention import blocks, head_groups, unrolled
 from keras_headmask.attention.choose import part_of_all
 from keras_headmask.attention.request import Request
 from keras_headmask.rules import evaluation
@@ -63,7 +63,7 @@ def context(computed, qkv, spec, inputs=None, offset=0, **rest):
         made = head_groups.by_rule(part_of_all(Request(*qkv, spec, bound, scale=SCALE)))
     for part in made:
         own = head_groups.key_heads(part.heads, query.shape[2] // key.shape[2])
-        plan = unrolled.plan_of(part, queries, keys, offset)
+        plan = blocks.plan_of(part, queries, keys, offset)
         of_part = (
             head_groups.of_heads(query, part.heads, 2),
             *(head_groups.of_heads(x, own, 2) for x in (key, value)),

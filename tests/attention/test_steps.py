@@ -13,8 +13,8 @@ from strategies import FEW, cases
 from tiled_contract import LONG, SCALE, sizes, tiles
 
 import keras_headmask as hm
-from keras_headmask.attention import steps
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.torch import steps
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.heads import head_groups

@@ -29,7 +29,7 @@ from tiled_contract import (
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import dense, unrolled
+from keras_headmask.attention import blocks, dense, unrolled
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.rules import evaluation
 
@@ -82,7 +82,7 @@ def test_the_python_loop_equals_the_definition_on_every_backend(case, seed, of_o
     mask = evaluation.mask_of_all_heads(rule, bound, heads)
     with tiles(block=2, wide=4) as tuning:
         part = Part(rule, heads_of_rule, bound, SCALE, tuning)
-    plan = unrolled.plan_of(part, queries, keys, offset)
+    plan = blocks.plan_of(part, queries, keys, offset)
     got = unrolled.attend(part, plan, *map(ops.convert_to_tensor, qkv))
     wanted, _ = dense.attend(*map(ops.convert_to_tensor, qkv), mask, SCALE)
     close(got, wanted)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
 from largest import shapes_in
-from strategies import FEW, cases
+from strategies import cases
 from tiled_contract import (
     ALWAYS,
     BACKEND,
@@ -206,22 +206,6 @@ def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
 
 
 # ---------------------------------------------------------------- only what may be allowed
-
-
-@pytest.mark.tensorflow
-@FEW
-@given(st.integers(1, 13), st.integers(1, 6), st.integers(0, 1000), st.booleans())
-def test_spans_are_the_least_and_greatest_of_each_block(length, size, seed, flags):
-    import tensorflow as tf
-
-    from keras_headmask.attention.tensorflow.ranges import _span
-
-    values = np.random.default_rng(seed).integers(*((0, 2) if flags else (-5, 6)), (2, length))
-    values = values.astype("bool" if flags else "int32")
-    low, high = _span(tf.constant(values), size, 1)
-    blocks = [values[:, i : i + size].astype("int32") for i in range(0, length, size)]
-    np.testing.assert_array_equal(numpy(low)[:, 0], np.stack([b.min(1) for b in blocks], 1))
-    np.testing.assert_array_equal(numpy(high)[:, 0], np.stack([b.max(1) for b in blocks], 1))
 
 
 @pytest.mark.tensorflow

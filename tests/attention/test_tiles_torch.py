@@ -22,7 +22,7 @@ from tiled_contract import (
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import steps
+from keras_headmask.attention.torch import steps
 from keras_headmask.attention.tuning import tuned
 
 if keras.backend.backend() != "torch":

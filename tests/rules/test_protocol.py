@@ -11,7 +11,7 @@ from hypothesis import given
 from strategies import MANY, cases, specs
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, unrolled
+from keras_headmask.attention import blocks, choose
 from keras_headmask.attention.request import Request
 from keras_headmask.export import samples, signatures
 from keras_headmask.rules import config, offsets
@@ -112,7 +112,7 @@ def test_every_kind_of_leaf_is_here():
 def test_a_twin_gets_the_same_plan_and_choice(leaf):
     for rule in rules_with(leaf):
         twin = twins(rule)
-        plans = [unrolled.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
+        plans = [blocks.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
         assert plans[0] == plans[1]
         x = np.zeros((1, LENGTH, 2, 1), "float32")
         requests = [Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]

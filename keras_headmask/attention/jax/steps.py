@@ -1,18 +1,18 @@
 """Which blocks of keys each tile of queries meets in JAX' loops, and what is allowed there."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from keras_headmask.attention.blocks import NUMPY, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules import coverage
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.protocol import Bound, Cuts, Sides, Span
+from keras_headmask.rules.protocol import Bound, Cuts, Sides
 
 
 class Plan(NamedTuple):
@@ -72,21 +72,11 @@ class Steps(NamedTuple):
         part, (queries, keys) = plan.part, (query.shape[1], key.shape[1])
         tile, size = min(part.tile, queries), min(part.tuning.jax_block, keys)
         bound = bound_of(plan, given, queries, keys)
-        grid = coverage.tile_grid(queries, keys, tile, size, plan.query_offset)
-        spans = {
-            leaf: {
-                name: Sides(_span(sides.query, tile, 2), _span(sides.key, size, 1))
-                for name, sides in inputs.items()
-            }
-            for leaf, inputs in bound.leaf_inputs.items()
-            if all(isinstance(value, Sides) for value in inputs.values())
-        }
-        possible, _ = coverage.bounds(part.rule, grid, spans)
+        lengths, sizes = (queries, keys), (tile, size)
+        offset = plan.query_offset
+        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, sizes, offset, _ARRAYS)
         # (By NumPy where positions alone decide.)
         own: Any = np if isinstance(possible, np.ndarray) else jnp
-        examples = possible.shape[0] if possible.ndim == 3 else 1
-        shape = examples, len(grid.query_first), grid.key_first.shape[1]
-        possible = own.broadcast_to(possible, shape)
         order = own.argsort(~possible, axis=-1, stable=True).astype("int32")
         counts = possible.sum(-1).astype("int32")
         rest = -queries % tile, -keys % size
@@ -191,16 +181,24 @@ def _filled(rows: Tensor, size: int) -> Tensor:
     return jnp.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % size), (0, 0)])
 
 
-def _span(values: Tensor | None, size: int, axis: int) -> Span | None:
-    """Of `(B, L)` the least and greatest of every `size` values, `(B, n, 1)` or `(B, 1, n)`."""
-    if values is None:
-        return None
-    values = values.astype("int32") if values.dtype == bool else values
+def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     if values.shape[1] == 1:
-        return Span(values[..., None], values[..., None])
+        return values, values
     longer: Any = _longer(values, 1, -values.shape[1] % size)
     blocks = longer.reshape(values.shape[0], -1, size)
-    return Span(*(jnp.expand_dims(x, axis) for x in (blocks.min(2), blocks.max(2))))
+    return blocks.min(2), blocks.max(2)
+
+
+def _broadcast(mask: Mask, sizes: Sequence[int]) -> Mask:
+    own: Any = np if isinstance(mask, np.ndarray) else jnp
+    return own.broadcast_to(mask, sizes)
+
+
+_ARRAYS = NUMPY._replace(
+    extremes=_extremes,
+    as_numbers=lambda mask: mask.astype("int32"),
+    broadcast=_broadcast,
+)
 
 
 def places(numbers: Iterable[Any]) -> tuple[Tensor, ...]:

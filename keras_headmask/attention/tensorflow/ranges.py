@@ -1,20 +1,15 @@
-"""What each step of TensorFlow's loop looks at, decided in the graph by positions and by data.
+"""What each step of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
 
-Of each tile of queries, blocks of keys are kept or skipped by what `coverage` says of the least and
-greatest value of the mask inputs in each. A few flagged positions (Longformer's global tokens)
-would open a block or a tile each, so they are taken out and looked at by themselves.
-"""
-
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_headmask.attention.blocks import Arrays, bounds_of, flags_of
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules import coverage
-from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bound
 
 
 class Flagged(NamedTuple):
@@ -47,38 +42,14 @@ class Ranges(NamedTuple):
 def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Length) -> Ranges:
     """What each step of the loop over queries, `tile` of them at once, looks at."""
     queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
-    block = tuning.tensorflow_block
-    taken_out, flags_on = _flags(rule, bound, tuning)
-    query_first, key_first = tf.range(0, queries, tile), tf.range(0, keys, block)
-    query_last = tf.minimum(query_first + tile, queries) - 1
-    key_last = tf.minimum(key_first + block, keys) - 1
+    block, inputs = tuning.tensorflow_block, bound.leaf_inputs
+    flags = flags_of(rule, inputs, tuning, _most_set)
     offset = tf.reduce_min(bound.query_positions)
-    on_queries = (query_first + offset)[:, None], (query_last + offset)[:, None]
-    spans = {
-        leaf: {
-            name: Sides(
-                _span(sides.query, tile, 2, taken_out.get(leaf)),
-                _span(sides.key, block, 1, taken_out.get(leaf)),
-            )
-            for name, sides in inputs.items()
-        }
-        for leaf, inputs in bound.leaf_inputs.items()
-        if all(isinstance(value, Sides) for value in inputs.values())
-    }
-    full = [tf.shape(query_first)[0], tf.shape(key_first)[0]]
-
-    def over_all(of_tiles: Tensor) -> Tensor:
-        """`(B or 1, tiles, blocks)`."""
-        examples, known = 1, 1
-        if of_tiles.shape.rank != 2:
-            examples, known = tf.shape(of_tiles)[0], of_tiles.shape[0]
-        return tf.ensure_shape(tf.broadcast_to(of_tiles, [examples, *full]), [known, None, None])
-
-    tiles = Tiles(*on_queries, key_first[None], key_last[None])
-    possible, certain = map(over_all, coverage.bounds(rule, tiles, spans))
-    blocks = _runs(possible, rule.may_leave_gaps(list(taken_out)))
+    sizes = (queries, keys), (tile, block)
+    possible, certain = bounds_of(rule, inputs, *sizes, offset, _ARRAYS, flags.leaves)
+    blocks = _runs(possible, rule.may_leave_gaps(list(flags.leaves)))
     runs = tf.minimum(blocks * block, keys)
-    needs_mask = None if taken_out or rule.is_local else _needs_mask(blocks, certain)
+    needs_mask = None if flags.leaves or rule.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
     if of_examples:  # it may still be 1 when run
@@ -86,15 +57,15 @@ def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Le
         if needs_mask is not None:
             needs_mask = tf.broadcast_to(needs_mask, [batch, tf.shape(runs)[1]])
 
-    def flagged(flags: Tensor | None) -> Flagged | None:
-        if flags is None:
+    def flagged(found: Mask | None) -> Flagged | None:
+        if found is None:
             return None
-        flags = tf.broadcast_to(flags, [batch, tf.shape(flags)[1]])
-        where = tf.cast(tf.where(flags), tf.int32)
-        counts = tf.reduce_sum(tf.cast(flags, tf.int32), 1)
+        found = tf.broadcast_to(found, [batch, tf.shape(found)[1]])
+        where = tf.cast(tf.where(found), tf.int32)
+        counts = tf.reduce_sum(tf.cast(found, tf.int32), 1)
         return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))
 
-    both = flagged(flags_on.get("query")), flagged(flags_on.get("key"))
+    both = flagged(flags.by_side.get("query")), flagged(flags.by_side.get("key"))
     return Ranges(runs, needs_mask, of_examples, *both)
 
 
@@ -126,44 +97,26 @@ def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
     return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
 
 
-def _span(values: Tensor | None, size: int, axis: int, few: Tensor | None = None) -> Span | None:
-    """Of `(B, L)` the least and greatest of every `size` values, `(B, n, 1)` or `(B, 1, n)`.
+def _most_set(flags: Mask) -> Tensor:
+    return tf.reduce_max(tf.reduce_sum(tf.cast(flags, tf.int32), 1))
 
-    Flags that are `few` are taken out: as if none were set.
-    """
-    if values is None:
-        return None
-    values = tf.cast(values, tf.int32) if values.dtype == tf.bool else values
+
+def _extremes(values: Tensor, size: int) -> list[Tensor]:
     rest = -tf.shape(values)[1] % size
     padded = tf.concat([values, tf.repeat(values[:, -1:], rest, axis=1)], axis=1)
     blocks = tf.reshape(padded, [tf.shape(values)[0], -1, size])
-    low = tf.expand_dims(tf.reduce_min(blocks, 2), axis)
-    high = tf.expand_dims(tf.reduce_max(blocks, 2), axis)
-    return Span(low, high if few is None else tf.where(few, tf.zeros_like(high), high))
+    return [tf.reduce_min(blocks, 2), tf.reduce_max(blocks, 2)]
 
 
-def _flags(
-    rule: MaskSpec, bound: Bound, tuning: Tuning
-) -> tuple[dict[MaskSpec, Tensor], dict[str, Tensor]]:
-    """The leaves that open whole columns or rows where they are true, and where, by side.
+def _broadcast(mask: Mask, sizes: Sequence[Length]) -> Mask:
+    examples = 1 if mask.shape.rank == 2 else mask.shape[0]
+    return tf.ensure_shape(tf.broadcast_to(mask, sizes), [examples, None, None])
 
-    A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
-    (query) among the flagged. With each leaf goes whether its flags are few enough to take out.
-    """
-    leaves: dict[MaskSpec, Tensor] = {}
-    flagged: dict[str, Tensor] = {}
-    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
-    opening = () if rule.constant else leaves_under_or(rule)
-    for leaf in dict.fromkeys(opening):
-        if (side := leaf.opens) is None:
-            continue
-        read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]
-        if [flag.dtype for flag in read] != [tf.bool]:
-            continue  # it is not what `opens` promises: treated as any other leaf
-        (of_leaf,) = read
-        count = tf.reduce_max(tf.reduce_sum(tf.cast(of_leaf, tf.int32), 1))
-        few = count <= tuning.most_flagged
-        few &= count * tuning.one_flagged_in <= tf.shape(of_leaf)[1]
-        leaves[leaf] = few
-        flagged[side] = flagged[side] | (of_leaf & few) if side in flagged else of_leaf & few
-    return leaves, flagged
+
+_ARRAYS = Arrays(
+    starts=lambda length, size: tf.range(0, length, size),
+    at_most=tf.minimum,
+    extremes=_extremes,
+    as_numbers=lambda mask: tf.cast(mask, tf.int32),
+    broadcast=_broadcast,
+)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from keras_headmask.attention.blocks import Arrays, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules import coverage
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bound, Sides
 
 # What PyTorch's kernel needs, which it has for a CPU of this kind alone.
 _HAS_KERNEL = platform.system() != "Darwin" and "AVX" in torch.backends.cpu.get_cpu_capability()
@@ -58,8 +58,10 @@ def block_mask(
 ) -> BlockMask:
     """The blocks that some pair is allowed in, and which of them need no mask."""
     tile, block = part.tuning.flex_tile, part.tuning.flex_block
-    possible, certain = _bounds(part, query_offset, queries, keys, device)
-    of_some, of_all = _ordered(possible & ~certain), _ordered(possible & certain)
+    rest = (queries, keys), (tile, block), query_offset, _arrays(device)
+    bounds = bounds_of(part.rule, part.bound.leaf_inputs, *rest)
+    possible, certain = (x[:, None] for x in bounds)
+    of_some, of_all = _ordered(possible & ~certain), _ordered(certain)
     return BlockMask.from_kv_blocks(
         *of_some,
         *of_all,
@@ -95,39 +97,17 @@ def _in_memory(tensor: Tensor) -> Tensor:
 # --- Which blocks --------------------------------------------------------------------------------
 
 
-def _bounds(
-    part: Part, query_offset: int, queries: int, keys: int, device: Any
-) -> tuple[Mask, Mask]:
-    """What is possible and what is certain, `(B or 1, 1, tiles, blocks)`."""
-    tile, block = part.tuning.flex_tile, part.tuning.flex_block
-    rows, columns = (
-        torch.arange(0, length, size, dtype=torch.int32, device=device)
-        for length, size in ((queries, tile), (keys, block))
+def _arrays(device: Any) -> Arrays:
+    return Arrays(
+        starts=lambda length, size: torch.arange(0, length, size, dtype=torch.int32, device=device),
+        at_most=lambda tensor, most: torch.clamp(tensor, max=most),
+        extremes=_extremes,
+        as_numbers=lambda mask: mask.to(torch.int32),
+        broadcast=lambda mask, sizes: mask.expand(*sizes),
     )
-    grid = Tiles(
-        (rows + query_offset)[:, None],
-        (torch.clamp(rows + tile, max=queries) - 1 + query_offset)[:, None],
-        columns[None],
-        torch.clamp(columns + block, max=keys)[None] - 1,
-    )
-    spans = {
-        leaf: {
-            name: Sides(_span(query, tile, 2), _span(key, block, 1))
-            for name, (query, key) in inputs.items()
-        }
-        for leaf, inputs in part.bound.leaf_inputs.items()
-    }
-    bounds = coverage.bounds(part.rule, grid, spans)
-    every = torch.ones((1, len(rows), len(columns)), dtype=torch.bool, device=device)
-    possible, certain = (x & every for x in bounds)
-    return possible[:, None], certain[:, None]
 
 
-def _span(values: Tensor | None, size: int, axis: int) -> Span | None:
-    """The least and the greatest of every `size` values `(B or 1, L or 1)`."""
-    if values is None:
-        return None
-    values = values.to(torch.int32) if values.dtype == torch.bool else values
+def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     batch, length = values.shape
     whole = length // size * size
     blocks = values[:, :whole].reshape(batch, -1, size)
@@ -136,7 +116,7 @@ def _span(values: Tensor | None, size: int, axis: int) -> Span | None:
         rest = values[:, whole:]
         low = torch.cat([low, rest.amin(1, keepdim=True)], 1)
         high = torch.cat([high, rest.amax(1, keepdim=True)], 1)
-    return Span(low.unsqueeze(axis), high.unsqueeze(axis))
+    return low, high
 
 
 def _ordered(blocks: Mask) -> tuple[Tensor, Tensor]:

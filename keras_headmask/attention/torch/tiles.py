@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keras_headmask.attention import nonfinite, unrolled
+from keras_headmask.attention import blocks, nonfinite, unrolled
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.steps import Step, steps_of
+from keras_headmask.attention.torch.steps import Step, steps_of
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.evaluation import tile_of_heads
@@ -50,7 +50,7 @@ def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Ten
     H = `part.sharing` * Hk.
     """
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    plan = functools.partial(unrolled.plan_of, part, queries, keys, query_offset)
+    plan = functools.partial(blocks.plan_of, part, queries, keys, query_offset)
     if not batch:
         return unrolled.attend(part, plan(), query, key, value)
     steps = steps_of(part, _read(part.bound), batch, queries, keys, query_offset)

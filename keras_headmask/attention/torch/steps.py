@@ -6,16 +6,14 @@ sequences are short enough to look at each key.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from keras_headmask.attention.blocks import NUMPY, TOGETHER, LeafInputs, bounds_of, flags_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.rules import coverage
-from keras_headmask.rules.algebra import leaves_under_or
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 _MOST_CELLS = 2**17  # tiles x blocks of keys x examples to look at: less than a millisecond
 _FEWEST_PAIRS = 2**20  # of one example, all its heads, for it to have steps of its own
@@ -44,12 +42,8 @@ class Step(NamedTuple):
         return sum(stop - start for start, stop in self.runs) + len(self.others)
 
 
-# The mask inputs of each leaf, read into NumPy, `(B or 1, L or 1)`.
-Inputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Sides]]
-
-
 def steps_of(
-    part: Part, inputs: Inputs, batch: int, queries: int, keys: int, query_offset: int
+    part: Part, inputs: LeafInputs, batch: int, queries: int, keys: int, query_offset: int
 ) -> list[Step]:
     """The steps that together compute `part`. Queries that no step has see nothing.
 
@@ -58,18 +52,22 @@ def steps_of(
     examples = batch
     if len(part.heads) * queries * keys < _FEWEST_PAIRS or not _differ(inputs):
         examples = 1
-    taken_out, flags = _flags(part, inputs, queries, keys)
+    flags = flags_of(part.rule, inputs, part.tuning, lambda x: x.sum(1).max(initial=0))
+    has_few = any(flags.leaves.values())
     block, tiles = 1, -(-queries // part.tile)
     while block < keys and examples * tiles * -(-keys // block) > _MOST_CELLS:
         block *= 2
-    grid = coverage.tile_grid(queries, keys, part.tile, block, query_offset)
-    possible, certain = _bounds(part.rule, grid, inputs, taken_out, examples, part.tile, block)
+    arrays = TOGETHER if examples == 1 else NUMPY
+    sizes = (queries, keys), (part.tile, block)
+    bounds = bounds_of(part.rule, inputs, *sizes, query_offset, arrays, flags.leaves)
+    shape = examples, tiles, -(-keys // block)
+    possible, certain = (np.broadcast_to(x, shape) for x in bounds)
     of_tiles = _runs(possible, block, keys, part.tuning.python_block)
     looked_at = _looked_at(of_tiles, possible, block) if block < keys else possible
-    needs_mask = (looked_at & ~certain).any(2) | bool(taken_out)
+    needs_mask = (looked_at & ~certain).any(2) | has_few
     rows = [(start, min(start + part.tile, queries)) for start in range(0, queries, part.tile)]
-    columns = _of_example(flags.get("key"), examples)
-    of_flagged = _of_example(flags.get("query"), examples)
+    columns = _of_example(flags.by_side.get("key"), examples)
+    of_flagged = _of_example(flags.by_side.get("query"), examples)
     made: list[tuple] = []  # of each example, all but the example
     for example in range(examples):
         own = zip(rows, of_tiles[example], needs_mask[example].tolist(), strict=True)
@@ -97,72 +95,14 @@ def share(steps: list[Step], batch: int, queries: int, keys: int) -> float:
     return seen / max(batch * queries * keys, 1)
 
 
-def _differ(inputs: Inputs) -> bool:
+def _differ(inputs: LeafInputs) -> bool:
     """Whether some mask input differs between examples."""
     return any((side[1:] != side[:1]).any() for side in _sides(inputs))
 
 
-def _sides(inputs: Inputs) -> list[np.ndarray]:
+def _sides(inputs: LeafInputs) -> list[np.ndarray]:
     given = [side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides]
     return [side for side in given if side is not None]
-
-
-def _bounds(
-    rule: MaskSpec,
-    grid: Tiles,
-    inputs: Inputs,
-    taken_out: set[MaskSpec],
-    examples: int,
-    tile: int,
-    block: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """What is possible and what is certain, `(examples, tiles, blocks)`."""
-
-    def span(values: np.ndarray | None, size: int, axis: int, leaf: MaskSpec) -> Span | None:
-        if values is None:
-            return None
-        values = values.astype(np.int32) if values.dtype == bool else values
-        starts = np.arange(0, values.shape[1], size)
-        low, high = (of.reduceat(values, starts, axis=1) for of in (np.minimum, np.maximum))
-        if examples == 1:
-            low, high = low.min(0, keepdims=True), high.max(0, keepdims=True)
-        if leaf in taken_out:  # as if none were set
-            high = np.zeros_like(high)
-        return Span(np.expand_dims(low, axis), np.expand_dims(high, axis))
-
-    spans = {
-        leaf: {
-            name: Sides(span(sides.query, tile, 2, leaf), span(sides.key, block, 1, leaf))
-            for name, sides in of_leaf.items()
-        }
-        for leaf, of_leaf in inputs.items()
-    }
-    shape = (examples, len(grid.query_first), grid.key_first.shape[1])
-    possible, certain = coverage.bounds(rule, grid, spans)
-    possible = np.broadcast_to(possible, shape)
-    return possible, np.broadcast_to(certain, shape) & possible
-
-
-def _flags(
-    part: Part, inputs: Inputs, queries: int, keys: int
-) -> tuple[set[MaskSpec], dict[str, np.ndarray]]:
-    """The leaves that open a few columns or rows, to be looked at by themselves, and these.
-
-    See `MaskSpec.opens`. The flags are `(B or 1, L)`, by side.
-    """
-    leaves: set[MaskSpec] = set()
-    flagged: dict[str, np.ndarray] = {}
-    for leaf in dict.fromkeys(leaves_under_or(part.rule)):
-        read = [getattr(sides, leaf.opens or "key") for sides in inputs.get(leaf, {}).values()]
-        if leaf.opens is None or [x.dtype for x in read] != [np.dtype(bool)]:
-            continue  # it is not what `opens` promises: treated as any other leaf
-        length = queries if leaf.opens == "query" else keys
-        flags = np.broadcast_to(read[0], (len(read[0]), length))
-        most = flags.sum(1).max(initial=0)
-        if most <= part.tuning.most_flagged and most * part.tuning.one_flagged_in <= length:
-            leaves.add(leaf)
-            flagged[leaf.opens] = flagged.get(leaf.opens, False) | flags
-    return leaves, flagged
 
 
 def _of_example(flags: np.ndarray | None, examples: int) -> Callable[[int], np.ndarray]:

@@ -1,0 +1,197 @@
+"""What each tile of queries meets, by positions and by data: the one planner of all kernels.
+
+Queries are cut into tiles, and keys into blocks. Of each tile and block `coverage` says whether a
+pair may be allowed, and whether all are, from their positions and from the least and the greatest
+value of each mask input there. It is asked here alone, by the same code for NumPy's arrays and
+those of each backend. Kernels read the answer in the form that they need: `Plan` here, as known
+lengths and positions give it; `tensorflow/ranges.py`, `jax/steps.py`, `torch/steps.py` and
+`torch/flex.py`, which look at data, too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.tuning import Tuning
+from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules import coverage
+from keras_headmask.rules.algebra import leaves_under_or
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.protocol import Bounds, Sides, Span
+
+# The mask inputs of each leaf that reads some: `Sides`, `(B or 1, L or 1)`, or a whole mask.
+LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
+
+
+class Arrays(NamedTuple):
+    """What the planner needs of one kind of arrays, beside operators and slices."""
+
+    starts: Callable[[Length, int], Tensor]  # of a length every `size`th position, `(n,)`
+    at_most: Callable[[Tensor, Length], Tensor]  # the lesser of two, element-wise
+    extremes: Callable[[Tensor, int], Sequence[Tensor]]  # of `(B, L)` the least and the greatest of
+    # every `size` values, `(B, n)` each
+    as_numbers: Callable[[Mask], Tensor]  # integers of booleans
+    broadcast: Callable[[Mask, Sequence[Length]], Mask]  # to three sizes
+
+
+# --- What the rule says --------------------------------------------------------------------------
+
+
+def bounds_of(
+    rule: MaskSpec,
+    leaf_inputs: LeafInputs,
+    lengths: tuple[Length, Length],
+    sizes: tuple[int, int],
+    query_offset: Length,
+    arrays: Arrays,
+    taken_out: Mapping[MaskSpec, Mask] | None = None,
+) -> Bounds:
+    """What `rule`, free of `PerHead`, allows in each tile and block, `(B or 1, tiles, blocks)`.
+
+    `lengths` are those of the queries and keys, `sizes` those of a tile and a block. A leaf that
+    reads a whole mask is taken to allow some pairs everywhere. Where `taken_out` has true for a
+    leaf, its flags count as if none were set.
+    """
+    out = taken_out or {}
+
+    def span(leaf: MaskSpec, values: Tensor | None, axis: int) -> Span | None:
+        if values is None:
+            return None
+        if keras.backend.standardize_dtype(values.dtype) == "bool":
+            values = arrays.as_numbers(values)
+        low, high = arrays.extremes(values, sizes[axis])
+        if leaf in out:
+            high = high * arrays.as_numbers(~out[leaf])
+        return Span(*(x[:, :, None] if axis == 0 else x[:, None] for x in (low, high)))
+
+    spans = {
+        leaf: {
+            name: Sides(span(leaf, sides.query, 0), span(leaf, sides.key, 1))
+            for name, sides in inputs.items()
+        }
+        for leaf, inputs in leaf_inputs.items()
+        if all(isinstance(value, Sides) for value in inputs.values())
+    }
+    tiles = coverage.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
+    every = _length(tiles.query_first, 0), _length(tiles.key_first, 1)
+    possible, certain = (
+        arrays.broadcast(x, (_length(x, 0) if len(x.shape) == 3 else 1, *every))
+        for x in coverage.bounds(rule, tiles, spans)
+    )
+    return Bounds(possible, certain & possible)
+
+
+def _length(tensor: Tensor, axis: int) -> Length:
+    known = tensor.shape[axis]
+    return ops.shape(tensor)[axis] if known is None else known
+
+
+class Flags(NamedTuple):
+    """Flagged positions (Longformer's global tokens) that are looked at apart from all tiles.
+
+    Each would open a block, or a tile, by itself. `leaves`: those that read them, and whether the
+    flags of each are few enough to be taken out. `by_side`, "query" or "key": where flags are that
+    are taken out, `(B or 1, L)`.
+    """
+
+    leaves: dict[MaskSpec, Mask]
+    by_side: dict[str, Mask]
+
+
+def flags_of(
+    rule: MaskSpec, leaf_inputs: LeafInputs, tuning: Tuning, most_set: Callable[[Mask], Tensor]
+) -> Flags:
+    """The leaves that open whole columns or rows where they are true, and where they are.
+
+    A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
+    (query) among the flagged. `most_set` gives the most flags of an example.
+    """
+    leaves: dict[MaskSpec, Mask] = {}
+    by_side: dict[str, Mask] = {}
+    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
+    for leaf in () if rule.constant else dict.fromkeys(leaves_under_or(rule)):
+        side = leaf.opens
+        if side is None:
+            continue
+        read = [getattr(sides, side) for sides in leaf_inputs.get(leaf, {}).values()]
+        if [keras.backend.standardize_dtype(flags.dtype) for flags in read] != ["bool"]:
+            continue  # it is not what `opens` promises: treated as any other leaf
+        (flags,) = read
+        count = most_set(flags)
+        few = (count <= tuning.most_flagged) & (count * tuning.one_flagged_in <= _length(flags, 1))
+        leaves[leaf], flags = few, flags & few
+        by_side[side] = by_side[side] | flags if side in by_side else flags
+    return Flags(leaves, by_side)
+
+
+# --- By NumPy, before anything runs --------------------------------------------------------------
+
+
+def _extremes(values: np.ndarray, size: int) -> list[np.ndarray]:
+    starts = np.arange(0, values.shape[1], size)
+    return [of.reduceat(values, starts, axis=1) for of in (np.minimum, np.maximum)]
+
+
+def _of_all_examples(values: np.ndarray, size: int) -> list[np.ndarray]:
+    low, high = _extremes(values, size)
+    return [low.min(0, keepdims=True), high.max(0, keepdims=True)]
+
+
+NUMPY = Arrays(
+    starts=lambda length, size: np.arange(0, length, size),
+    at_most=np.minimum,
+    extremes=_extremes,
+    as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
+    broadcast=np.broadcast_to,
+)
+# The examples of a batch as one, that meets what any of them meets.
+TOGETHER = NUMPY._replace(extremes=_of_all_examples)
+
+
+class Plan(NamedTuple):
+    """For each tile of queries the runs of keys to look at, and whether they need no mask."""
+
+    tile: int
+    block: int
+    runs: list[list[tuple[int, int]]]
+    needs_no_mask: list[bool]
+
+    def blocks(self, number: int) -> list[int]:
+        """The numbers of the blocks of keys that a tile looks at."""
+        edges = ((a // self.block, -(-b // self.block)) for a, b in self.runs[number])
+        return [block for first, stop in edges for block in range(first, stop)]
+
+    def share(self, keys: int) -> float:
+        """The share of all logits that is computed."""
+        seen = sum(stop - start for runs in self.runs for start, stop in runs)
+        return seen / max(keys * len(self.runs), 1)
+
+
+def plan(
+    rule: MaskSpec,
+    queries: int,
+    keys: int,
+    query_offset: int,
+    tile: int,
+    block: int,
+    heads: int = 1,
+) -> Plan:
+    """What each tile of queries looks at by `rule`, for any of the `heads`, by positions alone."""
+    rest = (queries, keys), (tile, block), query_offset, NUMPY
+    of_rules = [bounds_of(of_group, {}, *rest) for of_group, _ in head_groups(rule, heads)]
+    possible = np.logical_or.reduce([of_rule.possible[0] for of_rule in of_rules])
+    certain = np.logical_and.reduce([of_rule.certain[0] for of_rule in of_rules])
+    needs_no_mask = (certain == possible).all(1) & possible.any(1)
+    # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
+    runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
+    return Plan(tile, block, runs, needs_no_mask.tolist())
+
+
+def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
+    block = part.tuning.python_block
+    return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))

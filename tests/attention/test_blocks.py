@@ -1,0 +1,113 @@
+"""The planner: a sound answer, and the same by NumPy and by the arrays of each backend."""
+
+import keras
+import numpy as np
+import oracle
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+from strategies import FEW, cases
+
+import keras_headmask as hm
+from keras_headmask.attention import blocks
+from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.protocol import Sides
+
+
+def arrays_here():
+    """Those of the backend."""
+    if keras.backend.backend() == "tensorflow":
+        from keras_headmask.attention.tensorflow.ranges import _ARRAYS
+
+        return _ARRAYS
+    if keras.backend.backend() == "jax":
+        from keras_headmask.attention.jax.steps import _ARRAYS
+
+        return _ARRAYS
+    from keras_headmask.attention.torch.flex import _arrays
+
+    return _arrays("cpu")
+
+
+def in_numpy(leaf_inputs):
+    def array(value):
+        if isinstance(value, Sides):
+            return Sides(*(None if side is None else numpy(side) for side in value))
+        return numpy(value)
+
+    return {
+        leaf: {name: array(value) for name, value in inputs.items()}
+        for leaf, inputs in leaf_inputs.items()
+    }
+
+
+@FEW
+@given(st.integers(1, 13), st.integers(1, 6), st.integers(0, 1000))
+def test_extremes_are_the_least_and_greatest_of_every_so_many(length, size, seed):
+    values = np.random.default_rng(seed).integers(-5, 6, (2, length)).astype("int32")
+    pieces = [values[:, i : i + size] for i in range(0, length, size)]
+    wanted = [np.stack([of(piece, 1) for piece in pieces], 1) for of in (np.min, np.max)]
+    for got, right in zip(blocks.NUMPY.extremes(values, size), wanted, strict=True):
+        np.testing.assert_array_equal(got, right)
+    for got, right in zip(blocks.TOGETHER.extremes(values, size), wanted, strict=True):
+        assert got.shape == (1, right.shape[1])
+    tensors = arrays_here().extremes(ops.convert_to_tensor(values), size)
+    for got, right in zip(tensors, wanted, strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(numpy(got), right.shape), right)
+
+
+@FEW
+@given(cases(), st.integers(1, 4), st.integers(1, 4))
+def test_what_is_not_possible_is_hidden_and_what_is_certain_is_allowed(case, tile, block):
+    """By NumPy, by the backend, and for all examples as one."""
+    spec, inputs, batch, heads, queries, keys, offset = case
+    for rule, members in head_groups(spec, heads):
+        read = {name: inputs[name] for name in rule.inputs}
+        bound = evaluation.bind(rule, read, queries, keys, offset)
+        allowed = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)[:, members[0]]
+        arrays_inputs = in_numpy(bound.leaf_inputs)
+        rest = (queries, keys), (tile, block), offset
+        found = {
+            "NumPy": blocks.bounds_of(rule, arrays_inputs, *rest, blocks.NUMPY),
+            "one": blocks.bounds_of(rule, arrays_inputs, *rest, blocks.TOGETHER),
+            "backend": blocks.bounds_of(rule, bound.leaf_inputs, *rest, arrays_here()),
+        }
+        for of in found.values():
+            possible, certain = (np.broadcast_to(numpy(x), (batch, *x.shape[1:])) for x in of)
+            assert not (certain & ~possible).any()
+            for (example, i, j), may_be in np.ndenumerate(possible):
+                rows, columns = slice(i * tile, (i + 1) * tile), slice(j * block, (j + 1) * block)
+                pairs = allowed[example, rows, columns]
+                assert may_be or not pairs.any()
+                assert pairs.all() or not certain[example, i, j]
+        possible, certain = zip(*(map(numpy, found[name]) for name in ("NumPy", "backend")), strict=True)
+        # (Only NumPy counts random blocks that are open.)
+        assert not (possible[0] & ~possible[1]).any()
+        assert not (certain[1] & ~certain[0]).any()
+        if "random_blocks" not in str(rule.get_config()):
+            np.testing.assert_array_equal(*np.broadcast_arrays(*possible))
+            np.testing.assert_array_equal(*np.broadcast_arrays(*certain))
+
+
+def test_flags_are_taken_out_where_they_alone_open_and_are_few():
+    few, many = np.zeros((2, 64), bool), np.ones((2, 64), bool)
+    few[:, 3] = True
+
+    def flags(rule, **inputs):
+        bound = in_numpy(evaluation.bind(rule, inputs, 64, 64).leaf_inputs)
+        most_set = lambda x: x.sum(1).max()  # noqa: E731
+        found = blocks.flags_of(rule, bound, current_tuning(), most_set)
+        return {leaf: bool(is_few) for leaf, is_few in found.leaves.items()}, found.by_side
+
+    window, flag = hm.Window(2, 2), hm.KeyFlag("few")
+    leaves, by_side = flags(window | flag, few=few)
+    assert leaves == {flag: True}
+    np.testing.assert_array_equal(by_side["key"], few)
+    leaves, by_side = flags(window | flag, few=many)
+    assert leaves == {flag: False}
+    assert not by_side["key"].any()
+    for rule in (window & flag, window | ~flag, hm.Full() | flag):
+        assert flags(rule, few=few) == ({}, {}), rule

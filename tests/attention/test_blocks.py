@@ -83,7 +83,9 @@ def test_what_is_not_possible_is_hidden_and_what_is_certain_is_allowed(case, til
                 pairs = allowed[example, rows, columns]
                 assert may_be or not pairs.any()
                 assert pairs.all() or not certain[example, i, j]
-        possible, certain = zip(*(map(numpy, found[name]) for name in ("NumPy", "backend")), strict=True)
+        possible, certain = zip(
+            *(map(numpy, found[name]) for name in ("NumPy", "backend")), strict=True
+        )
         # (Only NumPy counts random blocks that are open.)
         assert not (possible[0] & ~possible[1]).any()
         assert not (certain[1] & ~certain[0]).any()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.jax.steps import Steps, Visit, places
+from keras_headmask.attention.jax.steps import KeyBlock, Steps, places
 from keras_headmask.attention.logits import Changes
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound
@@ -34,13 +34,13 @@ class ChangesOfBlocks(NamedTuple):
             changes = changes._replace(bias=steps.lengthened(changes.bias))
         return cls(changes, part.heads, steps.bound)
 
-    def of_logits(self, logits: Tensor, visit: Visit) -> Tensor:
+    def of_logits(self, logits: Tensor, visit: KeyBlock) -> Tensor:
         return self.changes.of_logits(logits, self.heads, self.bound[:2], visit.cuts)[0]
 
-    def allowed(self, visit: Visit) -> Mask | None:
+    def allowed(self, visit: KeyBlock) -> Mask | None:
         return self.changes.allowed(visit.allowed, visit.cuts)
 
-    def pulled(self, logits: Tensor, d_changed: Tensor, visit: Visit, sums: Sums) -> tuple:
+    def pulled(self, logits: Tensor, d_changed: Tensor, visit: KeyBlock, sums: Sums) -> tuple:
         """The gradient of `logits`, of that of the changed ones, and the sums with this block."""
         if not self.changes.are_some:
             return d_changed, sums
@@ -71,7 +71,7 @@ class ChangesOfBlocks(NamedTuple):
         cut = [x[tuple(map(slice, of.shape))] for x, of in zip(found, like, strict=True)]
         return [x.astype(of.dtype) for x, of in zip(cut, like, strict=True)]
 
-    def _place(self, bias: Tensor, visit: Visit) -> tuple[Any, ...]:
+    def _place(self, bias: Tensor, visit: KeyBlock) -> tuple[Any, ...]:
         example, query, key = visit.corner
         first = example, 0, query, key
         return places(0 if size == 1 else x for size, x in zip(bias.shape, first, strict=True))

@@ -16,7 +16,14 @@ from jax import lax
 from keras_headmask.attention import dense, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.jax.logits import ChangesOfBlocks, as_bias
-from keras_headmask.attention.jax.steps import Plan, Step, Steps, bound_of, heads_first, planned
+from keras_headmask.attention.jax.steps import (
+    Program,
+    QueryTile,
+    Steps,
+    bound_of,
+    heads_first,
+    planned,
+)
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 
@@ -30,49 +37,53 @@ def attend(
 
     H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`. All sizes are known.
     """
-    plan, given = planned(part, query_offset)
+    program, given = planned(part, query_offset)
     # (The scale may be traced, which `_attend` cannot read from outside.)
-    return _attend(plan, given, list(changes), query * part.scale, key, value)
+    return _attend(program, given, list(changes), query * part.scale, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one program for all equal layers
-def _attend(plan: Plan, given: list, changes: list, *operands: Tensor) -> Tensor:
-    return _results(plan, given, changes, *operands)[0]
+def _attend(program: Program, given: list, changes: list, *operands: Tensor) -> Tensor:
+    return _results(program, given, changes, *operands)[0]
 
 
 # Mask inputs are operands: a custom gradient cannot read what is traced outside of it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _results(plan: Plan, given: list, changes: list, *operands: Tensor) -> tuple[Tensor, Tensor]:
+def _results(
+    program: Program, given: list, changes: list, *operands: Tensor
+) -> tuple[Tensor, Tensor]:
     """The context, and of each row the largest logit and the log of the sum, `(B, T, H, 2)`.
 
     The sum is that of the exponentials of logits less the largest. (One number for both would round
     the sum away beside large logits.)
     """
-    return _forward(plan, given, changes, *operands)
+    return _forward(program, given, changes, *operands)
 
 
-def _results_kept(plan: Plan, given: list, changes: list, *operands: Tensor) -> tuple:
+def _results_kept(program: Program, given: list, changes: list, *operands: Tensor) -> tuple:
     # (So that gradients of gradients know it, too.)
-    results = _results(plan, given, changes, *operands)
+    results = _results(program, given, changes, *operands)
     return results, (given, changes, operands, results)
 
 
-def _results_backward(plan: Plan, kept: tuple, upstream: tuple) -> tuple:
+def _results_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
     given, changes, operands, results = kept  # (nothing but the backward pass reads the sums)
-    return None, *_gradients(plan, given, changes, *operands, upstream[0], *results)
+    return None, *_gradients(program, given, changes, *operands, upstream[0], *results)
 
 
 _results.defvjp(_results_kept, _results_backward)
 
 
-def _forward(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple[Tensor, Tensor]:
-    steps = Steps.of(plan, given, *operands[:2])
-    changes = ChangesOfBlocks.of(plan.part, tensors, steps)
+def _forward(
+    program: Program, given: list, tensors: list, *operands: Tensor
+) -> tuple[Tensor, Tensor]:
+    steps = Steps.of(program, given, *operands[:2])
+    changes = ChangesOfBlocks.of(program.part, tensors, steps)
     queries, keys, values = steps.prepared(*nonfinite.marked(*operands))
-    sharing, dtype = plan.part.sharing, _dtype_of_sums(operands[0])
+    sharing, dtype = program.part.sharing, _dtype_of_sums(operands[0])
     of_rows = (*queries.shape[1:2], steps.tile)
 
-    def of_tile(step: Step) -> tuple:
+    def of_tile(step: QueryTile) -> tuple:
         rows = step.rows(queries)
         examples = rows.shape[0]
 
@@ -111,7 +122,7 @@ def _forward(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
-    plan: Plan,
+    program: Program,
     given: list,
     tensors: list,
     query: Tensor,
@@ -122,8 +133,8 @@ def _gradients(
     row_sums: Tensor,
 ) -> tuple:
     """Those of the tensors that change logits, and of the queries, keys and values."""
-    steps, sharing = Steps.of(plan, given, query, key), plan.part.sharing
-    changes = ChangesOfBlocks.of(plan.part, tensors, steps)
+    steps, sharing = Steps.of(program, given, query, key), program.part.sharing
+    changes = ChangesOfBlocks.of(program.part, tensors, steps)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
     sound = nonfinite.zeroed(query, key, value)
     queries, keys, values = steps.prepared(*sound)
@@ -173,15 +184,15 @@ def _gradients(
     return of_tensors, *(x.astype(of.dtype) for x, of in zip(made, sound, strict=True))
 
 
-def _gradients_kept(plan: Plan, given: list, tensors: list, *operands: Tensor) -> tuple:
-    return _gradients(plan, given, tensors, *operands), (given, tensors, operands)
+def _gradients_kept(program: Program, given: list, tensors: list, *operands: Tensor) -> tuple:
+    return _gradients(program, given, tensors, *operands), (given, tensors, operands)
 
 
-def _gradients_backward(plan: Plan, kept: tuple, upstream: tuple) -> tuple:
+def _gradients_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
     """Gradients of gradients, seldom needed: those of the definition."""
     given, tensors, (*operands, context, row_sums) = kept
-    part, (query, key) = plan.part, operands[:2]
-    bound = bound_of(plan, given, query.shape[1], key.shape[1])
+    part, (query, key) = program.part, operands[:2]
+    bound = bound_of(program, given, query.shape[1], key.shape[1])
     mask = allowed_tile(part.rule, bound, part.heads)
 
     def first(tensors: list, query: Tensor, key: Tensor, value: Tensor, d_context: Tensor) -> tuple:

@@ -15,7 +15,7 @@ from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.protocol import Bound, Cuts, Sides
 
 
-class Plan(NamedTuple):
+class Program(NamedTuple):
     """What is known when a program is made; `names` are those of the leaves and their inputs."""
 
     part: Part
@@ -23,17 +23,17 @@ class Plan(NamedTuple):
     query_offset: int
 
 
-def planned(part: Part, query_offset: int) -> tuple[Plan, list]:
-    """With the mask inputs, in the order of the plan's names."""
+def planned(part: Part, query_offset: int) -> tuple[Program, list]:
+    """With the mask inputs, in the order of the program's names."""
     bound, read = part.bound, leaves(part.rule)
     inputs = {leaf: values for leaf, values in bound.leaf_inputs.items() if leaf in read}
     names = tuple((leaf, tuple(values)) for leaf, values in inputs.items())
     nothing: Any = None
-    plan = Plan(part._replace(bound=nothing, scale=1.0), names, query_offset)
-    return plan, [list(values.values()) for values in inputs.values()]
+    program = Program(part._replace(bound=nothing, scale=1.0), names, query_offset)
+    return program, [list(values.values()) for values in inputs.values()]
 
 
-class Visit(NamedTuple):
+class KeyBlock(NamedTuple):
     """One block of keys. `allowed`: `(b, h, tile, block)`; `None`: all pairs."""
 
     cut: Callable[[Tensor], Tensor]  # of `(B, Hk, S, size)`, the step's examples of this block
@@ -43,12 +43,12 @@ class Visit(NamedTuple):
     corner: tuple[Tensor, ...]  # the first example, query and key of it
 
 
-class Step(NamedTuple):
+class QueryTile(NamedTuple):
     """One tile of queries, of one example or of all: how many blocks of keys it looks at."""
 
     rows: Callable[[Tensor], Tensor]
     count: Tensor
-    block: Callable[[Tensor], Visit]
+    block: Callable[[Tensor], KeyBlock]
 
 
 class Steps(NamedTuple):
@@ -68,12 +68,12 @@ class Steps(NamedTuple):
     order: Tensor
 
     @classmethod
-    def of(cls, plan: Plan, given: list, query: Tensor, key: Tensor) -> "Steps":
-        part, (queries, keys) = plan.part, (query.shape[1], key.shape[1])
+    def of(cls, program: Program, given: list, query: Tensor, key: Tensor) -> "Steps":
+        part, (queries, keys) = program.part, (query.shape[1], key.shape[1])
         tile, size = min(part.tile, queries), min(part.tuning.jax_block, keys)
-        bound = bound_of(plan, given, queries, keys)
+        bound = bound_of(program, given, queries, keys)
         lengths, sizes = (queries, keys), (tile, size)
-        offset = plan.query_offset
+        offset = program.query_offset
         possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, sizes, offset, _ARRAYS)
         # (By NumPy where positions alone decide.)
         own: Any = np if isinstance(possible, np.ndarray) else jnp
@@ -107,7 +107,7 @@ class Steps(NamedTuple):
         results = results.transpose(0, 2, 1, 4, 3, 5)  # (E, b, tiles, tile, H, size)
         return results.reshape(-1, tiles * self.tile, *results.shape[4:])[:, : self.queries]
 
-    def step(self, number: Tensor) -> Step:
+    def step(self, number: Tensor) -> QueryTile:
         examples, tiles = self.counts.shape
         example, place = number // tiles, number % tiles
 
@@ -119,7 +119,7 @@ class Steps(NamedTuple):
         def rows(tensor: Tensor, axis: int = 2) -> Tensor:
             return lax.dynamic_slice_in_dim(tensor, place * self.tile, self.tile, axis)
 
-        def block(number: Tensor) -> Visit:
+        def block(number: Tensor) -> KeyBlock:
             start = self.order[example, place, number] * self.size
 
             def cut(tensor: Tensor, axis: int = 2) -> Tensor:
@@ -137,17 +137,17 @@ class Steps(NamedTuple):
                 inside = start + jnp.arange(self.size) < self.keys
                 allowed = inside if allowed is None else allowed & inside
             corner = (example if examples > 1 else 0, place * self.tile, start)
-            return Visit(lambda tensor: cut(of_batch(tensor)), added, allowed, cuts, corner)
+            return KeyBlock(lambda tensor: cut(of_batch(tensor)), added, allowed, cuts, corner)
 
-        return Step(lambda tensor: rows(of_batch(tensor)), self.counts[example, place], block)
+        return QueryTile(lambda tensor: rows(of_batch(tensor)), self.counts[example, place], block)
 
 
-def bound_of(plan: Plan, given: list, queries: int, keys: int) -> Bound:
+def bound_of(program: Program, given: list, queries: int, keys: int) -> Bound:
     inputs = {
         leaf: dict(zip(of_leaf, values, strict=True))
-        for (leaf, of_leaf), values in zip(plan.names, given, strict=True)
+        for (leaf, of_leaf), values in zip(program.names, given, strict=True)
     }
-    query_positions = jnp.arange(queries, dtype="int32") + plan.query_offset
+    query_positions = jnp.arange(queries, dtype="int32") + program.query_offset
     return Bound(query_positions, jnp.arange(keys, dtype="int32"), inputs)
 
 

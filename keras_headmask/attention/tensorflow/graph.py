@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from keras_headmask import _keras
 from keras_headmask.attention import nonfinite
-from keras_headmask.attention.head_groups import folded, unfolded
 from keras_headmask.attention.tuning import functions_of_export, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
@@ -259,49 +258,3 @@ def added(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable
 
     with _keras.unrecorded():
         return tf.raw_ops.InplaceAdd(x=tensor, i=where, v=rows), gradient
-
-
-# --- Products ------------------------------------------------------------------------------------
-
-
-def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:
-    """`rows @ keys`, rows of every query head by keys (or values) of the key head that it reads."""
-    product = tf.matmul(folded(rows, sharing), keys, transpose_b=transpose_b)
-    return unfolded(product, sharing)
-
-
-def sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
-    """`pairs^T @ rows`, summed over the query heads that share a key head."""
-    return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
-
-
-def logits_of(
-    queries: Tensor,
-    keys: Tensor,
-    allowed: Mask | None,
-    sharing: int = 1,
-    changed: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None,
-) -> tuple[Tensor, Mask | None, Tensor | None]:
-    """The logits, `hidden_logit` where hidden, and which rows see something (`None`: all do).
-
-    Fully masked rows have 0 throughout, so that they do not become NaN. `changed` makes of the
-    products the logits, and the soft cap's derivative, which is returned, too.
-    """
-    logits, slope = product_of(queries, keys, sharing, transpose_b=True), None
-    if changed is not None:
-        logits, slope = changed(logits)
-    if allowed is None:
-        return logits, None, slope
-    alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-    hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
-    return tf.where(allowed, logits, hidden), alive, slope
-
-
-def times(probabilities: Tensor, gradients: Tensor) -> Tensor:
-    """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
-    return tf.math.multiply_no_nan(gradients, probabilities)
-
-
-def alive_or_0(alive: Mask | None, rows: Tensor) -> Tensor:
-    return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))

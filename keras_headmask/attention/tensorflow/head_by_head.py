@@ -15,16 +15,14 @@ import tensorflow as tf
 from keras_headmask.attention.head_groups import Part, in_order, of_heads
 from keras_headmask.attention.tensorflow.graph import (
     Passes,
-    alive_or_0,
     empty,
     guarded,
-    logits_of,
     looped,
     shared,
-    times,
     with_own_gradient,
     written,
 )
+from keras_headmask.attention.tensorflow.tile import context_of, gradients_of, logits_of
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
@@ -72,7 +70,7 @@ def _summed(gradient: Tensor, sharing: int) -> Tensor:
 
 def _context(allowed: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> tuple:
     logits, alive, _ = logits_of(query, key, allowed)
-    return (alive_or_0(alive, tf.matmul(tf.nn.softmax(logits), value)),)
+    return (context_of(tf.nn.softmax(logits), value, alive),)
 
 
 def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
@@ -83,12 +81,7 @@ def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
     if allowed is not None:  # a row whose logits overflow is NaN, but not where keys are hidden
         probabilities = tf.where(allowed, probabilities, tf.zeros([], probabilities.dtype))
     delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
-    d_logits = times(probabilities, tf.matmul(upstream, value, transpose_b=True) - delta)
-    return (
-        tf.matmul(d_logits, key),
-        tf.matmul(d_logits, query, transpose_a=True),
-        tf.matmul(probabilities, upstream, transpose_a=True),
-    )
+    return gradients_of(probabilities, query, key, value, upstream, delta)[1:]
 
 
 def _heads_first(mask: Mask) -> Mask:

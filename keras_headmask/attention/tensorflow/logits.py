@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import Changes
-from keras_headmask.attention.tensorflow.graph import Row, times
+from keras_headmask.attention.tensorflow.graph import Row
+from keras_headmask.attention.tensorflow.tile import times
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Cuts
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import checks_numerics
 from keras_headmask.attention import nonfinite
 from keras_headmask.attention.head_groups import Part, cut
 from keras_headmask.attention.logits import Changes
@@ -19,20 +18,22 @@ from keras_headmask.attention.tensorflow.graph import (
     Passes,
     Row,
     added,
-    alive_or_0,
     empty,
     guarded,
-    logits_of,
     looped,
-    product_of,
     shared,
-    sum_for_keys,
-    times,
     with_own_gradient,
     written,
 )
 from keras_headmask.attention.tensorflow.logits import Gathered
 from keras_headmask.attention.tensorflow.ranges import ranges_of
+from keras_headmask.attention.tensorflow.tile import (
+    alive_or_0,
+    context_of,
+    gradients_of,
+    logits_of,
+    softmax,
+)
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.evaluation import allowed_tile, mask_of_all_heads
 from keras_headmask.rules.protocol import WHOLE, Cuts
@@ -91,8 +92,8 @@ def at_once(part: Part) -> Passes:
     if part.changes.are_some:
         return guarded(_in_one_tile(part))
 
-    def dropped(tensor: Tensor, *factors: Tensor) -> Tensor:
-        return functools.reduce(tf.multiply, factors, tensor)
+    def by(factors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: functools.reduce(tf.multiply, factors, tensor)
 
     def forward(*operands: Tensor) -> list[Tensor]:
         query, key, value = map(_heads_first, nonfinite.marked(*operands))
@@ -102,24 +103,16 @@ def at_once(part: Part) -> Passes:
         if allowed is not None:  # for fully masked rows, and for rows that are NaN
             probabilities = tf.where(allowed, probabilities, tf.zeros([], logits.dtype))
         drawn = [] if part.dropout is None else [part.dropout.factors(logits.dtype)]
-        context = product_of(dropped(probabilities, *drawn), value, part.sharing)
+        context = context_of(probabilities, value, None, part.sharing, by(drawn))
         return [_heads_first(context), probabilities, query, key, value, *drawn]
 
     def backward(*given: Tensor) -> tuple:
         _, _, _, upstream, _, probabilities, query, key, value, *drawn = given
         query, key, value = nonfinite.without_bad(query, key, value)
-        upstream = _heads_first(upstream)
-        d_probabilities = product_of(upstream, value, part.sharing, transpose_b=True)
-        d_probabilities = dropped(d_probabilities, *drawn)
-        # (Not of the context, which nobody else may need.)
-        delta = tf.reduce_sum(times(probabilities, d_probabilities), -1, keepdims=True)
-        d_logits = times(probabilities, d_probabilities - delta)
-        made = (
-            product_of(d_logits, key, part.sharing) * part.scale,
-            sum_for_keys(d_logits, query * part.scale, part.sharing),
-            sum_for_keys(dropped(probabilities, *drawn), upstream, part.sharing),
-        )
-        return tuple(map(_heads_first, made))
+        operands = query * part.scale, key, value, _heads_first(upstream)
+        # (`delta` not of the context, which nobody else may need.)
+        made = gradients_of(probabilities, *operands, sharing=part.sharing, dropped=by(drawn))
+        return tuple(map(_heads_first, (made.queries * part.scale, made.keys, made.values)))
 
     return Passes(forward, backward, keeps=4 if part.dropout is None else 5)
 
@@ -161,8 +154,12 @@ def _attended(
 ) -> Tensor:
     """The context `(b, H, t, Dv)` of a tile."""
     logits, alive, _ = _logits(part, changes, visit, queries * part.scale, keys)
-    shares = part.dropped(_softmax(changes, logits)[0], visit.cuts)
-    return alive_or_0(alive, product_of(shares, values, part.sharing))
+    probabilities, _ = softmax(changes, logits)
+    return context_of(probabilities, values, alive, part.sharing, _dropped(part, visit))
+
+
+def _dropped(part: Part, visit: "Visit") -> Callable[[Tensor], Tensor]:
+    return functools.partial(part.dropped, cuts=visit.cuts)
 
 
 def _gradients(
@@ -181,24 +178,20 @@ def _gradients(
     """
     part, of_delta, queries = gathered.part, delta[..., None], queries * gathered.part.scale
     logits, alive, slope = _logits(part, gathered.changes, visit, queries, keys)
-    probabilities, log_sum = _softmax(gathered.changes, logits)
+    probabilities, log_sum = softmax(gathered.changes, logits)
     # A row whose logits overflow is NaN, but not where keys are hidden.
     (probabilities,) = nonfinite.unless(is_sound, _hidden_as_0(logits), probabilities)
     # Nothing comes of fully masked rows, and of those that are computed again.
     for which in (alive, visit.counts):
         d_context, of_delta = (alive_or_0(which, x) for x in (d_context, of_delta))
-    d_probabilities = product_of(d_context, values, part.sharing, transpose_b=True)
-    d_probabilities = part.dropped(d_probabilities, visit.cuts)
-    d_logits = times(probabilities, d_probabilities - of_delta)
-    at_queries = gathered.at_queries(d_logits, log_sum, of_delta, visit.cuts)
-    at_keys = gathered.at_keys(d_logits)
-    d_logits = d_logits if slope is None else times(d_logits, slope)
+    rest = d_context, of_delta, part.sharing, _dropped(part, visit), slope
+    made = gradients_of(probabilities, queries, keys, values, *rest)
     return (
-        product_of(d_logits, keys, part.sharing) * part.scale,
-        *at_queries,
-        sum_for_keys(d_logits, queries, part.sharing),
-        sum_for_keys(part.dropped(probabilities, visit.cuts), d_context, part.sharing),
-        *at_keys,
+        made.queries * part.scale,
+        *gathered.at_queries(made.logits, log_sum, of_delta, visit.cuts),
+        made.keys,
+        made.values,
+        *gathered.at_keys(made.logits),
     )
 
 
@@ -241,21 +234,6 @@ def _allowed(part: Part, cuts: Cuts = WHOLE) -> Mask:
     if not others:
         return allowed_tile(rule, part.bound, part.heads, cuts)
     return mask_of_all_heads(part.rule, part.bound, len(part.heads))
-
-
-def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of a tile; with sinks, the log of each row's sum of exponentials, too."""
-    probabilities = tf.nn.softmax(logits)
-    if changes.sinks is None:
-        return probabilities, None
-    of_rows = [(logits, nonfinite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
-    if checks_numerics():  # the largest of a tile without keys would be -inf
-        one_more = [[0, 0]] * 3 + [[0, 1]]
-        of_rows = [(tf.pad(x, one_more, constant_values=least), least) for x, least in of_rows]
-    # The largest probability is exp(its logit - log_sum).
-    logit, probability = (tf.reduce_max(x, -1) for x, _ in of_rows)
-    of_keys, log_sum = changes.share_of_keys(logit - tf.math.log(probability))
-    return probabilities * of_keys[..., None], log_sum
 
 
 def _hidden_as_0(logits: Tensor) -> Callable[[Tensor], list[Tensor]]:

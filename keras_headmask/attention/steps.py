@@ -148,20 +148,21 @@ def _flags(
 ) -> tuple[set[MaskSpec], dict[str, np.ndarray]]:
     """The leaves that open a few columns or rows, to be looked at by themselves, and these.
 
-    See `MaskSpec.opens`. The flags are `(B or 1, L)`, by side.
+    See `opens` of `Tiling`. The flags are `(B or 1, L)`, by side.
     """
     leaves: set[MaskSpec] = set()
     flagged: dict[str, np.ndarray] = {}
     for leaf in dict.fromkeys(leaves_under_or(part.rule)):
-        read = [getattr(sides, leaf.opens or "key") for sides in inputs.get(leaf, {}).values()]
-        if leaf.opens is None or [x.dtype for x in read] != [np.dtype(bool)]:
+        side = leaf.tiling.opens
+        read = [getattr(sides, side or "key") for sides in inputs.get(leaf, {}).values()]
+        if side is None or [x.dtype for x in read] != [np.dtype(bool)]:
             continue  # it is not what `opens` promises: treated as any other leaf
-        length = queries if leaf.opens == "query" else keys
+        length = queries if side == "query" else keys
         flags = np.broadcast_to(read[0], (len(read[0]), length))
         most = flags.sum(1).max(initial=0)
         if most <= part.tuning.most_flagged and most * part.tuning.one_flagged_in <= length:
             leaves.add(leaf)
-            flagged[leaf.opens] = flagged.get(leaf.opens, False) | flags
+            flagged[side] = flagged.get(side, False) | flags
     return leaves, flagged
 
 

@@ -37,7 +37,7 @@ def divided(rule: MaskSpec) -> Divided | None:
 
 def flagged_side(rule: MaskSpec) -> str | None:
     """The side, "query" or "key", of which `rule` reads flags and nothing else; `None` if none."""
-    sides = {leaf.opens for leaf in leaves(rule)}
+    sides = {leaf.tiling.opens for leaf in leaves(rule)}
     return sides.pop() if len(sides) == 1 else None
 
 

@@ -14,7 +14,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles
+from keras_headmask.rules.protocol import Bound, Sides, Span, Tiles, leaves_gaps
 
 
 class Flagged(NamedTuple):
@@ -76,9 +76,9 @@ def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Le
 
     tiles = Tiles(*on_queries, key_first[None], key_last[None])
     possible, certain = map(over_all, coverage.bounds(rule, tiles, spans))
-    blocks = _runs(possible, rule.may_leave_gaps(list(taken_out)))
+    blocks = _runs(possible, leaves_gaps(rule, taken_out))
     runs = tf.minimum(blocks * block, keys)
-    needs_mask = None if taken_out or rule.is_local else _needs_mask(blocks, certain)
+    needs_mask = None if taken_out or rule.tiling.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
     if of_examples:  # it may still be 1 when run
@@ -155,7 +155,7 @@ def _flags(
     # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
     opening = () if rule.constant else leaves_under_or(rule)
     for leaf in dict.fromkeys(opening):
-        if (side := leaf.opens) is None:
+        if (side := leaf.tiling.opens) is None:
             continue
         read = [getattr(sides, side) for sides in bound.leaf_inputs.get(leaf, {}).values()]
         if [flag.dtype for flag in read] != [tf.bool]:

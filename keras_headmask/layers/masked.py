@@ -78,6 +78,7 @@ class MaskedAttention(keras.Layer):
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)
         options = changing.Options.of(self.num_heads, flash_attention, *changes)
+        changing.refuse_own_code(self, self._ours(), options)
         setattr(self, changing.OPTIONS, options)
         self._missed_weights = False  # see `loading`
 

@@ -133,7 +133,7 @@ class And(Join):
     _decides = False
 
     def in_words(self) -> Words:
-        """ "A; of these only B, but not C, if D": what is asked of the query alone comes last."""
+        """ "A; of these only B, but not C, if D": conditions on the query alone come last."""
         specs = list(self.specs)
         causal, wider = Window(after=0), [s for s in specs if isinstance(s, Or) and s.has_window]
         if causal in specs and wider:  # as in `recipes.streaming`

@@ -2,8 +2,8 @@
 
 A spec knows no length, batch or backend. Leaves say something about one pair of positions, by
 where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~` (`algebra.py`)
-and `PerHead` combine them. Whatever a spec is asked is a member with an answer that is right for
-any, so that a new leaf is right before it is fast. Nothing here imports Keras.
+and `PerHead` combine them. Each question to a spec is a member with a default that is right for
+any spec, so that a new leaf is right before it is fast. Nothing here imports Keras.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class MaskSpec(FormerNames):
         return merged_inputs(self.children)
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
-        """Work on whole sequences, done once, before `allowed` is asked tile by tile.
+        """Work on whole sequences, done once, before `allowed` is called tile by tile.
 
         Args:
             inputs: `{name: Sides(query, key)}`, each `(batch, length)`, or `None` for a side that

@@ -15,7 +15,7 @@ class Divided(NamedTuple):
     Args:
         positional: Reads no input.
         ids: Compares an id of the query with one of the key; `None` where nothing does.
-        flags: Each asks something of the query alone, or of the key alone.
+        flags: Each is a condition on the query alone, or on the key alone.
     """
 
     positional: MaskSpec

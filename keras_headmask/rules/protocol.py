@@ -1,4 +1,4 @@
-"""The values that a spec and those who ask it hand one another: inputs, tiles, answers."""
+"""The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
@@ -234,7 +234,7 @@ class Sampling(NamedTuple):
 class Words(NamedTuple):
     """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
 
-    `condition` is set where the rule asks something of the query alone: "if its own `x` is set".
+    `condition` is set where the rule is a condition on the query alone: "if its own `x` is set".
     `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.
     """
 

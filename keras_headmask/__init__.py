@@ -19,7 +19,17 @@ from keras_headmask.rules.inputs import (
 )
 from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
-from keras_headmask.rules.protocol import Bounds, InputType, OpenSide, Reach, Sides, Span, Tiles
+from keras_headmask.rules.protocol import (
+    Bounds,
+    InputType,
+    OpenSide,
+    Reach,
+    Sampling,
+    Sides,
+    Span,
+    Tiles,
+    Tiling,
+)
 from keras_headmask.rules.reaching import reach
 from keras_headmask.rules.registration import register_spec
 
@@ -50,9 +60,11 @@ __all__ = [
     "Reach",
     "SameSegment",
     "SameSentence",
+    "Sampling",
     "Sides",
     "Span",
     "Tiles",
+    "Tiling",
     "Window",
     "alibi",
     "and_masks",

@@ -749,7 +749,7 @@ def test_xla_is_told():
 
 
 @pytest.mark.tensorflow
-@relies_on("one_dnn_is_on", breaks="`info`, `bench` and the log would not say whether oneDNN is on")
+@relies_on("one_dnn_is_on", breaks="`info`, `bench` and `explain` would not say if oneDNN is on")
 def test_one_dnn_is_told():
     """By what TensorFlow itself prints when it is imported with it."""
     code = "import tensorflow, keras_headmask._keras as k; print(k.one_dnn_is_on())"

@@ -115,7 +115,7 @@ def flags_of(
     by_side: dict[str, Mask] = {}
     # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
     for leaf in () if rule.constant else dict.fromkeys(leaves_under_or(rule)):
-        side = leaf.opens
+        side = leaf.tiling.opens
         if side is None:
             continue
         read = [getattr(sides, side) for sides in leaf_inputs.get(leaf, {}).values()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.attention import cpu, precision
+from keras_headmask.attention import precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     AtOnce,
@@ -79,8 +79,6 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: for `tiled=True` where nothing can be skipped.
     """
-    if request.rule is not None:
-        cpu.hint()
     part, watch = part_of_all(request), _watch.get()
     context = None if watch is None else watch(request, part)
     if context is not None:

@@ -1,4 +1,4 @@
-"""Whether TensorFlow computes by oneDNN on this CPU, and a hint where it does not.
+"""Whether TensorFlow computes by oneDNN on this CPU, and how to switch it on.
 
 TensorFlow decides when it is imported. By itself it switches oneDNN on only where the CPU has
 newer instructions, AVX-512 with VNNI for one; elsewhere its products may take longer.
@@ -6,18 +6,15 @@ newer instructions, AVX-512 with VNNI for one; elsewhere its products may take l
 
 import dataclasses
 import functools
-import logging
 import os
 import platform
 
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import is_forward_only
 
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 _HOW = f"Set {VARIABLE}=1 before TensorFlow is imported."
-_logger = logging.getLogger("keras_headmask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +50,3 @@ def one_dnn() -> OneDNN | None:
     return OneDNN(
         on, f"TensorFlow's default on this CPU, {VARIABLE} is not set", "" if on else _HOW
     )
-
-
-def hint() -> None:
-    """Log once where a rule runs on a CPU without oneDNN, which nobody asked for.
-
-    Not where a model is exported: it runs elsewhere.
-    """
-    if keras.backend.backend() == "tensorflow" and not is_forward_only():
-        _hint()
-
-
-@functools.cache
-def _hint() -> None:
-    state = one_dnn()
-    if state is None or state.on is not False or not state.advice or VARIABLE in os.environ:
-        return
-    import tensorflow as tf
-
-    if {device.device_type for device in tf.config.get_visible_devices()} == {"CPU"}:
-        _logger.info("Attention runs without oneDNN, which is often faster on CPUs. %s", _HOW)

@@ -34,7 +34,7 @@ class Part(NamedTuple):
     @property
     def tile(self) -> int:
         """How many queries make a tile."""
-        return self.tuning.local_tile if self.rule.is_local else self.tuning.wide_tile
+        return self.tuning.local_tile if self.rule.tiling.is_local else self.tuning.wide_tile
 
     def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
         """`probabilities` of one tile after dropout."""

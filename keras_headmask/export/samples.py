@@ -96,7 +96,7 @@ def sample(
         readers = [leaf for leaf in all_leaves if not names.isdisjoint(_names_of(leaf.inputs))]
         embeddings = (_sizes_of_embeddings(graph, t) for t in tensors if t.name == name)
         below = min((n for sizes in embeddings for n in sizes), default=None)
-        wanted = [i for leaf in readers for i in leaf.ids_of_interest if below is None or i < below]
+        wanted = [i for leaf in readers for i in leaf.sampling.ids if below is None or i < below]
         if "float" in x.dtype:
             value: np.ndarray = rng.normal(size=shape)
         elif len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
@@ -106,7 +106,7 @@ def sample(
             value = np.arange(shape[1])[None, :] < keep[:, None]
         elif x.dtype == "bool":
             value = rng.random(shape) < 0.5
-        elif below is None and any(leaf.reads_segments for leaf in readers):
+        elif below is None and any(leaf.sampling.segments for leaf in readers):
             value = np.cumsum(rng.random(shape) < 0.25, axis=-1)
         else:
             value = rng.integers(0, 2 if below is None else below, shape)
@@ -154,8 +154,8 @@ def tried(interface: Interface, given: Iterable[Arrays]) -> str:
     """The ids that rules look for, and those that the integer inputs of requests held, in words."""
     wanted: dict[str, set[int]] = {}
     for leaf in (leaf for spec in interface.rules.values() for leaf in leaves(spec)):
-        for name in leaf.inputs if leaf.ids_of_interest else ():
-            wanted.setdefault(name, set()).update(leaf.ids_of_interest)
+        for name in leaf.inputs if leaf.sampling.ids else ():
+            wanted.setdefault(name, set()).update(leaf.sampling.ids)
     if not wanted:
         return ""
     ids = {

@@ -1,7 +1,7 @@
-"""What changes the logits of our layers beside the rule: its arguments, its weights, its config.
+"""What changes the logits of our layers beside the rule: arguments, weights and config.
 
-A call of attention goes by Keras' hooks where a subclass, a rule from outside or a caller who looks
-takes them, and their signatures know none of it. So it is held in the context meanwhile.
+Where a subclass, a rule from outside or an observer uses Keras' hooks, attention is computed by
+them, and their signatures have no place for these changes. So a context variable holds them.
 """
 
 import contextlib
@@ -66,6 +66,26 @@ class Options(NamedTuple):
         return {name: value for name, value in given.items() if value is not None}
 
 
+def refuse_own_code(layer: Any, ours: type, options: Options) -> None:
+    """Raise if the class of a layer computes attention by code of its own and `options` are set.
+
+    `ours` is the public class that it is or inherits from.
+    """
+    own = [
+        name
+        for name in (_keras.COMPUTE_ATTENTION, _keras.MASKED_SOFTMAX)
+        if getattr(type(layer), name) is not getattr(ours, name)
+    ]
+    if own and options != Options():
+        raise ValueError(
+            "A subclass that overrides how attention is computed cannot take `position_bias`, "
+            "`logits_soft_cap` or `use_sinks`: the arguments of Keras' method do not hold them. "
+            f"`{type(layer).__name__}` overrides `{own[0]}`. Received: {options.config()}. Leave "
+            f"them out and change the logits in `{own[0]}`, or do not override it. To read the "
+            "probabilities, pass return_attention_scores=True."
+        )
+
+
 def add_weights(layer: Any, options: Options) -> None:
     """The table of a learned bias, and the sinks: float32 under mixed precision, 0 at first."""
     layer.position_bias_table = layer.sinks = None
@@ -100,7 +120,7 @@ def check_one_axis(query: Tensor, options: Options, attention_bias: Any) -> None
 
 
 def are_set(layer: Any) -> bool:
-    """Whether the constructor of `layer` asked for any."""
+    """Whether the constructor of `layer` was given any."""
     return vars(layer).get(OPTIONS, Options()) != Options()
 
 
@@ -108,7 +128,7 @@ def are_set(layer: Any) -> bool:
 
 
 class _Held:
-    """What one layer is to do, until its attention asks for it."""
+    """The changes of the current call of one layer, for its attention to read."""
 
     def __init__(self, layer: keras.Layer, changes: Changes):
         self.layer, self.changes, self.was_read = layer, changes, False
@@ -142,7 +162,7 @@ def by_hook(
     A hook does not know where its queries stand, so a bias by position becomes a whole tensor.
 
     Raises:
-        ValueError: if the code that a subclass has for attention did not ask for them.
+        ValueError: if the code that a subclass has for attention did not read them.
     """
     if not changes.are_some:
         yield

@@ -42,6 +42,6 @@ def check_is_built(layer: Any, store: Any) -> None:
             f"The layer '{layer.name}' was not built, so the weights that the file holds for it "
             "would be lost. Keras could not run the `call` of the model that holds it: pass "
             "all tensors in the first argument, a dict or a list, or define "
-            "`build_from_config`. To load weights into a model made by hand, call it on data "
+            "`build_from_config`. To load weights into a model that code builds, call it on data "
             "first."
         )

@@ -78,6 +78,7 @@ class MaskedAttention(keras.Layer):
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)
         options = changing.Options.of(self.num_heads, flash_attention, *changes)
+        changing.refuse_own_code(self, self._ours(), options)
         setattr(self, changing.OPTIONS, options)
         self._missed_weights = False  # see `loading`
 
@@ -267,7 +268,7 @@ class MaskedAttention(keras.Layer):
         return changing.of_call(self, self.logit_options, attention_bias, *lengths)
 
     def _has_hooks(self) -> bool:
-        """Whether `_compute_attention` must run: for a subclass, a flash kernel, or who looks."""
+        """Whether `_compute_attention` must run: for a subclass, a flash kernel or an observer."""
         ours = self._ours()
         special = _keras.flash(self) or observers.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(

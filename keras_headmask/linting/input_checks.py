@@ -85,7 +85,7 @@ def never_read(name: str, is_padding: bool) -> Finding:
 def absent_ids(subject: Subject) -> Iterator[Finding]:
     """Ids that a rule looks for, and that the examples lack."""
     for leaf in leaves(subject.spec):
-        wanted = leaf.ids_of_interest
+        wanted = leaf.sampling.ids
         if wanted and subject.has(leaf) and len(leaf.inputs) == 1:
             (name,) = leaf.inputs
             sides = [side for side in sides_of(subject.given[name]) if side is not None]

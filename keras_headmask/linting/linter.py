@@ -4,19 +4,17 @@ A rule is evaluated for whole masks, in NumPy. A mask input that is not given ma
 each leaf that reads it is tried as true and as false, so what is found holds whatever it holds.
 """
 
-import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from keras_headmask.attention.lost_masks import marks_padding
-from keras_headmask.linting import input_checks, model_facts, rule_checks
-from keras_headmask.linting.findings import Finding, Findings
+from keras_headmask.linting import input_checks, rule_checks
+from keras_headmask.linting.findings import Finding as Finding
+from keras_headmask.linting.findings import Findings
 from keras_headmask.linting.subject import Subject, key_side
-from keras_headmask.retrofit.finding import AttentionLayer, longest_sequence
-from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.base import MaskSpec
 
 
 def lint(
@@ -62,20 +60,16 @@ def lint(
     info: never-self, head 0: No query may attend to itself.
         If that is not meant, add `| Window(0, 0)`.
     """
-    if entries := model_facts.layers_under_rules(rule):
+    if not isinstance(rule, MaskSpec):
+        from keras_headmask.linting import model_checks  # needs all of retrofit/
+
+        entries = model_checks.layers_under_rules(rule)
         if (queries, keys, num_heads, query_offset) != (None, None, None, 0):
             raise ValueError(
                 "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
-        return Findings(_of_a_model(rule, entries, mask_inputs))
-    if not isinstance(rule, MaskSpec) and hasattr(rule, "layers"):
-        raise TypeError(
-            "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
-            f"layers. Received a model without, or without a graph: {rule!r}. The rule of a layer "
-            "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
-        )
-    check_spec(rule, "rule", "hm.lint(SPEC)")
+        return Findings(model_checks.of_a_model(rule, entries, mask_inputs))
     if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
         kind = type(mask_inputs).__name__
         raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
@@ -99,54 +93,3 @@ def lint(
     if padding is not None:
         findings += input_checks.of_padding(subject, padding, name, None)
     return Findings(findings)
-
-
-def _of_a_model(
-    model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
-) -> Iterator[Finding]:
-    found: dict[Finding, list[str]] = {
-        input_checks.never_read(name, marks_padding(name)): []
-        for name in model_facts.unread_inputs(model)
-    }
-    layers, problem = model_facts.seen_in_a_forward(model, entries, inputs)
-    if problem:
-        reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
-        way_out = "Pass examples of its inputs as `mask_inputs`."
-        found[Finding("info", "not-checked", reason, way_out)] = []
-    most = longest_sequence(model)
-    looked_at: dict[Any, list[Finding]] = {}
-    for layer in layers:
-        if layer.key not in looked_at:
-            looked_at[layer.key] = list(_of_a_layer(layer, inputs is not None, most))
-        for finding in looked_at[layer.key]:
-            found.setdefault(finding, []).append(layer.entry.path)
-    for finding, paths in found.items():
-        yield dataclasses.replace(finding, layers=tuple(paths))
-
-
-def _of_a_layer(
-    layer: model_facts.SeenLayer, has_examples: bool, most: int | None
-) -> Iterator[Finding]:
-    heads, is_cross = layer.entry.num_heads, layer.entry.kind == "cross"
-    subject_of = functools.partial(Subject, layer.spec, heads, is_cross=is_cross)
-    given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
-    yield from odd
-    queries, keys = layer.lengths or (None, None)
-    subject = subject_of(queries, keys, given) if has_examples else subject_of()
-    if subject.is_chosen and most is not None and most < subject.enough:
-        subject = subject_of(most, most, given)  # there are no more positions
-    yield from input_checks.absent_ids(subject)
-    hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
-    yield from rule_checks.of_positions(subject, hidden)
-    if not layer.paddings:
-        return
-    seen = subject_of(queries, keys, layer.given)
-    of_each = [
-        list(input_checks.of_padding(seen, padding, name, layer.outside))
-        for name, padding in layer.paddings.items()
-    ]
-    if all(of_each):  # where several inputs could mark padding, all must
-        yield from of_each[0]
-    # (Made-up ids are all alike: what a rule makes of them says nothing.)
-    if has_examples or all(map(marks_padding, layer.spec.inputs)):
-        yield from input_checks.of_masks_beside(seen, layer.outside)

@@ -106,7 +106,7 @@ def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     for rule, heads in subject.groups:
         with_data = not subject.is_enough or not _few_readers(rule)
         for leaf in leaves(rule):
-            side = leaf.open_side
+            side = leaf.sampling.open_side
             if side is None or side.side in hidden or not _stays_open(rule, leaf, side.side):
                 continue
             closed = _replaced(rule, leaf, side.closed)
@@ -135,7 +135,7 @@ def _stays_open(rule: MaskSpec, leaf: MaskSpec, side: str) -> bool:
     is known to be closed.
     """
     _, stays_open, _ = rule.fold(
-        lambda spec: (spec == leaf, spec == leaf, spec.closes(side)),
+        lambda spec: (spec == leaf, spec == leaf, side in spec.sampling.closes),
         lambda a, b: (a[0] or b[0], (a[1] and not b[2]) or (b[1] and not a[2]), a[2] or b[2]),
         lambda a, b: (a[0] or b[0], a[1] or b[1], a[2] and b[2]),
         lambda a: (a[0], a[0], False),

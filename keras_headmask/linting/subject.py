@@ -49,10 +49,10 @@ class Subject:
         readers = [leaf for leaf in leaves(spec) if leaf.inputs]
         self.unknown = [leaf for leaf in readers if not self.has(leaf)]
         most = int((_MOST_WORK / 2 ** min(len(readers), MOST_UNKNOWN)) ** 0.5)
-        reach = spec.reach
-        wanted = _LONGEST if reach is None else 3 * reach + 2
+        distance = spec.sampling.distance
+        wanted = _LONGEST if distance is None else 3 * distance + 2
         self.enough = max(_SHORTEST, min(wanted, _LONGEST, most))
-        self.is_enough = reach is not None and reach < self.enough
+        self.is_enough = distance is not None and distance < self.enough
         self.is_chosen = not any((queries, keys, of_queries, of_keys))
         self.queries = queries or of_queries or keys or of_keys or self.enough
         self.keys = keys or of_keys or self.queries

@@ -260,7 +260,7 @@ def _of_model(
     return Explanations(_explanations(call, given, queries, layers, may_force=False))
 
 
-# --- What is asked for ---------------------------------------------------------------------------
+# --- Requests, and what computes them ------------------------------------------------------------
 
 
 def _explanations(

@@ -1,6 +1,6 @@
 """Masks and attention as matplotlib figures; the only module that imports matplotlib.
 
-No pyplot: a figure belongs to whoever holds it, needs no display, and goes when it is let go.
+No pyplot: a figure belongs to its caller, needs no display, and is freed with the last reference.
 """
 
 import io

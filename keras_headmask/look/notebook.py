@@ -106,14 +106,14 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
     if name == "padding_mask":
         return (positions < 3 * length // 4)[None]
     is_last = positions % run == run - 1
-    readers = [x for x in leaves(spec) if name in x.inputs and x.ids_of_interest]
+    readers = [x for x in leaves(spec) if name in x.inputs and x.sampling.ids]
     if not readers:
         return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
-    ends = [leaf.ids_of_interest[0] for leaf in readers if not leaf.opens]
-    flagged = dict.fromkeys(leaf.ids_of_interest for leaf in readers if leaf.opens)
+    ends = [leaf.sampling.ids[0] for leaf in readers if not leaf.tiling.opens]
+    flagged = dict.fromkeys(leaf.sampling.ids for leaf in readers if leaf.tiling.opens)
     special = [next((i for i in few if i not in ends), few[0]) for few in flagged]
     # Most tokens are of another id: they obey what the rule says of the rest.
-    ids = np.full(length, max(i for leaf in readers for i in leaf.ids_of_interest) + 1)
+    ids = np.full(length, max(i for leaf in readers for i in leaf.sampling.ids) + 1)
     ids[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
     if ends:
         ids[: len(special)] = special

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 
 from keras_headmask.look import panels
-from keras_headmask.retrofit import observing
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import head_numbers
@@ -122,6 +121,8 @@ def plot_attention(
     >>> "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
     True
     """
+    from keras_headmask.retrofit import observing  # needs all of retrofit/
+
     figures = _figures()
     seen = observing.observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.probabilities.shape

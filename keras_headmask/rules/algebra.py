@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from keras_headmask.rules import config, fields, reaching, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
 from keras_headmask.rules.positions import Window
-from keras_headmask.rules.protocol import Reach, Words
+from keras_headmask.rules.protocol import Reach, Sampling, Tiling, Words
 from keras_headmask.rules.registration import register_spec
 
 
@@ -30,23 +30,30 @@ class Compound(MaskSpec):
         return any(child.reads_query_positions for child in self.children)
 
     @property
-    def is_local(self) -> bool:
-        return self._joint(child.is_local for child in self.children)
+    def tiling(self) -> Tiling:
+        parts = [child.tiling for child in self.children]
+        return Tiling(
+            is_local=self._joint(part.is_local for part in parts),
+            is_sparse=self._joint(map(_is_sparse, parts)),
+            gaps=any(part.gaps for part in parts),
+        )
 
     @property
-    def is_sparse(self) -> bool:
-        return self._joint(child.is_sparse for child in self.children)
-
-    @property
-    def reach(self) -> int | None:
-        known = [child.reach for child in self.children if child.reach is not None]
-        return max(known) if len(known) == len(self.children) else None
-
-    def closes(self, side: str) -> bool:
-        return self._joint(child.closes(side) for child in self.children)
+    def sampling(self) -> Sampling:
+        parts = [child.sampling for child in self.children]
+        known = [part.distance for part in parts if part.distance is not None]
+        sides = ("before", "after")
+        return Sampling(
+            distance=max(known) if len(known) == len(parts) else None,
+            closes=[side for side in sides if self._joint(side in part.closes for part in parts)],
+        )
 
     def looks_back(self, hidden: bool = False) -> Reach:
         return reaching.of_any(child.looks_back(hidden) for child in self.children)
+
+
+def _is_sparse(tiling: Tiling) -> bool:
+    return tiling.is_sparse or tiling.opens is not None
 
 
 _SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
@@ -126,7 +133,7 @@ class And(Join):
     _decides = False
 
     def in_words(self) -> Words:
-        """ "A; of these only B, but not C, if D": what is asked of the query alone comes last."""
+        """ "A; of these only B, but not C, if D": conditions on the query alone come last."""
         specs = list(self.specs)
         causal, wider = Window(after=0), [s for s in specs if isinstance(s, Or) and s.has_window]
         if causal in specs and wider:  # as in `recipes.streaming`
@@ -165,17 +172,15 @@ class Or(Join):
     _decides = True
 
     @property
-    def is_local(self) -> bool:
-        parts = [spec for spec in self.specs if spec.constant is not False and not spec.is_sparse]
-        return bool(parts) and all(spec.is_local for spec in parts)
+    def tiling(self) -> Tiling:
+        parts = [spec.tiling for spec in self.specs if spec.constant is not False]
+        wide = [part for part in parts if not _is_sparse(part)]
+        is_local = bool(wide) and all(part.is_local for part in wide)
+        return super().tiling._replace(is_local=is_local, gaps=True)
 
     @property
     def has_window(self) -> bool:
         return any(type(spec) is Window for spec in self.specs)
-
-    def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
-        several = sum(spec not in taken_out for spec in self.specs) > 1
-        return several or super().may_leave_gaps(taken_out)
 
     def in_words(self) -> Words:
         global_tokens, rest = words.see_and_seen_by_all(self.specs)
@@ -195,7 +200,7 @@ class Not(Compound):
     """The exact complement of `spec`; written `~a`."""
 
     spec: Annotated[MaskSpec, fields.Limits(fields.RULE, check_spec)]
-    is_local = is_sparse = False
+    tiling = Tiling(gaps=True)
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
@@ -209,14 +214,12 @@ class Not(Compound):
     def constant(self) -> bool | None:
         return None if self.spec.constant is None else not self.spec.constant
 
-    def may_leave_gaps(self, taken_out: Collection[MaskSpec] = ()) -> bool:
-        return True
+    @property
+    def sampling(self) -> Sampling:
+        return super().sampling._replace(closes=())
 
     def looks_back(self, hidden: bool = False) -> Reach:
         return self.spec.looks_back(not hidden)
-
-    def closes(self, side: str) -> bool:
-        return False
 
     def in_words(self) -> Words:
         said = words.words(self.spec)

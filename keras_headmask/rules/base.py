@@ -2,8 +2,8 @@
 
 A spec knows no length, batch or backend. Leaves say something about one pair of positions, by
 where they stand (`positions.py`) or by what is read there (`inputs.py`); `& | ~` (`algebra.py`)
-and `PerHead` combine them. Whatever a spec is asked is a member with an answer that is right for
-any, so that a new leaf is right before it is fast. Nothing here imports Keras.
+and `PerHead` combine them. Each question to a spec is a member with a default that is right for
+any spec, so that a new leaf is right before it is fast. Nothing here imports Keras.
 """
 
 import dataclasses
@@ -12,21 +12,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from keras_headmask.rules import config, fields
+from keras_headmask.rules.former_names import FormerNames
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
-    OpenSide,
     Reach,
+    Sampling,
     Sides,
     Tensor,
     Tiles,
+    Tiling,
     Words,
 )
 
 T = TypeVar("T")
 
 
-class MaskSpec:
+class MaskSpec(FormerNames):
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
@@ -35,7 +37,8 @@ class MaskSpec:
 
     To add a kind of your own, write a frozen dataclass that subclasses `MaskSpec`, decorate it
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
-    Every other member has an answer that is right for any spec; better answers make it faster.
+    Every other member has an answer that is right for any spec. `coverage` and `tiling` make it
+    faster; `sampling` says what `lint` and made-up samples should try.
     """
 
     kind: str = ""
@@ -50,7 +53,7 @@ class MaskSpec:
         return merged_inputs(self.children)
 
     def prepare(self, inputs: Mapping[str, Sides]) -> Mapping[str, Sides]:
-        """Work on whole sequences, done once, before `allowed` is asked tile by tile.
+        """Work on whole sequences, done once, before `allowed` is called tile by tile.
 
         Args:
             inputs: `{name: Sides(query, key)}`, each `(batch, length)`, or `None` for a side that
@@ -171,32 +174,9 @@ class MaskSpec:
         return Bounds(every, ~every)
 
     @property
-    def is_local(self) -> bool:
-        """Whether a query sees few keys however long the sequence is. Smaller tiles follow it."""
-        return False
-
-    @property
-    def opens(self) -> str | None:
-        """The side whose flags it is: "key" or "query"; by default `None`.
-
-        With "key" (or "query") the spec reads one mask input, `prepare` gives that side as booleans
-        and `allowed` returns them: a flagged key is seen by every query, a flagged query sees every
-        key. Where few are flagged, those columns and rows are computed apart from the tiles.
-        """
-        return None
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it opens few rows, columns or blocks, as flags: `|` of local and it is local."""
-        return self.opens is not None
-
-    def may_leave_gaps(self, taken_out: Collection["MaskSpec"] = ()) -> bool:
-        """Whether the keys of a query are best taken as two runs rather than one.
-
-        Args:
-            taken_out: The flags whose rows and columns are computed apart.
-        """
-        return any(child.may_leave_gaps(taken_out) for child in self.children)
+    def tiling(self) -> Tiling:
+        """How tiles follow it: whether it is local, say. By default, nothing is known."""
+        return Tiling(gaps=any(child.tiling.gaps for child in self.children))
 
     def looks_back(self, hidden: bool = False) -> Reach:
         """The bound on keys up to a query's own position that it may see; unbounded by default.
@@ -206,38 +186,14 @@ class MaskSpec:
         """
         return Reach(before=-1) if self.constant is hidden else Reach()
 
-    # --- what `lint` looks for ---
+    # --- what `lint` and samples look for ---
     @property
-    def reach(self) -> int | None:
-        """The greatest distance or position at which what it allows may change; `None` if unknown.
+    def sampling(self) -> Sampling:
+        """The lengths, sides and ids that matter. By default for a spec that inputs decide.
 
-        `lint` looks at masks of about three times that length. By default 0 for a spec that reads
-        inputs, since `lint` then tries all that it may say, and unknown for others.
+        Without inputs, `distance` is unknown.
         """
-        return 0 if self.inputs else None
-
-    def closes(self, side: str) -> bool:
-        """Whether it keeps a query from seeing every token on one side.
-
-        Args:
-            side: "before" or "after".
-        """
-        return False
-
-    @property
-    def open_side(self) -> OpenSide | None:
-        """The side that it leaves open though it bounds the other, perhaps by mistake."""
-        return None
-
-    @property
-    def ids_of_interest(self) -> tuple[int, ...]:
-        """The ids that it looks for: made-up samples hold them, and `lint` misses them."""
-        return ()
-
-    @property
-    def reads_segments(self) -> bool:
-        """Whether its ids number the parts of a sequence: made-up samples then hold runs of ids."""
-        return False
+        return Sampling(distance=0 if self.inputs else None)
 
     # --- words ---
     def in_words(self) -> str | Words | None:

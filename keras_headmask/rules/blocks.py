@@ -11,7 +11,7 @@ from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.block_pairs import open_pairs
 from keras_headmask.rules.positions import FARTHEST
-from keras_headmask.rules.protocol import Bounds, Reach, Tensor, Tiles
+from keras_headmask.rules.protocol import Bounds, Reach, Sampling, Tensor, Tiles, Tiling
 from keras_headmask.rules.registration import register_spec
 
 
@@ -36,7 +36,7 @@ class Chunk(MaskSpec):
     size: fields.Positive
     before: fields.NotNegative = 0
     after: fields.NotNegative = 0
-    is_local = True
+    tiling = Tiling(is_local=True)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = query_positions // self.size, key_positions // self.size
@@ -56,11 +56,9 @@ class Chunk(MaskSpec):
         return Reach() if hidden else Reach(before=self.size * (self.before + 1) - 1)
 
     @property
-    def reach(self) -> int:
-        return self.size * max(1, self.before, self.after)
-
-    def closes(self, side: str) -> bool:
-        return True
+    def sampling(self) -> Sampling:
+        distance = self.size * max(1, self.before, self.after)
+        return Sampling(distance, closes=("before", "after"))
 
     def in_words(self) -> str:
         sides = [(self.before, "before it"), (self.after, "after it")]
@@ -137,13 +135,13 @@ class RandomBlocks(MaskSpec):
         return Bounds(count > 0, count == of)
 
     @property
-    def is_sparse(self) -> bool:
-        return self.density <= 0.5
+    def tiling(self) -> Tiling:
+        return Tiling(is_sparse=self.density <= 0.5)
 
     @property
-    def reach(self) -> int:
+    def sampling(self) -> Sampling:
         # With few blocks, none may be open.
-        return int(self.size * min(8 / max(self.density, 1e-9) ** 0.5, 10**6))
+        return Sampling(int(self.size * min(8 / max(self.density, 1e-9) ** 0.5, 10**6)))
 
     def in_words(self) -> str:
         drawn = f"each open with probability {self.density!r}, seed {self.seed}"

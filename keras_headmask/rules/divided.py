@@ -15,7 +15,7 @@ class Divided(NamedTuple):
     Args:
         positional: Reads no input.
         ids: Compares an id of the query with one of the key; `None` where nothing does.
-        flags: Each asks something of the query alone, or of the key alone.
+        flags: Each is a condition on the query alone, or on the key alone.
     """
 
     positional: MaskSpec
@@ -37,7 +37,7 @@ def divided(rule: MaskSpec) -> Divided | None:
 
 def flagged_side(rule: MaskSpec) -> str | None:
     """The side, "query" or "key", of which `rule` reads flags and nothing else; `None` if none."""
-    sides = {leaf.opens for leaf in leaves(rule)}
+    sides = {leaf.tiling.opens for leaf in leaves(rule)}
     return sides.pop() if len(sides) == 1 else None
 
 

@@ -12,7 +12,16 @@ from typing import cast
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, InputType, Sides, Tensor, Tiles, Words
+from keras_headmask.rules.protocol import (
+    Bounds,
+    InputType,
+    Sampling,
+    Sides,
+    Tensor,
+    Tiles,
+    Tiling,
+    Words,
+)
 from keras_headmask.rules.registration import register_spec
 
 
@@ -39,7 +48,7 @@ class _Reader(MaskSpec):
 class _Ids(_Reader):
     """Query and key carry the same id, given or counted; a negative id matches nothing."""
 
-    is_local = True
+    tiling = Tiling(is_local=True)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = inputs[self.input]
@@ -73,7 +82,7 @@ class SameSegment(_Ids):
     """
 
     input: fields.Name
-    reads_segments = True
+    sampling = Sampling(distance=0, segments=True)
 
     def in_words(self) -> str:
         return f"the tokens with its own id in `{self.input}`"
@@ -109,16 +118,16 @@ class SameSentence(_Ids):
     def _read(self, values: Tensor) -> Tensor:
         from keras import ops
 
-        ends = ops.cast(_is_one_of(values, self.ids_of_interest), "int32")
+        ends = ops.cast(_is_one_of(values, self.sampling.ids), "int32")
         return ops.cumsum(ends, axis=1) - ends  # the end token still belongs to its sentence
 
     @property
-    def ids_of_interest(self) -> tuple[int, ...]:
-        return cast("tuple[int, ...]", self.end_ids)
+    def sampling(self) -> Sampling:
+        return Sampling(distance=0, ids=cast("tuple[int, ...]", self.end_ids))
 
     def in_words(self) -> str:
         where = "" if self.input == "token_ids" else f" in `{self.input}`"
-        ends = words.listed(self.ids_of_interest, "or")
+        ends = words.listed(self.sampling.ids, "or")
         return f"its own sentence (sentences{where} end with token {ends})"
 
 
@@ -127,32 +136,37 @@ class _Side(_Reader):
     """A flag of each key, or of each query: whether it is set, or its id is one of `ids`."""
 
     input: fields.Name
+    tiling = Tiling(opens="key")
 
     @property
     def inputs(self) -> dict[str, InputType]:
-        dtype = "int32" if self.ids_of_interest else "bool"
-        return {self.input: InputType(dtype=dtype, sides=frozenset({str(self.opens)}))}
+        dtype = "int32" if self.sampling.ids else "bool"
+        return {self.input: InputType(dtype=dtype, sides=frozenset({self._side}))}
 
     @property
-    def ids_of_interest(self) -> tuple[int, ...]:
-        return getattr(self, "ids", ())
+    def sampling(self) -> Sampling:
+        return Sampling(distance=0, ids=getattr(self, "ids", ()))
+
+    @property
+    def _side(self) -> str:
+        return str(self.tiling.opens)
 
     def _read(self, values: Tensor) -> Tensor:
         from keras_headmask import masks
 
-        ids = self.ids_of_interest
+        ids = self.sampling.ids
         return _is_one_of(values, ids) if ids else masks.as_flags(values)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
-        return getattr(inputs[self.input], str(self.opens))
+        return getattr(inputs[self.input], self._side)
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
-        flags = getattr(inputs[self.input], str(self.opens))
+        flags = getattr(inputs[self.input], self._side)
         return Bounds(flags.high > 0, flags.low > 0)
 
     def in_words(self) -> Words:
-        asked = f"`{self.input}` is {words.listed(self.ids_of_interest or ['set'], 'or')}"
-        if self.opens == "query":
+        asked = f"`{self.input}` is {words.listed(self.sampling.ids or ['set'], 'or')}"
+        if self._side == "query":
             return words.of_the_query(f"if its own {asked}")
         return Words(f"every token whose {asked}")
 
@@ -172,8 +186,6 @@ class KeyFlag(_Side):
     1 1 0
     1 1 0
     """
-
-    opens = "key"
 
     def in_words(self) -> Words:
         if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
@@ -196,7 +208,7 @@ class QueryFlag(_Side):
     1 1
     """
 
-    opens = "query"
+    tiling = Tiling(opens="query")
 
 
 @register_spec("key_in")
@@ -217,7 +229,6 @@ class KeyIn(_Side):
     """
 
     ids: fields.Ids
-    opens = "key"
 
 
 @register_spec("query_in")
@@ -237,7 +248,7 @@ class QueryIn(_Side):
     """
 
     ids: fields.Ids
-    opens = "query"
+    tiling = Tiling(opens="query")
 
 
 @register_spec("mask_input")

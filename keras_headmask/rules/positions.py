@@ -11,23 +11,31 @@ from typing import Any
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, OpenSide, Reach, Tensor, Tiles, Words
+from keras_headmask.rules.protocol import (
+    Bounds,
+    OpenSide,
+    Reach,
+    Sampling,
+    Tensor,
+    Tiles,
+    Tiling,
+    Words,
+)
 from keras_headmask.rules.registration import register_spec
 
 FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
 
 
 class _Constant(MaskSpec):
-    reach = 0
-
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         return key_positions <= key_positions if self.constant else key_positions < key_positions
 
     def coverage(self, tiles: Tiles, inputs: Mapping) -> Bounds:
         return Bounds(*[self.allowed(tiles.query_first, tiles.key_first, inputs)] * 2)
 
-    def closes(self, side: str) -> bool:
-        return not self.constant
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(distance=0, closes=() if self.constant else ("before", "after"))
 
 
 @register_spec("full")
@@ -135,8 +143,8 @@ class Window(MaskSpec):
         return Bounds(possible, certain)
 
     @property
-    def is_local(self) -> bool:
-        return None not in (self.before, self.after)
+    def tiling(self) -> Tiling:
+        return Tiling(is_local=None not in (self.before, self.after))
 
     def looks_back(self, hidden: bool = False) -> Reach:
         if not hidden and self.before is not None:
@@ -146,14 +154,15 @@ class Window(MaskSpec):
         return Reach()
 
     @property
-    def reach(self) -> int:
-        return max(abs(self.before or 0), abs(self.after or 0), self.step)
+    def sampling(self) -> Sampling:
+        sides = {"before": self.before, "after": self.after}
+        return Sampling(
+            distance=max(abs(self.before or 0), abs(self.after or 0), self.step),
+            closes=[side for side, bound in sides.items() if bound is not None],
+            open_side=self._open_side(),
+        )
 
-    def closes(self, side: str) -> bool:
-        return getattr(self, side) is not None
-
-    @property
-    def open_side(self) -> OpenSide | None:
+    def _open_side(self) -> OpenSide | None:
         """One side alone is bounded and the other is not, the causal windows aside."""
         before, after = self.before, self.after
         one_sided = (before is None) != (after is None)
@@ -223,8 +232,8 @@ class _Range(MaskSpec):
         return Bounds(possible, certain)
 
     @property
-    def is_sparse(self) -> bool:
-        return self.stop is not None
+    def tiling(self) -> Tiling:
+        return Tiling(is_sparse=self.stop is not None)
 
     def looks_back(self, hidden: bool = False) -> Reach:
         first, stop = self.start, self.stop
@@ -236,8 +245,12 @@ class _Range(MaskSpec):
         return Reach(stop - 1) if self.reads_query_positions else Reach(-1, ((first, stop),))
 
     @property
-    def reach(self) -> int:
-        return max(self.start, self.stop or 0)
+    def sampling(self) -> Sampling:
+        hides_keys = self.stop is not None and not self.reads_query_positions
+        return Sampling(
+            distance=max(self.start, self.stop or 0),
+            closes=("before", "after") if hides_keys else (),
+        )
 
 
 @register_spec("keys")
@@ -259,9 +272,6 @@ class Keys(_Range):
     """
 
     reads_query_positions = False
-
-    def closes(self, side: str) -> bool:
-        return self.stop is not None
 
     def in_words(self) -> str:
         if self.stop is None:

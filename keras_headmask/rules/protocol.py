@@ -1,7 +1,7 @@
-"""The values that a spec and those who ask it hand one another: inputs, tiles, answers."""
+"""The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from keras_headmask.rules import fields
@@ -176,10 +176,65 @@ class OpenSide(NamedTuple):
     meant: tuple[Any, ...]
 
 
+class Tiling(NamedTuple):
+    """How tiles follow a spec. Every answer but `opens` affects speed alone.
+
+    Args:
+        is_local: Whether a query sees few keys however long the sequence is. Smaller tiles follow
+            it.
+        opens: The side whose flags it is, "key" or "query". Such a spec reads one mask input,
+            `prepare` gives that side as booleans and `allowed` returns them: a flagged key is seen
+            by every query, a flagged query sees every key. Where few are flagged, those columns
+            and rows are computed apart from the tiles.
+        is_sparse: Whether it opens few rows, columns or blocks: `|` of it and a local spec is
+            local. What `opens` a side is sparse, too.
+        gaps: Whether the keys of a query are best taken as two runs rather than one.
+    """
+
+    is_local: bool = False
+    opens: str | None = None
+    is_sparse: bool = False
+    gaps: bool = False
+
+
+def leaves_gaps(spec: Any, taken_out: Collection[Any] = ()) -> bool:
+    """The `gaps` of a spec, apart from flags whose rows and columns are computed by themselves.
+
+    Args:
+        spec: A spec.
+        taken_out: These flags.
+    """
+    if spec.kind == "or" and sum(part not in taken_out for part in spec.children) > 1:
+        return True
+    if spec.kind in ("and", "or", "per_head"):
+        return any(leaves_gaps(part, taken_out) for part in spec.children)
+    return spec.tiling.gaps
+
+
+class Sampling(NamedTuple):
+    """What `lint` looks for in a spec, and what made-up samples hold.
+
+    Args:
+        distance: The greatest distance or position at which what it allows may change; `None` if
+            unknown. `lint` looks at masks of about three times that length. 0 suits a spec that
+            reads nothing but inputs, since `lint` tries all that these may say.
+        closes: Where it keeps a query from seeing every token: "before" it, "after" it.
+        open_side: The side that it leaves open though it bounds the other, perhaps by mistake.
+        ids: The ids that it looks for: samples hold them, and `lint` misses them.
+        segments: Whether its ids number the parts of a sequence: samples then hold runs of ids.
+    """
+
+    distance: int | None = None
+    closes: Collection[str] = ()
+    open_side: OpenSide | None = None
+    ids: tuple[int, ...] = ()
+    segments: bool = False
+
+
 class Words(NamedTuple):
     """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
 
-    `condition` is set where the rule asks something of the query alone: "if its own `x` is set".
+    `condition` is set where the rule is a condition on the query alone: "if its own `x` is set".
     `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.
     """
 

@@ -131,7 +131,7 @@ def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
 
 
 def of_the_query(condition: str) -> Words:
-    """Of a spec that asks something of the query alone: "if it stands at position 3"."""
+    """Of a spec that is a condition on the query alone: "if it stands at position 3"."""
     return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 
 

@@ -34,7 +34,9 @@ class _CannotServe(click.ClickException):
 @click.argument("base", type=click.Path(path_type=pathlib.Path))
 @click.option("--name", help="The model's name in URLs; by default the folder's.")
 @click.option(
-    "--host", default="127.0.0.1", help="The address to listen on. Who can reach it may ask."
+    "--host",
+    default="127.0.0.1",
+    help="The address to listen on. Any client that can reach it may send requests.",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=8501, help="0 takes a free one.")
 @click.option(

@@ -613,7 +613,7 @@ def test_what_is_made_up_for_a_spec_of_ones_own(shown):
         stop: int
         like = property(lambda self: hm.SameSentence(self.stop))
         inputs = property(lambda self: self.like.inputs)
-        ids_of_interest = property(lambda self: (self.stop,))
+        sampling = property(lambda self: hm.Sampling(distance=0, ids=(self.stop,)))
 
         def prepare(self, inputs):
             return self.like.prepare(inputs)

@@ -118,7 +118,7 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         requests = [Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
         chosen = [choose.choose(r, choose.part_of_all(r)).name for r in requests]
         assert chosen[0] == chosen[1]
-        assert rule.is_local == twin.is_local
+        assert rule.tiling == twin.tiling
         assert hm.reach(rule) == hm.reach(twin)
 
 
@@ -175,8 +175,8 @@ def test_a_twin_gets_the_same_samples(leaf):
     assert made.keys() == of_twin.keys()
     for name, ids in made.items():
         np.testing.assert_array_equal(of_twin[name], ids)
-        if leaf.ids_of_interest:
-            assert np.isin(leaf.ids_of_interest, ids).all()
+        if leaf.sampling.ids:
+            assert np.isin(leaf.sampling.ids, ids).all()
 
 
 @every_leaf
@@ -229,7 +229,7 @@ FLAG, IDS = hm.KeyFlag("flags"), hm.SameSegment("ids")
     ids=repr,
 )
 def test_local_rules(spec, is_local):
-    assert spec.is_local == is_local
+    assert spec.tiling.is_local == is_local
 
 
 @MANY
@@ -247,8 +247,8 @@ def test_answers_hold_for_the_mask(case):
     counts = any(leaf.counts for leaf in leaves(spec))  # it refuses pairs at an offset
     if pairs and not counts and not spec.reads_query_positions:
         np.testing.assert_array_equal(mask_of(spec, offset=offset + 3), mask)
-    if spec.opens is not None and not spec.children:
-        axis = {"key": 2, "query": 3}[spec.opens]
+    if spec.tiling.opens is not None and not spec.children:
+        axis = {"key": 2, "query": 3}[spec.tiling.opens]
         assert (mask == mask.take([0], axis=axis)).all()
 
 
@@ -264,5 +264,5 @@ def test_a_side_that_is_closed_hides_some_token(spec):
     }
     mask = numpy(hm.make_mask(spec, length, length, 3, given or None)).all((0, 1))
     for side, hides in (("after", np.triu(~mask, 1)), ("before", np.tril(~mask, -1))):
-        if spec.closes(side):
+        if side in spec.sampling.closes:
             assert hides.any()

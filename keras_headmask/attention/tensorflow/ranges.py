@@ -9,7 +9,7 @@ from keras_headmask.attention.blocks import Arrays, bounds_of, flags_of
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bound
+from keras_headmask.rules.protocol import Bound, leaves_gaps
 
 
 class Flagged(NamedTuple):
@@ -47,9 +47,9 @@ def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Le
     offset = tf.reduce_min(bound.query_positions)
     sizes = (queries, keys), (tile, block)
     possible, certain = bounds_of(rule, inputs, *sizes, offset, _ARRAYS, flags.leaves)
-    blocks = _runs(possible, rule.may_leave_gaps(list(flags.leaves)))
+    blocks = _runs(possible, leaves_gaps(rule, flags.leaves))
     runs = tf.minimum(blocks * block, keys)
-    needs_mask = None if flags.leaves or rule.is_local else _needs_mask(blocks, certain)
+    needs_mask = None if flags.leaves or rule.tiling.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
     if of_examples:  # it may still be 1 when run

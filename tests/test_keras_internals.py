@@ -21,8 +21,8 @@ import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.layers import grouped_query, masked, multi_head
-from keras_headmask.retrofit import masked_layer, masked_model
-from keras_headmask.retrofit.families import adapter_of
+from keras_headmask.retrofit import masked_model, wrap
+from keras_headmask.retrofit.adapters import adapter_of
 
 BACKEND = keras.backend.backend()
 MHA = keras.layers.MultiHeadAttention
@@ -99,7 +99,7 @@ def test_every_private_name_is_covered():
         (hm.PerHeadMaskedGroupedQueryAttention, GQA),
         (masked.MaskedAttention, MHA),
         (masked.MaskedAttention, GQA),
-        *((cls, _keras.Functional) for cls in (masked_layer.MaskedLayer, masked_model.HeadMasked)),
+        *((cls, _keras.Functional) for cls in (wrap.MaskedLayer, masked_model.HeadMasked)),
     ],
 )
 def test_our_classes_override_nothing_else(ours, stock):
@@ -877,7 +877,7 @@ def test_kinds_of_graphs():
 
 @pytest.mark.parametrize("place", [5, 3])
 def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
-    """`retrofit/head_cache.py` relies on it for the cache that it gives to a cached layer."""
+    """`generation/head_cache.py` relies on it for the cache that it gives to a cached layer."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch refuses it, and is given places that fit")
     new = np.ones((1, 2), "float32")

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from keras_headmask.look import panels
-from keras_headmask.retrofit import observing
+from keras_headmask.retrofit.observe import observe
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import head_numbers
@@ -123,7 +123,7 @@ def plot_attention(
     True
     """
     figures = _figures()
-    seen = observing.observe(model, inputs, layer, call)
+    seen = observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
     if heads is None:

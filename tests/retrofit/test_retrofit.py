@@ -15,7 +15,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import kernels
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit import hook
+from keras_headmask.retrofit import call
 
 RULES = {
     "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),
@@ -82,7 +82,7 @@ def test_full_leaves_the_work_to_the_class(monkeypatch):
     def never(*arguments, **keywords):
         raise AssertionError("a layer that nothing restricts computes as it did")
 
-    monkeypatch.setattr(hook, "attend", never)
+    monkeypatch.setattr(call, "attend", never)
     stock = one_layer()
     for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
         full = hm.apply_head_masks(stock, spec)

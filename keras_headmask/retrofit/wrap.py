@@ -18,11 +18,20 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
-from keras_headmask.retrofit import frames, head_cache, hook
-from keras_headmask.retrofit.families import adapter_of
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.nesting import attention, holds, is_inside
-from keras_headmask.retrofit.rule_files import (
+from keras_headmask.retrofit.adapters import adapter_of
+from keras_headmask.retrofit.call import (
+    Frame,
+    current_cache,
+    current_frame,
+    hook,
+    in_frame,
+    inputs_of,
+    missing_inputs,
+    opened_frame,
+)
+from keras_headmask.retrofit.find import attention, holds, is_inside
+from keras_headmask.retrofit.rule import (
+    LayerRule,
     entries,
     rules_config,
     rules_from_config,
@@ -67,13 +76,17 @@ class MaskedLayer(_Layer):
         symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
         offset = _taken_offset(self, kwargs, symbolic)
         offset = _offset(self, args, kwargs) if offset is None else offset
-        with frames.opened([self], head_mask_inputs, offset) as frame:
+        with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)
             self._check_given()
-            outputs = head_cache.called(self, super().__call__, args, kwargs)
+            cache = current_cache()
+            if cache is None:
+                outputs = super().__call__(*args, **kwargs)
+            else:
+                outputs = cache.called(self, super().__call__, args, kwargs)
             attach(self, computes)
             if computes:
                 self._check_used(frame)
@@ -86,11 +99,11 @@ class MaskedLayer(_Layer):
 
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
         """What runs again for a gradient finds what the first run found."""
-        frame = frames.current()
+        frame = current_frame()
 
         @functools.wraps(layer_call)
         def call_again(*args: Any, **kwargs: Any) -> Any:
-            with frames.being(frame):
+            with in_frame(frame):
                 return layer_call(*args, **kwargs)
 
         return super().rematerialized_call(call_again, *args, **kwargs)
@@ -126,10 +139,10 @@ class MaskedLayer(_Layer):
         if observers.are_rules_off():
             return
         for layer, rule in self._asks_for():
-            if frames.inputs_of(rule, layer) is None:
-                raise ValueError(hook.missing(layer.name, rule))
+            if inputs_of(rule, layer) is None:
+                raise ValueError(missing_inputs(layer.name, rule))
 
-    def _check_used(self, frame: frames.Frame) -> None:
+    def _check_used(self, frame: Frame) -> None:
         for layer in attention_inside(self):
             restricted = any(rule.restricts for rule in rules_in_force(layer))
             if restricted and id(layer) not in frame.used:
@@ -188,7 +201,7 @@ def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
     offset = next((given[name] for name in names if given.get(name) is not None), None)
     for cache, name in zip(_CACHES, _OFFSETS, strict=True):
         cached = given.get(cache) is not None and name in _keras.argument_names(layer)
-        if cached and offset is None and frames.current().offset is None:
+        if cached and offset is None and current_frame().offset is None:
             raise ValueError(
                 f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
                 f"`{name}`."
@@ -206,7 +219,7 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
     vars(layer)[_STATE] = _State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
     if (adapter := adapter_of(layer)) is not None:
-        vars(layer)[adapter.hook] = hook.hook(layer, lambda: rules_in_force(layer))
+        vars(layer)[adapter.hook] = hook(layer, lambda: rules_in_force(layer))
 
 
 def unmask(layer: Any) -> None:

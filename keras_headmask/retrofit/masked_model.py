@@ -27,7 +27,6 @@ from keras_headmask.retrofit.wrap import (
     MaskedLayer,
     add_rule,
     attention_inside,
-    has_rules,
     mask,
     spec_of,
     stock_config,
@@ -298,22 +297,6 @@ def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Laye
     operations = [x for x in _keras.operations(model) if isinstance(x, keras.Layer)]
     return [x for x in operations if holds(x, layer)]
 
-
-def _check_cloned(operation: Any, clone: Any) -> None:
-    """Raise if a `clone_function` makes a stock layer of a masked one."""
-    if not isinstance(operation, MaskedLayer) or not has_rules(operation):
-        return
-    made = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
-    if not any(isinstance(x, MaskedLayer) for x in made):
-        raise ValueError(
-            f"The layer '{operation.name}' of the model to clone obeys a rule, and "
-            f"`clone_function` made a stock layer ({type(clone).__name__}) of it, which would not. "
-            "Return `layer.__class__.from_config(layer.get_config())` for it, or clone "
-            "`hm.unmasked(model)`, and give the clone its rule by `hm.apply_head_masks`."
-        )
-
-
-_keras.after_cloning(_check_cloned)
 
 # The name under which masked models of any class are filed; known before the first one is made.
 keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(HeadMasked)

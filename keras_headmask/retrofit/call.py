@@ -32,6 +32,7 @@ from keras_headmask.retrofit.find import holds
 from keras_headmask.retrofit.rule import LayerRule, Tensors
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.protocol import Bound
 
 Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
 
@@ -138,11 +139,9 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         restrict = [rule for rule in rules() if rule.restricts and not observers.are_rules_off()]
         in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
-        if adapter.softmax is not None and in_force:
-            compute = functools.partial(_by_softmax, adapter, in_force)
-        else:
-            for rule in in_force:
-                compute = functools.partial(_under, adapter, rule, compute)
+        if in_force:
+            under = _under if adapter.softmax is None else _by_softmax
+            compute = functools.partial(under, adapter, in_force)
         cache = current_cache()
         if cache is not None:
             compute = functools.partial(cache.attend, adapter, in_force, compute)
@@ -180,10 +179,8 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
 
-def _under(
-    adapter: Attention, rule: LayerRule, compute: Callable, arguments: Arguments
-) -> tuple[Any, Any]:
-    """Context and probabilities under `rule`; `compute` is what the layer does without it."""
+def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
+    """Context and probabilities under `rules`, which models inside one another gave the layer."""
     query, frame = arguments["query"], current_frame()
     if len(query.shape) != 4:
         raise ValueError(
@@ -192,28 +189,49 @@ def _under(
         )
     offset = _offset(arguments)
     lengths = _lengths(adapter, arguments)
-    if offset is None and not rule.is_cross:
-        offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
+    for rule in rules:
+        if offset is None and not rule.is_cross:
+            offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
     offset = 0 if offset is None else offset
     sizes = ops.shape(query)[0], *_sizes(arguments)
-    bound = _bound(adapter.layer, rule, frame, lengths, sizes, offset)
-    beside = _Beside.of(adapter, arguments, offset)
+    bounds = [_bound(adapter.layer, rule, frame, lengths, sizes, offset) for rule in rules]
+    spec, bound, apart = _joined([rule.spec for rule in rules], bounds)
+    beside, heads = _Beside.of(adapter, arguments, offset), adapter.num_heads
+    for other, of_other in apart:
+        of_rule = evaluation.mask_of_all_heads(other, of_other, heads)
+        beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
 
     def make_mask() -> Any:
-        made = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
+        made = evaluation.mask_of_all_heads(spec, bound, heads)
         made = masks.and_masks(made, beside.mask)
         if beside.window is not None:
-            of_window = evaluation.mask_of_all_heads(beside.window, bound, rule.num_heads)
+            of_window = evaluation.mask_of_all_heads(beside.window, bound, heads)
             made = masks.and_masks(made, of_window)
         return made
 
-    has_rule_beneath = getattr(compute, "func", None) is _under
-    if has_rule_beneath or adapter.has_own_code:
+    if adapter.has_own_code:
         mask = make_mask()
         merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
-        context, probabilities = compute(merged | {"attention_mask": mask})
+        context, probabilities = without_rules(adapter, merged | {"attention_mask": mask})
         return masks.zero_dead_rows(context, mask), probabilities
-    return _attended(adapter, arguments, beside, rule.spec, bound, make_mask)
+    return _attended(adapter, arguments, beside, spec, bound, make_mask)
+
+
+def _joined(
+    specs: list[MaskSpec], bounds: list[Bound]
+) -> tuple[MaskSpec, Bound, list[tuple[MaskSpec, Bound]]]:
+    """The specs as one spec, and apart those that read an input whose name it has already.
+
+    Models inside one another may each have an input `token_ids`, say, of other values.
+    """
+    (spec, *others), (bound, *of_others), apart = specs, bounds, []
+    for other, of_other in zip(others, of_others, strict=True):
+        if spec.inputs.keys() & other.inputs.keys():
+            apart.append((other, of_other))
+        else:
+            spec = spec & other
+            bound = bound._replace(leaf_inputs=bound.leaf_inputs | of_other.leaf_inputs)
+    return spec, bound, apart
 
 
 def _by_softmax(

@@ -363,6 +363,21 @@ def test_a_masked_model_inside_a_model(tmp_path):
     np.testing.assert_array_equal(numpy(again(given)), numpy(wider(given)))
 
 
+def test_rules_of_models_inside_one_another_are_computed_as_one(monkeypatch):
+    """So that tiles skip what either of them hides."""
+    ids, seen, attend = keras.Input((None,), dtype="int32"), [], call.attend
+    inner = hm.apply_head_masks(one_layer(mask_zero=False), hm.SameSentence(9))
+    both = hm.apply_head_masks(keras.Model(ids, inner(ids)), hm.Window(1, 1), existing="and")
+
+    def noting(request):
+        seen.append(request.rule)
+        return attend(request)
+
+    monkeypatch.setattr(call, "attend", noting)
+    both(TOKENS)
+    assert seen == [hm.SameSentence(9) & hm.Window(1, 1)]
+
+
 def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
     seen = []
 

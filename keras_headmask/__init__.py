@@ -103,6 +103,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.devices import head_layout
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
+    from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
@@ -118,9 +119,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         to_additive,
     )
     from keras_headmask.retrofit.apply import apply_head_masks
-    from keras_headmask.retrofit.generating import cache_bytes
-    from keras_headmask.retrofit.masked_model import unmasked
-    from keras_headmask.retrofit.report import mask_specs, summary_masks
+    from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
     from keras_headmask.rules.evaluation import make_mask
     from keras_headmask.rules.json_schema import schema
 
@@ -131,6 +130,7 @@ _HOMES = {
     "devices": "head_layout",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
+    "generation.cache_size": "cache_bytes",
     "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",
@@ -139,9 +139,7 @@ _HOMES = {
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
     "retrofit.apply": "apply_head_masks",
-    "retrofit.generating": "cache_bytes",
-    "retrofit.masked_model": "unmasked",
-    "retrofit.report": "mask_specs summary_masks",
+    "retrofit.masked_model": "mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",
     "rules.json_schema": "schema",
 }
@@ -164,7 +162,7 @@ def __dir__() -> list[str]:
 
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
-    for module in ("layers.grouped_query", "layers.multi_head", "retrofit.masked_model"):
+    for module in ("layers.grouped_query", "layers.multi_head", "generation.causal_lm"):
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
 

@@ -15,14 +15,15 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from fresh import run_fresh
 from keras import ops
 
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.layers import grouped_query, masked, multi_head
-from keras_headmask.retrofit import masked_layer, masked_model
-from keras_headmask.retrofit.families import adapter_of
+from keras_headmask.retrofit import masked_model, wrap
+from keras_headmask.retrofit.adapters import adapter_of
 
 BACKEND = keras.backend.backend()
 MHA = keras.layers.MultiHeadAttention
@@ -99,7 +100,7 @@ def test_every_private_name_is_covered():
         (hm.PerHeadMaskedGroupedQueryAttention, GQA),
         (masked.MaskedAttention, MHA),
         (masked.MaskedAttention, GQA),
-        *((cls, _keras.Functional) for cls in (masked_layer.MaskedLayer, masked_model.HeadMasked)),
+        *((cls, _keras.Functional) for cls in (wrap.MaskedLayer, masked_model.HeadMasked)),
     ],
 )
 def test_our_classes_override_nothing_else(ours, stock):
@@ -550,7 +551,9 @@ def test_plain_functional_models():
 )
 def test_clones_are_seen(monkeypatch):
     name, seen = "_wrap_clone_function", []
-    monkeypatch.setattr(_keras.cloning, name, getattr(_keras.cloning, name))  # as it is, afterwards
+    monkeypatch.setattr(
+        _keras.patches.cloning, name, getattr(_keras.patches.cloning, name)
+    )  # as it is, afterwards
     _keras.after_cloning(lambda operation, clone: seen.append((operation.name, clone)))
     one = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="second")])
     for model in (graph(), one):
@@ -575,15 +578,49 @@ def test_weights_that_are_read_while_shapes_are_inferred():
     assert {id(x) for x in layer.weights} <= {id(x) for x in read} <= tracked
 
 
-@relies_on("before_dot_product_attention", breaks="attention by that operation would escape a rule")
+@relies_on("dot_product_attention_seen", breaks="attention by that operation would escape a rule")
 def test_an_operation_is_seen():
     from keras_headmask.attention import observers
 
-    seen, x = [], X[:, :, None]
+    seen, x, stock = [], X[:, :, None], keras.src.backend.nn.dot_product_attention
+    with observers.operations_seen(lambda: seen.append(1)), observers.operations_seen(None):
+        assert keras.src.backend.nn.dot_product_attention is not stock
+        ops.dot_product_attention(x, x, x)
+    assert not seen
     with observers.operations_seen(lambda: seen.append(1)):
         ops.dot_product_attention(x, x, x)
         attention()(X, X)
     assert len(seen) == 2
+    assert keras.src.backend.nn.dot_product_attention is stock
+
+
+IMPORTS_ALONE = """
+import keras
+from keras.src import backend, export
+from keras.src.models import cloning
+from keras.src.saving import saving_lib
+
+def now():
+    exports = [getattr(export, f"export_{name}") for name in ("onnx", "openvino", "litert")]
+    attention, clone = backend.nn.dot_product_attention, cloning._wrap_clone_function
+    return [attention, clone, saving_lib.naming, *exports]
+
+before = now()
+import keras_headmask as hm
+x = keras.Input((None, 8))
+model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x))
+hm.summary_masks(model, print_fn=lambda line: None)
+assert now() == before
+hm.apply_head_masks(model, hm.Window(1, 1))
+changed = [a is not b for a, b in zip(before, now())]
+assert changed == [False, True, False, True, True, True], changed
+hm.PerHeadMaskedMultiHeadAttention(2, 4)
+assert now()[2] is not before[2]
+"""
+
+
+def test_keras_stays_as_it_is_until_something_needs_a_change():
+    run_fresh(IMPORTS_ALONE)
 
 
 @relies_on(
@@ -679,8 +716,10 @@ def test_a_name_for_a_class_in_files():
 
 @relies_on("file_weights_under", breaks="files of before would not load into a list of our layers")
 def test_weights_are_filed_by_the_name_of_a_class(tmp_path):
-    """Called when the package is imported: our class is filed as stock's."""
+    """Called when the first layer is made: our class is filed as stock's."""
     h5py = pytest.importorskip("h5py")
+    hm.PerHeadMaskedMultiHeadAttention(2, 4)
+    hm.PerHeadMaskedGroupedQueryAttention(4, 2, 1)
 
     class PerHeadMaskedMultiHeadAttention(keras.layers.Dense):
         pass
@@ -877,7 +916,7 @@ def test_kinds_of_graphs():
 
 @pytest.mark.parametrize("place", [5, 3])
 def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
-    """`retrofit/head_cache.py` relies on it for the cache that it gives to a cached layer."""
+    """`generation/head_cache.py` relies on it for the cache that it gives to a cached layer."""
     if keras.backend.backend() == "torch":
         pytest.skip("PyTorch refuses it, and is given places that fit")
     new = np.ones((1, 2), "float32")

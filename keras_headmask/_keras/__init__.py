@@ -6,11 +6,9 @@ name, except to override the methods in `OVERRIDDEN`.
 """
 
 import contextlib
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -22,7 +20,6 @@ from keras.src.backend import set_keras_mask as set_keras_mask
 
 # Whether Keras infers shapes: then tensors have no values.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
-from keras.src.models import cloning
 
 # The class of a model with a graph: no other can keep a rule in its file.
 from keras.src.models.functional import Functional as Functional
@@ -33,6 +30,11 @@ from keras_headmask._keras.files import filed_name as filed_name
 from keras_headmask._keras.files import has_in_file as has_in_file
 from keras_headmask._keras.files import query_in_files as query_in_files
 from keras_headmask._keras.files import unpickle_model as unpickle_model
+from keras_headmask._keras.patches import after_cloning as after_cloning
+from keras_headmask._keras.patches import (
+    around_exports_to_other_runtimes as around_exports_to_other_runtimes,
+)
+from keras_headmask._keras.patches import dot_product_attention_seen as dot_product_attention_seen
 from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
 from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
 from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
@@ -173,36 +175,6 @@ def part(layer: Any, name: str) -> Any:
     return getattr(layer, part_name(layer, name))
 
 
-def before_dot_product_attention(see: Callable[[], None]) -> None:
-    """Call `see` whenever `keras.ops.dot_product_attention` computes: it is not a layer."""
-    usual = backend.nn.dot_product_attention
-
-    @functools.wraps(usual)
-    def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-        see()
-        return usual(*args, **kwargs)
-
-    backend.nn.dot_product_attention = dot_product_attention
-
-
-def around_exports_to_other_runtimes(scope: Callable[[], AbstractContextManager]) -> None:
-    """Let `model.export` to ONNX, OpenVINO and LiteRT run in `scope()`: it says nowhere what for.
-
-    A model looks these functions up by name whenever it is exported.
-    """
-    from keras.src import export
-
-    for name in ("export_onnx", "export_openvino", "export_litert"):
-        usual = getattr(export, name)
-
-        @functools.wraps(usual)
-        def in_scope(*args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
-            with scope():
-                return usual(*args, **kwargs)
-
-        setattr(export, name, in_scope)
-
-
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 # What a layer runs in place of `call` under a RematScope.
@@ -336,23 +308,6 @@ def run_anew(graph: Functional, call: Any) -> Any:
             for tensor in new.outputs:
                 tensor._keras_history = tensor._keras_history._replace(node_index=place)
     return outputs
-
-
-def after_cloning(see: Callable[[Any, Any], None]) -> None:
-    """Call `see(operation, clone)` for what the `clone_function` of `clone_model` returns."""
-
-    def wrap(clone_function: Any = None, *args: Any, **kwargs: Any) -> Callable:
-        clone = usual(clone_function, *args, **kwargs)
-
-        def clone_and_see(operation: Any) -> Any:
-            made = clone(operation)
-            see(operation, made)
-            return made
-
-        return clone_and_see
-
-    usual = cloning._wrap_clone_function
-    cloning._wrap_clone_function = wrap
 
 
 def track(model: Functional, layer: Any) -> None:

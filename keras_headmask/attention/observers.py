@@ -77,9 +77,11 @@ def probabilities_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
     return holding(_wanted_probabilities, _wanted_probabilities.get() | {id(layer)})
 
 
-def operations_seen(see: Callable[[], None] | None) -> AbstractContextManager:
+@contextlib.contextmanager
+def operations_seen(see: Callable[[], None] | None) -> Iterator[None]:
     """Call `see` when `dot_product_attention` computes; `None` ends that inside."""
-    return holding(_operations, see)
+    with holding(_operations, see), _keras.dot_product_attention_seen(operation_runs):
+        yield
 
 
 def operation_runs() -> None:
@@ -87,9 +89,6 @@ def operation_runs() -> None:
     see = _operations.get()
     if see is not None:
         see()
-
-
-_keras.before_dot_product_attention(operation_runs)
 
 
 def uses_flash(layer: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -153,4 +154,7 @@ def is_dense_scope() -> bool:
     return _in_dense_scope.get()
 
 
-_keras.around_exports_to_other_runtimes(dense_scope)
+@functools.cache
+def export_densely() -> None:
+    """From now on, let `model.export` to ONNX, OpenVINO and LiteRT run in `dense_scope`."""
+    _keras.around_exports_to_other_runtimes(dense_scope)

@@ -162,8 +162,8 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
 
 def information(model: "keras.Model") -> dict[str, Any]:
     """The attention layers of `model`, their heads and rules, as JSON has them."""
-    from keras_headmask.retrofit.finding import find_attention, numbered
-    from keras_headmask.retrofit.report import spec_of
+    from keras_headmask.retrofit.find import find_attention, numbered
+    from keras_headmask.retrofit.masked_model import spec_of
 
     found, layers = find_attention(model), []
     for number, entry in numbered(found):
@@ -195,7 +195,7 @@ def information(model: "keras.Model") -> dict[str, Any]:
 
 def as_text(info: Mapping[str, Any]) -> str:
     """What `information` holds, for a reader."""
-    from keras_headmask.retrofit.finding import aligned
+    from keras_headmask.retrofit.find import aligned
 
     size = "" if info["parameters"] is None else f", {info['parameters']:,} parameters"
     lines = [f"{info['class']} '{info['name']}'{size}"]

@@ -16,7 +16,7 @@ from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
 from keras_headmask.export.report import CheckResult
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.finding import find_attention, longest_sequence
+from keras_headmask.retrofit.find import find_attention, longest_sequence
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.
@@ -70,7 +70,7 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
 
 def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Tensor]]:
     """What rules allow, where they forbid anything, and all probabilities, in memory, by path."""
-    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
     with watched(find_attention(interface.model).known, with_rules=True) as seen:
         answer(interface, given)

@@ -56,8 +56,8 @@ class Interface(NamedTuple):
 
 def interface_of(model: keras.Model, input_signature: Any) -> Interface:
     """How `model` is called, by its graph or by `input_signature`."""
-    from keras_headmask.retrofit.observing import is_restricted  # needs all of retrofit/
-    from keras_headmask.retrofit.report import mask_specs
+    from keras_headmask.retrofit.masked_model import mask_specs
+    from keras_headmask.retrofit.observe import is_restricted  # needs all of retrofit/
 
     graph, shapes, by_name = _keras.functional_of(model), None, False
     given = None if input_signature is None else _given_inputs(input_signature)

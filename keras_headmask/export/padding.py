@@ -23,7 +23,7 @@ _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 def padded(interface: Interface) -> Interface:
     """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs."""
-    from keras_headmask.retrofit.observing import keys_limited  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import keys_limited  # needs all of retrofit/
 
     first = next(name for name, x in interface.inputs.items() if x.is_sequence)
 

@@ -9,8 +9,8 @@ import keras
 from keras import layers
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.finding import Found, find_attention
-from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs
+from keras_headmask.retrofit.find import Found, find_attention
+from keras_headmask.retrofit.graph import HeadMaskInputs
 
 # fmt: off
 # Each position by itself, exactly these classes: a subclass may do what it likes.

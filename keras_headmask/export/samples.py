@@ -126,7 +126,7 @@ def with_reads(interface: Interface) -> Interface:
     The name is that of `mask_inputs`. What such a tensor holds depends on an input where it changes
     as that input does.
     """
-    from keras_headmask.retrofit.observing import mask_inputs_seen  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import mask_inputs_seen  # needs all of retrofit/
 
     rules = list(interface.rules.values())
     read = {name for spec in rules for leaf in leaves(spec) for name in leaf.inputs}

@@ -19,8 +19,8 @@ from keras_headmask.export.interface import Arrays, Interface, answer, as_tensor
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
 from keras_headmask.export.warmup import EXTRA, check_installed, write_records
-from keras_headmask.retrofit.finding import AttentionLayer, find_attention
-from keras_headmask.retrofit.selectors import select
+from keras_headmask.retrofit.find import AttentionLayer, find_attention
+from keras_headmask.retrofit.select import select
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 

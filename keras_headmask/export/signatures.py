@@ -13,7 +13,7 @@ from keras_headmask import _keras
 from keras_headmask.attention.precision import half_products
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import Arrays, Input, Interface, Tensors
-from keras_headmask.retrofit.finding import AttentionLayer
+from keras_headmask.retrofit.find import AttentionLayer
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 
@@ -25,7 +25,7 @@ def signatures_of(
 
     `in_buckets`: requests whose shapes those for XLA have, by name.
     """
-    from keras_headmask.retrofit.observing import watched  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
     def serve_scores(given: Tensors) -> Tensors:
         with watched(entries) as seen:

@@ -9,12 +9,10 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.biases import PositionBias
+from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-
-# A list of layers is filed by class name: under one, this and Keras' layer share their files.
-_keras.file_weights_under("PerHeadMaskedGroupedQueryAttention", "GroupedQueryAttention")
 
 
 @keras.saving.register_keras_serializable(
@@ -103,6 +101,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         stock = keras.layers.GroupQueryAttention
         super().__init__(**_keras.stock_arguments(stock, locals()), **kwargs)
         changes = position_bias, logits_soft_cap, use_sinks
+        loading.change_keras("PerHeadMaskedGroupedQueryAttention", "GroupedQueryAttention")
         self._obey(mask_spec, tiled, flash_attention, *changes)
 
     @property

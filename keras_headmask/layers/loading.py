@@ -1,13 +1,28 @@
-"""What a layer of ours does while Keras loads a file, so that no weights are lost in silence."""
+"""What layers of ours need where Keras saves, loads and exports a model.
 
+Loading must lose no weights in silence.
+"""
+
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from keras import ops
 
 from keras_headmask import _keras
+from keras_headmask.attention.tuning import export_densely
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec
+
+
+@functools.cache
+def change_keras(ours: str, stock: str) -> None:
+    """Change what Keras does with layers of the class `ours`, once there is one.
+
+    A list of layers is filed by class name: under one name, these and Keras' share their files.
+    """
+    _keras.file_weights_under(ours, stock)
+    export_densely()
 
 
 def with_stand_ins(spec: MaskSpec | None, mask_inputs: Any, query: Tensor, value: Tensor) -> Any:

@@ -9,13 +9,11 @@ from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.attention.checking import supports_unknown_lengths as supports_unknown_lengths
+from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.layers.masked import dropout_of as dropout_of
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-
-# A list of layers is filed by class name: under one, this and Keras' layer share their files.
-_keras.file_weights_under("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
 
 
 @keras.saving.register_keras_serializable(
@@ -116,6 +114,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
             **_keras.stock_arguments(keras.layers.MultiHeadAttention, locals()), **kwargs
         )
         changes = position_bias, logits_soft_cap, use_sinks
+        loading.change_keras("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
         self._obey(mask_spec, tiled, flash_attention, *changes)
 
     @observers.asking

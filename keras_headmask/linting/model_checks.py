@@ -9,7 +9,7 @@ from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.linting import input_checks, model_facts, rule_checks
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject
-from keras_headmask.retrofit.finding import AttentionLayer, longest_sequence
+from keras_headmask.retrofit.find import AttentionLayer, longest_sequence
 from keras_headmask.rules.base import check_spec
 
 

@@ -13,9 +13,9 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.masks import Mask, lift
-from keras_headmask.retrofit.families import adapted
-from keras_headmask.retrofit.finding import AttentionLayer, find_attention, longest_sequence
-from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
+from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.find import AttentionLayer, find_attention, longest_sequence
+from keras_headmask.retrofit.wrap import rules_in_force, spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 
@@ -59,7 +59,7 @@ def seen_in_a_forward(
     model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
 ) -> tuple[list[SeenLayer], str]:
     """The layers of `entries` as one forward shows them; and why it does not, if it fails."""
-    from keras_headmask.retrofit.observing import called, probabilities_seen  # all of retrofit/
+    from keras_headmask.retrofit.observe import called, probabilities_seen  # all of retrofit/
 
     problem, graph = "", _keras.functional_of(model)
     tensors = _made_up(graph) if inputs is None else _checked(graph, inputs)

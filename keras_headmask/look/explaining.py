@@ -16,7 +16,7 @@ from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible,
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.find import find_attention
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.words import enough_heads, heads_in_words, listed

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from keras_headmask.look import drawing, panels
-from keras_headmask.retrofit.finding import find_attention
-from keras_headmask.retrofit.masked_layer import spec_of
+from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.wrap import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 

@@ -121,10 +121,10 @@ def plot_attention(
     >>> "attention outside the mask: 0 pairs" in " ".join(figure.get_suptitle().split())
     True
     """
-    from keras_headmask.retrofit import observing  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import observe  # needs all of retrofit/
 
     figures = _figures()
-    seen = observing.observe(model, inputs, layer, call)
+    seen = observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
     if heads is None:

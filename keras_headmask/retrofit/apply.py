@@ -1,25 +1,24 @@
 """A mask for every head of a model people already have."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import compiled, nesting
-from keras_headmask.retrofit.copies import copied
-from keras_headmask.retrofit.finding import AttentionLayer, find_attention
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.lost_padding import warn_of_lost_padding
-from keras_headmask.retrofit.masked_layer import all_rules, combined, rules_in_force
-from keras_headmask.retrofit.masked_model import masked
-from keras_headmask.retrofit.model_inputs import Planned, check_inputs, sources_of
-from keras_headmask.retrofit.selectors import specs_by_layer
-from keras_headmask.retrofit.trial import check_obeys
+from keras_headmask.attention import lost_masks, observers, trial
+from keras_headmask.retrofit.adapters import adapted, adapter_of
+from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
+from keras_headmask.retrofit.find import AttentionLayer, attention, find_attention, is_inside
+from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
+from keras_headmask.retrofit.masked_model import copied, masked
+from keras_headmask.retrofit.rule import LayerRule
+from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.retrofit.wrap import all_rules, combined, rules_in_force
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import check_heads
+from keras_headmask.rules.heads import check_heads, head_groups, restricts
 
 _WAYS = ("error", "and", "replace")
 
@@ -68,7 +67,7 @@ def apply_head_masks(
             such as `"decoder.*cross"`, which alone names cross-attention; a tuple or list of
             those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
-        copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
+        copy: Whether to leave `model` as it is and return a copy, not  With `False` the
             model itself is masked, in place. Keras recompiles `fit` and `predict`, also of models
             around it; recreate your own `jax.jit` and `torch.compile` functions.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
@@ -124,11 +123,11 @@ def apply_head_masks(
         check_obeys(entry, rule.spec)
     warn_of_lost_padding(model, planned)
     if not copy:
-        compiled.drop_all_that_run([entry.layer for entry, _ in planned])
+        drop_all_that_run([entry.layer for entry, _ in planned])
         return masked(model, [(entry.layer, rule) for entry, rule in planned])
     twin = copied(model, found)
     known = find_attention(twin).known
-    compiled.check_not_traced([known[i].layer for i in rules])
+    check_not_traced([known[i].layer for i in rules])
     return masked(twin, [(known[i].layer, rule) for i, rule in rules.items()])
 
 
@@ -188,7 +187,7 @@ def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
 def _is_around(rule: LayerRule, model: keras.Model) -> bool:
     """Whether a model that holds `model` gave the rule."""
     has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
-    return (has_graph and rule.owner is model) or nesting.is_inside(rule.owner, model)
+    return (has_graph and rule.owner is model) or is_inside(rule.owner, model)
 
 
 def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
@@ -220,3 +219,83 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         raise ValueError(f"In the attention layer {entry}: {error}") from error
     sources, is_cross = sources_of(entry, spec, model), entry.kind == "cross"
     return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=is_cross)
+
+
+def warn_of_lost_padding(model: keras.Model, planned: Planned) -> None:
+    """Warn where `model` loses the Keras mask before a layer whose rule lets padding be seen.
+
+    A layer that has a rule already was looked at when it got that.
+    """
+    rules = {id(entry.layer): (entry, rule) for entry, rule in planned}
+    found: dict[Any, tuple[lost_masks.Lost, list[str]]] = {}
+    for layer, lost in _losses(model):
+        entry, rule = rules.get(id(layer), (None, None))
+        if entry is None or rule is None or rules_in_force(layer):
+            continue
+        if not lost_masks.hides_padding(rule.spec, entry.num_heads):
+            paths = found.setdefault(lost.operation, (lost, []))[1]
+            paths += [entry.path] if entry.path not in paths else []
+    for lost, paths in found.values():
+        more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+        ways = "Pass the attention an `attention_mask`, or add `& {padding}` to the rule."
+        name = f"The attention layer '{paths[0]}'{more}"
+        lost_masks.warn(name, lost, ways, stacklevel=3)
+
+
+def _losses(model: keras.Model) -> Iterator[tuple[keras.Layer, lost_masks.Lost]]:
+    """Attention in the graphs of `model` that is called without a mask, and where that is lost."""
+    graphs = {id(x): x for x in map(_keras.functional_of, _keras.layers_of(model))}
+    for graph in graphs.values():
+        calls = _keras.nodes(graph) if isinstance(graph, _keras.Functional) else ()
+        taken: dict[int, lost_masks.Lost] = {}  # by attention that ran before, on the same tensor
+        for node in calls:
+            taken_before = dict(taken)
+            if _keras.takes_masks_off(node.operation):
+                for x in node.input_tensors:
+                    taken.setdefault(id(x), lost_masks.Lost(node.operation, None))
+            layers = [] if node.is_input else _attention_of(node.operation)
+            if not layers:
+                continue
+            args, kwargs = node.arguments.args, node.arguments.kwargs
+            given = _keras.arguments_of(node.operation, args, kwargs) | kwargs
+            own = [_keras.get_keras_mask(x) for x in node.input_tensors]  # filled in by Keras
+            masks = (x for name, x in given.items() if name.endswith("mask"))
+            if any(hasattr(x, "shape") and not any(x is mask for mask in own) for x in masks):
+                continue
+            value = given.get("value") if adapter_of(node.operation) is not None else None
+            tensor = node.input_tensors[0] if value is None else value
+            lost = lost_masks.lost_mask(tensor)
+            if lost is None and _keras.get_keras_mask(tensor) is not None:
+                lost = taken_before.get(id(tensor))
+            if lost is not None:
+                yield from ((layer, lost) for layer in layers)
+
+
+def _attention_of(operation: Any) -> list[keras.Layer]:
+    is_layer = isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model)
+    return attention(operation) if is_layer else []
+
+
+def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
+    """Raise if the class of a layer was seen not to obey the mask of a rule."""
+    adapter = adapted(entry.layer)
+    if not adapter.has_own_code or not restricts(spec, adapter.num_heads):
+        return
+    # Another object, as code may keep what it likes on its own.
+    stand_in = observers.standing_in(entry.layer, {_keras.FLASH: False})
+    method = getattr(type(entry.layer), adapter.hook).__get__(stand_in)
+
+    def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:
+        copy = type(adapter)(stand_in)
+        return copy.called(method, copy.arguments(query, key, value, mask, training=training))[0]
+
+    size = adapter.head_dim
+    trial.check_obeys(
+        compute,
+        adapter.num_heads,
+        (size, getattr(entry.layer, "value_dim", size)),
+        entry.layer.compute_dtype,
+        len(head_groups(spec, adapter.num_heads)) > 1,
+        f"The attention layer {entry} with its own `{adapter.hook}`",
+        ", or leave the layer out by `layers=`",
+    )

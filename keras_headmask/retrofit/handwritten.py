@@ -1,15 +1,214 @@
-"""Attention that steps spell out: a softmax, and then a product.
+"""Attention that code or a graph spells out: a softmax, and then a product.
 
-The steps are those of a functional model's graph, or what a backend shows of a layer's body.
+Both are read as steps: one for each operation, with the tensors that it reads and makes. The steps
+of a functional model are the nodes of its graph. Those of a layer's own code are the operations
+that it runs on symbolic tensors, as the backend shows them: whether the code calls `keras.ops`, a
+layer of Keras or the backend itself makes no difference. What runs in a `tf.function`, a loop or a
+branch of the backend stays hidden.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.steps import Step
+
+
+class Value:
+    """A tensor, of which the shape is known."""
+
+    def __init__(self, shape: Any):
+        self.shape = tuple(shape)
+
+
+class Step(NamedTuple):
+    """One operation: its kind, or "", and the tensors that depend on the inputs of the code.
+
+    Kinds: "softmax"; "exp", of which one may be made; "product" of two tensors; "dense", of a
+    tensor and weights ("dense softmax" with that activation); "moved", by its axes alone; "hidden",
+    of which the code is not known.
+    """
+
+    kind: str
+    inputs: list[Any]
+    outputs: list[Any]
+    operation: Any = None
+
+
+# fmt: off
+_NAMES = {
+    "softmax": {"Softmax", "softmax", "LogSoftmax", "log_softmax"},
+    "exp": {"Exp", "exp"},
+    "product": {
+        "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "Einsum",  # TensorFlow
+        "dot_general",  # JAX
+        "matmul", "__matmul__", "bmm", "baddbmm", "mm", "einsum", "tensordot", "linear",  # PyTorch
+    },
+    "moved": {"Reshape", "Transpose"},
+    "hidden": {"PartitionedCall", "StatefulPartitionedCall", "PyFunc", "EagerPyFunc"},
+    "of a shape": {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"},
+}
+# fmt: on
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+_Values = dict[Any, Value]
+
+
+class Recorder:
+    """Runs code, and keeps its steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def run(self, function: Callable[..., None], *tensors: Any) -> None:
+        """`function(*tensors)`, which are symbolic tensors of the backend."""
+        raise NotImplementedError
+
+    def hiding(self) -> AbstractContextManager[Any]:
+        """Make what runs inside "hidden"."""
+        raise NotImplementedError
+
+    def _add(self, name: str, inputs: Sequence[Value], shapes: Sequence[Any]) -> list[Value]:
+        """The outputs of a new step; none if it reads nothing that depends on the inputs."""
+        kind = _KINDS.get(name, "")
+        if not inputs or kind == "of a shape":
+            return []
+        kind = "dense" if kind == "product" and len(inputs) == 1 else kind
+        made = [Value(shape) for shape in shapes]
+        self.steps.append(Step(kind, list(inputs), made))
+        return made
+
+
+class OnTensorFlow(Recorder):
+    """Reads the graph that Keras makes to infer shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hidden: set[int] = set()
+
+    def run(self, function: Callable[..., None], *tensors: Any) -> None:
+        import tensorflow as tf
+
+        first = len(_operations())
+        function(*tensors)
+        values: _Values = {x.ref(): Value(_shape(x)) for x in tensors if isinstance(x, tf.Tensor)}
+        for number, operation in enumerate(_operations()[first:], first):
+            name = "PyFunc" if number in self._hidden else operation.type
+            inputs = [values[x.ref()] for x in operation.inputs if x.ref() in values]
+            outputs = self._add(name, inputs, [_shape(x) for x in operation.outputs])
+            values.update(zip((x.ref() for x in operation.outputs), outputs, strict=False))
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        first = len(_operations())
+        yield
+        self._hidden.update(range(first, len(_operations())))
+
+
+def _operations() -> list[Any]:
+    import tensorflow as tf
+
+    return tf.compat.v1.get_default_graph().get_operations()
+
+
+def _shape(tensor: Any) -> tuple[Any, ...]:
+    return () if tensor.shape.rank is None else tuple(tensor.shape)
+
+
+_SCOPE = "attention_within_reach"
+
+
+class OnJAX(Recorder):
+    """Reads the jaxpr, and those inside it."""
+
+    def run(self, function: Callable[..., None], *tensors: Any) -> None:
+        import jax
+
+        def traced_to_be_read(*tensors: Any) -> None:  # (by its name: see `_keras.traces_function`)
+            function(*tensors)
+
+        jaxpr = jax.make_jaxpr(traced_to_be_read)(*tensors).jaxpr
+        self._read(jaxpr, {x: Value(x.aval.shape) for x in jaxpr.invars})
+
+    def hiding(self) -> AbstractContextManager[Any]:
+        import jax
+
+        return jax.named_scope(_SCOPE)
+
+    def _read(self, jaxpr: Any, values: _Values, is_hidden: bool = False) -> None:
+        for equation in jaxpr.eqns:
+            hidden = is_hidden or _SCOPE in str(equation.source_info.name_stack)
+            read = [None if hasattr(x, "val") else values.get(x) for x in equation.invars]
+            inputs = [x for x in read if x is not None]
+            outputs: list[Any] = []
+            inner = list(filter(None, map(_jaxpr_in, equation.params.values())))
+            if len(inner) == 1 and len(inner[0].invars) == len(read):
+                known = {x: v for x, v in zip(inner[0].invars, read, strict=True) if v is not None}
+                self._read(inner[0], known, hidden)
+                outputs = [None if hasattr(x, "val") else known.get(x) for x in inner[0].outvars]
+            if outputs:
+                pairs = zip(equation.outvars, outputs, strict=False)
+            else:
+                name = "PyFunc" if hidden or inner else equation.primitive.name
+                shapes = [x.aval.shape for x in equation.outvars]
+                pairs = zip(equation.outvars, self._add(name, inputs, shapes), strict=False)
+            values.update({x: value for x, value in pairs if value is not None})
+
+
+def _jaxpr_in(parameter: Any) -> Any:
+    """The code that a parameter of an equation holds, or `None`."""
+    found = getattr(parameter, "jaxpr", parameter)
+    return found if hasattr(found, "eqns") else None
+
+
+class OnPyTorch(Recorder):
+    """Notes the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_hiding = False
+
+    def run(self, function: Callable[..., None], *tensors: Any) -> None:
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        kept = list(tensors)  # an id stays the one of its tensor
+        values: _Values = {id(x): Value(x.shape) for x in tensors if torch.is_tensor(x)}
+        recorder = self
+
+        class Noting(TorchFunctionMode):
+            def __torch_function__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                read = keras.tree.flatten((args, kwargs or {}))
+                inputs = [values[id(x)] for x in read if id(x) in values]
+                given = func(*args, **(kwargs or {}))
+                outputs = [x for x in keras.tree.flatten(given) if torch.is_tensor(x)]
+                if inputs and outputs:
+                    name = "PyFunc" if recorder._is_hiding else getattr(func, "__name__", "")
+                    made = recorder._add(name, inputs, [x.shape for x in outputs])
+                    values.update(zip(map(id, outputs), made, strict=True))
+                    kept.extend(outputs)
+                return given
+
+        with Noting():
+            function(*tensors)
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        before, self._is_hiding = self._is_hiding, True
+        try:
+            yield
+        finally:
+            self._is_hiding = before
+
+
+def recorder() -> Recorder:
+    """A new one for the backend of Keras."""
+    kinds = {"tensorflow": OnTensorFlow, "jax": OnJAX, "torch": OnPyTorch}
+    return kinds[keras.backend.backend()]()
 
 
 def softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:

@@ -1,31 +1,80 @@
-"""A functional model with a config of its own, such as KerasHub's, under rules.
+"""Models under rules: what their layers obey, and a class for models with a config of their own.
 
-It keeps its class by one made for it. Its config is that of the stock model, whose code builds the
-stock graph, and the rules, which are applied again when it is loaded.
+A functional model of such a class, KerasHub's for one, keeps its class by one made for it. Its
+config is that of the stock model, whose code builds the stock graph, and the rules, which are
+applied again when it is loaded.
 """
 
 import dataclasses
+import pathlib
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import masked_layer, report, rewiring
-from keras_headmask.retrofit.copies import copied
-from keras_headmask.retrofit.finding import find_attention
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.generating import Generates, generates
-from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside
-from keras_headmask.retrofit.model_inputs import new_inputs
-from keras_headmask.retrofit.nesting import holds, is_inside
-from keras_headmask.retrofit.rule_files import (
+from keras_headmask.retrofit.find import Found, aligned, find_attention, holds, is_inside, numbered
+from keras_headmask.retrofit.graph import new_inputs, rewire
+from keras_headmask.retrofit.rule import (
+    LayerRule,
     entries,
     rules_config,
     rules_from_config,
     stock_and_rules,
 )
+from keras_headmask.retrofit.wrap import (
+    MaskedLayer,
+    add_rule,
+    attention_inside,
+    mask,
+    spec_of,
+    stock_config,
+    to_file,
+    unmask,
+    wait,
+)
 from keras_headmask.rules.base import MaskSpec
+
+
+def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
+    """The rule of each attention layer of `model` that has one, by the path of the layer.
+
+    Args:
+        model: Any Keras model: a masked one, one built on its layers or its tensors, one that holds
+            it, or one with layers of `PerHeadMaskedMultiHeadAttention`.
+
+    Returns:
+        All that a layer obeys, as one spec: its own rule and those of `apply_head_masks`.
+
+    >>> import keras_headmask as hm
+    >>> x = keras.Input((None, 8))
+    >>> model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
+    >>> mask_specs(hm.apply_head_masks(model, hm.Window(1, 1)))
+    {'attention': Window(before=1, after=1)}
+    """
+    specs = {entry.path: spec_of(entry.layer) for entry in find_attention(model).known}
+    return {path: spec for path, spec in specs.items() if spec is not None}
+
+
+def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) -> None:
+    """Print each attention layer: number, path, class, heads, self, cross or unclear, rule.
+
+    The numbers are those by which `layers` of `apply_head_masks` names self-attention.
+
+    Args:
+        model: Any Keras model.
+        print_fn: Called with each line.
+    """
+    rows = []
+    for number, entry in numbered(find_attention(model)):
+        heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
+        place = "-" if number is None else str(number)
+        spec = repr(spec_of(entry.layer))
+        rows.append((place, entry.path, type(entry.layer).__name__, heads, entry.kind, spec))
+    for line in aligned(rows):
+        print_fn(line)
+
 
 _FILED_AS = "keras_headmask>HeadMaskedModel"
 
@@ -33,14 +82,16 @@ _FILED_AS = "keras_headmask>HeadMaskedModel"
 class HeadMasked(MaskedLayer):
     """What such a model does beside its own class: see `apply_head_masks`."""
 
+    masks_all_attention = False  # whether layers without a rule become masked layers, too
+
     @property
     def mask_specs(self) -> dict[str, MaskSpec]:
         """See `keras_headmask.mask_specs`."""
-        return report.mask_specs(self)
+        return mask_specs(self)
 
     def summary_masks(self, print_fn: Callable[[str], Any] = print) -> None:
         """See `keras_headmask.summary_masks`."""
-        report.summary_masks(self, print_fn)
+        summary_masks(self, print_fn)
 
     def unmasked(self) -> keras.Model:
         """See `keras_headmask.unmasked`."""
@@ -53,10 +104,10 @@ class HeadMasked(MaskedLayer):
     def get_config(self) -> dict[str, Any]:
         """Beside the rules of its own graph, those that an outer model gave it."""
         owners = {id(x) for x in _keras.operations(self)}
-        filed = masked_layer.to_file(self)
+        filed = to_file(self)
         own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
         config = {
-            "model": masked_layer.stock_config(self, filed),
+            "model": stock_config(self, filed),
             "mask_specs": rules_config(own),
         }
         outer = [one for one in filed if one not in own]
@@ -68,7 +119,7 @@ class HeadMasked(MaskedLayer):
         model, own = stock_and_rules(config, "model", "mask_specs", custom_objects)
         model = masked(model, list(rules_from_config(own, attention_inside(model), model.name)))
         if outer := config.get("rules"):
-            masked_layer.wait(model, outer, *entries(config, "attention"))
+            wait(model, outer, *entries(config, "attention"))
         return model
 
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
@@ -79,8 +130,18 @@ class HeadMasked(MaskedLayer):
         )
 
 
-class HeadMaskedCausalLM(Generates, HeadMasked):
-    """One that generates text."""
+# Classes for models with more to do under rules, and for which models each is.
+_kinds: list[tuple[type, Callable[[Any], bool]]] = []
+
+
+def add_kind(kind: type[HeadMasked], fits: Callable[[Any], bool]) -> None:
+    """Let models that `fits` names become a `kind`, where others become a `HeadMasked`."""
+    _kinds.append((kind, fits))
+    _keras.file_under(kind, _FILED_AS)
+
+
+def _kind_for(model: keras.Model) -> type[HeadMasked]:
+    return next((kind for kind, fits in _kinds if fits(model)), HeadMasked)
 
 
 def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> keras.Model:
@@ -97,15 +158,114 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
         roots = operations_around(model, layer) or [model]
         owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
         for root in roots:  # a layer may stand in several, each of which hands it what it reads
-            masked_layer.add_rule(root, layer, dataclasses.replace(rule, owner=owner))
-    if generates(model):  # all keep their keys in one cache
+            add_rule(root, layer, dataclasses.replace(rule, owner=owner))
+    kind = _kind_for(model)
+    if kind.masks_all_attention:
         for layer in attention_inside(model):
-            masked_layer.mask(layer)
+            mask(layer)
     if has_edges:
-        rewiring.rewire(model, new)
+        rewire(model, new)
         if not _keras.is_plain_functional(model):
-            masked_layer.mask(model, HeadMaskedCausalLM if generates(model) else HeadMasked)
+            mask(model, kind)
     return model
+
+
+def copied(model: keras.Model, found: Found) -> keras.Model:
+    """A model of its own, with the rules, the weights and the training state of `model`."""
+    unregistered: dict[str, type] = {}
+    for layer in _keras.layers_of(model):
+        cls = getattr(type(layer), "_stock_class", type(layer))
+        name = cls.__name__
+        is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
+            ("keras.", "keras_hub.")
+        )
+        if not is_known and unregistered.setdefault(name, cls) is not cls:
+            raise ValueError(
+                f"Copying the model '{model.name}' is not possible: its config would confuse two "
+                f"classes named '{name}'. Register them under two names, by "
+                "keras.saving.register_keras_serializable, or, for a rule, pass copy=False, which "
+                "masks the model itself."
+            )
+    try:
+        _check_tracked(found)
+        config = keras.saving.serialize_keras_object(model)
+        config.pop("compile_config", None)
+        twin = keras.saving.deserialize_keras_object(
+            config, custom_objects=unregistered, safe_mode=False
+        )
+        _check_all_there(model, twin)
+        _copy_training_state(model, twin)
+        _copy_weights(model, twin)
+        _copy_other_state(model, twin)
+    except Exception as error:  # whatever a layer's own config raises
+        raise ValueError(
+            f"Copying the model '{model.name}' is not possible: {error} Mend that, or, for a rule, "
+            "pass copy=False, which masks the model itself."
+        ) from error
+    return twin
+
+
+def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
+    """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
+    layers, twins = (_keras.layers_inside(model) for model in (source, target))
+    if list(map(type, layers)) != list(map(type, twins)):
+        return
+    target.trainable = source.trainable
+    pairs = list(zip(layers, twins, strict=True))
+    for layer, twin in pairs:
+        if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
+            twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
+    for layer, twin in [(source, target), *pairs]:  # the RematScope of when it was built
+        _keras.set_remat_mode(twin, _keras.remat_mode(layer))
+    for layer, twin in pairs:  # from the outside in, as setting it reaches all inside
+        if twin.trainable != layer.trainable:
+            twin.trainable = layer.trainable
+
+
+def _check_tracked(found: Found) -> None:
+    if found.untracked:
+        raise ValueError(
+            f"it uses weights that Keras does not track, so a copy would lack them: "
+            f"{found.untracked}. Assign the layers that have them to attributes of those that call "
+            "them."
+        )
+
+
+def _check_all_there(source: keras.Model, target: keras.Model) -> None:
+    if len(target.weights) < len(source.weights):
+        inside = {id(w) for x in _keras.operations(source) for w in getattr(x, "weights", ())}
+        tracked = _keras.sublayers(source)
+        if missing := [x.name for x in tracked if any(id(w) not in inside for w in x.weights)]:
+            raise ValueError(
+                f"it holds layers outside of its graph, which no config holds: {missing}."
+            )
+
+
+def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
+    """State outside the weights: what layers derive from them, and vocabularies."""
+    for layer, twin in zip(_keras.layers_of(source), _keras.layers_of(target), strict=False):
+        if type(layer) is not type(twin):
+            continue
+        if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
+            store: dict[str, Any] = {}
+            layer.save_own_variables(store)
+            twin.load_own_variables({k: keras.ops.convert_to_numpy(v) for k, v in store.items()})
+        if hasattr(layer, "save_assets"):
+            with tempfile.TemporaryDirectory() as folder:
+                layer.save_assets(folder)
+                if any(pathlib.Path(folder).iterdir()):
+                    twin.load_assets(folder)
+
+
+def _copy_weights(source: keras.Model, target: keras.Model) -> None:
+    if [w.shape for w in target.weights] == [w.shape for w in source.weights]:
+        for new, weight in zip(target.weights, source.weights, strict=True):
+            new.assign(keras.ops.copy(weight.value))  # JAX and torch would share the memory
+        return
+    with tempfile.TemporaryDirectory() as folder:  # LoRA's, say, which files merge into the kernels
+        file = str(pathlib.Path(folder) / "model.weights.h5")
+        source.save_weights(file)
+        target.load_weights(file)
 
 
 def unmasked(model: keras.Model) -> keras.Model:
@@ -125,10 +285,10 @@ def unmasked(model: keras.Model) -> keras.Model:
     twin = copied(model, find_attention(model))
     layers = list(_keras.layers_of(twin))
     for layer in layers:
-        masked_layer.unmask(layer)
+        unmask(layer)
     for layer in reversed(layers):
         if isinstance(layer, _keras.Functional):
-            rewiring.rewire(layer, {}, drop_inputs=layer is twin)
+            rewire(layer, {}, drop_inputs=layer is twin)
     return twin
 
 
@@ -138,22 +298,5 @@ def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Laye
     return [x for x in operations if holds(x, layer)]
 
 
-def _check_cloned(operation: Any, clone: Any) -> None:
-    """Raise if a `clone_function` makes a stock layer of a masked one."""
-    if not isinstance(operation, MaskedLayer) or not masked_layer.has_rules(operation):
-        return
-    made = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
-    if not any(isinstance(x, MaskedLayer) for x in made):
-        raise ValueError(
-            f"The layer '{operation.name}' of the model to clone obeys a rule, and "
-            f"`clone_function` made a stock layer ({type(clone).__name__}) of it, which would not. "
-            "Return `layer.__class__.from_config(layer.get_config())` for it, or clone "
-            "`hm.unmasked(model)`, and give the clone its rule by `hm.apply_head_masks`."
-        )
-
-
-_keras.after_cloning(_check_cloned)
-
 # The name under which masked models of any class are filed; known before the first one is made.
 keras.saving.register_keras_serializable(*_FILED_AS.split(">"))(HeadMasked)
-_keras.file_under(HeadMaskedCausalLM, _FILED_AS)

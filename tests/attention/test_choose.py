@@ -21,7 +21,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.tuning import current_tuning, tuned
-from keras_headmask.retrofit import frames
+from keras_headmask.retrofit.call import opened_frame
 
 RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
 X = normal(2, 7, 8)
@@ -59,7 +59,7 @@ def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
     at = 3 if offset == "a tensor" else offset
     allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
     given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with computed(), frames.opened([attention], None, given):
+    with computed(), opened_frame([attention], None, given):
         got = attention(X[:, :4], X, use_causal_mask=True)
     assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
 

@@ -17,7 +17,7 @@ from keras_headmask.export import checking, fresh_process, samples
 from keras_headmask.export.interface import answer, distance, interface_of
 from keras_headmask.export.padding import why_not_padded
 from keras_headmask.export.signatures import signatures_of
-from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.find import find_attention
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow

@@ -13,8 +13,8 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit.finding import find_attention
-from keras_headmask.retrofit.observing import watched
+from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.observe import watched
 
 HEADS, LENGTH = 4, 11
 RULE = hm.PerHead({1: hm.Chunk(4)}, hm.Window(3, 2))

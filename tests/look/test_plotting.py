@@ -280,15 +280,15 @@ def test_restricted_heads_come_first():
 @once
 def test_what_lies_outside_would_show(monkeypatch):
     """A layer that does not obey its rule: here, a masked model whose mask is not applied."""
-    from keras_headmask.retrofit import hook
+    from keras_headmask.retrofit import call
 
     masked = hm.apply_head_masks(one_layer(mask_zero=False), hm.Window(before=0, after=0))
-    attend = hook.attend
+    attend = call.attend
 
     def unmasked(request):
         return attend(dataclasses.replace(request, rule=None, make_mask=None))
 
-    monkeypatch.setattr(hook, "attend", unmasked)
+    monkeypatch.setattr(call, "attend", unmasked)
     for tile_size in (1, 2):
         figure = hm.plot_attention(masked, TOKENS, heads="0,2", tile_size=tile_size)
         assert figure.get_suptitle().endswith("outside the mask: 84 pairs")

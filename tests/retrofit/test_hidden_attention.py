@@ -12,7 +12,7 @@ from keras.ops import dot_product_attention as sdpa
 from small_models import CHUNK
 
 import keras_headmask as hm
-from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.find import find_attention
 
 FAR = layers.MultiHeadAttention(2, 4, name="far")
 

@@ -178,16 +178,23 @@ def test_a_rule_over_a_masked_model_inside_tells_both():
     assert list(hm.mask_specs(replaced).values()) == [hm.Full()]
 
 
-@pytest.mark.parametrize("name", ["part_ids", "token_ids"])
-def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(name):
+@pytest.mark.parametrize(
+    ("rule_inside", "name"),
+    [
+        (hm.SameSentence(9), "part_ids"),
+        (hm.SameSentence(9), "token_ids"),
+        (hm.SameSegment(input="token_ids"), "token_ids"),  # the same rule, of other ids
+    ],
+)
+def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(rule_inside, name):
     """Also where two inputs have one name: `token_ids` of the outer model and of the inner one."""
     stock = one_layer(mask_zero=False)
-    inner = hm.apply_head_masks(stock, hm.SameSentence(9))
+    inner = hm.apply_head_masks(stock, rule_inside)
     text = keras.Input((None,), dtype="int32", name="text_ids")
     outer, part = keras.Model(text, inner(text)), hm.SameSegment(input=name)
     both = hm.apply_head_masks(outer, part, existing="and", add_inputs=True)
     inputs = {"token_ids": TOKENS, "part_ids": PARTS}
-    rule = hm.SameSentence(9) & hm.SameSegment(input="part_ids")
+    rule = rule_inside & hm.SameSegment(input="part_ids")
     expected = by_loops(stock, rule, inputs, padding=False)
     assert_close(numpy(both([TOKENS, PARTS])), expected)
 

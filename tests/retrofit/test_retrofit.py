@@ -15,7 +15,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import kernels
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit import hook
+from keras_headmask.retrofit import call
 
 RULES = {
     "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),
@@ -82,7 +82,7 @@ def test_full_leaves_the_work_to_the_class(monkeypatch):
     def never(*arguments, **keywords):
         raise AssertionError("a layer that nothing restricts computes as it did")
 
-    monkeypatch.setattr(hook, "attend", never)
+    monkeypatch.setattr(call, "attend", never)
     stock = one_layer()
     for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
         full = hm.apply_head_masks(stock, spec)
@@ -361,6 +361,21 @@ def test_a_masked_model_inside_a_model(tmp_path):
     wider.save(tmp_path / "wider.keras")
     again = keras.saving.load_model(tmp_path / "wider.keras")
     np.testing.assert_array_equal(numpy(again(given)), numpy(wider(given)))
+
+
+def test_rules_of_models_inside_one_another_are_computed_as_one(monkeypatch):
+    """So that tiles skip what either of them hides."""
+    ids, seen, attend = keras.Input((None,), dtype="int32"), [], call.attend
+    inner = hm.apply_head_masks(one_layer(mask_zero=False), hm.SameSentence(9))
+    both = hm.apply_head_masks(keras.Model(ids, inner(ids)), hm.Window(1, 1), existing="and")
+
+    def noting(request):
+        seen.append(request.rule)
+        return attend(request)
+
+    monkeypatch.setattr(call, "attend", noting)
+    both(TOKENS)
+    assert seen == [hm.SameSentence(9) & hm.Window(1, 1)]
 
 
 def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():

@@ -12,7 +12,7 @@ from small_models import CHUNK, PARTS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.retrofit import selectors
+from keras_headmask.retrofit import select
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_number_as_a_key_may_mean_a_head(decoder, key):
 )
 def test_the_advice_keeps_all_numbers_of_a_key(key, advised):
     with pytest.raises(ValueError, match=advised):
-        selectors._refuse_number(key)
+        select._refuse_number(key)
 
 
 def pooling(x):

@@ -9,7 +9,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_headmask as hm
 from keras_headmask.export.position_mixing import what_mixes
-from keras_headmask.retrofit.finding import find_attention
+from keras_headmask.retrofit.find import find_attention
 
 registered = keras.saving.register_keras_serializable("test_survey")
 CHUNK = hm.Chunk(3)

@@ -6,7 +6,6 @@ tensor for all layers, it gets one that has its shape and no heads; the keys the
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -17,14 +16,13 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention.tuning import holding
+from keras_headmask.generation import head_cache
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.retrofit import frames, head_cache
-from keras_headmask.retrofit.families import adapted
-from keras_headmask.retrofit.finding import aligned, find_attention
-from keras_headmask.retrofit.frames import LayerRule, names_in
-from keras_headmask.retrofit.masked_layer import MaskedLayer, attention_inside, rules_in_force
-from keras_headmask.retrofit.prepared_inputs import HeadMaskInputs, names_read
-from keras_headmask.rules.fields import whole_number
+from keras_headmask.retrofit import masked_model
+from keras_headmask.retrofit.call import Frame, opened_frame, with_cache
+from keras_headmask.retrofit.graph import HeadMaskInputs, names_read
+from keras_headmask.retrofit.rule import LayerRule, names_in
+from keras_headmask.retrofit.wrap import MaskedLayer, attention_inside, rules_in_force
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
 
@@ -55,7 +53,7 @@ def _as_written(method: Callable) -> Callable:
     return tf.autograph.experimental.do_not_convert(method)
 
 
-class Generates(_CausalLM):
+class _Generates(_CausalLM):
     """What a causal language model of KerasHub's does under rules, beside its own class."""
 
     _stock_class: type
@@ -63,7 +61,7 @@ class Generates(_CausalLM):
     @_as_written
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs[_TOKENS].shape[1]
-        if not self._keeps_by_head() or length is None:
+        if not self.keeps_by_head() or length is None:
             return super().generate_step(inputs, *args, **kwargs)
         lengths = ops.sum(ops.cast(inputs[_PADDING], "int32"), axis=-1)
         shortest = ops.maximum(ops.min(lengths), 1)
@@ -106,7 +104,7 @@ class Generates(_CausalLM):
         layers = len(attention_inside(self))
         length = run.length if run.states is not None else ops.shape(token_ids)[1]
         shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with head_cache.running(run), self._opened(inputs):
+        with with_cache(run), self._opened(inputs):
             return super().call_with_cache(token_ids, ops.zeros(shape), index)
 
     def score(
@@ -119,7 +117,7 @@ class Generates(_CausalLM):
         with self._opened(self._read_by_rules(inputs, "score")):
             return super().score(token_ids, padding_mask, *args, **kwargs)
 
-    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[frames.Frame]:
+    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Frame]:
         """A frame in which each owner of a rule has `inputs`, and what all layers share of them."""
         for layer in _keras.layers_of(self):
             if isinstance(layer, HeadMaskInputs):
@@ -127,9 +125,9 @@ class Generates(_CausalLM):
                 inputs = inputs | layer({name: inputs[name] for name in names})
         rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         owners = {id(rule.owner): rule.owner for rule in rules if rule.owner is not None}
-        return frames.opened(owners.values(), inputs, None)
+        return opened_frame(owners.values(), inputs, None)
 
-    def _keeps_by_head(self) -> bool:
+    def keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
         stock = self._stock_class
         takes = [
@@ -164,7 +162,7 @@ class Generates(_CausalLM):
                 f"come. Received: {sorted(inputs)}."
             )
         tensors = {name: masks.as_mask_input(inputs[name]) for name in names}
-        wanted, whole = tuple(inputs[_TOKENS].shape), _whole_masks(rules)
+        wanted, whole = tuple(inputs[_TOKENS].shape), whole_masks(rules)
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
             if name in whole:
@@ -184,7 +182,7 @@ class Generates(_CausalLM):
         return {k: x if k in whole else ops.cast(x, "int32") for k, x in tensors.items()}
 
 
-def _whole_masks(rules: Iterable[LayerRule]) -> set[str]:
+def whole_masks(rules: Iterable[LayerRule]) -> set[str]:
     """The names of what `rules` read that are masks of queries and keys."""
     return {
         place
@@ -213,84 +211,10 @@ def generates(model: Any) -> bool:
     )
 
 
-class CacheBytes(NamedTuple):
-    """What the keys and values of `generate()` take, in bytes.
+class HeadMaskedCausalLM(_Generates, masked_model.HeadMasked):
+    """A causal language model under rules, which generates text."""
 
-    Args:
-        by_layer: For each attention layer, by its path: what it takes, and what it takes in
-            KerasHub's own cache.
-        inputs: What the rules read, which is kept beside the keys.
-    """
-
-    by_layer: dict[str, tuple[int, int]]
-    inputs: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(ours for ours, _ in self.by_layer.values()) + self.inputs
-
-    @property
-    def stock(self) -> int:
-        """What KerasHub's own cache takes."""
-        return sum(stock for _, stock in self.by_layer.values())
-
-    def __str__(self) -> str:
-        rows = [("layer", "bytes", "stock", "share")]
-        whole = self.by_layer | {"total": (self.total, self.stock)}
-        rows += [(path, f"{a:,}", f"{b:,}", f"{a / b:.2f}") for path, (a, b) in whole.items()]
-        return "\n".join(aligned(rows))
+    masks_all_attention = True  # all layers keep their keys in one cache
 
 
-def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
-    """What the cache of `task.generate()` takes, and what KerasHub's own takes.
-
-    Args:
-        task: A causal language model of KerasHub's, `GPT2CausalLM` for one, under rules or not.
-        length: The longest text in tokens, prompt included: `max_length` of `generate()`.
-        batch: How many texts are generated at once.
-
-    Returns:
-        A `CacheBytes`; print it for a table by layer. The keys alone: the logits and the weights
-        come on top.
-
-    Raises:
-        TypeError: if `task` is no causal language model.
-        ValueError: if `length` or `batch` is not a whole number of at least 1.
-
-    >>> import keras_hub
-    >>> import keras_headmask as hm
-    >>> sizes = {"num_layers": 2, "num_heads": 4, "hidden_dim": 32, "intermediate_dim": 32}
-    >>> backbone = keras_hub.models.GPT2Backbone(vocabulary_size=50, name="gpt2", **sizes)
-    >>> task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
-    >>> rule = hm.PerHead({"1-3": hm.recipes.streaming(sinks=4, window=60)})
-    >>> print(cache_bytes(hm.apply_head_masks(task, rule), length=512))
-    layer                                    bytes   stock    share
-    gpt2/transformer_layer_0/self_attention  45,056  131,072  0.34
-    gpt2/transformer_layer_1/self_attention  45,056  131,072  0.34
-    total                                    90,112  262,144  0.34
-    """
-    if not (isinstance(task, keras.Model) and generates(task)):
-        raise TypeError(
-            "`task` must be a causal language model that generates with a cache, such as "
-            f"keras_hub.models.GPT2CausalLM. Received: {task!r}."
-        )
-    length = whole_number(length, "length", at_least=1)
-    batch = whole_number(batch, "batch", at_least=1)
-    by_head = isinstance(task, Generates) and task._keeps_by_head()
-    by_layer: dict[str, tuple[int, int]] = {}
-    in_force: list[LayerRule] = []
-    for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):
-        adapter = adapted(layer)
-        rules = [x for x in rules_in_force(layer) if x.restricts]
-        rules = head_cache.with_own_window(adapter, rules) if by_head else []
-        slots = head_cache.slots_of(adapter, rules, length)
-        bits = int(re.sub(r"\D", "", layer.compute_dtype))
-        of_slot = 2 * batch * adapter.head_dim * bits // 8
-        kept = sum(len(of_group.heads) * of_group.size for of_group in slots)
-        by_layer[path] = (kept * of_slot, adapter.num_key_heads * length * of_slot)
-        in_force += rules
-    whole = {name: x.num_heads for x in in_force for name in _whole_masks([x])}
-    ids = {name for rule in in_force for name in rule.reads} - whole.keys()
-    of_whole = sum(whole.values()) * length**2  # booleans
-    return CacheBytes(by_layer, batch * (4 * length * len(ids) + of_whole))
+masked_model.add_kind(HeadMaskedCausalLM, generates)

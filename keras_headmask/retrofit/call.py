@@ -1,9 +1,16 @@
-"""One call of attention under the rules of its layer."""
+"""One call of attention under the rules of its layer.
 
+A masked layer that is called with `head_mask_inputs` opens a frame, and the attention inside reads
+them there. A frame belongs to one call in one thread, so a model may run in many threads at once.
+"""
+
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
 
 import keras
 from keras import ops
@@ -13,15 +20,109 @@ from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
-from keras_headmask.retrofit import frames, head_cache
-from keras_headmask.retrofit.compiled import check_not_in_own_function, in_own_function
-from keras_headmask.retrofit.families import Attention, adapted
-from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.adapters import Attention, adapted
+from keras_headmask.retrofit.compiled import (
+    check_not_in_own_function,
+    graph_being_built,
+    in_own_function,
+)
+from keras_headmask.retrofit.find import holds
+from keras_headmask.retrofit.rule import LayerRule, Tensors
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.protocol import Bound
 
 Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
+
+
+class Frame(NamedTuple):
+    """What is known while a masked layer runs."""
+
+    inputs: tuple[tuple[keras.Layer, Tensors], ...]  # for which layer; the outermost call first
+    offset: Any  # the position of the first query in a cache; `None` without a cache
+    graph: Any  # TensorFlow's, in which the inputs were given
+    used: set[int]  # the attention layers that have run
+
+
+_frame: ContextVar[Frame | None] = ContextVar("frame", default=None)
+
+
+def current_frame() -> Frame:
+    return _frame.get() or Frame((), None, graph_being_built(), set())
+
+
+@contextlib.contextmanager
+def in_frame(frame: Frame) -> Iterator[None]:
+    """Run in `frame`, which another call opened."""
+    token = _frame.set(frame)
+    try:
+        yield
+    finally:
+        _frame.reset(token)
+
+
+@contextlib.contextmanager
+def opened_frame(
+    layers: Iterable[keras.Layer], inputs: Tensors | None, offset: Any
+) -> Iterator[Frame]:
+    """The frame of a call with `inputs` for `layers`, inside the one that is open.
+
+    An outer offset holds.
+    """
+    outer = _frame.get()
+    before = outer or Frame((), None, graph_being_built(), set())
+    given, graph = before.inputs, before.graph
+    if inputs is not None:
+        given = (*given, *((layer, inputs) for layer in layers))
+        graph = graph_being_built()
+    frame = Frame(given, offset if before.offset is None else before.offset, graph, set())
+    with in_frame(frame):
+        yield frame
+    if outer is not None:
+        outer.used.update(frame.used)
+
+
+def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
+    """What `rule` reads in this call: what its owner was called with.
+
+    Or a layer that stands for it: one inside that is called by itself, or one beside it that holds
+    the same `attention`. What a layer around it was called with may be of another sequence.
+    """
+    given = current_frame().inputs[::-1]
+    own = [tensors for layer, tensors in given if layer is rule.owner]
+    if not own and attention is not None:
+        own = [
+            tensors
+            for layer, tensors in given
+            if holds(layer, attention) and not holds(layer, rule.owner)
+        ]
+    return next((tensors for tensors in own if set(rule.reads) <= tensors.keys()), None)
+
+
+class Cache(Protocol):
+    """Keeps the keys and values of earlier tokens, in place of the cache of the layers' classes."""
+
+    def called(self, layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `call(*args, **kwargs)`, a call of a masked layer, returns."""
+
+    def attend(
+        self, adapter: Attention, rules: list[LayerRule], usual: Callable, arguments: Arguments
+    ) -> tuple[Any, Any]:
+        """Context and probabilities of a call of the hook, which `usual(arguments)` computes."""
+
+
+_cache: ContextVar[Cache | None] = ContextVar("cache", default=None)
+
+
+def current_cache() -> Cache | None:
+    return _cache.get()
+
+
+def with_cache(cache: Cache) -> AbstractContextManager[Any]:
+    """Let masked layers that are called inside keep their keys in `cache`."""
+    return holding(_cache, cache)
 
 
 def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Callable:
@@ -34,18 +135,16 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
     def obey(*args: Any, **kwargs: Any) -> Any:
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
-        frames.current().used.add(id(layer))
+        current_frame().used.add(id(layer))
         restrict = [rule for rule in rules() if rule.restricts and not observers.are_rules_off()]
         in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
-        if adapter.softmax is not None and in_force:
-            compute = functools.partial(_by_softmax, adapter, in_force)
-        else:
-            for rule in in_force:
-                compute = functools.partial(_under, adapter, rule, compute)
-        run = head_cache.current()
-        if run is not None:
-            compute = functools.partial(run.attend, adapter, in_force, compute)
+        if in_force:
+            under = _under if adapter.softmax is None else _by_softmax
+            compute = functools.partial(under, adapter, in_force)
+        cache = current_cache()
+        if cache is not None:
+            compute = functools.partial(cache.attend, adapter, in_force, compute)
         context, probabilities = compute(arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 
@@ -62,7 +161,7 @@ def _has_tensors(layer: Any, rule: LayerRule) -> bool:
     While Keras infers shapes, the inputs of a graph that is being made have no values. The rule is
     left out there if nothing will run again what is computed.
     """
-    given = [frames.current().offset, *(frames.inputs_of(rule, layer) or {}).values()]
+    given = [current_frame().offset, *(inputs_of(rule, layer) or {}).values()]
     if not any(map(keras.backend.is_keras_tensor, given)):
         return True
     if not _keras.for_shapes_alone():
@@ -80,11 +179,9 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
 
-def _under(
-    adapter: Attention, rule: LayerRule, compute: Callable, arguments: Arguments
-) -> tuple[Any, Any]:
-    """Context and probabilities under `rule`; `compute` is what the layer does without it."""
-    query, frame = arguments["query"], frames.current()
+def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
+    """Context and probabilities under `rules`, which models inside one another gave the layer."""
+    query, frame = arguments["query"], current_frame()
     if len(query.shape) != 4:
         raise ValueError(
             f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "
@@ -92,28 +189,49 @@ def _under(
         )
     offset = _offset(arguments)
     lengths = _lengths(adapter, arguments)
-    if offset is None and not rule.is_cross:
-        offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
+    for rule in rules:
+        if offset is None and not rule.is_cross:
+            offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
     offset = 0 if offset is None else offset
     sizes = ops.shape(query)[0], *_sizes(arguments)
-    bound = _bound(adapter.layer, rule, frame, lengths, sizes, offset)
-    beside = _Beside.of(adapter, arguments, offset)
+    bounds = [_bound(adapter.layer, rule, frame, lengths, sizes, offset) for rule in rules]
+    spec, bound, apart = _joined([rule.spec for rule in rules], bounds)
+    beside, heads = _Beside.of(adapter, arguments, offset), adapter.num_heads
+    for other, of_other in apart:
+        of_rule = evaluation.mask_of_all_heads(other, of_other, heads)
+        beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
 
     def make_mask() -> Any:
-        made = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
+        made = evaluation.mask_of_all_heads(spec, bound, heads)
         made = masks.and_masks(made, beside.mask)
         if beside.window is not None:
-            of_window = evaluation.mask_of_all_heads(beside.window, bound, rule.num_heads)
+            of_window = evaluation.mask_of_all_heads(beside.window, bound, heads)
             made = masks.and_masks(made, of_window)
         return made
 
-    has_rule_beneath = getattr(compute, "func", None) is _under
-    if has_rule_beneath or adapter.has_own_code:
+    if adapter.has_own_code:
         mask = make_mask()
         merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
-        context, probabilities = compute(merged | {"attention_mask": mask})
+        context, probabilities = without_rules(adapter, merged | {"attention_mask": mask})
         return masks.zero_dead_rows(context, mask), probabilities
-    return _attended(adapter, arguments, beside, rule.spec, bound, make_mask)
+    return _attended(adapter, arguments, beside, spec, bound, make_mask)
+
+
+def _joined(
+    specs: list[MaskSpec], bounds: list[Bound]
+) -> tuple[MaskSpec, Bound, list[tuple[MaskSpec, Bound]]]:
+    """The specs as one spec, and apart those that read an input whose name it has already.
+
+    Models inside one another may each have an input `token_ids`, say, of other values.
+    """
+    (spec, *others), (bound, *of_others), apart = specs, bounds, []
+    for other, of_other in zip(others, of_others, strict=True):
+        if spec.inputs.keys() & other.inputs.keys():
+            apart.append((other, of_other))
+        else:
+            spec = spec & other
+            bound = bound._replace(leaf_inputs=bound.leaf_inputs | of_other.leaf_inputs)
+    return spec, bound, apart
 
 
 def _by_softmax(
@@ -124,7 +242,7 @@ def _by_softmax(
     Its own code runs, on an object of the same parts whose softmax obeys the rules, too.
     """
     assert adapter.softmax is not None
-    frame, offset, made = frames.current(), _offset(arguments, 0), []
+    frame, offset, made = current_frame(), _offset(arguments, 0), []
     usual = getattr(adapter.layer, adapter.softmax)
 
     def softmax(logits: Any, mask: Any = None) -> Any:
@@ -200,7 +318,7 @@ def _attended(
 
 def _offset(arguments: Arguments, default: Any = None) -> Any:
     """The position of the first query, if the call says it."""
-    offset = frames.current().offset
+    offset = current_frame().offset
     if offset is None:
         offset = arguments.get("cache_update_index")
     return default if offset is None else offset
@@ -218,7 +336,7 @@ def _lengths(adapter: Attention, arguments: Arguments) -> evaluation.Lengths:
 def _bound(
     layer: Any,
     rule: LayerRule,
-    frame: frames.Frame,
+    frame: Frame,
     lengths: evaluation.Lengths,
     sizes: tuple[Any, Any, Any],
     offset: Any,
@@ -226,9 +344,9 @@ def _bound(
     """What `rule` reads; `sizes` are those of the batch, of the queries and of the keys."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
-        found = frames.inputs_of(rule, layer)
+        found = inputs_of(rule, layer)
         if found is None:
-            raise ValueError(missing(layer.name, rule))
+            raise ValueError(missing_inputs(layer.name, rule))
         check_not_in_own_function(layer.name, frame.graph)
         tensors = found
     given = rule.given(tensors)
@@ -241,7 +359,7 @@ def _bound(
     return evaluation.bind(rule.spec, given, queries, keys, offset, **known)
 
 
-def missing(name: str, rule: LayerRule) -> str:
+def missing_inputs(name: str, rule: LayerRule) -> str:
     example = ", ".join(f"{name!r}: ..." for name in rule.reads)
     return (
         f"The attention layer '{name}' obeys a rule that reads {rule.reads}, and was called "

@@ -1,5 +1,7 @@
-"""Rules of layers as JSON, each with the places of its layers."""
+"""The rule of one attention layer: the names of what it reads, and its JSON in files."""
 
+import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -7,10 +9,88 @@ from typing import Any
 
 import keras
 
-from keras_headmask.retrofit.families import adapted
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.rules import heads
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import check_heads
+from keras_headmask.rules.protocol import Sides
+
+Source = str | tuple[str | None, str | None]
+Tensors = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRule:
+    """A rule of one attention layer, and the names under which its inputs are given.
+
+    `sources` maps each name that the spec reads to one of `head_mask_inputs`, or to a pair of
+    them, `(query_side, key_side)`. `owner` is the layer that is called with these. A rule that
+    `replaces` stands for all rules that the layer had before. In cross-attention (`is_cross`) the
+    queries count from 0, however many keys there are.
+    """
+
+    spec: MaskSpec
+    num_heads: int
+    sources: Mapping[str, Source] = dataclasses.field(default_factory=dict)
+    replaces: bool = False
+    owner: keras.Layer | None = None
+    is_cross: bool = False
+
+    @functools.cached_property
+    def restricts(self) -> bool:
+        """Whether any head is kept from any key."""
+        return heads.restricts(self.spec, self.num_heads)
+
+    @functools.cached_property
+    def reads(self) -> list[str]:
+        """The names that must be among `head_mask_inputs`."""
+        return sorted({name for source in self.sources.values() for name in names_in(source)})
+
+    def given(self, tensors: Tensors) -> dict[str, Any]:
+        """The mask inputs of the spec, out of tensors by name."""
+
+        def side(name: str | None) -> Any:
+            return None if name is None else tensors[name]
+
+        return {
+            name: side(source) if isinstance(source, str) else tuple(map(side, source))
+            for name, source in self.sources.items()
+        }
+
+    @functools.cached_property
+    def _prepared_names(self) -> list[tuple[MaskSpec, dict[str, Sides]]]:
+        return [
+            (leaf, {name: prepared_names(leaf, name, self.sources) for name in leaf.inputs})
+            for leaf in leaves(self.spec)
+        ]
+
+    def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
+        """What was prepared before for leaves of the spec: see `HeadMaskInputs`."""
+        found = {}
+        for leaf, names in self._prepared_names:
+            sides = [side for pair in names.values() for side in pair if side is not None]
+            if sides and all(side in tensors for side in sides):
+                found[leaf] = {
+                    name: Sides(*(None if side is None else tensors[side] for side in pair))
+                    for name, pair in names.items()
+                }
+        return found
+
+
+def names_in(source: Source) -> list[str]:
+    return [name for name in ((source,) if isinstance(source, str) else source) if name is not None]
+
+
+def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
+    """The names of what is prepared for an input of a leaf, one for each side."""
+    source = sources[name]
+    config = json.dumps(leaf.get_config(), sort_keys=True)  # two classes may look alike in a repr
+    if isinstance(source, str):
+        return Sides(f"{config} of {source}", f"{config} of {source}")
+    of_both = ", ".join(names_in(source))
+    sides = zip(source, ("queries", "keys"), strict=True)
+    return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
+
 
 _FORMAT = 1  # of the configs of masked layers and models
 _WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."

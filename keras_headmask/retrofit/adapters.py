@@ -16,6 +16,7 @@ from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttenti
 from keras_headmask.layers.masked import dropout_of
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
 
 _OPERANDS = "query", "key", "value", "attention_mask"
@@ -305,3 +306,43 @@ def adapted(layer: Any) -> Attention:
     found = adapter_of(layer)
     assert found is not None, layer
     return found
+
+
+# --- The position of the first query --------------------------------------------------------------
+
+# Where KerasHub's layers take the position of the first query, the outermost layer first.
+_CACHES = "self_attention_cache", "attention_cache", "cache"
+_OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
+_OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
+
+
+def taken_offset(layer: Any, kwargs: dict[str, Any], symbolic: bool) -> Any:
+    """`query_offset`, taken out of the arguments of attention whose class does not know it."""
+    if adapter_of(layer) is None or _OFFSET in _keras.argument_names(layer):
+        return None
+    offset = kwargs.pop(_OFFSET, None)
+    if offset is not None and symbolic:
+        raise ValueError(
+            f"`{_OFFSET}` of the attention layer '{layer.name}' is for calls on numbers: a graph "
+            f"does not keep it. Received: {offset!r}. In a functional model use "
+            "PerHeadMaskedMultiHeadAttention, which has the argument."
+        )
+    return None if offset is None else checked_offset(offset)
+
+
+def offset_of_call(layer: Any, args: Any, kwargs: Any, outer: Any) -> Any:
+    """The position of the first query, where the layer's own arguments name it, or a cache.
+
+    `outer` is the one that a layer around it was called with.
+    """
+    given = _keras.arguments_of(layer, args, kwargs)
+    names = *_OFFSETS, _OFFSET
+    offset = next((given[name] for name in names if given.get(name) is not None), None)
+    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
+        cached = given.get(cache) is not None and name in _keras.argument_names(layer)
+        if cached and offset is None and outer is None:
+            raise ValueError(
+                f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
+                f"`{name}`."
+            )
+    return offset

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from keras_headmask.retrofit.finding import AttentionLayer, Found
+from keras_headmask.retrofit.find import AttentionLayer, Found
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)

@@ -6,8 +6,6 @@ alone, so nothing about it is stored.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import keras
@@ -16,12 +14,11 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import one_query
 from keras_headmask.attention.head_groups import in_order, of_heads
-from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.retrofit import frames
-from keras_headmask.retrofit.families import Attention, adapter_of
-from keras_headmask.retrofit.frames import LayerRule
+from keras_headmask.retrofit.adapters import Attention, adapter_of
+from keras_headmask.retrofit.call import inputs_of
+from keras_headmask.retrofit.rule import LayerRule
 from keras_headmask.rules import evaluation, reaching
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import Bound, Cuts, Reach
@@ -108,6 +105,23 @@ class Run:
         self.made: list[State] = []
         self._bound: dict[LayerRule, Bound] = {}
 
+    def called(self, layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`call(...)`; a cached attention layer gets a cache for the new keys alone.
+
+        It writes its new keys into the cache that it is given, at a place that TensorFlow and JAX
+        clamp to it, and attends to all of that. PyTorch needs the places before.
+        """
+        cache, adapter = kwargs.get("cache"), adapter_of(layer)
+        if cache is None or adapter is None:
+            return call(*args, **kwargs)
+        tokens_at = next(iter(_keras.arguments_of(layer, args, kwargs).values()))
+        batch, tokens = ops.shape(tokens_at)[:2]
+        if _is_torch():
+            tokens += int(kwargs["cache_update_index"])
+        shape = (batch, 2, tokens, adapter.num_key_heads, adapter.head_dim)
+        output, _ = call(*args, **kwargs | {"cache": ops.zeros(shape, layer.compute_dtype)})
+        return output, cache
+
     def attend(
         self,
         adapter: Attention,
@@ -193,7 +207,7 @@ class Run:
     def _bind(self, rule: LayerRule) -> Bound:
         """What a rule reads, for the whole sequence as it is known by now."""
         if rule not in self._bound:
-            tensors: Any = frames.inputs_of(rule) or {}
+            tensors: Any = inputs_of(rule) or {}
             given, length = rule.given(tensors), self.length
             prepared = rule.prepared(tensors)
             bound = evaluation.bind(rule.spec, given, length, length, prepared=prepared)
@@ -210,18 +224,6 @@ def _heads_first(x: Tensor, slots: Slots) -> Tensor:
     return ops.transpose(of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
 
 
-_run: ContextVar[Run | None] = ContextVar("run", default=None)
-
-
-def current() -> Run | None:
-    return _run.get()
-
-
-def running(run: Run) -> AbstractContextManager[Any]:
-    """Let attention keep its keys by `run`."""
-    return holding(_run, run)
-
-
 def keeps(layer: Any) -> bool:
     """Whether the keys of an attention layer can be kept by heads.
 
@@ -231,25 +233,6 @@ def keeps(layer: Any) -> bool:
     if adapter is None or changing.are_set(layer):
         return False
     return adapter.softmax is None and not adapter.has_own_code
-
-
-def called(layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`call(...)`; where keys are kept by heads, with a cache for the new keys alone.
-
-    A cached attention layer writes its new keys into the cache that it is given, at a place that
-    TensorFlow and JAX clamp to it, and attends to all of that. PyTorch needs the places before.
-    """
-    cache = kwargs.get("cache")
-    adapter = None if current() is None or cache is None else adapter_of(layer)
-    if adapter is None:
-        return call(*args, **kwargs)
-    tokens_at = next(iter(_keras.arguments_of(layer, args, kwargs).values()))
-    batch, tokens = ops.shape(tokens_at)[:2]
-    if _is_torch():
-        tokens += int(kwargs["cache_update_index"])
-    shape = (batch, 2, tokens, adapter.num_key_heads, adapter.head_dim)
-    output, _ = call(*args, **kwargs | {"cache": ops.zeros(shape, layer.compute_dtype)})
-    return output, cache
 
 
 def _is_torch() -> bool:

@@ -17,12 +17,22 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
+from keras_headmask.attention.tuning import export_densely
 from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
-from keras_headmask.retrofit import frames, head_cache, hook
-from keras_headmask.retrofit.families import adapter_of
-from keras_headmask.retrofit.frames import LayerRule
-from keras_headmask.retrofit.nesting import attention, holds, is_inside
-from keras_headmask.retrofit.rule_files import (
+from keras_headmask.retrofit.adapters import adapter_of, offset_of_call, taken_offset
+from keras_headmask.retrofit.call import (
+    Frame,
+    current_cache,
+    current_frame,
+    hook,
+    in_frame,
+    inputs_of,
+    missing_inputs,
+    opened_frame,
+)
+from keras_headmask.retrofit.find import attention, holds, is_inside
+from keras_headmask.retrofit.rule import (
+    LayerRule,
     entries,
     rules_config,
     rules_from_config,
@@ -30,13 +40,8 @@ from keras_headmask.retrofit.rule_files import (
 )
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
-from keras_headmask.rules.offsets import checked_offset
 
 _STATE = "headmask_state"
-# Where KerasHub's layers take the position of the first query, the outermost layer first.
-_CACHES = "self_attention_cache", "attention_cache", "cache"
-_OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
-_OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
 
 
@@ -65,15 +70,21 @@ class MaskedLayer(_Layer):
 
     def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
         symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
-        offset = _taken_offset(self, kwargs, symbolic)
-        offset = _offset(self, args, kwargs) if offset is None else offset
-        with frames.opened([self], head_mask_inputs, offset) as frame:
+        offset = taken_offset(self, kwargs, symbolic)
+        offset = (
+            offset_of_call(self, args, kwargs, current_frame().offset) if offset is None else offset
+        )
+        with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
                 super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
             attach(self)
             self._check_given()
-            outputs = head_cache.called(self, super().__call__, args, kwargs)
+            cache = current_cache()
+            if cache is None:
+                outputs = super().__call__(*args, **kwargs)
+            else:
+                outputs = cache.called(self, super().__call__, args, kwargs)
             attach(self, computes)
             if computes:
                 self._check_used(frame)
@@ -86,11 +97,11 @@ class MaskedLayer(_Layer):
 
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
         """What runs again for a gradient finds what the first run found."""
-        frame = frames.current()
+        frame = current_frame()
 
         @functools.wraps(layer_call)
         def call_again(*args: Any, **kwargs: Any) -> Any:
-            with frames.being(frame):
+            with in_frame(frame):
                 return layer_call(*args, **kwargs)
 
         return super().rematerialized_call(call_again, *args, **kwargs)
@@ -126,10 +137,10 @@ class MaskedLayer(_Layer):
         if observers.are_rules_off():
             return
         for layer, rule in self._asks_for():
-            if frames.inputs_of(rule, layer) is None:
-                raise ValueError(hook.missing(layer.name, rule))
+            if inputs_of(rule, layer) is None:
+                raise ValueError(missing_inputs(layer.name, rule))
 
-    def _check_used(self, frame: frames.Frame) -> None:
+    def _check_used(self, frame: Frame) -> None:
         for layer in attention_inside(self):
             restricted = any(rule.restricts for rule in rules_in_force(layer))
             if restricted and id(layer) not in frame.used:
@@ -167,35 +178,6 @@ class MaskedLayer(_Layer):
         return layer
 
 
-def _taken_offset(layer: Any, kwargs: dict[str, Any], symbolic: bool) -> Any:
-    """`query_offset`, taken out of the arguments of attention whose class does not know it."""
-    if adapter_of(layer) is None or _OFFSET in _keras.argument_names(layer):
-        return None
-    offset = kwargs.pop(_OFFSET, None)
-    if offset is not None and symbolic:
-        raise ValueError(
-            f"`{_OFFSET}` of the attention layer '{layer.name}' is for calls on numbers: a graph "
-            f"does not keep it. Received: {offset!r}. In a functional model use "
-            "PerHeadMaskedMultiHeadAttention, which has the argument."
-        )
-    return None if offset is None else checked_offset(offset)
-
-
-def _offset(layer: Any, args: Any, kwargs: Any) -> Any:
-    """The position of the first query, where the layer's own arguments name it, or a cache."""
-    given = _keras.arguments_of(layer, args, kwargs)
-    names = *_OFFSETS, _OFFSET
-    offset = next((given[name] for name in names if given.get(name) is not None), None)
-    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
-        cached = given.get(cache) is not None and name in _keras.argument_names(layer)
-        if cached and offset is None and frames.current().offset is None:
-            raise ValueError(
-                f"The rule of the layer '{layer.name}' needs the place of the first token: pass "
-                f"`{name}`."
-            )
-    return offset
-
-
 # --- Layers become masked, and stock again --------------------------------------------------------
 
 
@@ -203,10 +185,32 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
     """Make `layer` one of its own class and `kind`, without a rule as yet."""
     if isinstance(layer, MaskedLayer):
         return
+    _change_keras()
     vars(layer)[_STATE] = _State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
     if (adapter := adapter_of(layer)) is not None:
-        vars(layer)[adapter.hook] = hook.hook(layer, lambda: rules_in_force(layer))
+        vars(layer)[adapter.hook] = hook(layer, lambda: rules_in_force(layer))
+
+
+@functools.cache
+def _change_keras() -> None:
+    """Change what Keras does with masked layers, once there is one."""
+    _keras.after_cloning(_check_cloned)
+    export_densely()
+
+
+def _check_cloned(operation: Any, clone: Any) -> None:
+    """Raise if a `clone_function` makes a stock layer of a masked one."""
+    if not isinstance(operation, MaskedLayer) or not has_rules(operation):
+        return
+    made = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
+    if not any(isinstance(x, MaskedLayer) for x in made):
+        raise ValueError(
+            f"The layer '{operation.name}' of the model to clone obeys a rule, and "
+            f"`clone_function` made a stock layer ({type(clone).__name__}) of it, which would not. "
+            "Return `layer.__class__.from_config(layer.get_config())` for it, or clone "
+            "`hm.unmasked(model)`, and give the clone its rule by `hm.apply_head_masks`."
+        )
 
 
 def unmask(layer: Any) -> None:

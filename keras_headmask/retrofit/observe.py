@@ -18,13 +18,12 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit import frames, hook
+from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.compiled import graph_being_built
-from keras_headmask.retrofit.families import adapted
-from keras_headmask.retrofit.finding import AttentionLayer, find_attention
-from keras_headmask.retrofit.masked_layer import rules_in_force, spec_of
-from keras_headmask.retrofit.nesting import without_remat
-from keras_headmask.retrofit.selectors import select
+from keras_headmask.retrofit.find import AttentionLayer, find_attention, without_remat
+from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.wrap import rules_in_force, spec_of
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
@@ -110,7 +109,7 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
     def computed(usual: Callable, *args: Any, **kwargs: Any) -> Any:
         def both(arguments: dict[str, Any]) -> tuple[Any, Any]:
             if inspect.ismethod(usual):  # of the class
-                return hook.without_rules(adapter, arguments)
+                return without_rules(adapter, arguments)
             found = usual(**arguments)
             return found if adapter.gives_pair(arguments) else (found, None)
 
@@ -150,9 +149,9 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     """What the rules of `apply_head_masks` allow in the call now running; `None` without one."""
-    mask, offset = None, frames.current().offset
+    mask, offset = None, current_frame().offset
     for rule in rules_in_force(layer):
-        given = rule.given(frames.inputs_of(rule, layer) or {})
+        given = rule.given(inputs_of(rule, layer) or {})
         made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset or 0)
         mask = masks.and_masks(mask, made)
     return mask
@@ -180,7 +179,7 @@ def mask_inputs_seen(model: keras.Model) -> Iterator[list[tuple[str, np.ndarray]
     def see(layer: Any, arguments: Mapping[str, Any]) -> None:
         given = [arguments.get("mask_inputs") or {}]
         for rule in rules_in_force(layer):
-            if (found := frames.inputs_of(rule)) is not None:
+            if (found := inputs_of(rule)) is not None:
                 given.append(rule.given(found))
         for name, sides in (item for one in given for item in one.items()):
             for side in sides if isinstance(sides, (tuple, list)) else (sides,):

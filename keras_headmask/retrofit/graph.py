@@ -1,0 +1,295 @@
+"""What rules read, as inputs and edges of a functional model's graph."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+
+from keras_headmask import _keras, masks
+from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.rule import LayerRule, Source, names_in, prepared_names
+from keras_headmask.retrofit.wrap import MaskedLayer, all_rules, attention_inside
+from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
+from keras_headmask.rules.protocol import InputType, Sides
+
+Planned = list[tuple[AttentionLayer, LayerRule]]
+
+
+def _available(model: keras.Model) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in getattr(model, "inputs", None) or ()}
+
+
+def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None:
+    """Raise for what the inputs of `model` cannot give its rules."""
+    inputs = model.input if isinstance(model, _keras.Functional) else None
+    if isinstance(inputs, dict):
+        read = {name for _, rule in planned for name in rule.spec.inputs}
+        other = {key: t.name for key, t in inputs.items() if hasattr(t, "name") and t.name != key}
+        if wrong := sorted(k for k, name in other.items() if k in read or name in read):
+            raise ValueError(
+                f"The model takes its input {wrong[0]!r} under that key, but the tensor is named "
+                f"{other[wrong[0]]!r}, so the rule is ambiguous. Give keras.Input the name of its "
+                "key."
+            )
+    for entry, rule in planned:
+        ids = [name for name, kind in rule.spec.inputs.items() if kind.rank is not None]
+        if ids and entry.runs_on_two:
+            raise ValueError(
+                f"The attention layer {entry} is called on two sequences, or on one that a "
+                f"further input changes between the calls, and {ids} belong to one sequence. Give "
+                "the rule to the model that both share (`apply_head_masks(encoder, ...)`), and "
+                "call the result on each with its own ids."
+            )
+    new = new_inputs(model, [rule for _, rule in planned])
+    taken = {layer.name for layer in getattr(model, "layers", ())}
+    if clash := sorted(taken & set(new)):
+        raise ValueError(
+            f"The rule reads {clash[0]!r}. The model has no such input, and none can be added, "
+            "since a layer has that name. Give the mask input another name."
+        )
+    if new and not add_inputs:
+        has = sorted(_available(model))
+        raise ValueError(
+            f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
+            f"are {has}. Name one of them in the rule ({_example(model, planned, new)}), or pass "
+            "add_inputs=True, which adds what is missing as new inputs of the model."
+        )
+
+
+def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> str:
+    """A leaf of the rules that lacks an input, in code, with one that the model has."""
+    found: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
+    for leaf in found:
+        name: Any = getattr(leaf, "input", None)
+        kind = leaf.inputs.get(name)
+        if name in new and kind is not None and kind.rank is not None:
+            fitting = [
+                tensor.name
+                for tensor in _available(model).values()
+                if len(tensor.shape) == 2
+                and "float" not in tensor.dtype
+                and ("mask" in tensor.name) == (kind.dtype == "bool")
+            ]
+            if fitting:
+                best = min(fitting, key=lambda name: ("id" not in name, name))
+                return f"`{dataclasses.replace(leaf, input=best)}`"
+    return "its `input` argument"
+
+
+def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dict[str, Source]:
+    """Which inputs of the model each name of `spec` is read from."""
+    available = _available(model)
+    sources: dict[str, Source] = {}
+    for name, kind in spec.inputs.items():
+        if entry.kind == "self" or kind.rank is None:
+            sources[name] = name
+        elif kind.sides == {"query"}:
+            sources[name] = (name, None)
+        elif kind.sides == {"key"}:
+            sources[name] = (None, name)
+        else:
+            pairs = (f"decoder_{name}", f"encoder_{name}"), (f"query_{name}", f"key_{name}")
+            found = [pair for pair in pairs if set(pair) <= set(available)]
+            if entry.kind == "unclear" and available and not found:
+                why = "" if entry.ran else " It did not run when Keras inferred shapes."
+                raise ValueError(
+                    f"Cannot tell whether the attention layer {entry} attends to its own sequence "
+                    f"or to another, so which side {name!r} belongs to.{why} Name the layer by "
+                    "'self' or 'cross' (`MultiHeadAttention(..., name='self_attention')`), or give "
+                    f"the model the inputs {pairs[1]}."
+                )
+            sources[name] = found[0] if found else pairs[1]
+    return sources
+
+
+def new_inputs(model: keras.Model, rules: Iterable[LayerRule]) -> dict[str, Any]:
+    """A `keras.Input` for each name that `model` lacks; what it has is checked."""
+    available = _available(model)
+    kinds: dict[str, InputType] = {}
+    heads: dict[str, int] = {}
+    rules = list(rules)
+    merged_inputs(tuple(rule.spec for rule in rules))  # raises for one name of two kinds
+    for rule in rules:
+        for name, source in rule.sources.items():
+            kind = rule.spec.inputs[name]
+            for place in names_in(source):
+                known = kinds.get(place, kind)
+                dtype = known.dtype if known.dtype == kind.dtype else "int32"
+                kinds[place] = kind._replace(dtype=dtype)
+                if kind.rank is None and heads.setdefault(place, rule.num_heads) != rule.num_heads:
+                    raise ValueError(
+                        f"The whole mask {place!r} is read by layers of {heads[place]} and of "
+                        f"{rule.num_heads} heads. Give each its own name."
+                    )
+    new = {}
+    for name, kind in sorted(kinds.items()):
+        if name not in available:
+            shape = (None,) if kind.rank is not None else (heads[name], None, None)
+            new[name] = keras.Input(shape, dtype=kind.dtype, name=name)
+            continue
+        tensor = available[name]
+        if kind.rank is not None and len(tensor.shape) != 2:
+            raise ValueError(
+                f"The mask spec reads {name!r} as one value per position, (batch, length), but the "
+                f"model's input of that name has shape {tuple(tensor.shape)}. Give the mask input "
+                "another name."
+            )
+        if "float" in tensor.dtype:
+            raise TypeError(
+                f"The mask spec reads the model's input {name!r}, which has dtype {tensor.dtype}: "
+                "ids must be integers or booleans, since floats get rounded. Give the mask input "
+                "another name."
+            )
+    return new
+
+
+@keras.saving.register_keras_serializable("keras_headmask")
+class HeadMaskInputs(keras.layers.Layer):
+    """Makes, of a model's ids, what its rules compare: the number of each token's sentence, say.
+
+    `parts` are pairs of a leaf of a rule and the names of its inputs. It has no weights.
+    """
+
+    def __init__(self, parts: Iterable[Any], **kwargs: Any):
+        super().__init__(**kwargs)
+        self.parts = [
+            (leaf if isinstance(leaf, MaskSpec) else MaskSpec.from_config(leaf), _tuples(sources))
+            for leaf, sources in parts
+        ]
+        self.supports_masking = True
+
+    def call(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for leaf, sources in self.parts:
+            sides = {name: _sides(source, tensors) for name, source in sources.items()}
+            for name, pair in leaf.prepare(sides).items():
+                names = prepared_names(leaf, name, sources)
+                made |= {k: x for k, x in zip(names, pair, strict=True) if k is not None}
+        return made
+
+    def get_config(self) -> dict[str, Any]:
+        parts = [[leaf.get_config(), sources] for leaf, sources in self.parts]
+        return super().get_config() | {"parts": parts}
+
+
+def _tuples(sources: Mapping[str, Any]) -> dict[str, Source]:
+    """Pairs of names as tuples, which JSON makes lists."""
+    return {k: v if isinstance(v, str) else tuple(v) for k, v in sources.items()}
+
+
+def _sides(source: Source, tensors: Mapping[str, Any]) -> Sides:
+    if isinstance(source, str):
+        tensor = masks.as_mask_input(tensors[source])
+        return Sides(tensor, tensor)
+    return Sides(*(None if x is None else masks.as_mask_input(tensors[x]) for x in source))
+
+
+def layer_for(rules: Iterable[LayerRule]) -> HeadMaskInputs | None:
+    """The layer that prepares what `rules` read; `None` if none reads ids."""
+    parts: dict[Any, Any] = {}
+    for rule in rules:
+        for leaf in leaves(rule.spec):
+            if leaf.inputs and all(kind.rank is not None for kind in leaf.inputs.values()):
+                sources = {name: rule.sources[name] for name in leaf.inputs}
+                parts[leaf, tuple(sorted(sources.items()))] = leaf, sources
+    return HeadMaskInputs(parts.values()) if parts else None
+
+
+def names_read(layer: HeadMaskInputs) -> list[str]:
+    return sorted({n for _, of in layer.parts for source in of.values() for n in names_in(source)})
+
+
+_ARGUMENT = "head_mask_inputs"
+
+
+def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False) -> None:
+    """Run the graph of `model` anew, with what its rules read as arguments of the masked layers.
+
+    `new` are inputs to add. With `drop_inputs`, inputs go that rules alone have read.
+    """
+    held = {op.name: op for op in model.operations if isinstance(op, HeadMaskInputs)}
+    rules = {id(op): rules_read(model, op) for op in model.operations}
+    if not new and not held and not any(rules.values()) and not _has_edges(model):
+        return
+    tensors = {tensor.name: tensor for tensor in model.inputs} | dict(new)
+    of_rules = _read_by_rules_alone(model) if drop_inputs else set()
+    prepares = layer_for(
+        rule for read in rules.values() for rule in read if set(rule.reads) <= tensors.keys()
+    )
+    made: dict[str, Any] = {}
+    if prepares is not None:
+        made = prepares({name: tensors[name] for name in names_read(prepares)})
+
+    def call(operation: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = dict(kwargs)
+        before = kwargs.pop(_ARGUMENT, None) or {}
+        if read := rules[id(operation)]:
+            kwargs[_ARGUMENT] = _given(read, tensors, made, before)
+        return operation(*args, **kwargs)
+
+    outputs = _keras.run_anew(model, call)
+    graph = keras.Model(_inputs(model.input, new, of_rules), outputs)
+    vars(model).update({name: vars(graph)[name] for name in _keras.GRAPH})
+    for layer in held.values():
+        _keras.untrack(model, layer)
+    if prepares is not None:
+        _keras.track(model, prepares)
+    for layer in graph.layers:
+        if isinstance(layer, keras.layers.InputLayer) and layer.name in new:
+            _keras.track(model, layer)
+
+
+def rules_read(model: keras.Model, operation: Any) -> list[LayerRule]:
+    """The rules inside an operation of `model` that read inputs of this model."""
+    if not isinstance(operation, MaskedLayer):
+        return []
+    owners = {id(x) for x in model.operations}
+    found = (rule for x in attention_inside(operation) for rule in all_rules(x))
+    return [rule for rule in found if rule.reads and id(rule.owner) in owners]
+
+
+def _given(
+    rules: list[LayerRule],
+    tensors: Mapping[str, Any],
+    made: Mapping[str, Any],
+    before: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a masked layer is called with: the tensors `before`, and what they lack."""
+    given = {name: tensors[name] for rule in rules for name in rule.reads if name not in before}
+    given |= {name: x for rule in rules for name, x in before.items() if name in rule.reads}
+    for rule in rules:
+        if all(given[name] is tensors.get(name) for name in rule.reads):  # of which `made` is made
+            for leaf in leaves(rule.spec):
+                for name in leaf.inputs:
+                    pair = prepared_names(leaf, name, rule.sources)
+                    given |= {side: made[side] for side in pair if side in made}
+    return dict(sorted(given.items()))
+
+
+def _has_edges(model: keras.Model) -> bool:
+    return any(_ARGUMENT in node.arguments.kwargs for node in _keras.nodes(model))
+
+
+def _read_by_rules_alone(model: keras.Model) -> set[int]:
+    """The ids of inputs that nothing reads but what prepares and hands on for rules."""
+    by_rules: set[int] = set()
+    by_others: set[int] = set()
+    for node in _keras.nodes(model):
+        kwargs = dict(node.arguments.kwargs)
+        edges = kwargs.pop(_ARGUMENT, None)
+        own = node.arguments.args, kwargs  # which may hold what the rules read, too
+        is_ours = isinstance(node.operation, HeadMaskInputs)
+        by_rules |= {id(x) for x in keras.tree.flatten((edges, own) if is_ours else edges)}
+        by_others |= set() if is_ours else {id(x) for x in keras.tree.flatten(own)}
+    return (by_rules - by_others) & {id(x) for x in model.inputs}
+
+
+def _inputs(inputs: Any, new: Mapping[str, Any], gone: set[int]) -> Any:
+    if isinstance(inputs, dict):
+        return {k: x for k, x in inputs.items() if id(x) not in gone} | dict(new)
+    if not new and not gone:
+        return inputs
+    several = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+    kept = [*(x for x in several if id(x) not in gone), *new.values()]
+    return kept[0] if gone and len(kept) == 1 else type(several)(kept)

@@ -21,17 +21,17 @@ RECORD = Path(__file__).parent / "results" / "kernels.json"
 # Where the code of each starts, by backend.
 _STARTS: dict[str, dict[str, str]] = {
     "tensorflow": {
-        "loop": "tensorflow.loop.attend",
-        "unrolled": "unrolled.attend",
-        "head by head": "tensorflow.head_by_head.attend",
-        "at once": "tensorflow.loop.attend_at_once",
-        "by length": "tensorflow.by_length.attend",
+        "loop": "tensorflow.loop.compute",
+        "unrolled": "unrolled.compute",
+        "head by head": "tensorflow.head_by_head.compute",
+        "at once": "tensorflow.loop.compute_at_once",
+        "by length": "tensorflow.by_length.compute",
     },
-    "jax": {"loop": "jax.loop.attend", "unrolled": "unrolled.attend"},
+    "jax": {"loop": "jax.loop.compute", "unrolled": "unrolled.compute"},
     "torch": {
-        "SDPA": "torch.tiles.attend",
-        "FlexAttention": "torch.flex.attend",
-        "unrolled": "unrolled.attend",
+        "SDPA": "torch.tiles.compute",
+        "FlexAttention": "torch.flex.compute",
+        "unrolled": "unrolled.compute",
     },
 }
 
@@ -118,7 +118,7 @@ def _seen() -> Iterator[list[tuple[str, tuple]]]:
             seen.append(("dense", tuple(range(query.shape[2]))))
             return _zeros(query, value), None
 
-        stack.enter_context(mock.patch.object(dense, "attend", of_all))
+        stack.enter_context(mock.patch.object(dense, "attention", of_all))
         yield seen
 
 

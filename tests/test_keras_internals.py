@@ -149,7 +149,7 @@ def test_attention_computes_by_one_method(how):
     names = ("query", "key", "value", "attention_mask", "training", "return_attention_scores")
     given = dict(zip(names, args, strict=False)) | kwargs
     assert all(tuple(given[name].shape) == (2, 5, 2, 4) for name in names[:3])
-    assert tuple(given["attention_mask"].shape) == (2, 1, 5)  # padding alone: see `Binding.attend`
+    assert tuple(given["attention_mask"].shape) == (2, 1, 5)  # padding alone: see `Binding.context`
     assert given["return_attention_scores"] is True
     assert tuple(scores.shape) == (2, 2, 5, 5)
 

@@ -83,7 +83,7 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     context = None if watch is None else watch(request, part)
     if context is not None:
         return context, None
-    return choose(request, part).attend(request, part)
+    return choose(request, part).run(request, part)
 
 
 def part_of_all(request: Request) -> Part:

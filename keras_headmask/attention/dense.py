@@ -17,7 +17,7 @@ from keras_headmask.attention.logits import NONE, Changes, Positions
 from keras_headmask.masks import Mask, Tensor
 
 
-def attend(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -38,7 +38,7 @@ class Kernel:
         """The context `(B, T, H, Dv)`. Operands: query, key, value, tensors of `part.changes`."""
         raise NotImplementedError
 
-    def attend(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
+    def run(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
         """The context, in the dtype of the value, and probabilities, which only `Dense` has."""
         given = request.query, request.key, request.value
         is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
@@ -61,7 +61,7 @@ class Dense(Kernel):
     def refuses(self, request: Request, part: Part) -> None:
         return None
 
-    def attend(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
+    def run(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
         mask = None
         if request.make_mask is not None:
             mask = request.make_mask()
@@ -74,7 +74,7 @@ class Dense(Kernel):
         operands, changes = (request.query, request.key, request.value), request.changes
         positions = None if changes.position_bias is None else request.positions
         may_branch = not is_dense_scope()
-        return dense.attend(*operands, mask, request.scale, changes, positions, drop, may_branch)
+        return dense.attention(*operands, mask, request.scale, changes, positions, drop, may_branch)
 
 
 # --- What holds for all that skip something ------------------------------------------------------
@@ -145,7 +145,7 @@ class ByLength(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.tensorflow import by_length
 
-        return by_length.attend(part, *operands)
+        return by_length.compute(part, *operands)
 
 
 def _not_all_heads(request: Request, part: Part) -> str | None:
@@ -185,7 +185,7 @@ class AtOnce(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.tensorflow import loop
 
-        return loop.attend_at_once(part, *operands)
+        return loop.compute_at_once(part, *operands)
 
 
 class HeadByHead(Kernel):
@@ -205,7 +205,7 @@ class HeadByHead(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.tensorflow import head_by_head
 
-        return head_by_head.attend(part, *operands)
+        return head_by_head.compute(part, *operands)
 
 
 # --- A head group --------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Loop(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.tensorflow import loop
 
-        return loop.attend(part, *operands)
+        return loop.compute(part, *operands)
 
 
 def _not_in_float32(request: Request) -> str | None:
@@ -262,7 +262,7 @@ class BlockLoop(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.jax import loop
 
-        return loop.attend(part, request.query_offset, *operands)
+        return loop.compute(part, request.query_offset, *operands)
 
 
 def _not_on_torch(request: Request) -> str | None:
@@ -290,7 +290,7 @@ class Sdpa(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.torch import tiles
 
-        return tiles.attend(part, request.query_offset, *operands)
+        return tiles.compute(part, request.query_offset, *operands)
 
 
 class FlexAttention(Kernel):
@@ -315,7 +315,7 @@ class FlexAttention(Kernel):
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.torch import flex
 
-        return flex.attend(part, request.query_offset, *operands)
+        return flex.compute(part, request.query_offset, *operands)
 
 
 class Unrolled(Kernel):
@@ -328,7 +328,7 @@ class Unrolled(Kernel):
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         plan = blocks.plan_of(part, *_lengths(request), request.query_offset)
-        return unrolled.attend(part, plan, *operands)
+        return unrolled.compute(part, plan, *operands)
 
 
 class ByGroup(Kernel):

@@ -15,7 +15,7 @@ from keras_headmask.attention.logits import tanh
 from keras_headmask.masks import Length, Mask, Tensor
 
 
-def attend(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

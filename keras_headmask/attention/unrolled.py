@@ -24,7 +24,7 @@ from keras_headmask.rules.evaluation import tile_of_heads
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
-def attend(
+def compute(
     part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
 ) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.

@@ -122,7 +122,7 @@ class Run:
         output, _ = call(*args, **kwargs | {"cache": ops.zeros(shape, layer.compute_dtype)})
         return output, cache
 
-    def attend(
+    def context(
         self,
         adapter: Attention,
         rules: Sequence[LayerRule],
@@ -157,7 +157,7 @@ class Run:
             seen = self._mask(rules, of_group, heads, mask)
             queries = of_heads(query, heads, axis=2)
             operands = queries, new["key"], new["value"], seen
-            contexts.append(one_query.attend(*operands, adapter.scale, adapter.soft_cap))
+            contexts.append(one_query.attention(*operands, adapter.scale, adapter.soft_cap))
             order.extend(heads)
         self.made.append(made)
         context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)

@@ -107,7 +107,7 @@ class Cache(Protocol):
     def called(self, layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
         """What `call(*args, **kwargs)`, a call of a masked layer, returns."""
 
-    def attend(
+    def context(
         self, adapter: Attention, rules: list[LayerRule], usual: Callable, arguments: Arguments
     ) -> tuple[Any, Any]:
         """Context and probabilities of a call of the hook, which `usual(arguments)` computes."""
@@ -144,7 +144,7 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
             compute = functools.partial(under, adapter, in_force)
         cache = current_cache()
         if cache is not None:
-            compute = functools.partial(cache.attend, adapter, in_force, compute)
+            compute = functools.partial(cache.context, adapter, in_force, compute)
         context, probabilities = compute(arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 

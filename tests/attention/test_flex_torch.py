@@ -109,7 +109,7 @@ def test_pairs_are_those_of_the_rule(uncompiled, name, key_heads):
     spec, inputs = OF_SIDES[name]
     qkv = operands(3, 23, 23, 4, size=8, value_size=8, key_heads=key_heads)
     part = part_of(spec, inputs, 23, 23, heads=4, sharing=4 // key_heads)
-    got = flex.attend(part, 0, *map(torch.from_numpy, qkv))
+    got = flex.compute(part, 0, *map(torch.from_numpy, qkv))
     close(got, attend(qkv, spec, inputs, tiled=False))
 
 
@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_reach_those_who_see_them_alone(uncompiled, b
     k[0, 5, :, 0], v[0, 11, :, 1], q[0, 20, :, 2] = bad, bad, bad
     spec = hm.Window(2, 0) & ~hm.Queries(12, 13)
     got = numpy(
-        flex.attend(part_of(spec, None, 23, 23, heads=2), 0, *map(torch.from_numpy, (q, k, v)))
+        flex.compute(part_of(spec, None, 23, 23, heads=2), 0, *map(torch.from_numpy, (q, k, v)))
     )
     rows = np.isnan(got).all((0, 2, 3))
     assert np.flatnonzero(rows).tolist() == [5, 6, 7, 11, 13, 20]

@@ -68,7 +68,7 @@ def context(computed, qkv, spec, inputs=None, offset=0, **rest):
             head_groups.of_heads(query, part.heads, 2),
             *(head_groups.of_heads(x, own, 2) for x in (key, value)),
         )
-        contexts.append(unrolled.attend(part, plan, *of_part))
+        contexts.append(unrolled.compute(part, plan, *of_part))
         order += part.heads
     return head_groups.in_order(ops.concatenate(contexts, axis=2), order, axis=2)
 

@@ -94,7 +94,7 @@ def test_which_implementation_computes(length, wanted, monkeypatch):
 
     used = []
     for holder, name, called in (
-        (head_by_head, "head by head", "attend"),
+        (head_by_head, "head by head", "compute"),
         (kernels.ByGroup, "by tiles", "compute"),
     ):
         real = getattr(holder, called)

@@ -202,7 +202,7 @@ def test_a_step_of_generation_does_the_same():
     value = np.arange(8.0).reshape(1, 2, 4, 1)
     mask = np.array([[[[True, True, False, False]], [[False, False, False, True]]]])
     given = (ops.convert_to_tensor(x.astype("float32")) for x in (query, key, value))
-    got = one_query.attend(*given, ops.convert_to_tensor(mask), 1.0)
+    got = one_query.attention(*given, ops.convert_to_tensor(mask), 1.0)
     np.testing.assert_allclose(numpy(got).ravel(), [0.5, 7.0])
 
 

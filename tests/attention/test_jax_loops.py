@@ -335,7 +335,7 @@ def test_blocks_that_hold_nothing_are_not_looked_at(run):
 def used(**rest):
     """Which loop computes a rule on positions of 23 tokens."""
     both = [
-        mock.patch.object(module, "attend", side_effect=RuntimeError(module.__name__))
+        mock.patch.object(module, "compute", side_effect=RuntimeError(module.__name__))
         for module in (loop, unrolled)
     ]
     with both[0], both[1], tiles():

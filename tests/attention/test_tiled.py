@@ -83,8 +83,8 @@ def test_the_python_loop_equals_the_definition_on_every_backend(case, seed, of_o
     with tiles(block=2, wide=4) as tuning:
         part = Part(rule, heads_of_rule, bound, SCALE, tuning)
     plan = blocks.plan_of(part, queries, keys, offset)
-    got = unrolled.attend(part, plan, *map(ops.convert_to_tensor, qkv))
-    wanted, _ = dense.attend(*map(ops.convert_to_tensor, qkv), mask, SCALE)
+    got = unrolled.compute(part, plan, *map(ops.convert_to_tensor, qkv))
+    wanted, _ = dense.attention(*map(ops.convert_to_tensor, qkv), mask, SCALE)
     close(got, wanted)
     assert 0 <= plan.share(keys) <= 1
 

@@ -163,10 +163,10 @@ def test_operands_of_any_dtype(dtype):
         part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
 
     def loss(*x, of=None):
-        of = of or (lambda *x: sdpa_tiles.attend(part, 0, *x))
+        of = of or (lambda *x: sdpa_tiles.compute(part, 0, *x))
         return weighted(of(*x))
 
-    got = sdpa_tiles.attend(part, 0, *given)
+    got = sdpa_tiles.compute(part, 0, *given)
     assert got.dtype == given[0].dtype
     wanted = attend(rounded, spec, inputs, tiled=False)
     assert_close(numpy(got), numpy(wanted), dtype)

@@ -83,7 +83,7 @@ def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
     mask = rng.random((2, 4, 1, 9)) < 0.5
     mask[1, 2] = False
     got = numpy(
-        one_query.attend(*map(ops.convert_to_tensor, (query, key, value, mask)), 0.3, soft_cap)
+        one_query.attention(*map(ops.convert_to_tensor, (query, key, value, mask)), 0.3, soft_cap)
     )
     for example, head in np.ndindex(2, 4):
         of_head = head * of_keys // 4
@@ -102,7 +102,7 @@ def test_one_slot_is_all_or_nothing(recwarn):
     """A head that sees itself alone, or no key; Keras' softmax would warn at every step."""
     query, value = (ops.ones((2, 1, 1, 3)) * x for x in (5.0, 7.0))
     mask = ops.convert_to_tensor(np.array([True, False])[:, None, None, None])
-    got = numpy(one_query.attend(query, query, value, mask, 1.0))
+    got = numpy(one_query.attention(query, query, value, mask, 1.0))
     np.testing.assert_array_equal(got[:, 0, 0, 0], [7, 0])
     assert not recwarn.list
 

@@ -36,8 +36,8 @@ RULES = {
 @pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
-    went, real = [], kernels.Kernel.attend  # all but `Dense` have it
-    monkeypatch.setattr(kernels.Kernel, "attend", lambda *given: went.append(1) or real(*given))
+    went, real = [], kernels.Kernel.run  # all but `Dense` have it
+    monkeypatch.setattr(kernels.Kernel, "run", lambda *given: went.append(1) or real(*given))
     with tuned(**ALWAYS) if tiled else hm.dense_scope():
         check_a_rule(rule, dropout)
     assert bool(went) == tiled

@@ -30,7 +30,7 @@ from keras_headmask.rules.evaluation import allowed_tile
 _DEAD = 1e30  # the largest logit of a row that sees nothing: exp(logit - _DEAD) is 0
 
 
-def attend(
+def compute(
     part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
 ) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
@@ -199,7 +199,7 @@ def _gradients_backward(program: Program, kept: tuple, upstream: tuple) -> tuple
         def definition(tensors: list, *operands: Tensor) -> Tensor:
             query, key, value = operands
             changes = as_bias(part, part.changes.with_tensors(tensors), bound, str(query.dtype))
-            return dense.attend(query, key, value, mask, 1.0, changes)[0]
+            return dense.attention(query, key, value, mask, 1.0, changes)[0]
 
         return jax.vjp(definition, tensors, query, key, value)[1](d_context)
 

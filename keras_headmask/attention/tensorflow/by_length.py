@@ -23,7 +23,7 @@ from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
 
 
-def attend(part: Part, *operands: Tensor) -> Tensor:
+def compute(part: Part, *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` of all heads, of sequences of any length.
 
     `operands`: query, key, value, and the tensors of `part.changes`.

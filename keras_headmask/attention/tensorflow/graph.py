@@ -17,15 +17,15 @@ from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
 
 
-def shared(attend: Callable) -> Callable:
-    """Let `attend(part, query, key, value)` be one function in a graph for all equal `Part`s."""
+def shared(compute: Callable) -> Callable:
+    """Let `compute(part, query, key, value)` be one function in a graph for all equal `Part`s."""
 
-    @functools.wraps(attend)
+    @functools.wraps(compute)
     @tf.autograph.experimental.do_not_convert
     def call(part: Any, *operands: Tensor) -> Tensor:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():
-            return attend(part._replace(bound=_widened(bound)), *operands)
+            return compute(part._replace(bound=_widened(bound)), *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
         drawn = []
@@ -34,10 +34,10 @@ def shared(attend: Callable) -> Callable:
             dropout = dropout._replace(rows=None, columns=None)
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
-        key = attend, part, names, is_forward_only(), _keras.checks_numerics()
+        key = compute, part, names, is_forward_only(), _keras.checks_numerics()
         functions = _functions()
         if key not in functions:
-            functions[key] = _function(attend, part, names)
+            functions[key] = _function(compute, part, names)
         positions = bound.query_positions, bound.key_positions
         return functions[key](*positions, values, drawn, *operands)
 
@@ -57,8 +57,8 @@ def _functions() -> dict[tuple, Callable]:
     return functions
 
 
-def _function(attend: Callable, part: Any, names: tuple) -> Callable:
-    """`attend` as a function of tensors alone, for a part without its `bound` and draws."""
+def _function(compute: Callable, part: Any, names: tuple) -> Callable:
+    """`compute` as a function of tensors alone, for a part without its `bound` and draws."""
 
     # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
     @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
@@ -73,7 +73,7 @@ def _function(attend: Callable, part: Any, names: tuple) -> Callable:
         if dropout is not None:
             dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
         whole = part._replace(bound=_widened(Bound(queries, keys, inputs)), dropout=dropout)
-        return attend(whole, *operands)
+        return compute(whole, *operands)
 
     return function
 

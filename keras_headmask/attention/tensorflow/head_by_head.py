@@ -29,7 +29,7 @@ from keras_headmask.rules.evaluation import allowed_tile
 
 
 @shared
-def attend(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def compute(part: Part, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)`. `part` is of all heads, and its rule may differ between them."""
     return with_own_gradient(guarded(passes(part)), query, key, value)
 

@@ -40,7 +40,7 @@ from keras_headmask.rules.protocol import WHOLE, Cuts
 
 
 @shared
-def attend(part: Part, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor) -> Tensor:
+def compute(part: Part, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
     H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
@@ -118,7 +118,7 @@ def at_once(part: Part) -> Passes:
 
 
 @shared
-def attend_at_once(part: Part, *operands: Tensor) -> Tensor:
+def compute_at_once(part: Part, *operands: Tensor) -> Tensor:
     return with_own_gradient(at_once(part), *operands)
 
 

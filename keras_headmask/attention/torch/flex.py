@@ -40,7 +40,7 @@ def is_possible(bound: Bound, scale: Any, *operands: Tensor) -> bool:
     )
 
 
-def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def compute(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
     H = `part.sharing` * Hk.

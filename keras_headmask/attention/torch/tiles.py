@@ -44,7 +44,7 @@ def can_read(bound: Bound, *operands: Tensor) -> bool:
     return is_known(*operands, *sides)
 
 
-def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def compute(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
     H = `part.sharing` * Hk.
@@ -52,7 +52,7 @@ def attend(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Ten
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     plan = functools.partial(blocks.plan_of, part, queries, keys, query_offset)
     if not batch:
-        return unrolled.attend(part, plan(), query, key, value)
+        return unrolled.compute(part, plan(), query, key, value)
     steps = steps_of(part, _read(part.bound), batch, queries, keys, query_offset)
     if is_forward_only():
         return _context(part, steps, plan, query, key, value)

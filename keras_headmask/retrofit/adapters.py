@@ -1,8 +1,9 @@
 """The attention classes that a rule reaches, and what the hook must know of each.
 
-A rule stands for one method of an attention layer, the hook. `Attention` says how Keras' own class
-computes in it; a class of KerasHub differs by what its adapter says. An adapter is found by the
-module and the name of the class, so nothing of KerasHub is imported. A rule names *query* heads.
+A layer under a rule has one method replaced, the hook: the one that computes attention. `Attention`
+describes the hook of Keras' own class. Classes of KerasHub have adapters of their own, with what
+differs. An adapter is found by the module and the name of the class, so nothing of KerasHub is
+imported. A rule names *query* heads.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ _OPERANDS = "query", "key", "value", "attention_mask"
 _DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}
 
 
-# Whose code a `Request` says all of.
+# Classes whose attention a `Request` describes in full.
 _OF_KERAS = (
     keras.layers.MultiHeadAttention,
     keras.layers.GroupQueryAttention,
@@ -35,10 +36,11 @@ _OF_KERAS = (
 class Attention:
     """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`.
 
-    `key_repeats`: how many times each key head comes repeated to the hook, for as many query heads.
+    `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
+    are as many as query heads.
     """
 
-    hook = _keras.COMPUTE_ATTENTION  # the method whose place a rule takes on a layer
+    hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
     returns_pair = True  # context and probabilities; else the context alone
     is_self = False  # whether it can attend to its own sequence alone
     key_repeats = 1
@@ -68,17 +70,17 @@ class Attention:
         return _keras.scale(self.layer)
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        """What the hook restricts beside `attention_mask`, by positions."""
+        """What the class restricts beside `attention_mask`, as a rule on positions."""
         return Window(after=0) if arguments.get("use_causal_mask") else None
 
     @property
     def softmax(self) -> str | None:
-        """Where all of attention is in `call`, which is the hook: its attribute, the softmax."""
+        """If `call` is the hook: the attribute that holds the softmax. Else `None`."""
         return None
 
     @property
     def has_own_code(self) -> bool:
-        """Whether the class, or a flash kernel, must compute attention, by a mask of rank 4."""
+        """Whether code of the class, or a flash kernel, computes, and gets the rule as a mask."""
         known = [getattr(cls, self.hook) for cls in _OF_KERAS]
         return bool(
             observers.uses_flash(self.layer)
@@ -87,7 +89,7 @@ class Attention:
         )
 
     def dropout(self, training: bool | None) -> dict[str, Any]:
-        """What a `Request` says of dropout of the probabilities."""
+        """The arguments of a `Request` for dropout of the probabilities."""
         return dropout_of(self.layer, training)
 
     def arguments(
@@ -129,7 +131,7 @@ class GroupQuery(Attention):
     head_dim = _held("head_dim")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        # It keeps what is wanted on itself.
+        # The layer keeps in an attribute whether probabilities are wanted.
         kwargs = {"return_attention_scores": _keras.wants_scores(self.layer)} | kwargs
         return super().arguments(*args, **kwargs)
 
@@ -155,7 +157,7 @@ class Grouped(Attention):
         return _keras.part(self.layer, "query_dense").partial_output_shape[-1]
 
     def dropout(self, training: bool | None) -> dict[str, Any]:
-        return {}  # that of the class is of the context
+        return {}  # the class drops parts of the context instead
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         return None
@@ -171,7 +173,7 @@ class Grouped(Attention):
 
 
 def _near(size: int) -> MaskSpec:
-    """A sliding window as KerasHub's decoders have it: the causal mask does the rest."""
+    """A sliding window of KerasHub's decoders, which have a causal mask beside it."""
     return Window(before=size - 1, after=size - 1)
 
 
@@ -225,7 +227,7 @@ class GPTNeoX(Grouped):
 
 
 class OwnSoftmax(Grouped):
-    """The decoders with ALiBi: all in `call`, where a softmax of logits and their mask stands."""
+    """Decoders with ALiBi: `call` computes all of attention, by a softmax that takes a mask."""
 
     hook = "call"
     num_heads = num_key_heads = _held("num_heads")
@@ -246,7 +248,7 @@ class OwnSoftmax(Grouped):
 
 
 class Deberta(Attention):
-    """Its logits hold a bias of keys and distances: its class adds that, and takes a whole mask."""
+    """Its class adds a bias of keys and distances to the logits, so its own code computes."""
 
     is_self = True
     has_own_code = True
@@ -288,7 +290,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
 
 
 def adapter_of(layer: Any) -> Attention | None:
-    """What the hook must know of an attention layer; `None` if no rule reaches its class."""
+    """The adapter of an attention layer; `None` if a rule cannot reach its class."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
         return Attention(layer)
     if isinstance(layer, keras.layers.GroupQueryAttention):

@@ -49,7 +49,7 @@ def apply_head_masks(
     reverses, shifts or packs its sequence must get ids in the order that attention sees, and an
     int32 input cuts ids of 64 bits, as in any Keras model.
 
-    Attention written by hand is refused where it shows: a class named for attention,
+    Attention that code spells out is refused where it shows: a class named for attention,
     `dot_product_attention` when a layer runs on symbolic tensors, or a softmax of (queries, keys)
     before a product, in the graph or when a layer runs so. What such a run does not show escapes
     the rule, as the code of a subclassed model.
@@ -167,7 +167,7 @@ def _check_model(model: Any) -> None:
 
 
 def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
-    """Raise where a rule reads inputs and no graph can hand them on."""
+    """Raise if a rule reads inputs and the model has no graph to hand them on."""
     reads = sorted({name for _, rule in planned for name in rule.spec.inputs})
     graph = _keras.functional_of(model)
     if reads and not copy and isinstance(model, keras.Sequential):
@@ -185,13 +185,13 @@ def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
 
 
 def _is_around(rule: LayerRule, model: keras.Model) -> bool:
-    """Whether a model that holds `model` gave the rule."""
+    """Whether the rule was given to a model that holds `model`."""
     has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
     return (has_graph and rule.owner is model) or is_inside(rule.owner, model)
 
 
 def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
-    """The rule of one layer, joined with one that it has from this model."""
+    """The rule of one layer, joined with the one that `model` gave it before."""
     layer = entry.layer
     beneath = combined(layer, rules_in_force(layer))
     if existing == "error" and beneath is not None:
@@ -224,7 +224,7 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
 def warn_of_lost_padding(model: keras.Model, planned: Planned) -> None:
     """Warn where `model` loses the Keras mask before a layer whose rule lets padding be seen.
 
-    A layer that has a rule already was looked at when it got that.
+    A layer that has a rule already got this warning, or none, when it got that.
     """
     rules = {id(entry.layer): (entry, rule) for entry, rule in planned}
     found: dict[Any, tuple[lost_masks.Lost, list[str]]] = {}
@@ -281,7 +281,7 @@ def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
     adapter = adapted(entry.layer)
     if not adapter.has_own_code or not restricts(spec, adapter.num_heads):
         return
-    # Another object, as code may keep what it likes on its own.
+    # On a copy of the layer, as its code may set attributes.
     stand_in = observers.standing_in(entry.layer, {_keras.FLASH: False})
     method = getattr(type(entry.layer), adapter.hook).__get__(stand_in)
 

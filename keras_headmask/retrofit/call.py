@@ -1,7 +1,7 @@
 """One call of attention under the rules of its layer.
 
-A masked layer that is called with `head_mask_inputs` opens a frame, and the attention inside reads
-them there. A frame belongs to one call in one thread, so a model may run in many threads at once.
+A masked layer that is called puts its `head_mask_inputs` into a frame, where the attention inside
+finds them. A frame belongs to one call in one thread, so a model may run in many threads at once.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own 
 class Frame(NamedTuple):
     """What is known while a masked layer runs."""
 
-    inputs: tuple[tuple[keras.Layer, Tensors], ...]  # for which layer; the outermost call first
+    inputs: tuple[tuple[keras.Layer, Tensors], ...]  # each with the layer called; outermost first
     offset: Any  # the position of the first query in a cache; `None` without a cache
     graph: Any  # TensorFlow's, in which the inputs were given
     used: set[int]  # the attention layers that have run
@@ -67,9 +67,9 @@ def in_frame(frame: Frame) -> Iterator[None]:
 def opened_frame(
     layers: Iterable[keras.Layer], inputs: Tensors | None, offset: Any
 ) -> Iterator[Frame]:
-    """The frame of a call with `inputs` for `layers`, inside the one that is open.
+    """Open a frame with `inputs` for `layers`. It also holds what the frame around it holds.
 
-    An outer offset holds.
+    An offset that the frame around it has is kept.
     """
     outer = _frame.get()
     before = outer or Frame((), None, graph_being_built(), set())
@@ -85,10 +85,10 @@ def opened_frame(
 
 
 def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
-    """What `rule` reads in this call: what its owner was called with.
+    """The tensors that `rule` reads in this call: those that its owner was called with.
 
-    Or a layer that stands for it: one inside that is called by itself, or one beside it that holds
-    the same `attention`. What a layer around it was called with may be of another sequence.
+    If the owner was not called: those of another layer that holds the same `attention` and not the
+    owner. Those of a layer around the owner may belong to another sequence.
     """
     given = current_frame().inputs[::-1]
     own = [tensors for layer, tensors in given if layer is rule.owner]
@@ -126,9 +126,9 @@ def with_cache(cache: Cache) -> AbstractContextManager[Any]:
 
 
 def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Callable:
-    """What stands on an attention layer for the method of its class that computes attention.
+    """A function that replaces `_compute_attention` of `layer`, and applies the rules.
 
-    On the object, not in its class: there Keras would give up its shortcut for causal masks.
+    It is set on the object: if the class had it, Keras would give up its shortcut for causal masks.
     """
     name = adapted(layer).hook
 
@@ -156,10 +156,10 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
 
 
 def _has_tensors(layer: Any, rule: LayerRule) -> bool:
-    """Whether what `rule` reads in this call are tensors.
+    """Whether the inputs of `rule` are tensors of the backend, not symbolic ones of Keras.
 
-    While Keras infers shapes, the inputs of a graph that is being made have no values. The rule is
-    left out there if nothing will run again what is computed.
+    They are symbolic while a graph is made and Keras infers shapes. Without values the rule is left
+    out: shapes do not depend on it. A function compiled meanwhile would stay without the rule.
     """
     given = [current_frame().offset, *(inputs_of(rule, layer) or {}).values()]
     if not any(map(keras.backend.is_keras_tensor, given)):
@@ -180,7 +180,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
 
 
 def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
-    """Context and probabilities under `rules`, which models inside one another gave the layer."""
+    """Context and probabilities under `rules`: one, or one of each of several nested models."""
     query, frame = arguments["query"], current_frame()
     if len(query.shape) != 4:
         raise ValueError(
@@ -237,9 +237,9 @@ def _joined(
 def _by_softmax(
     adapter: Attention, rules: list[LayerRule], arguments: Arguments
 ) -> tuple[Any, Any]:
-    """What a layer returns, and probabilities, where its `call` holds all of attention.
+    """Output and probabilities of a layer whose `call` is the hook, and takes a softmax.
 
-    Its own code runs, on an object of the same parts whose softmax obeys the rules, too.
+    The code of its class runs, on a copy of the layer whose softmax also hides what rules hide.
     """
     assert adapter.softmax is not None
     frame, offset, made = current_frame(), _offset(arguments, 0), []
@@ -276,7 +276,7 @@ class _Beside(NamedTuple):
         lengths, window = _lengths(adapter, arguments), adapter.window(arguments)
         mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
         if arguments.get("use_causal_mask") and not (isinstance(offset, int) and offset == 0):
-            # Keras counts both from 0, wherever the rule sees the queries.
+            # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
             assert window is not None
             causal = evaluation.make_mask(window, *_sizes(arguments))
             mask, window = masks.and_masks(mask, causal), None
@@ -291,7 +291,7 @@ def _attended(
     bound: Any = None,
     make_mask: Callable | None = None,
 ) -> tuple[Any, Any]:
-    """Context and probabilities by our own attention, under `spec` and what restricts beside it."""
+    """Context and probabilities by our own attention, under `spec` and `beside`."""
     of_mask = _as_argument(beside.mask, _lengths(adapter, arguments))
     outside, inputs = all_that_restricts(None, None, **of_mask, window=beside.window)
     if outside is not None and (inputs or bound is None):
@@ -317,7 +317,7 @@ def _attended(
 
 
 def _offset(arguments: Arguments, default: Any = None) -> Any:
-    """The position of the first query, if the call says it."""
+    """The position of the first query, if the call gives it."""
     offset = current_frame().offset
     if offset is None:
         offset = arguments.get("cache_update_index")
@@ -341,7 +341,7 @@ def _bound(
     sizes: tuple[Any, Any, Any],
     offset: Any,
 ) -> Any:
-    """What `rule` reads; `sizes` are those of the batch, of the queries and of the keys."""
+    """The prepared inputs of `rule`; `sizes` are those of the batch, the queries and the keys."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
         found = inputs_of(rule, layer)
@@ -384,7 +384,7 @@ def _checked_mask(layer: Any, mask: Any, lengths: evaluation.Lengths) -> Any:
 
 
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:
-    """The merged mask by what it restricts."""
+    """The merged mask under the name of the argument that says what it restricts."""
     if attention_mask is None:
         return {}
     shape = tuple(attention_mask.shape)

@@ -1,4 +1,4 @@
-"""Functions compiled from a model before it had a rule: they would go on without it, unseen.
+"""Functions compiled from a model before it had a rule: they would silently run without it.
 
 Not found are what `jax.jit` and `torch.compile` made, a concrete function kept without its
 `tf.function`, and a `Dataset.map` that calls the model: those must be made anew.
@@ -18,7 +18,7 @@ FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_fu
 
 
 def drop(model: keras.Model) -> None:
-    """Let Keras make its compiled functions of `model` anew, on their next use."""
+    """Drop Keras' compiled functions of `model`; Keras makes them again when they are needed."""
     for name in FUNCTIONS:
         if vars(model).get(name) is not None:
             vars(model)[name] = None
@@ -65,7 +65,7 @@ def _is_of_keras(function: Any) -> bool:
 
 def _reads(function: Any, weights: set[int]) -> bool:
     for trace in _keras.traces(function):
-        # (A trace whose variables are gone raises for them, and nobody can run it.)
+        # (A trace whose variables are gone raises here, and cannot run.)
         with contextlib.suppress(AssertionError):
             if any(id(variable) in weights for variable in trace.variables):
                 return True
@@ -73,7 +73,7 @@ def _reads(function: Any, weights: set[int]) -> bool:
 
 
 def _alive(kind: type) -> Iterator[Any]:
-    # (By the type: `isinstance` would wake objects that load something when they are asked.)
+    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something.)
     return (x for x in gc.get_objects() if issubclass(type(x), kind))
 
 

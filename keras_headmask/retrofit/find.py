@@ -22,7 +22,7 @@ from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softm
 def walk(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
     if adapter_of(layer) is not None:
-        return  # its projections are no attention of their own
+        return  # (no attention is inside attention)
     inner = children(layer)
     # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
     if isinstance(layer, _keras.Functional):
@@ -58,7 +58,7 @@ def is_inside(layer: Any, owner: Any) -> bool:
 
 @contextlib.contextmanager
 def without_remat(root: keras.Layer) -> Iterator[None]:
-    """Run what stands under a RematScope as it is: it would make one tensor two, or tracers."""
+    """Run layers of a RematScope without it: remat copies or traces tensors."""
     name, as_it_is = _keras.REMATERIALIZED_CALL, lambda _, call, *args, **kwargs: call
     with contextlib.ExitStack() as stack:
         for layer in _keras.layers_of(root):
@@ -68,20 +68,20 @@ def without_remat(root: keras.Layer) -> Iterator[None]:
 
 
 class Call(NamedTuple):
-    """One call of an attention layer; `same` is whether query and value, or key, are one tensor."""
+    """One call of an attention layer; `same`: the query is also the value, or the key."""
 
     layer: keras.Layer
     same: bool
-    other_length: bool = False  # known to differ
+    other_length: bool = False  # the lengths of query and value are known to differ
 
 
 class Survey:
-    """What the calls in one forward of a model show."""
+    """What one forward pass of a model shows of its attention."""
 
     def __init__(self, model: keras.Model):
         self.calls: list[Call] = []
         self.on_two: set[int] = set()  # the ids of layers that run on several sequences
-        self.by_hand: set[int] = set()  # and of those that compute attention out of reach
+        self.handwritten: set[int] = set()  # ids of layers whose code attends by itself
         self.untracked: dict[int, str] = {}  # by layer: a weight that Keras does not track
         self._tracked = {id(weight) for weight in _keras.all_weights(model)}
         graph = _keras.functional_of(model)
@@ -89,7 +89,7 @@ class Survey:
             self._read(graph)
 
     def _read(self, graph: Any) -> None:
-        runs: dict[int, list[Any]] = {}  # by attention layer: the calls of what it stands in
+        runs: dict[int, list[Any]] = {}  # by attention layer: the calls of layers around it
         read: set[int] = set()
         for node in _keras.nodes(graph):
             operation, first = node.operation, id(node.operation) not in read
@@ -101,7 +101,7 @@ class Survey:
                 before = len(self.calls)
                 if _runs_code_of_others(operation):
                     self._run(operation, node)
-                del self.calls[before:]  # the node shows more
+                del self.calls[before:]  # (the node shows more than the run did)
                 self._seen(operation, node.arguments.args, node.arguments.kwargs)
             elif isinstance(inner, _keras.Functional):
                 if first:
@@ -120,7 +120,7 @@ class Survey:
         query = given.get("query")
         value = given.get("value") if given.get("value") is not None else query
         same = query is value or query is given.get("key")
-        # (A subclass may take arguments that have none.)
+        # (A subclass may take arguments without a shape.)
         shapes: list[Any] = [getattr(x, "shape", ()) for x in (query, value)]
         lengths = {shape[1] for shape in shapes if len(shape) > 1} - {None}
         self.calls.append(Call(layer, same, len(lengths) > 1))
@@ -129,10 +129,10 @@ class Survey:
         """Run the body of `layer` for shapes; a layer that fails shows nothing."""
         before, seen = len(self.calls), _Seen(self)
         given = node.arguments.args, node.arguments.kwargs
-        tensors = list({id(x): x for x in node.input_tensors}.values())  # one stays one
+        tensors = list({id(x): x for x in node.input_tensors}.values())  # each once
 
         def body(*values: Any) -> None:
-            del self.calls[before:]  # (JAX runs it twice)
+            del self.calls[before:]  # (JAX may run this twice)
             seen.hooked.clear()
             seen.ran.clear()
             by_id = dict(zip(map(id, tensors), values, strict=True))
@@ -143,18 +143,18 @@ class Survey:
         def record(*values: Any) -> Any:
             seen.recorder = recorder()
             seen.recorder.run(body, *values)
-            return values  # (Keras asks for tensors.)
+            return values  # (Keras wants tensors back.)
 
         operation = _Body(record)
         try:
-            # (What a layer around hands to its rules is not there.)
+            # (The inputs of rules are not there.)
             with seen.watching(layer), observers.rules_off():
                 operation.compute_output_spec(*tensors)
-        except Exception:  # whatever a layer raises that wants numbers
+        except Exception:  # a layer that needs numbers may raise anything
             return
         if seen.attends or any(softmaxes_among(seen.recorder.steps)):
-            self.by_hand.add(id(layer))
-        self.by_hand |= {id(x) for x in seen.ran if id(x) not in seen.hooked}
+            self.handwritten.add(id(layer))
+        self.handwritten |= {id(x) for x in seen.ran if id(x) not in seen.hooked}
         ran = [id(x) for x in seen.ran]
         self.on_two |= {x for x in ran if ran.count(x) > 1}
         if lost := [x.path for x in seen.weights if id(x) not in self._tracked]:
@@ -206,7 +206,7 @@ class _Seen:
 
 
 def _runs_code_of_others(layer: Any) -> bool:
-    """Whether code runs in it that is not Keras' own: then its calls show only when it runs."""
+    """Whether it runs code that is not Keras' own, so that its calls show only when it runs."""
     return any(
         isinstance(x, keras.layers.Lambda) or not _keras.is_own(x, "layers")
         for x in _keras.layers_of(layer)
@@ -214,9 +214,10 @@ def _runs_code_of_others(layer: Any) -> bool:
 
 
 def _follows(earlier: Any, later: Any) -> bool:
-    """Whether a call is on the sequence of an earlier one, by the first operands.
+    """Whether a call is on the same sequence as an earlier one, by their first inputs.
 
-    It has the same, or one made of what the earlier call gave and of no further input.
+    It is if these are one tensor, or if the later one is made of outputs of the earlier call and of
+    no input that the earlier one is not made of.
     """
     before, now = (call.input_tensors[0] for call in (earlier, later))
     given = {id(x) for x in earlier.outputs}
@@ -225,7 +226,7 @@ def _follows(earlier: Any, later: Any) -> bool:
 
 
 def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
-    """The ids of the inputs that a tensor of a graph is made of, back to those of `ends`."""
+    """The ids of the inputs that a tensor of a graph is made of; the search stops at `ends`."""
     waiting, seen, found = [tensor], set(), set()
     while waiting:
         tensor = waiting.pop()
@@ -255,7 +256,7 @@ class AttentionLayer(NamedTuple):
 
     @property
     def num_heads(self) -> Any:
-        """The heads of the query; of a layer that no rule reaches, what it says, or `None`."""
+        """The number of query heads; `None` if the layer has no `num_heads`."""
         adapter = adapter_of(self.layer)
         return getattr(self.layer, "num_heads", None) if adapter is None else adapter.num_heads
 
@@ -285,7 +286,7 @@ def find_attention(model: keras.Model) -> Found:
     calls: dict[int, list[Call]] = {}  # in forward order
     for call in survey.calls:
         calls.setdefault(id(call.layer), []).append(call)
-    by_hand = survey.by_hand | {id(x) for x in softmaxes_of_attention(model)}
+    handwritten = survey.handwritten | {id(x) for x in softmaxes_of_attention(model)}
     for path, layer in walk(model):
         if id(layer) in seen:
             continue
@@ -299,7 +300,7 @@ def find_attention(model: keras.Model) -> Found:
         held = survey.untracked.get(id(layer), "")
         is_twice, ran = id(layer) in survey.on_two, id(layer) in calls
         entry = AttentionLayer(layer, path, kind, is_twice, held, ran)
-        if id(layer) in by_hand or "attention" in held or _attends_by_its_name(layer):
+        if id(layer) in handwritten or "attention" in held or _attends_by_its_name(layer):
             found.unknown.append(entry)
         elif adapter is not None:
             found.known.append(entry)
@@ -312,7 +313,7 @@ def find_attention(model: keras.Model) -> Found:
 
 
 def _kind(name: str, calls: list[Call]) -> str:
-    """Whether a layer attends to its own sequence: by its calls' tensors, then by its name."""
+    """The `kind` of a layer: by the tensors of its calls, and else by its name."""
     if any(call.other_length for call in calls):
         return "cross"
     if calls and all(call.same for call in calls):
@@ -323,7 +324,7 @@ def _kind(name: str, calls: list[Call]) -> str:
 
 
 def _attends_by_its_name(layer: Any) -> bool:
-    """Whether its class is named for attention and leaves it to no layer inside."""
+    """Whether its class is named for attention, and no layer inside it is."""
     return (
         adapter_of(layer) is None
         and _is_named_for_attention(layer)
@@ -337,11 +338,11 @@ def _attends_by_its_name(layer: Any) -> bool:
 def _is_named_for_attention(layer: Any) -> bool:
     name = type(layer).__name__.lower()
     _, found, rest = name.partition("attention")
-    return bool(found) and "mask" not in rest  # one that makes attention masks does not attend
+    return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
 
 
 def longest_sequence(model: keras.Model) -> int | None:
-    """How long a sequence may be, as far as the layers say (KerasHub's position embeddings)."""
+    """How long a sequence may be, if layers have a limit, as KerasHub's position embeddings."""
     sizes = [getattr(layer, "sequence_length", None) for layer in _keras.layers_of(model)]
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
@@ -356,7 +357,7 @@ def numbered(found: Found) -> Iterator[tuple[int | None, AttentionLayer]]:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A line for each row, its cells below each other."""
+    """A line for each row, with its cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
     return ["  ".join(cells).rstrip() for cells in padded]

@@ -21,7 +21,7 @@ def _available(model: keras.Model) -> dict[str, Any]:
 
 
 def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None:
-    """Raise for what the inputs of `model` cannot give its rules."""
+    """Raise if a rule reads something that the inputs of `model` cannot give it."""
     inputs = model.input if isinstance(model, _keras.Functional) else None
     if isinstance(inputs, dict):
         read = {name for _, rule in planned for name in rule.spec.inputs}
@@ -58,7 +58,7 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
 
 
 def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> str:
-    """A leaf of the rules that lacks an input, in code, with one that the model has."""
+    """For an error: a leaf whose input the model lacks, as code that names one it has."""
     found: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
     for leaf in found:
         name: Any = getattr(leaf, "input", None)
@@ -78,7 +78,7 @@ def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> st
 
 
 def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dict[str, Source]:
-    """Which inputs of the model each name of `spec` is read from."""
+    """The input of the model, or the pair of them, from which each name in `spec` is read."""
     available = _available(model)
     sources: dict[str, Source] = {}
     for name, kind in spec.inputs.items():
@@ -146,7 +146,7 @@ def new_inputs(model: keras.Model, rules: Iterable[LayerRule]) -> dict[str, Any]
 
 @keras.saving.register_keras_serializable("keras_headmask")
 class HeadMaskInputs(keras.layers.Layer):
-    """Makes, of a model's ids, what its rules compare: the number of each token's sentence, say.
+    """Prepares ids for all layers at once: from token ids, say, the number of each one's sentence.
 
     `parts` are pairs of a leaf of a rule and the names of its inputs. It has no weights.
     """
@@ -174,7 +174,7 @@ class HeadMaskInputs(keras.layers.Layer):
 
 
 def _tuples(sources: Mapping[str, Any]) -> dict[str, Source]:
-    """Pairs of names as tuples, which JSON makes lists."""
+    """`sources` with pairs as tuples; JSON made lists of them."""
     return {k: v if isinstance(v, str) else tuple(v) for k, v in sources.items()}
 
 
@@ -204,9 +204,9 @@ _ARGUMENT = "head_mask_inputs"
 
 
 def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False) -> None:
-    """Run the graph of `model` anew, with what its rules read as arguments of the masked layers.
+    """Run the graph of `model` anew, and call masked layers with the inputs of their rules.
 
-    `new` are inputs to add. With `drop_inputs`, inputs go that rules alone have read.
+    `new` are inputs to add. With `drop_inputs`, inputs that only rules have read are removed.
     """
     held = {op.name: op for op in model.operations if isinstance(op, HeadMaskInputs)}
     rules = {id(op): rules_read(model, op) for op in model.operations}
@@ -255,11 +255,13 @@ def _given(
     made: Mapping[str, Any],
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a masked layer is called with: the tensors `before`, and what they lack."""
+    """The `head_mask_inputs` of a masked layer: the tensors `before`, and those still missing."""
     given = {name: tensors[name] for rule in rules for name in rule.reads if name not in before}
     given |= {name: x for rule in rules for name, x in before.items() if name in rule.reads}
     for rule in rules:
-        if all(given[name] is tensors.get(name) for name in rule.reads):  # of which `made` is made
+        if all(
+            given[name] is tensors.get(name) for name in rule.reads
+        ):  # (`made` is made of these)
             for leaf in leaves(rule.spec):
                 for name in leaf.inputs:
                     pair = prepared_names(leaf, name, rule.sources)
@@ -272,13 +274,13 @@ def _has_edges(model: keras.Model) -> bool:
 
 
 def _read_by_rules_alone(model: keras.Model) -> set[int]:
-    """The ids of inputs that nothing reads but what prepares and hands on for rules."""
+    """The ids of inputs that only rules read."""
     by_rules: set[int] = set()
     by_others: set[int] = set()
     for node in _keras.nodes(model):
         kwargs = dict(node.arguments.kwargs)
         edges = kwargs.pop(_ARGUMENT, None)
-        own = node.arguments.args, kwargs  # which may hold what the rules read, too
+        own = node.arguments.args, kwargs  # (they may hold inputs of rules, too)
         is_ours = isinstance(node.operation, HeadMaskInputs)
         by_rules |= {id(x) for x in keras.tree.flatten((edges, own) if is_ours else edges)}
         by_others |= set() if is_ours else {id(x) for x in keras.tree.flatten(own)}

@@ -18,7 +18,7 @@ from keras_headmask import _keras
 
 
 class Value:
-    """A tensor, of which the shape is known."""
+    """A tensor in a step; only its shape is kept."""
 
     def __init__(self, shape: Any):
         self.shape = tuple(shape)
@@ -27,9 +27,9 @@ class Value:
 class Step(NamedTuple):
     """One operation: its kind, or "", and the tensors that depend on the inputs of the code.
 
-    Kinds: "softmax"; "exp", of which one may be made; "product" of two tensors; "dense", of a
-    tensor and weights ("dense softmax" with that activation); "moved", by its axes alone; "hidden",
-    of which the code is not known.
+    Kinds: "softmax"; "exp", which may be a part of one; "product" of two tensors; "dense", of a
+    tensor and weights ("dense softmax" with that activation); "moved", where only axes change;
+    "hidden", whose code is not known.
     """
 
     kind: str
@@ -121,7 +121,7 @@ _SCOPE = "attention_within_reach"
 
 
 class OnJAX(Recorder):
-    """Reads the jaxpr, and those inside it."""
+    """Reads the jaxpr of the code, and the jaxprs inside it."""
 
     def run(self, function: Callable[..., None], *tensors: Any) -> None:
         import jax
@@ -174,7 +174,7 @@ class OnPyTorch(Recorder):
         import torch
         from torch.overrides import TorchFunctionMode
 
-        kept = list(tensors)  # an id stays the one of its tensor
+        kept = list(tensors)  # kept alive, so that no id is used twice
         values: _Values = {id(x): Value(x.shape) for x in tensors if torch.is_tensor(x)}
         recorder = self
 
@@ -206,7 +206,7 @@ class OnPyTorch(Recorder):
 
 
 def recorder() -> Recorder:
-    """A new one for the backend of Keras."""
+    """A new recorder for the backend of Keras."""
     kinds = {"tensorflow": OnTensorFlow, "jax": OnJAX, "torch": OnPyTorch}
     return kinds[keras.backend.backend()]()
 
@@ -234,7 +234,9 @@ def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:
             readers.setdefault(id(tensor), []).append(step)
     for step in steps:
         if (
-            step.kind.endswith(("softmax", "exp"))  # the sum may be divided by before or after
+            step.kind.endswith(
+                ("softmax", "exp")
+            )  # (the division by the sum may come before or after the product)
             and any(map(_may_be_weights, step.outputs))
             and not _is_of_single_positions(step.outputs[0], makers, step.kind == "exp")
             and _meets_a_product(step, readers)
@@ -285,11 +287,11 @@ def _meets_a_product(softmax: Step, readers: dict[int, list[Step]]) -> bool:
 
 
 def _is_of_single_positions(tensor: Any, makers: dict[int, Step], is_exp: bool) -> bool:
-    """Whether numbers come from a Dense of one position each, as the shares of experts do.
+    """Whether each number is made of one position by a Dense, as in a mixture of experts.
 
-    Those of attention come from pairs of positions: a product, a sum that broadcasts, or code that
-    the graph does not show. An `exp` of an input is no softmax, nor is that of a logarithm of one,
-    which is found by itself.
+    Logits of attention are made of pairs of positions: by a product, a sum that broadcasts, or code
+    that the graph does not show. The `exp` of an input is no softmax, nor is that of a log-softmax,
+    which is a step of its own.
     """
     waiting, seen = [tensor], {id(tensor)}
     while waiting:

@@ -1,8 +1,8 @@
 """Models under rules: what their layers obey, and a class for models with a config of their own.
 
-A functional model of such a class, KerasHub's for one, keeps its class by one made for it. Its
-config is that of the stock model, whose code builds the stock graph, and the rules, which are
-applied again when it is loaded.
+Models of KerasHub, for one, are functional models of a class whose code builds the graph. Under
+rules such a model gets a subclass made for it. Its config holds that of the stock model, and the
+rules, which are applied again when it is loaded.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ _FILED_AS = "keras_headmask>HeadMaskedModel"
 
 
 class HeadMasked(MaskedLayer):
-    """What such a model does beside its own class: see `apply_head_masks`."""
+    """Adds rules to the class of a functional model that has a config of its own."""
 
     masks_all_attention = False  # whether layers without a rule become masked layers, too
 
@@ -102,7 +102,7 @@ class HeadMasked(MaskedLayer):
         return not own and is_inside(self, rule.owner)
 
     def get_config(self) -> dict[str, Any]:
-        """Beside the rules of its own graph, those that an outer model gave it."""
+        """The config of the stock model, the rules of its graph, and those of a model around it."""
         owners = {id(x) for x in _keras.operations(self)}
         filed = to_file(self)
         own = [(place, rule) for place, rule in filed if id(rule.owner) in owners]
@@ -130,12 +130,12 @@ class HeadMasked(MaskedLayer):
         )
 
 
-# Classes for models with more to do under rules, and for which models each is.
+# Subclasses of `HeadMasked`, and for which models each is.
 _kinds: list[tuple[type, Callable[[Any], bool]]] = []
 
 
 def add_kind(kind: type[HeadMasked], fits: Callable[[Any], bool]) -> None:
-    """Let models that `fits` names become a `kind`, where others become a `HeadMasked`."""
+    """Let models for which `fits(model)` holds become a `kind`, not just a `HeadMasked`."""
     _kinds.append((kind, fits))
     _keras.file_under(kind, _FILED_AS)
 
@@ -157,7 +157,7 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
     for layer, rule in planned:
         roots = operations_around(model, layer) or [model]
         owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
-        for root in roots:  # a layer may stand in several, each of which hands it what it reads
+        for root in roots:  # several may hold one layer, and each hands it what it reads
             add_rule(root, layer, dataclasses.replace(rule, owner=owner))
     kind = _kind_for(model)
     if kind.masks_all_attention:
@@ -197,7 +197,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
         _copy_training_state(model, twin)
         _copy_weights(model, twin)
         _copy_other_state(model, twin)
-    except Exception as error:  # whatever a layer's own config raises
+    except Exception as error:  # (the config of a layer may raise anything)
         raise ValueError(
             f"Copying the model '{model.name}' is not possible: {error} Mend that, or, for a rule, "
             "pass copy=False, which masks the model itself."
@@ -217,7 +217,7 @@ def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
             twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
     for layer, twin in [(source, target), *pairs]:  # the RematScope of when it was built
         _keras.set_remat_mode(twin, _keras.remat_mode(layer))
-    for layer, twin in pairs:  # from the outside in, as setting it reaches all inside
+    for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
 

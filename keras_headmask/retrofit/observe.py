@@ -1,6 +1,8 @@
-"""What attention layers attend to in a forward, what they may attend to, and keys hidden from them.
+"""Contexts in which attention is observed or limited: probabilities, masks, inputs of rules.
 
-Each is a context for the calling thread alone, by `looking`: others may run the model meanwhile.
+Each holds in the calling thread alone (see `attention/observers.py`), so that other threads may
+run the model meanwhile. Observers get the arguments of `_compute_attention`: many of the observed
+layers run code of their class, which knows no `Request`.
 """
 
 import contextlib
@@ -44,8 +46,8 @@ class Observed(NamedTuple):
 def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     """Run `model` on `inputs` once, as in inference, and keep what `layer` computes.
 
-    What is allowed is evaluated anew, from the rules and the masks that reach the layer, so that
-    the two can be held against each other.
+    What is allowed is evaluated again from the rules and the masks that reach the layer, so that it
+    can be compared with the probabilities.
     """
     entry = _one_layer(model, layer)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
@@ -134,7 +136,7 @@ def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[Non
 
 
 def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray:
-    """Everything that restricts the layer in the forward now running, boolean of rank 4."""
+    """Everything that restricts the layer in the call that runs now, boolean of rank 4."""
     _, heads, queries, keys = shape
     allowed = np.ones((1, 1, queries, keys), bool)
     if arguments["attention_mask"] is not None:
@@ -148,7 +150,7 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 
 
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
-    """What the rules of `apply_head_masks` allow in the call now running; `None` without one."""
+    """What the rules of `apply_head_masks` allow in the call that runs now; `None` without one."""
     mask, offset = None, current_frame().offset
     for rule in rules_in_force(layer):
         given = rule.given(inputs_of(rule, layer) or {})
@@ -161,7 +163,7 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 
 
 def is_restricted(model: keras.Model) -> bool:
-    """Whether any rule in `model` keeps any head from any key."""
+    """Whether any rule in `model` hides any key from any head."""
     return any(
         (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.num_heads)
         for entry in find_attention(model).known
@@ -170,9 +172,10 @@ def is_restricted(model: keras.Model) -> bool:
 
 @contextlib.contextmanager
 def mask_inputs_seen(model: keras.Model) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """Fill a list with what rules read, by the rules' names for it, in the order layers run.
+    """Fill a list with the inputs of rules, by the names that the rules have for them.
 
-    Not what is read in a `tf.function` inside the model, where tensors have no values.
+    They come in the order in which layers run, without those read in a `tf.function` inside the
+    model, where tensors have no values.
     """
     seen: list[tuple[str, np.ndarray]] = []
 
@@ -198,7 +201,7 @@ def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for entry in find_attention(model).known:
             layer = entry.layer
-            if _is_our_own(layer):  # by its call, where a mask of keys lets it skip tiles
+            if _is_our_own(layer):  # `call` takes a mask of keys, by which it skips tiles
                 override = _limited_call(layer.call, live)
                 stack.enter_context(observers.overriding(layer, "call", override))
             else:
@@ -244,7 +247,7 @@ class Seen:
 
     path: str  # of the layer; with [1], [2], ... where it runs more than once
     probabilities: Any  # (B, H, T, S)
-    allowed: Any  # what its rule allows, boolean (B or 1, H or 1, T, S); None without a rule
+    allowed: Any  # by its rule, boolean (B or 1, H or 1, T, S); None without a rule
 
 
 @contextlib.contextmanager

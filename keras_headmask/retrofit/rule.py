@@ -24,9 +24,10 @@ class LayerRule:
     """A rule of one attention layer, and the names under which its inputs are given.
 
     `sources` maps each name that the spec reads to one of `head_mask_inputs`, or to a pair of
-    them, `(query_side, key_side)`. `owner` is the layer that is called with these. A rule that
-    `replaces` stands for all rules that the layer had before. In cross-attention (`is_cross`) the
-    queries count from 0, however many keys there are.
+    them, `(query_side, key_side)`. `owner` is the layer that is called with these: in the graph of
+    the model that got the rule, the one that is the attention or holds it. A rule that `replaces`
+    ends all rules that the layer had before. In cross-attention (`is_cross`) the positions of
+    queries start at 0, however many keys there are.
     """
 
     spec: MaskSpec
@@ -38,7 +39,7 @@ class LayerRule:
 
     @functools.cached_property
     def restricts(self) -> bool:
-        """Whether any head is kept from any key."""
+        """Whether the rule hides any key from any head."""
         return heads.restricts(self.spec, self.num_heads)
 
     @functools.cached_property
@@ -47,7 +48,7 @@ class LayerRule:
         return sorted({name for source in self.sources.values() for name in names_in(source)})
 
     def given(self, tensors: Tensors) -> dict[str, Any]:
-        """The mask inputs of the spec, out of tensors by name."""
+        """The mask inputs of the spec, taken from `tensors` by name."""
 
         def side(name: str | None) -> Any:
             return None if name is None else tensors[name]
@@ -65,7 +66,7 @@ class LayerRule:
         ]
 
     def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
-        """What was prepared before for leaves of the spec: see `HeadMaskInputs`."""
+        """By leaf of the spec, what `HeadMaskInputs` prepared for it and `tensors` holds."""
         found = {}
         for leaf, names in self._prepared_names:
             sides = [side for pair in names.values() for side in pair if side is not None]
@@ -82,9 +83,9 @@ def names_in(source: Source) -> list[str]:
 
 
 def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
-    """The names of what is prepared for an input of a leaf, one for each side."""
+    """The names of the tensors that are prepared for an input of a leaf, one for each side."""
     source = sources[name]
-    config = json.dumps(leaf.get_config(), sort_keys=True)  # two classes may look alike in a repr
+    config = json.dumps(leaf.get_config(), sort_keys=True)  # (two classes may have one repr)
     if isinstance(source, str):
         return Sides(f"{config} of {source}", f"{config} of {source}")
     of_both = ", ".join(names_in(source))
@@ -94,12 +95,12 @@ def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> 
 
 _FORMAT = 1  # of the configs of masked layers and models
 _WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."
-# Whether a config inside that of a masked layer is read: the rules may be filed around it.
+# Whether the config that is read stands inside that of a masked layer, which may hold its rules.
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
-    """JSON: each rule with the places of its layers, and the names of what it reads."""
+    """The rules as JSON, each with the numbers of its layers and the names of what it reads."""
     parts: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for place, rule in rules:
         part: dict[str, Any] = {"spec": rule.spec.get_config()}
@@ -117,7 +118,7 @@ def rules_config(rules: list[tuple[int, LayerRule]]) -> list[dict[str, Any]]:
 def rules_from_config(
     config: Any, attention: list[keras.Layer], name: str
 ) -> Iterator[tuple[keras.Layer, LayerRule]]:
-    """The layers and rules of `rules_config`; the rules have no owner as yet."""
+    """The layers and rules of what `rules_config` returned; the rules have no owner yet."""
     for part in config:
         of_spec, places = entries(part, "spec", "layers")
         inputs = part.get("inputs", {}).items()
@@ -149,7 +150,7 @@ def entries(config: Any, *keys: str) -> list[Any]:
 def stock_and_rules(
     config: Any, stock: str, rules: str, custom_objects: Any
 ) -> tuple[Any, list[Any]]:
-    """The stock layer or model of a masked one's config, and its rules."""
+    """The stock layer or model in the config of a masked one, and the configs of its rules."""
     of_stock, of_rules = entries(config, stock, rules)
     is_list = isinstance(of_rules, (list, tuple))
     has_some = of_rules or config.get("rules") or _inside.get()  # (by an outer model, or around it)

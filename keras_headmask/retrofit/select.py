@@ -117,7 +117,7 @@ def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
 
 
 def _check_all_clear(found: Found) -> None:
-    """Raise if what is self-attention, and so its numbers, is not known of all layers."""
+    """Raise if a layer may be self- or cross-attention: numbers count self-attention only."""
     if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
         why = "" if unclear[0].ran else " It did not run when Keras inferred shapes."
         raise ValueError(

@@ -1,9 +1,9 @@
 """A layer that obeys rules wherever it is called.
 
-Attention becomes an object of a class of its own, and so does every layer around it. They keep the
-name, the weights and the arguments of the stock class, and take one more: `head_mask_inputs`, the
-tensors that the rules read. In a functional model these are edges of the graph. Their config is
-that of the stock layer, and the rules.
+The class of an attention layer that gets a rule, and of each layer around it, is replaced by a
+subclass made for it, which is a `MaskedLayer` too. The layer keeps its name, its weights and its
+arguments, and takes one more: `head_mask_inputs`, the tensors that the rules read. In a functional
+model these are edges of the graph. Its config holds that of the stock layer, and the rules.
 """
 
 import dataclasses
@@ -46,14 +46,16 @@ _FILED_AS = "keras_headmask>HeadMaskedLayer"
 
 
 class _State:
-    """What a masked layer keeps beside its own attributes, where no tracker of Keras looks."""
+    """What `MaskedLayer` adds to a layer: one attribute, which Keras does not track."""
 
     def __init__(self) -> None:
-        self.rules: tuple[LayerRule, ...] = ()  # of attention: what it obeys, the innermost first
-        # Rules in a config that wait for their attention, and how much there will be of it.
+        self.rules: tuple[LayerRule, ...] = ()  # of attention alone; the innermost model's first
+        # Rules from a file, until the attention layers inside are made, and how many these will be.
         self.waiting: list[dict[str, Any]] = []
         self.awaited = 0
-        self.stock: Any = None  # one stand-in for all times: files know it by its id
+        self.stock: Any = (
+            None  # a stock layer to be filed in its place; one, as files tell layers by id
+        )
         self.inside: list[keras.Layer] | None = None
 
 
@@ -64,7 +66,7 @@ else:
 
 
 class MaskedLayer(_Layer):
-    """What a masked layer does beside its own class."""
+    """Adds rules to the class of a layer, for the attention that the layer is or holds."""
 
     _stock_class: type
 
@@ -77,7 +79,9 @@ class MaskedLayer(_Layer):
         with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and _state(self).waiting and self.built:
-                super().compute_output_spec(*args, **kwargs)  # makes what is made in a call
+                super().compute_output_spec(
+                    *args, **kwargs
+                )  # makes layers that the first call makes
             attach(self)
             self._check_given()
             cache = current_cache()
@@ -96,7 +100,7 @@ class MaskedLayer(_Layer):
         return super().compute_output_spec(*args, **kwargs)
 
     def rematerialized_call(self, layer_call: Any, *args: Any, **kwargs: Any) -> Any:
-        """What runs again for a gradient finds what the first run found."""
+        """Let what runs again for a gradient find the inputs of the first run."""
         frame = current_frame()
 
         @functools.wraps(layer_call)
@@ -122,14 +126,14 @@ class MaskedLayer(_Layer):
 
     @property
     def _default_save_signature(self) -> Any:
-        """None for a model inside an exported one that cannot run without `head_mask_inputs`."""
+        """`None` where TensorFlow, by itself, would trace the layer without its mask inputs."""
         return None if any(self._asks_for()) else super()._default_save_signature
 
     def _asks_for(self) -> Iterator[tuple[keras.Layer, LayerRule]]:
-        """Rules inside that read what this layer must be called with, or one around it."""
+        """Rules inside whose inputs this layer must be called with, or a layer around it."""
         for layer in attention_inside(self):
             for rule in rules_in_force(layer):
-                # (A layer inside that hands on what it reads is asked when it runs.)
+                # (An owner inside is checked when it runs.)
                 if rule.reads and rule.restricts and not is_inside(self, rule.owner):
                     yield layer, rule
 
@@ -152,7 +156,7 @@ class MaskedLayer(_Layer):
                 )
 
     def _is_filed_inside(self, rule: LayerRule) -> bool:
-        """Whether a layer inside files `rule`, which was given to that one."""
+        """Whether the config of a layer inside holds `rule`, since that layer is its owner."""
         return is_inside(self, rule.owner)
 
     def get_config(self) -> dict[str, Any]:
@@ -166,11 +170,11 @@ class MaskedLayer(_Layer):
 
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
-        return _keras.unpickle_model, arguments  # which pickle finds by its name, unlike the class
+        return _keras.unpickle_model, arguments  # (pickle cannot find the class by its name)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
-        stock = getattr(cls, "_stock_class", None)  # which may be registered nowhere
+        stock = getattr(cls, "_stock_class", None)  # (it may be registered nowhere)
         known = {} if stock is None else {stock.__name__: stock}
         custom_objects = known | dict(custom_objects or {})
         layer, rules = stock_and_rules(config, "layer", "rules", custom_objects)
@@ -182,7 +186,7 @@ class MaskedLayer(_Layer):
 
 
 def mask(layer: Any, kind: type = MaskedLayer) -> None:
-    """Make `layer` one of its own class and `kind`, without a rule as yet."""
+    """Make the class of `layer` one that is also a `kind`; it has no rule yet."""
     if isinstance(layer, MaskedLayer):
         return
     _change_keras()
@@ -214,7 +218,7 @@ def _check_cloned(operation: Any, clone: Any) -> None:
 
 
 def unmask(layer: Any) -> None:
-    """Make `layer` what it was."""
+    """Give `layer` its stock class again."""
     if isinstance(layer, MaskedLayer):
         object.__setattr__(layer, "__class__", layer._stock_class)
         for name in _own(layer):
@@ -231,7 +235,7 @@ def _own(layer: Any) -> set[str]:
 
 
 def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
-    """Make attention `layer` inside `root` obey `rule`, which replaces its owner's last one."""
+    """Make attention `layer` inside `root` obey `rule`; an earlier rule of the same owner goes."""
     for around in _keras.layers_of(root):  # `root` is one of them
         if holds(around, layer):
             mask(around)
@@ -245,7 +249,7 @@ def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
 
 
 def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
-    """The attention layers inside `layer`, itself too, in the order that numbers them in files."""
+    """The attention layers that `layer` is or holds, in the order of their numbers in files."""
     state = vars(layer).get(_STATE)
     if state is not None and state.inside is not None:
         return state.inside
@@ -265,14 +269,14 @@ def has_rules(layer: keras.Layer) -> bool:
 
 
 def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    """The rules that attention obeys, the innermost first, from the last that replaces others."""
+    """The rules that attention obeys: from the last that replaces others, the innermost first."""
     rules = all_rules(layer)
     last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
     return rules[last:]
 
 
 def spec_of(layer: keras.Layer) -> MaskSpec | None:
-    """All that an attention layer obeys: its own rule, unless that is replaced, and others."""
+    """All that an attention layer obeys: its own `mask_spec`, unless replaced, and its rules."""
     return combined(layer, rules_in_force(layer))
 
 
@@ -284,14 +288,14 @@ def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | Non
 
 
 def _state(layer: Any) -> _State:
-    return vars(layer).setdefault(_STATE, _State())  # `clone_model` calls the class itself
+    return vars(layer).setdefault(_STATE, _State())  # (`clone_model` makes an object of the class)
 
 
 _classes: dict[tuple[type, type], type] = {}
 
 
 def _class_of(cls: type, kind: type) -> type:
-    """`cls` under rules. One for each class; all are filed under one name and load alike."""
+    """The class that is `cls` and `kind`. All of them are filed under the name of `kind`."""
     if (cls, kind) not in _classes:
         # The name stays the one of `cls`: Keras files weights under it.
         body = {
@@ -300,7 +304,7 @@ def _class_of(cls: type, kind: type) -> type:
             "_stock_class": cls,
         }
         _classes[cls, kind] = type(cls)(cls.__name__, (kind, cls), body)
-        # By name alone: KerasHub would take a class among the custom objects for one of its own.
+        # Not registered: KerasHub would take a class among the custom objects for one of its own.
         _keras.file_under(_classes[cls, kind], _keras.filed_name(kind))
     return _classes[cls, kind]
 
@@ -311,7 +315,7 @@ _filed: ContextVar[frozenset[int]] = ContextVar("filed", default=frozenset())
 
 
 def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
-    """The rules that this config must hold, with numbers of layers; inner layers file their own."""
+    """Rules for the config of `layer`, with numbers of attention layers, but those filed inside."""
     return [
         (place, rule)
         for place, inner in enumerate(attention_inside(layer))
@@ -321,7 +325,7 @@ def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
 
 
 def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, Any]:
-    """The config of the stock layer, as Keras files it; layers inside leave `rules` out."""
+    """The config of the stock layer, as Keras files it; layers inside do not file `rules` again."""
     state = _state(layer)
     if state.stock is None:
         state.stock = object.__new__(layer._stock_class)
@@ -337,7 +341,7 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
 
 
 def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
-    """Let `layer` obey saved rules, once the `count` attention layers inside it are made."""
+    """Let `layer` obey saved rules as soon as it has made `count` attention layers."""
     mask(layer)
     _state(layer).waiting, _state(layer).awaited = list(rules), count
     build = layer.build
@@ -348,18 +352,18 @@ def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
         attach(layer)
 
     if rules and not layer.built:
-        vars(layer)["build"] = build_and_attach  # where Keras' own wrapper stands
+        vars(layer)["build"] = build_and_attach  # (Keras sets its own wrapper in this place)
     attach(layer)
 
 
 def attach(layer: Any, computed: bool = False) -> None:
-    """Give saved rules to the attention inside `layer`, if it is made by now."""
+    """Give saved rules to the attention inside `layer`, if all of it is made."""
     state = _state(layer)
     if not state.waiting:
         return
     found = attention(layer)
     if len(found) < state.awaited and not computed:
-        return  # (What is there is not numbered yet: a layer before it may still be made.)
+        return  # (Their numbers are not known yet: a layer that comes before may still be made.)
     if len(found) != state.awaited:
         raise ValueError(
             f"The saved rules of '{layer.name}' number {state.awaited} attention layers, and it "

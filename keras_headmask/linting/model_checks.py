@@ -17,7 +17,7 @@ def layers_under_rules(model: Any) -> list[AttentionLayer]:
     """The attention layers of `model` that have rules.
 
     Raises:
-        TypeError: if there are none, or it is not a model.
+        TypeError: if no layer has one, or it is not a model.
     """
     if entries := model_facts.layers_under_rules(model):
         return entries

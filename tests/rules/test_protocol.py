@@ -14,7 +14,7 @@ import keras_headmask as hm
 from keras_headmask.attention import blocks, choose
 from keras_headmask.attention.request import Request
 from keras_headmask.export import samples, signatures
-from keras_headmask.rules import config, offsets
+from keras_headmask.rules import config, evaluation, offsets
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import leaves
 
@@ -114,8 +114,11 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         twin = twins(rule)
         plans = [blocks.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
         assert plans[0] == plans[1]
-        x = np.zeros((1, LENGTH, 2, 1), "float32")
-        requests = [Request(x, x, x, r, None, scale=1.0) for r in (rule, twin)]
+        x = keras.ops.zeros((2, LENGTH, 2, 1))
+        sizes = LENGTH, LENGTH, 0
+        bounds = [evaluation.bind(r, inputs_of(r, LENGTH), *sizes, batch=2) for r in (rule, twin)]
+        both = zip((rule, twin), bounds, strict=True)
+        requests = [Request(x, x, x, r, bound, scale=1.0) for r, bound in both]
         chosen = [choose.choose(r, choose.part_of_all(r)).name for r in requests]
         assert chosen[0] == chosen[1]
         assert rule.tiling == twin.tiling

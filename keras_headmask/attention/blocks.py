@@ -29,14 +29,21 @@ LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
 
 
 class Arrays(NamedTuple):
-    """What the planner needs of one kind of arrays, beside operators and slices."""
+    """What the planner needs of one kind of arrays, beside operators and slices.
 
-    starts: Callable[[Length, int], Tensor]  # of a length every `size`th position, `(n,)`
-    at_most: Callable[[Tensor, Length], Tensor]  # the lesser of two, element-wise
-    extremes: Callable[[Tensor, int], Sequence[Tensor]]  # of `(B, L)` the least and the greatest of
-    # every `size` values, `(B, n)` each
-    as_numbers: Callable[[Mask], Tensor]  # integers of booleans
-    broadcast: Callable[[Mask, Sequence[Length]], Mask]  # to three sizes
+    Args:
+        starts: Of a length every `size`th position, `(n,)`.
+        at_most: The lesser of two, element-wise.
+        extremes: Of `(B, L)` the least and the greatest of every `size` values, `(B, n)` each.
+        as_numbers: Integers of booleans.
+        broadcast: A mask, widened to three sizes.
+    """
+
+    starts: Callable[[Length, int], Tensor]
+    at_most: Callable[[Tensor, Length], Tensor]
+    extremes: Callable[[Tensor, int], Sequence[Tensor]]
+    as_numbers: Callable[[Mask], Tensor]
+    broadcast: Callable[[Mask, Sequence[Length]], Mask]
 
 
 # --- What the rule says --------------------------------------------------------------------------

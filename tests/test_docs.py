@@ -50,7 +50,7 @@ SOURCES = sorted((ROOT / "keras_headmask").rglob("*.py"))
 # "wrapper". Only "Cannot tell" is plain.
 VAGUE = re.compile(
     r"\b(?:told|tells|(?<!Cannot )tell|ways?|face|room|doors?|stock's"
-    r"|(?:is|are)\snone|cannot\sbe|(?<!--)scores?)\b"
+    r"|(?:is|are)\snone|cannot\sbe|(?<!--)scores?|whoever|comes?\sof|what\sis\sasked)\b"
 )
 # What is code in a page, and in a docstring or a message: examples, the name of an argument.
 CODE = re.compile(r"^```.*?^```$|`[^`]+`", re.MULTILINE | re.DOTALL)

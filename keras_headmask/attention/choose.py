@@ -41,7 +41,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
 _OF_OTHERS = ByGroup(Unrolled()), Dense()  # a backend of Keras that this package does not know
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 
-# Called with what is asked for; what it returns is taken for the context, if not `None`.
+# Gets each request, and may return the context in place of a kernel.
 _Watch = Callable[[Request, Part], Tensor | None]
 _watch: Held[_Watch | None] = Held("watch", None)
 

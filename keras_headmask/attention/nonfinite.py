@@ -27,7 +27,7 @@ def hidden_logit(dtype: Any) -> float:
     """What stands in place of a hidden logit: whatever that is, inf or NaN, it is hidden then.
 
     It is -inf, so that a key is no less hidden where all that a query may see is -inf. (A row that
-    sees nothing has 0 instead, so that no NaN comes of it.) Where TensorFlow raises for whatever is
+    sees nothing has 0 instead, so that it is not NaN.) Where TensorFlow raises for all that is
     not finite, it is finite.
     """
     largest = _LARGEST[keras.backend.standardize_dtype(dtype)]

@@ -2,7 +2,7 @@
 
 It holds in the caller's own context alone: other threads may run the same model meanwhile, and
 nothing changes for them. Our own code asks here what to run; a method of another class is wrapped
-while anyone looks, and the wrapper runs it as usual for all other callers. (A thread that a model
+while somebody looks, and the wrapper runs it as usual for all other callers. (A thread that a model
 starts by itself does not inherit the context, and so is not looked at.)
 """
 
@@ -146,7 +146,7 @@ def asking(method: Callable) -> Callable:
 
 
 def held(holder: Any, name: str) -> Any:
-    """What the object itself holds under `name`, whoever looks; `None` where its class has it."""
+    """What the object itself holds under `name`, also while others look; `None` where its class has it."""
     own = vars(holder).get(name)
     return own.held if isinstance(own, _Wrapper) else own
 

@@ -130,7 +130,7 @@ def gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> t
         tile_blocks = [marked_keys[i] for i in blocks]
         tile = _Tile.of(part, groups, plan, number, marked_rows, tile_blocks, changes)
         tile_keys = tile.keys if kept is None else _joined([keys[i] for i in blocks])
-        d_context = tile.alive_or_0(d_context)  # so that nothing comes of fully masked rows below
+        d_context = tile.alive_or_0(d_context)  # fully masked rows add nothing below
         # A row whose logits overflow is NaN, which hidden keys must not get.
         tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         tile_values = _joined([values[i] for i in blocks])

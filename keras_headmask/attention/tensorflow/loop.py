@@ -181,7 +181,7 @@ def _gradients(
     probabilities, log_sum = softmax(gathered.changes, logits)
     # A row whose logits overflow is NaN, but not where keys are hidden.
     (probabilities,) = nonfinite.unless(is_sound, _hidden_as_0(logits), probabilities)
-    # Nothing comes of fully masked rows, and of those that are computed again.
+    # Fully masked rows add nothing, nor do those that are computed again.
     for which in (alive, visit.counts):
         d_context, of_delta = (alive_or_0(which, x) for x in (d_context, of_delta))
     rest = d_context, of_delta, part.sharing, _dropped(part, visit), slope

@@ -134,7 +134,7 @@ def _ordered(blocks: Mask) -> tuple[Tensor, Tensor]:
 
 
 def _mask_mod(part: Part, query_offset: int) -> Any:
-    """What FlexAttention asks of the one pair of an example's query and key."""
+    """Whether one pair of a query and a key is allowed, as FlexAttention calls it."""
 
     read = {
         leaf: {

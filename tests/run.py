@@ -18,7 +18,7 @@ _CONTRACT = (
 )
 # What a mask is and what attention under it gives. The longest come first, for two workers.
 _LAWS = (
-    *_files("test_readme", "attention/test_tiled", "layers/test_layer", "layers/test_parity"),
+    *_files("test_readme", "attention/test_laws", "layers/test_layer", "layers/test_parity"),
     "tests/rules",
     *_files("attention/test_attention", "test_golden", "test_layout", "test_public_names"),
 )
@@ -26,7 +26,8 @@ _ATTENTION = ("tests/attention", "tests/layers", "tests/rules")
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
     *_files("attention/test_attention", "attention/test_choose", "layers/test_layer"),
-    *_files("attention/test_changes", "attention/test_precision", "attention/test_kernels"),
+    *_files("attention/test_laws", "attention/test_changes", "attention/test_precision"),
+    "tests/attention/test_kernels.py",
     *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
     *_files("test_keras_internals", "retrofit/test_retrofit", "test_memory"),

@@ -1,28 +1,17 @@
-"""TensorFlow at lengths that show when the graph runs: each choice equals the definition.
+"""TensorFlow at lengths that show when the graph runs: the choice, and what is made of gradients.
 
 Few logits are computed at once, short sequences head by head, the others by tiles; the choice and
 its gradient are one.
 """
 
 import numpy as np
-import oracle
 import pytest
 from contract import normal, numpy
-from hypothesis import given
-from strategies import cases
 from tiled_contract import (
-    LONG,
-    SCALE,
-    TRACED,
     at_once,
     attend,
-    close,
-    gradient,
     heads_alone,
-    operands,
-    seeds,
     tiles,
-    weighted,
 )
 
 import keras_headmask as hm
@@ -30,106 +19,6 @@ from keras_headmask.attention.tuning import tuned
 
 pytestmark = pytest.mark.tensorflow
 CHOICES = {"at once": (at_once, None), "head by head": (heads_alone, True), "tiles": (tiles, True)}
-choices = pytest.mark.parametrize("choice", CHOICES)
-
-
-def both(function, *given):
-    """The result of `function(*given)` and the gradients; the first three are of any length."""
-    import tensorflow as tf
-
-    def run(*given):
-        with tf.GradientTape() as tape:
-            tape.watch(given)
-            result = function(*given)
-            weights = tf.cos(tf.range(tf.size(result), dtype="float32"))
-            loss = tf.reduce_sum(result * tf.reshape(weights, tf.shape(result)))
-        return result, *tape.gradient(loss, given)
-
-    free = [tf.TensorSpec([None, None, *x.shape[2:]]) for x in given[:3]]
-    specs = [*free, *(tf.TensorSpec(x.shape) for x in given[3:])]
-    return tf.function(run).get_concrete_function(*specs)(*map(tf.constant, given))
-
-
-def dense(function, *given):
-    made = gradient(lambda *x: weighted(function(*x)), *given)
-    return function(*given), *made
-
-
-@choices
-@TRACED
-@given(cases(), seeds)
-def test_any_rule_equals_the_definition(choice, case, seed):
-    spec, inputs, batch, heads, queries, keys, offset = case
-    qkv = operands(batch, queries, keys, heads, seed)
-    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-    how, tiled = CHOICES[choice]
-    with how():
-        got = both(lambda *x: attend(x, spec, inputs, offset, tiled), *qkv)
-    context = numpy(got[0])
-    close(context, oracle.attention(*qkv, mask, SCALE)[0], "the definition in loops")
-    dead = ~mask.any(-1)
-    assert (context.transpose(0, 2, 1, 3)[dead] == 0).all(), "dead rows are exactly 0"
-    assert (numpy(got[1]).transpose(0, 2, 1, 3)[dead] == 0).all()
-    wanted = dense(lambda *x: attend(x, spec, inputs, offset, False), *qkv)
-    for name, one, other in zip(("context", *"qkv"), got, wanted, strict=True):
-        close(one, other, name)
-
-
-# Heads that share keys are in several groups, so that these have gradients from each.
-SHARED = hm.PerHead({(0, 3): hm.Window(2, 1), 1: hm.SameSegment("ids")}, default=hm.Window(9, 0))
-CHANGES = {
-    "one bias for all heads": {"bias": normal(3, 1, 23, 23)},
-    "a bias of keys for each head": {"bias": normal(1, 4, 1, 23)},
-    "sinks": {"sinks": normal(4)},
-    "a table by position": {"table": normal(8, 4)},
-    "none": {},
-}
-
-
-@choices
-@pytest.mark.parametrize("change", CHANGES)
-def test_groups_that_share_keys_and_tensors(choice, change):
-    how, tiled = CHOICES[choice]
-    inputs, tensors = LONG["documents"][1], CHANGES[change]
-    given = [*operands(3, 23, 23, 4, key_heads=2), *tensors.values()]
-    by_position = hm.relative_position_bias(4, num_buckets=8, max_distance=16)
-
-    def run(*given, tiled):
-        more = dict(zip(tensors, given[3:], strict=True))
-        if "table" in more:
-            more = {"position_bias": (by_position, more["table"])}
-        return attend(given[:3], SHARED, inputs, 0, tiled, **more)
-
-    with how():
-        got = both(lambda *x: run(*x, tiled=tiled), *given)
-    wanted = dense(lambda *x: run(*x, tiled=False), *given)
-    for name, one, other in zip(("context", *"qkv", *tensors), got, wanted, strict=True):
-        close(one, other, name)
-
-
-@pytest.mark.parametrize("name", ["window", "padding", "two dead ends"])
-def test_dropout_at_once_is_that_of_the_tiles(name):
-    spec, inputs = LONG[name]
-    qkv = operands(3, 23, 23, 4)
-    made = []
-    for how, tiled in (CHOICES["at once"], CHOICES["tiles"]):
-        with how():
-            run = lambda *x, tiled=tiled: attend(x, spec, inputs, 0, tiled, dropout=0.4, seed=3)  # noqa: E731
-            made.append(both(run, *qkv))
-    for one, other in zip(*made, strict=True):
-        close(one, other)
-
-
-@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
-@choices
-def test_what_turns_out_to_be_empty(choice, batch, queries, keys):
-    how, tiled = CHOICES[choice]
-    qkv = operands(batch, queries, keys, 3)
-    for spec in (hm.Full(), hm.PerHead({1: hm.Window(1, 1)})):
-        with how():
-            got = both(lambda *x, spec=spec: attend(x, spec, tiled=tiled), *qkv)
-        for one, shape in zip(got, ((batch, queries, 3, 2), *(x.shape for x in qkv)), strict=True):
-            np.testing.assert_array_equal(one, np.zeros(shape))
 
 
 RULE = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))

@@ -1,45 +1,19 @@
-"""float64 is float64 throughout, by all logits and by tiles; on JAX with `jax_enable_x64`."""
-
-import contextlib
+"""float64 in layers and in steps of generation; on JAX with `jax_enable_x64`."""
 
 import changed
 import numpy as np
-import oracle
 import pytest
-import strategies
-import torch
+from by_kernel import sixty_four_bits
 from contract import gradient, numpy
-from hypothesis import given, settings
 from keras import ops
-from tiled_contract import BACKEND, LONG, SCALE, TRACED, attend, operands, tiles
+from tiled_contract import LONG, SCALE, attend, operands, tiles
 
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention import observers, one_query
 
-LENGTH, HEADS, BATCH = 23, 16, 1  # (of fewer heads float32 holds all slopes of ALiBi)
+HEADS = 16  # (of fewer heads float32 holds all slopes of ALiBi)
 _rng = np.random.default_rng(5)
-TABLE, BIAS = _rng.normal(size=(6, HEADS)), _rng.normal(size=(BATCH, HEADS, LENGTH, LENGTH))
-SINKS = _rng.normal(size=HEADS)
-LEARNED = hm.relative_position_bias(HEADS, num_buckets=6, max_distance=9)
-CHANGES = {
-    "soft cap and sinks": {"soft_cap": 0.8, "sinks": SINKS},
-    "alibi": {"position_bias": hm.alibi(HEADS)},
-    "learned": {"position_bias": LEARNED, "table": TABLE},
-    "bias": {"bias": BIAS},
-}
-
-
-def sixty_four_bits():
-    if BACKEND != "jax":
-        return contextlib.nullcontext()
-    import jax
-
-    return jax.enable_x64(True)
-
-
-def double(qkv):
-    return [x.astype("float64") for x in qkv]
 
 
 def near(got, wanted, message=""):
@@ -47,62 +21,9 @@ def near(got, wanted, message=""):
     np.testing.assert_allclose(got, wanted, 1e-12, 1e-12, err_msg=message)
 
 
-@pytest.mark.parametrize("tiled", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_logits(change, tiled):
-    spec, inputs = LONG["two dead ends"]
-    qkv = double(operands(BATCH, LENGTH, LENGTH, HEADS))
-    mask = oracle.mask(spec, BATCH, HEADS, LENGTH, LENGTH, inputs)
-    weights = np.cos(np.arange(BATCH * LENGTH * HEADS * 2.0)).reshape(BATCH, LENGTH, HEADS, 2)
-    given_changes = CHANGES[change]
-    tensors = {k: x for k, x in given_changes.items() if isinstance(x, np.ndarray)}
-    constant = {"soft_cap": given_changes.get("soft_cap")}
-    if change == "alibi":
-        constant["bias"] = torch.from_numpy(changed.alibi(HEADS, LENGTH, LENGTH))
-    if change == "learned":
-        constant["rows"] = changed.buckets(LEARNED, LENGTH, LENGTH)
-
-    def run(*operands):
-        own = dict(zip(tensors, operands[3:], strict=True))
-        rest = {k: own[k] for k in ("bias", "sinks") if k in own}
-        bias = given_changes.get("position_bias")
-        rest["position_bias"] = (bias, own["table"]) if "table" in own else bias
-        rest["logits_soft_cap"] = constant["soft_cap"]
-        return attend(operands[:3], spec, inputs, tiled=tiled, **rest)
-
-    wanted, gradients = changed.wanted(qkv, mask, SCALE, weights, tensors, constant)
-    given = [*qkv, *tensors.values()]
-    with sixty_four_bits(), tiles(4, 6, 3):
-        near(numpy(run(*given)), wanted)
-        of = ops.convert_to_tensor(weights)
-        made = gradient(lambda *x: ops.sum(run(*x) * of), *given)
-    for name, one in zip(("query", "key", "value", *tensors), made, strict=True):
-        near(one, gradients[name], name)
-
-
-@settings(TRACED, max_examples=3 if BACKEND == "jax" else 12)
-@given(strategies.cases())
-def test_random_rules(case):
-    spec, inputs, batch, heads, queries, keys, offset = case
-    qkv = double(operands(batch, queries, keys, heads))
-    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-    weights = np.cos(np.arange(batch * queries * heads * 2.0)).reshape(batch, queries, heads, 2)
-    wanted, gradients = changed.wanted(qkv, mask, SCALE, weights)
-    with sixty_four_bits(), tiles(2, 3, 2):
-        of = ops.convert_to_tensor(weights)
-
-        def run(*operands):
-            return attend(operands, spec, inputs, offset)
-
-        near(numpy(run(*qkv)), wanted)
-        made = gradient(lambda *x: ops.sum(run(*x) * of), *qkv)
-    for name, one in zip(("query", "key", "value"), made, strict=True):
-        near(one, gradients[name], name)
-
-
 def test_float32_operands_where_there_are_64_bits():
     spec, inputs = LONG["documents"]
-    qkv = operands(3, LENGTH, LENGTH, 2)
+    qkv = operands(3, 23, 23, 2)
     with sixty_four_bits(), tiles(4, 6, 3):
         made = [
             gradient(lambda *x, t=t: ops.sum(attend(x, spec, inputs, tiled=t) ** 2), *qkv)
@@ -114,13 +35,22 @@ def test_float32_operands_where_there_are_64_bits():
 
 
 def test_a_step_of_generation_with_a_soft_cap():
-    q, k, v = double(operands(1, 1, 5, 2))
+    q, k, v = (x.astype("float64") for x in operands(1, 1, 5, 2))
     with sixty_four_bits():
         given = [ops.convert_to_tensor(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))]
         mask = ops.ones((1, 1, 1, 5), "bool")
         got = numpy(one_query.attention(*given, mask, SCALE, soft_cap=0.5))
     constant = {"soft_cap": 0.5}
     near(got, changed.wanted((q, k, v), np.ones((1, 2, 1, 5), bool), SCALE, constant=constant)[0])
+
+
+def test_a_step_of_generation_hides_what_lies_above_allowed_logits():
+    query, key = np.full((1, 1, 2, 1), -(2.0**16)), np.full((1, 2, 4, 1), 2.0**17)
+    value = np.arange(8.0).reshape(1, 2, 4, 1)
+    mask = np.array([[[[True, True, False, False]], [[False, False, False, True]]]])
+    given = (ops.convert_to_tensor(x.astype("float32")) for x in (query, key, value))
+    got = one_query.attention(*given, ops.convert_to_tensor(mask), 1.0)
+    np.testing.assert_allclose(numpy(got).ravel(), [0.5, 7.0])
 
 
 @pytest.mark.parametrize("tiled", [True, False])

@@ -1,98 +1,31 @@
-"""Tiles in graphs: unknown lengths, compiled, and nothing computed that need not be."""
+"""Tiles in graphs: what the run shows, and nothing computed that need not be."""
 
 import math
 
 import numpy as np
-import oracle
 import pytest
-from contract import numpy
-from hypothesis import given
-from hypothesis import strategies as st
+from contract import gradient, numpy
 from keras import ops
-from largest import shapes_in
-from strategies import cases
+from largest import largest_in_jax, largest_in_torch, shapes_in
 from tiled_contract import (
     ALWAYS,
     BACKEND,
     FLAGS,
     LONG,
-    SCALE,
-    TRACED,
     UNSORTED_IDS,
     attend,
     close,
     operands,
-    seeds,
-    sizes,
-    tiles,
+    weighted,
 )
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import Tuning, tuned
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.base import leaves
 
 BLOCKS_OF_3 = Tuning(tensorflow_block=3, one_flagged_in=4)
 
 # ---------------------------------------------------------------- traced
-
-
-@TRACED
-@given(cases(), sizes, seeds)
-def test_jitted(case, tile_sizes, seed):
-    """XLA: TensorFlow's and JAX's; shapes are known."""
-    if BACKEND == "torch":
-        pytest.skip("torch is eager here")
-    spec, inputs, batch, heads, queries, keys, offset = case
-    qkv = operands(batch, queries, keys, heads, seed)
-    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-
-    def call(qkv, inputs):
-        return attend(qkv, spec, inputs, offset)
-
-    if BACKEND == "jax":
-        import jax
-
-        call = jax.jit(call)
-    else:
-        import tensorflow as tf
-
-        call = tf.function(call, jit_compile=True)
-    with tiles(*tile_sizes):
-        got = call(tuple(map(ops.convert_to_tensor, qkv)), inputs)
-    close(got, oracle.attention(*qkv, mask, SCALE)[0])
-
-
-@pytest.mark.tensorflow
-@TRACED
-@given(cases(), sizes, seeds, st.sampled_from(["known", "unknown"]))
-def test_tf_function(case, tile_sizes, seed, lengths):
-    """Output and gradients, with lengths and batch sizes known and not; a tensor as offset."""
-    import tensorflow as tf
-
-    spec, inputs, batch, heads, queries, keys, offset = case
-    qkv = [tf.constant(x) for x in operands(batch, queries, keys, heads, seed)]
-
-    def both(qkv, inputs, offset, tiled=True):
-        with tf.GradientTape() as tape:
-            tape.watch(qkv)
-            result = attend(qkv, spec, inputs, offset, tiled=tiled)
-            weights = tf.cos(tf.range(tf.size(result), dtype="float32"))
-            loss = tf.reduce_sum(result * tf.reshape(weights, tf.shape(result)))
-        return result, tape.gradient(loss, qkv)
-
-    with tiles(*tile_sizes):
-        if lengths == "known":
-            got = tf.function(lambda q, i: both(q, i, offset))(qkv, inputs)
-        else:
-            # (A rule that counts refuses a pair at an offset that it cannot see to be 0.)
-            counts = any(leaf.counts for leaf in leaves(spec))
-            is_known = counts and any(isinstance(x, tuple) for x in inputs.values())
-            at = (lambda q, i, _: both(q, i, offset)) if is_known else both
-            got = traced_unknown(at)(qkv, inputs, offset)
-    wanted = both(qkv, inputs, offset, tiled=False)
-    for a, b in zip(tf.nest.flatten(got), tf.nest.flatten(wanted), strict=True):
-        close(a, b)
 
 
 def unknown(tensor, keep=()):
@@ -100,30 +33,6 @@ def unknown(tensor, keep=()):
 
     shape = [size if axis in keep else None for axis, size in enumerate(tensor.shape)]
     return tf.TensorSpec(shape, tensor.dtype)
-
-
-def traced_unknown(function):
-    """`function(qkv, inputs, offset)` traced with no batch size, no length and any offset."""
-    import tensorflow as tf
-
-    def call(qkv, inputs, offset):
-        inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-        # A whole mask has a head axis that is known; its size-1 axes are kept, or seen as lengths.
-        signature = (
-            tf.nest.map_structure(lambda x: unknown(x, keep=(2, 3)), list(qkv)),
-            tf.nest.map_structure(
-                lambda x: unknown(x, keep=() if len(x.shape) < 4 else (1, *_ones(x))), inputs
-            ),
-            tf.TensorSpec([], "int32"),
-        )
-        traced = tf.function(lambda *x: function(*x)).get_concrete_function(*signature)
-        return traced(list(qkv), inputs, tf.constant(offset))
-
-    return call
-
-
-def _ones(tensor):
-    return [axis for axis in (2, 3) if tensor.shape[axis] == 1]
 
 
 @pytest.mark.tensorflow
@@ -306,6 +215,26 @@ def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
         assert inside, "the walk looks into loops"
     assert largest[False] >= length * length
     assert largest[True] < length * length / 4
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="its graphs are looked through elsewhere")
+def test_nothing_of_size_queries_x_keys_is_made_off_tensorflow():
+    length = 1024
+    qkv = operands(1, length, length, 2)
+    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
+
+    def forward_and_gradient(tiled):
+        def loss(*x):
+            return weighted(hm.dot_product_attention(*x, mask_spec=spec, tiled=tiled))
+
+        if BACKEND == "jax":
+            import jax
+
+            return largest_in_jax(jax.grad(loss, argnums=(0, 1, 2)), *qkv)
+        return largest_in_torch(lambda *x: gradient(loss, *x), *qkv)
+
+    assert forward_and_gradient(tiled=False) >= length * length
+    assert forward_and_gradient(tiled=True) < length * length / 4
 
 
 @pytest.mark.tensorflow

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import oracle
 import pytest
 from contract import gradient, numpy
 from keras import ops
@@ -10,7 +9,6 @@ from largest import largest_in_torch
 from tiled_contract import (
     ALWAYS,
     LONG,
-    PADDING,
     SCALE,
     SORTED_IDS,
     attend,
@@ -184,37 +182,6 @@ def test_errors_are_no_larger_than_those_of_the_dense_implementation():
     exact = numpy(dense64(qkv, spec))
     errors = [np.abs(numpy(attend(qkv, spec, tiled=t)) - exact).max() for t in (True, False)]
     assert errors[0] <= 2 * errors[1]
-
-
-@pytest.mark.parametrize("name", ["documents", "padded queries", "two dead ends", "nothing"])
-def test_fully_masked_rows_are_0_with_gradients_of_0(name):
-    spec, inputs = LONG[name]
-    if name == "documents":
-        inputs = {"ids": np.where(PADDING, SORTED_IDS, -1)}
-    qkv = operands(3, 23, 23, 4, size=8, value_size=8)
-    alive = oracle.mask(spec, 3, 4, 23, 23, inputs).any(-1).transpose(0, 2, 1)
-    assert not alive.all()
-    with tiles():
-        got = numpy(attend(qkv, spec, inputs))
-        assert (got[~alive] == 0).all()
-        d_query, d_key, _ = gradient(lambda *x: weighted(attend(x, spec, inputs)), *qkv)
-    assert (d_query[~alive] == 0).all()
-    assert np.isfinite(d_key).all()
-    if name == "nothing":
-        assert (d_key == 0).all()
-
-
-@pytest.mark.parametrize("large", [1e16, 3e38])
-def test_large_keys_that_are_visible_count(large):
-    """They are 0 for those alone that do not see them."""
-    q, k, v = operands(1, 23, 23, 2, size=8, value_size=8)
-    q[:, :, :, 0] = 0
-    k[:, 5, :, 0] = large  # which no logit shows, since the queries are 0 there
-    v[:, 7] = 1e16
-    spec = hm.Window(3, 3)
-    with tiles():
-        got = numpy(attend((q, k, v), spec))
-    np.testing.assert_allclose(got, numpy(dense64((q, k, v), spec)), rtol=1e-5)
 
 
 def test_an_upstream_gradient_may_be_large():

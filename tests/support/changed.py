@@ -54,11 +54,23 @@ def buckets(value, queries, keys, offset=0):
 
 
 def formula(
-    query, key, value, mask, scale, soft_cap=None, bias=None, sinks=None, table=None, rows=None
+    query,
+    key,
+    value,
+    mask,
+    scale,
+    soft_cap=None,
+    bias=None,
+    sinks=None,
+    table=None,
+    rows=None,
+    by_position=None,
+    factors=None,
 ):
     """Context `(B, T, H, Dv)` and probabilities `(B, H, T, S)` of float64 tensors.
 
     `mask` is boolean `(B, H, T, S)`. `rows` are the rows of `table` that the pairs read.
+    `by_position` is one more bias; dropout multiplies the probabilities by `factors`.
     """
     sharing = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(sharing, dim=2) for x in (key, value))
@@ -69,6 +81,8 @@ def formula(
         logits = logits + torch.where(mask, bias, 0.0)
     if table is not None:
         logits = logits + table[torch.as_tensor(rows)].permute(2, 0, 1)
+    if by_position is not None:
+        logits = logits + by_position
     logits = torch.where(mask, logits, -math.inf)
     column = torch.full((*logits.shape[:3], 1), -math.inf, dtype=torch.float64)
     if sinks is not None:
@@ -77,6 +91,8 @@ def formula(
     logits = torch.where(dead, 0.0, torch.cat([logits, column], -1))
     probabilities = torch.softmax(logits, -1)[..., :-1]
     probabilities = torch.where(mask, probabilities, 0.0)
+    if factors is not None:
+        probabilities = probabilities * factors
     return torch.einsum("bhts,bshd->bthd", probabilities, value), probabilities
 
 
@@ -85,13 +101,40 @@ def wanted(qkv, mask, scale, weights=None, changes=None, constant=None):
 
     `changes` holds the arrays among the arguments of `formula`, `constant` the others.
     """
-    given = dict(zip(("query", "key", "value"), qkv, strict=True)) | (changes or {})
-    tensors = {
-        name: torch.tensor(np.asarray(x, "float64"), requires_grad=True)
-        for name, x in given.items()
-    }
+    tensors = _doubles(qkv, changes)
     context, _ = formula(**tensors, mask=torch.tensor(mask), scale=scale, **(constant or {}))
     if weights is None:
         return context.detach().numpy(), {}
     (context * torch.tensor(np.asarray(weights, "float64"))).sum().backward()
     return context.detach().numpy(), {name: x.grad.numpy() for name, x in tensors.items()}
+
+
+def penalties(qkv, mask, scale, changes=None, constant=None):
+    """The gradients, by name, of the sum of squares of the gradients of the context's cubes."""
+    tensors = _doubles(qkv, changes)
+    context, _ = formula(**tensors, mask=torch.tensor(mask), scale=scale, **(constant or {}))
+    first = torch.autograd.grad((context**3).sum(), tensors.values(), create_graph=True)
+    sum((x**2).sum() for x in first).backward()
+    return {name: x.grad.numpy() for name, x in tensors.items()}
+
+
+def _doubles(qkv, changes):
+    given = dict(zip(("query", "key", "value"), qkv, strict=True)) | (changes or {})
+    return {
+        name: torch.tensor(np.asarray(x, "float64"), requires_grad=True)
+        for name, x in given.items()
+    }
+
+
+def split(changes, queries, keys, heads, offset=0):
+    """The arrays of `changes` and the other arguments of `formula`.
+
+    `changes` may hold `soft_cap`, `bias`, `position_bias`, `table` and `sinks`.
+    """
+    tensors = {name: changes[name] for name in ("bias", "table", "sinks") if name in changes}
+    constant, bias = {"soft_cap": changes.get("soft_cap")}, changes.get("position_bias")
+    if "table" in changes:
+        constant["rows"] = buckets(bias, queries, keys, offset)
+    elif bias is not None:
+        constant["by_position"] = torch.tensor(alibi(heads, queries, keys, offset))
+    return tensors, constant

@@ -37,7 +37,7 @@ def allowed(config, head, i, j, example, inputs=None, query_offset=0):
         key = (list(value[1][example]), j) if value[1] is not None else None
     else:
         query, key = (list(value[example]), i + query_offset), (list(value[example]), j)
-    return _READING[kind](config, query, key)
+    return READING[kind](config, query, key)
 
 
 def mask(spec, batch, heads, queries, keys, inputs=None, query_offset=0):
@@ -77,6 +77,32 @@ def attention(query, key, value, mask, scale, bias=None):
             scores[b, h, i, j] = weight / sum(weights)
             context[b, i, h] += scores[b, h, i, j] * value[b, j, h]
     return context, scores
+
+
+def with_gradients(query, key, value, mask, scale, upstream):
+    """The context, and by name the gradients of its sum times `upstream`, in float64.
+
+    Each row touches the keys alone that it sees. Query heads may share key heads.
+    """
+    query, key, value, upstream = (np.asarray(x, "float64") for x in (query, key, value, upstream))
+    sharing = query.shape[2] // key.shape[2]
+    context = np.zeros_like(upstream)
+    made = {"query": np.zeros_like(query), "key": np.zeros_like(key), "value": np.zeros_like(value)}
+    for b, h, i in np.ndindex(mask.shape[:3]):
+        seen, of_keys = np.flatnonzero(mask[b, h, i]), h // sharing
+        if not seen.size:
+            continue
+        keys, values, above = key[b, seen, of_keys], value[b, seen, of_keys], upstream[b, i, h]
+        logits = keys @ query[b, i, h] * scale
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        context[b, i, h] = p @ values
+        d_p = values @ above
+        d_logits = p * (d_p - p @ d_p) * scale
+        made["query"][b, i, h] = d_logits @ keys
+        made["key"][b, seen, of_keys] += d_logits[:, None] * query[b, i, h]
+        made["value"][b, seen, of_keys] += p[:, None] * above
+    return context, made
 
 
 def picture(mask):
@@ -135,18 +161,18 @@ def _sentence(config, side):
     return sum(1 for token in ids[:place] if token in config["end_ids"])
 
 
-def _value(side):
+def value_at(side):
     ids, place = side
     return ids[place]
 
 
-_READING = {
-    "same_segment": lambda config, q, k: _value(q) == _value(k) and _value(q) >= 0,
+READING = {
+    "same_segment": lambda config, q, k: value_at(q) == value_at(k) and value_at(q) >= 0,
     "same_sentence": lambda config, q, k: _sentence(config, q) == _sentence(config, k),
-    "key_flag": lambda config, q, k: _value(k) > 0,
-    "query_flag": lambda config, q, k: _value(q) > 0,
-    "key_in": lambda config, q, k: _value(k) in config["ids"],
-    "query_in": lambda config, q, k: _value(q) in config["ids"],
+    "key_flag": lambda config, q, k: value_at(k) > 0,
+    "query_flag": lambda config, q, k: value_at(q) > 0,
+    "key_in": lambda config, q, k: value_at(k) in config["ids"],
+    "query_in": lambda config, q, k: value_at(q) in config["ids"],
 }
 
 

@@ -1,0 +1,386 @@
+"""Each kernel of the backend, called by itself: what `test_laws.py` holds to every law.
+
+A kernel that is added to `KERNELS` has a route here by itself. `WAYS` names those that compute in
+more than one way, or under numbers of their own.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import ops
+from tiled_contract import SCALE, at_once, heads_alone, tiles
+
+import keras_headmask as hm
+from keras_headmask import masks
+from keras_headmask.attention import head_groups
+from keras_headmask.attention.choose import kernels_here, part_of_all
+from keras_headmask.attention.kernels import ByGroup, Kernel
+from keras_headmask.attention.logits import given_changes
+from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.attention.tuning import tuned
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import leaves
+
+BACKEND = keras.backend.backend()
+TENSORS = ("bias", "table", "sinks")  # of the changes, those that have a gradient
+
+
+class Route(NamedTuple):
+    """A kernel, the numbers under which it runs, and how its code is run."""
+
+    name: str
+    kernel: Kernel  # of all heads; one of head groups stands in a `ByGroup` of its own
+    setting: object  # makes a context
+    manner: str  # "known" or "unknown" lengths when a graph is traced, or "XLA"
+
+    @property
+    def is_traced(self):
+        """Whether each call takes seconds."""
+        return self.manner != "known" or BACKEND == "jax"
+
+
+class Refused(Exception):
+    """The kernel does not compute the request, and says why."""
+
+
+@contextlib.contextmanager
+def _as_if_compiled():
+    """FlexAttention, which is for compiled code, as it is and by its definition."""
+    from torch.nn.attention import flex_attention as module
+
+    by_definition = mock.patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
+    with tuned(flex_tile=4, flex_block=3), compiling, by_definition:
+        yield
+
+
+@contextlib.contextmanager
+def _loop():
+    with tiles(), tuned(most_unrolled=0):
+        yield
+
+
+# By the name of a kernel, each way in which its code is run: a word, the numbers, the manner. All
+# others run in tiny tiles, at lengths that are known.
+WAYS = {
+    "at once": [("", at_once, "known")],
+    "head by head": [("", heads_alone, "known")],
+    "by length": [
+        ("at once", at_once, "unknown"),
+        ("head by head", heads_alone, "unknown"),
+        ("tiles", tiles, "unknown"),
+    ],
+    "dense": [
+        ("", tiles, "known"),
+        ("exported", hm.dense_scope, "known"),
+        ("unknown lengths", tiles, "unknown"),
+        ("XLA", tiles, "XLA"),
+    ],
+    "loop": [("", _loop, "known")],
+    "unrolled": [("", tiles, "known"), ("XLA", tiles, "XLA")],
+    "FlexAttention": [("", _as_if_compiled, "known")],
+}
+
+
+def _routes():
+    for kernel in kernels_here():
+        is_of_groups = isinstance(kernel, ByGroup)
+        each = [(x.name, ByGroup(x)) for x in kernel.kernels] if is_of_groups else []
+        for name, of_all_heads in (*each, (kernel.name, kernel)):
+            for word, setting, manner in WAYS.get(name, [("", tiles, "known")]):
+                if manner == "known" or BACKEND == "tensorflow":
+                    words = f"{name}, {word}" if word else name
+                    yield Route(words, of_all_heads, setting, manner)
+
+
+ROUTES = list(_routes())
+
+
+def routes(fits=lambda route: True):
+    """Run a test for each route; those that `fits` leaves out are for the long run."""
+    marks = {True: (), False: pytest.mark.long}
+    return pytest.mark.parametrize(
+        "route", [pytest.param(x, marks=marks[bool(fits(x))], id=x.name) for x in ROUTES]
+    )
+
+
+def dealt(names, route, share):
+    """Some of `names` for `route`, others for the next one: each is with some routes."""
+    start = ROUTES.index(route)
+    return [name for i, name in enumerate(names) if (i + start) % share == 0]
+
+
+def each(names, traced=4):
+    """Run a test for each route and name.
+
+    Of a route that traces, one name in `traced` is run every day, the others in the long run; of
+    TensorFlow's loop, which is traced faster, one in three.
+    """
+
+    def is_long(route, name):
+        starts_loops = route.name in ("loop", "by head group")
+        share = traced if route.is_traced else 3 if starts_loops else 1
+        return name not in dealt(names, route, min(share, len(names)))
+
+    return pytest.mark.parametrize(
+        ("route", "name"),
+        [
+            pytest.param(
+                route,
+                name,
+                id=f"{route.name}-{name}",
+                marks=pytest.mark.long if is_long(route, name) else (),
+            )
+            for name in names
+            for route in ROUTES
+        ],
+    )
+
+
+def refusal(kernel, request, part):
+    """Why `kernel`, or the only one of head groups inside it, refuses; `None` if it does not."""
+    reason = kernel.refuses(request, part)
+    if isinstance(kernel, ByGroup) and len(kernel.kernels) == 1 and reason is None:
+        (each,) = kernel.kernels
+        of_groups = (each.refuses(request, group) for group in head_groups.by_rule(part))
+        reason = next(filter(None, of_groups), None)
+    return reason
+
+
+def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, changes=None, **rest):
+    """The context of `operands`, `(query, key, value)`, by the kernel of `route` and no other.
+
+    `changes` are arguments of `hm.dot_product_attention`, `rest` are fields of `Request`.
+    """
+    query, key, value = map(masks.as_tensor, operands)
+    lengths = *query.shape[:1], query.shape[2], query.shape[1], key.shape[1]
+    rule, inputs = all_that_restricts(spec, inputs)
+    (examples, queries), keys = ops.shape(query)[:2], ops.shape(key)[1]
+    bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=examples)
+    rest = {"changes": given_changes(lengths, **(changes or {})), **rest}
+    request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
+    with tuned(fewest_pairs=0, most_computed=1.0):
+        part = part_of_all(request)
+    reason = refusal(route.kernel, request, part)
+    if reason is not None:
+        raise Refused(f"{route.name}: {reason}")
+    return route.kernel.run(request, part)[0]
+
+
+# --- How a kernel's code is run ------------------------------------------------------------------
+
+
+def _free(array, keep):
+    import tensorflow as tf
+
+    shape = [size if axis in keep or size == 1 else None for axis, size in enumerate(array.shape)]
+    return tf.TensorSpec(shape, array.dtype)
+
+
+def _ran_with_unknown_lengths(function, operands, inputs, offset):
+    """Traced with no batch size, no length and, if `offset` is a tensor, any offset."""
+    import tensorflow as tf
+
+    of_qkv = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in operands[:3]]
+    # The heads of a whole mask are known, and axes of size 1.
+    of_inputs = tf.nest.map_structure(lambda x: _free(x, (1,) if x.ndim == 4 else ()), inputs)
+    of_operands = [*of_qkv, *(tf.TensorSpec(x.shape, x.dtype) for x in operands[3:])]
+    is_free = isinstance(offset, tf.Tensor)
+
+    def run(operands, inputs, at):
+        return function(operands, inputs, at if is_free else offset)
+
+    traced = tf.function(run, autograph=False).get_concrete_function(
+        of_operands, of_inputs, tf.TensorSpec([], "int32")
+    )
+    return traced(
+        *tf.nest.map_structure(tf.constant, (list(operands), inputs)), tf.constant(offset)
+    )
+
+
+def ran(route, function, operands, inputs, offset):
+    """What `function(operands, inputs, offset)` makes, in the manner of `route`."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jit(lambda *x: function(*x, offset))(list(operands), inputs)
+    if route.manner == "unknown":
+        return _ran_with_unknown_lengths(function, operands, inputs, offset)
+    tensors = [ops.convert_to_tensor(x) for x in operands]
+    if route.manner == "XLA":
+        import tensorflow as tf
+
+        call = tf.function(lambda *x: function(*x, offset), jit_compile=True, autograph=False)
+        return call(tensors, tf.nest.map_structure(tf.constant, inputs))
+    return function(tensors, inputs, offset)
+
+
+def pulled(function, upstream, again=False):
+    """`function` with its gradients: of its result times `upstream`, by each of its tensors.
+
+    `again`: these are differentiated in their turn.
+    """
+
+    def run(*tensors):
+        if BACKEND == "jax":
+            import jax
+
+            result, pull = jax.vjp(function, *tensors)
+            return result, *pull(ops.cast(upstream, result.dtype))
+        if BACKEND == "torch":
+            import torch
+
+            tensors = [x if x.requires_grad else x.clone().requires_grad_() for x in tensors]
+            result = function(*tensors)
+            above = torch.as_tensor(upstream).to(result.dtype)
+            return result, *torch.autograd.grad(result, tensors, above, create_graph=again)
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            result = function(*tensors)
+        return result, *tape.gradient(result, tensors, tf.cast(upstream, result.dtype))
+
+    return run
+
+
+# --- What a law asks for -------------------------------------------------------------------------
+
+
+def as_arguments(changes, tensors):
+    """The arguments of `hm.dot_product_attention` for `changes`, with `tensors` for its own."""
+    made = {name: tensors[name] for name in ("bias", "sinks") if name in tensors}
+    if "soft_cap" in changes:
+        made["soft_cap"] = changes["soft_cap"]
+    if "position_bias" in changes:
+        bias = changes["position_bias"]
+        made["position_bias"] = (bias, tensors["table"]) if "table" in tensors else bias
+    return made
+
+
+def _has_pairs(inputs):
+    return any(isinstance(x, tuple) for x in (inputs or {}).values())
+
+
+def _offset_of(route, spec, inputs, offset):
+    """A tensor where the lengths are unknown, too.
+
+    (A rule that counts refuses a pair at an offset that it cannot see to be 0.)
+    """
+    counts = any(leaf.counts for leaf in leaves(spec))
+    if route.manner != "unknown" or (counts and _has_pairs(inputs)):
+        return offset
+    return ops.convert_to_tensor(offset, "int32")
+
+
+def results(
+    route, qkv, spec, inputs=None, offset=0, upstream=None, changes=None, dtype=None, **rest
+):
+    """The context and, with `upstream`, the gradients by name, none where the kernel has none.
+
+    `changes`: `soft_cap`, `bias`, `position_bias`, `table`, `sinks`. With `dtype` the operands are
+    rounded to it.
+    """
+    tensors, made = _called(route, spec, changes or {}, dtype, rest)
+    args = [*qkv, *tensors.values()], dict(inputs or {}), _offset_of(route, spec, inputs, offset)
+
+    def alone(operands, *rest):
+        return [made(*rest)(*operands)]
+
+    def with_gradients(operands, *rest):
+        return pulled(made(*rest), upstream)(*operands)
+
+    try:
+        found = ran(route, alone if upstream is None else with_gradients, *args)
+    except Refused:
+        if BACKEND != "torch" or upstream is None:
+            raise
+        found = ran(route, alone, *args)
+    context_made, *gradients = map(numpy, found)
+    names = ("query", "key", "value", *tensors)
+    return context_made, dict(zip(names, gradients, strict=bool(gradients)))
+
+
+def penalties(route, qkv, spec, inputs=None, changes=None):
+    """The gradients, by name, of the sum of squares of the gradients of the context's cubes."""
+    tensors, made = _called(route, spec, changes or {}, None, {})
+
+    def run(operands, *rest):
+        attend = made(*rest)
+        first = pulled(lambda *x: ops.sum(attend(*x) ** 3), np.ones(()), again=True)
+        penalty = pulled(lambda *x: sum(ops.sum(g**2) for g in first(*x)[1:]), np.ones(()))
+        return penalty(*operands)[1:]
+
+    found = ran(route, run, [*qkv, *tensors.values()], dict(inputs or {}), 0)
+    return dict(zip(("query", "key", "value", *tensors), map(numpy, found), strict=True))
+
+
+def _called(route, spec, changes, dtype, rest):
+    """The tensors of `changes` by name, and a function of operands for mask inputs and an offset.
+
+    The operands are query, key, value and these tensors.
+    """
+    tensors = {name: changes[name] for name in TENSORS if name in changes}
+
+    def made(inputs, offset):
+        def attend(*operands):
+            own = dict(zip(tensors, operands[3:], strict=True))
+            qkv = [x if dtype is None else ops.cast(x, dtype) for x in operands[:3]]
+            more = {"changes": as_arguments(changes, own), **rest}
+            result = context(route, qkv, spec, inputs, offset, **more)
+            assert result.dtype == qkv[2].dtype
+            return result
+
+        return attend
+
+    return tensors, made
+
+
+def sixty_four_bits():
+    """A context in which JAX has float64, too."""
+    if BACKEND != "jax":
+        return contextlib.nullcontext()
+    import jax
+
+    return jax.enable_x64(True)
+
+
+def skipping(test):
+    """Skip what a kernel refuses, with its sentence."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        try:
+            return test(*args, **kwargs)
+        except Refused as reason:
+            pytest.skip(str(reason))
+
+    return run
+
+
+def for_examples(settings, *strategies):
+    """Run the decorated function at once, for random examples; skip if all are refused."""
+
+    def decorator(check):
+        taken, reasons = [], []
+
+        def one(example):
+            try:
+                check(*example)
+                taken.append(True)
+            except Refused as reason:
+                reasons.append(str(reason))
+
+        settings(given(st.tuples(*strategies))(one))()
+        if not taken:
+            pytest.skip(reasons[0])
+
+    return decorator

@@ -1,0 +1,282 @@
+"""What `test_laws.py` asks each kernel for: rules, changes of the logits, and the check itself."""
+
+import dataclasses
+
+import changed
+import ml_dtypes
+import numpy as np
+import oracle
+import torch
+from by_kernel import results
+from contract import numpy
+from tiled_contract import LONG, PADDING, SCALE, SORTED_IDS, operands
+from tolerance import assert_close
+
+import keras_headmask as hm
+from keras_headmask.attention import head_groups
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.protocol import Bounds
+
+LENGTH, HEADS, BATCH = 23, 4, 3
+_rng = np.random.default_rng(5)
+
+
+def normal(*shape):
+    return _rng.normal(size=shape).astype("float32")
+
+
+LEARNED = hm.relative_position_bias(HEADS, num_buckets=6, max_distance=9)
+CHANGES = {
+    "soft cap": {"soft_cap": 0.8},
+    "bias": {"bias": normal(BATCH, HEADS, LENGTH, LENGTH)},
+    "bias of one example": {"bias": normal(1, HEADS, LENGTH, LENGTH)},
+    "bias of all heads": {"bias": normal(BATCH, 1, LENGTH, LENGTH)},
+    "bias of keys": {"bias": normal(BATCH, 1, 1, LENGTH)},
+    "bias of keys, by head": {"bias": normal(HEADS, 1, LENGTH)},
+    "bias of queries": {"bias": normal(BATCH, HEADS, LENGTH, 1), "sinks": normal(HEADS)},
+    "one number": {"bias": normal(1)[0], "sinks": normal(HEADS)},
+    "alibi": {"position_bias": hm.alibi(HEADS)},
+    "relative": {"position_bias": LEARNED, "table": normal(6, HEADS)},
+    "sinks": {"sinks": normal(HEADS)},
+    "all": {
+        "soft_cap": 0.8,
+        "bias": normal(LENGTH, LENGTH),
+        "position_bias": LEARNED,
+        "table": normal(6, HEADS),
+        "sinks": normal(HEADS),
+    },
+}
+
+
+def double(x):
+    return x.astype("float64") if isinstance(x, np.ndarray) else x
+
+
+CHANGED_64 = {
+    "none": {},
+    "soft cap and sinks": {"soft_cap": 0.8, "sinks": double(CHANGES["sinks"]["sinks"])},
+    "bias": {"bias": double(CHANGES["bias of one example"]["bias"])},
+    "learned": {k: double(x) for k, x in CHANGES["relative"].items()},
+    "alibi": {"position_bias": hm.alibi(16)},  # (of fewer heads float32 holds all slopes)
+}
+SOME_CHANGES = {"none": {}, "all": CHANGES["all"]}
+
+
+@hm.register_spec("test_laws_near_date")
+@dataclasses.dataclass(frozen=True)
+class NearDate(hm.MaskSpec):
+    """Reads data, and says nothing of tiles."""
+
+    days: int
+
+    @property
+    def inputs(self):
+        return {"token_ids": hm.InputType()}
+
+    def allowed(self, query_positions, key_positions, inputs):
+        query, key = inputs["token_ids"]
+        return (key - query <= self.days) & (query - key <= self.days)
+
+
+@hm.register_spec("test_laws_surely_flagged")
+@dataclasses.dataclass(frozen=True)
+class SurelyFlagged(hm.MaskSpec):
+    """Of its tiles, data show which are certain, and positions which are possible."""
+
+    @property
+    def inputs(self):
+        return {"token_ids": hm.InputType(sides=frozenset({"key"}))}
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return inputs["token_ids"].key > 0
+
+    def coverage(self, tiles, inputs):
+        return Bounds(tiles.key_first <= tiles.key_first, inputs["token_ids"].key.low > 0)
+
+
+# What these mean, in loops.
+oracle.READING["test_laws_near_date"] = lambda config, query, key: (
+    abs(int(oracle.value_at(query)) - int(oracle.value_at(key))) <= config["days"]
+)
+oracle.READING["test_laws_surely_flagged"] = lambda config, query, key: oracle.value_at(key) > 0
+
+DAYS = np.random.default_rng(0).integers(0, 9, (BATCH, LENGTH)).astype("int32")
+SURE = np.ones((BATCH, LENGTH), "int32")
+SURE[1, :9] = 0
+RULES = LONG | {
+    "two head groups that read": (
+        hm.PerHead({0: hm.Window(2, 1), 2: hm.Window(2, 1), 3: hm.SameSegment("ids")}),
+        {"ids": SORTED_IDS},
+    ),
+    "groups with dead ends": (
+        hm.PerHead({0: hm.Nothing(), 1: hm.Window(-9, 12)}, hm.Queries(4, 6) & hm.KeyFlag("pad")),
+        {"pad": PADDING},
+    ),
+    "a leaf that says nothing of tiles": (
+        hm.PerHead({1: NearDate(2)}, NearDate(3) & hm.Window(4, 4) | ~NearDate(6)),
+        {"token_ids": DAYS},
+    ),
+    "certain in some examples": (
+        hm.PerHead({0: SurelyFlagged()}, default=hm.Full()) & hm.Window(after=12),
+        {"token_ids": SURE},
+    ),
+}
+
+READING = RULES["two head groups that read"]
+LOCAL = hm.PerHead({1: hm.Window(3, 0)}, hm.Window(3, 0) & hm.KeyFlag("f")) & hm.Queries(2)
+SEEN = {"f": np.ones((BATCH, LENGTH), bool)}  # (some kernels are for rules that read data alone)
+BY_HEAD = hm.PerHead({1: hm.Window(2, 1)}, ~hm.Window(2, 1) & ~hm.KeyIn("ids", 1))
+EDGES = {
+    "one pair": (1, 1, 0),
+    "one query": (1, 13, 9),
+    "one key": (13, 1, -3),
+    "whole tiles": (4, 6, 0),
+    "ragged tiles": (5, 7, 5),
+    "more keys": (8, 13, 5),
+    "more queries": (13, 7, -3),
+}
+EMPTY = {"no example": (0, 4, 4), "no query": (2, 0, 4), "no key": (2, 4, 0)}
+
+
+def weights(batch, queries, heads, size=2):
+    """An upstream gradient in which every entry has its own say."""
+    count = batch * queries * heads * size
+    return np.cos(np.arange(count, dtype="float32")).reshape(batch, queries, heads, size)
+
+
+def rounded(array, dtype):
+    """What `array` is in `dtype`, as float32."""
+    return array.astype(dtype if dtype == "float16" else ml_dtypes.bfloat16).astype("float32")
+
+
+def close(got, wanted, message="", dtype="float32", depth=3):
+    assert got.shape == wanted.shape, message
+    assert_close(got, wanted, dtype, depth, message=message)
+
+
+def expected(qkv, spec, inputs, offset=0, upstream=None, changes=None, factors=None):
+    """By the formula: the context and, with `upstream`, its gradients by name."""
+    (batch, queries, heads, _), keys = qkv[0].shape, qkv[1].shape[1]
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    tensors, constant = changed.split(changes or {}, queries, keys, heads, offset)
+    constant["factors"] = None if factors is None else torch.tensor(factors)
+    return changed.wanted(qkv, mask, SCALE, upstream, tensors, constant)
+
+
+def check(route, qkv, spec, inputs=None, offset=0, changes=None, with_gradients=True, **rest):
+    """The context and the gradients are those of the formula, and rows that see nothing are 0."""
+    (batch, queries, heads, _), keys = qkv[0].shape, qkv[1].shape[1]
+    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
+    upstream = weights(batch, queries, heads, qkv[2].shape[3])
+    given = (route, qkv, spec, inputs, offset, upstream if with_gradients else None, changes)
+    with route.setting():
+        got, gradients = results(*given, **rest)
+    wanted, exact = expected(qkv, spec, inputs, offset, upstream, changes)
+    close(got, wanted, "context")
+    if not changes:
+        repeated = (np.repeat(x, heads // x.shape[2], axis=2) for x in qkv)
+        close(got, oracle.attention(*repeated, mask, SCALE)[0], "the definition in loops")
+    dead = ~mask.any(-1).transpose(0, 2, 1)
+    assert (got[dead] == 0).all(), "rows that see nothing are exactly 0"
+    for name, gradient in gradients.items():
+        close(gradient, exact[name], f"gradient of {name}")
+    if gradients:
+        assert (gradients["query"][dead] == 0).all(), "and so are their gradients"
+    if not mask.any():
+        assert all((x == 0).all() for x in gradients.values()), "nothing learns from nothing"
+
+
+# --- What is hidden ---
+
+BAD = 6  # the position that holds what is not finite
+AT = 13  # positions in all
+HIDING = {
+    "positions": (hm.PerHead({0: hm.Window(2, 2), 1: hm.Chunk(5), 2: ~hm.Keys(6, 7)}), {}),
+    "ids": (
+        hm.PerHead({1: hm.Window(2, 2)}, hm.SameSegment("ids")),
+        {"ids": np.repeat([0, 1, 2], [5, 4, 4]).astype("int32")[None]},
+    ),
+    "flags": (
+        hm.PerHead({1: hm.Window(2, 2)}, hm.recipes.longformer(2, "f")),
+        {"f": np.isin(np.arange(AT), [2, 9])[None]},
+    ),
+}
+# An example for each: nothing bad, then each kind of value in each operand.
+SPOILT = [(0, 0.0), *((p, bad) for p in range(3) for bad in (np.nan, np.inf, -np.inf, 3e38))]
+
+
+def check_spoilt(route, spec, inputs):
+    """What a row may not see has no say in it, whatever it is; what it may see shows."""
+    examples = len(SPOILT)
+    inputs = {name: np.repeat(x, examples, 0) for name, x in inputs.items()}
+    qkv = [np.repeat(x, examples, 0) for x in operands(1, AT, AT, HEADS, key_heads=2)]
+    mask = oracle.mask(spec, examples, HEADS, AT, AT, inputs)
+    sees = np.zeros((examples, HEADS, AT), bool)  # the rows that may be harmed
+    for example, (place, bad) in enumerate(SPOILT):
+        qkv[place][example, BAD] = bad
+        if bad != 0 and place > 0:
+            sees[example] = mask[example, :, :, BAD]
+        elif bad != 0:
+            sees[example, :, BAD] = mask[example, :, BAD].any(-1)
+    of_such = (mask & sees[..., None]).any(2).reshape(examples, 2, 2, AT).any(2)
+    of_such, sees = of_such.transpose(0, 2, 1), sees.transpose(0, 2, 1)  # keys, that rows see
+    upstream = np.where(sees[..., None], 0, weights(examples, AT, HEADS)).astype("float32")
+    with np.errstate(all="ignore"):
+        wanted, exact = oracle.with_gradients(*qkv, mask, SCALE, upstream)
+    as_zero = [np.where(np.abs(x) < 1e30, x, 0) for x in qkv]
+    with route.setting():
+        got, made = results(route, qkv, spec, inputs, 0, upstream)
+        calm, _ = results(route, as_zero, spec, inputs)
+    np.testing.assert_allclose(got[~sees], wanted[~sees], 1e-4, 1e-5)
+    np.testing.assert_array_equal(got[~sees], calm[~sees], "a bit of it shows")
+    for example, (_, bad) in enumerate(SPOILT):
+        if not abs(bad) < np.inf:
+            assert not np.isfinite(got[example][sees[example]]).any(), "hidden from who may see it"
+    clean = {"query": ~sees, "key": ~of_such, "value": ~of_such}
+    for what, one in made.items():
+        part = clean[what]
+        np.testing.assert_allclose(one[part], exact[what][part], 1e-4, 1e-5, err_msg=what)
+
+
+# --- Dropout ---
+
+RATE = 0.3
+
+
+def check_dropout(route, changes):
+    """Drawn for pairs of a query head: the same in any tiles, and by any kernel but the dense."""
+    spec, inputs = READING
+    size = BATCH, HEADS, LENGTH, LENGTH
+    query, key, value = operands(BATCH, LENGTH, LENGTH, HEADS, key_heads=2)
+    mask = oracle.mask(spec, *size, inputs)
+    upstream = weights(BATCH, LENGTH, HEADS)
+    # Of values that are unit vectors, the context is the probabilities.
+    units = np.broadcast_to(
+        np.eye(LENGTH, dtype="float32")[None, :, None], (BATCH, LENGTH, 2, LENGTH)
+    )
+    exact, _ = expected((query, key, units), spec, inputs, changes=changes)
+    exact = exact.transpose(0, 2, 1, 3)
+
+    def run(value, seed, upstream=None):
+        return results(
+            route, (query, key, value), spec, inputs, 0, upstream, changes, dropout=RATE, seed=seed
+        )
+
+    with route.setting():
+        drawn, other = (run(units, seed)[0].transpose(0, 2, 1, 3) for seed in (3, 4))
+        got, gradients = run(value, 3, upstream)
+    kept = drawn > 0
+    assert not (kept & ~mask).any(), "nothing is opened"
+    assert (kept != (other > 0)).any(), "another seed drops others"
+    close(drawn, np.where(kept, exact / (1 - RATE), 0))
+    deviation = np.sqrt(RATE * (1 - RATE) * mask.sum())
+    assert abs(kept.sum() - (1 - RATE) * mask.sum()) < 5 * deviation
+    if route.kernel.name != "dense":
+        bound = evaluation.bind(spec, inputs, LENGTH, LENGTH)
+        factors = head_groups.dropout(RATE, 3, BATCH, HEADS, bound).factors("float32")
+        np.testing.assert_array_equal(kept, (numpy(factors) > 0) & mask)
+    factors = kept / (1 - RATE)
+    wanted, of = expected((query, key, value), spec, inputs, 0, upstream, changes, factors)
+    close(got, wanted)
+    for what, gradient in gradients.items():
+        close(gradient, of[what], f"gradient of {what}")

@@ -118,7 +118,8 @@ def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
 def _is_finite(tensor: Tensor) -> Mask:
     # Not `isfinite`, which not every format of other runtimes has.
     dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return ops.abs(tensor) <= ops.cast(_LARGEST[dtype], dtype)
+    # (Not `ops.cast`, which makes a float32 of the number first on TensorFlow: inf, of float64.)
+    return ops.abs(tensor) <= ops.convert_to_tensor(_LARGEST[dtype], dtype)
 
 
 def _rows_are_finite(tensor: Tensor) -> Mask:

@@ -146,7 +146,7 @@ def asking(method: Callable) -> Callable:
 
 
 def held(holder: Any, name: str) -> Any:
-    """What the object itself holds under `name`, also while others look; `None` where its class has it."""
+    """What the object itself holds under `name`, while others look, too; else `None`."""
     own = vars(holder).get(name)
     return own.held if isinstance(own, _Wrapper) else own
 

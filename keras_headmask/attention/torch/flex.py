@@ -36,6 +36,7 @@ def is_possible(bound: Bound, scale: Any, *operands: Tensor) -> bool:
         and isinstance(scale, (int, float))
         and all(isinstance(value, Sides) for value in of_leaves)
         and all(x.device.type == "cpu" and x.dtype != torch.float64 for x in operands)
+        and operands[0].shape[0] > 0
         and operands[0].shape[1] > 1
     )
 
@@ -110,7 +111,7 @@ def _arrays(device: Any) -> Arrays:
 def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     batch, length = values.shape
     whole = length // size * size
-    blocks = values[:, :whole].reshape(batch, -1, size)
+    blocks = values[:, :whole].reshape(batch, whole // size, size)
     low, high = blocks.amin(2), blocks.amax(2)
     if whole < length:
         rest = values[:, whole:]

@@ -176,6 +176,11 @@ def test_one_worker_and_two_are_timed(tmp_path):
 
 
 @long
+def test_two_trees_run_beside_each_other():
+    run("benchmarks.two_trees", ROOT)
+
+
+@long
 def test_checks_of_sizes_change_no_output(tmp_path):
     run("benchmarks.size_checks", "--out", tmp_path / "size_checks.json")
     record = json.loads((tmp_path / "size_checks.json").read_text())

@@ -9,9 +9,9 @@ import numpy as np
 import oracle
 import pytest
 from by_kernel import (
-    BACKEND,
     ROUTES,
     each,
+    every_day,
     for_examples,
     penalties,
     results,
@@ -76,7 +76,7 @@ def random_rules(route, many):
             check(route, qkv, spec, inputs, offset)
 
 
-@routes()
+@routes(lambda route: True)
 def test_any_rule_equals_the_definition(route):
     random_rules(route, FEW)
 
@@ -145,7 +145,7 @@ def test_what_changes_logits(route, name):
 @pytest.mark.parametrize(
     "rule", ["two dead ends", "full", "far keys", "longformer", "window", "heads in any order"]
 )
-@routes(lambda route: not route.is_traced)
+@routes(lambda route: not (route.is_traced or route.repeats))
 @skipping
 def test_all_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
     spec, inputs = RULES[rule]
@@ -155,7 +155,7 @@ def test_all_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
     check(route, qkv, spec, inputs, 0 if rule == "far keys" else 9, changes)
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_no_change_opens_a_hidden_key(route):
     """To the bit, whatever stands in the bias there; and no gradient comes of it."""
@@ -180,7 +180,7 @@ def test_no_change_opens_a_hidden_key(route):
             assert all(np.isfinite(x).all() for x in gradients.values())
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_a_bias_of_minus_inf_hides_as_the_mask_does(route):
     allowed = np.random.default_rng(0).random((1, HEADS, LENGTH, LENGTH)) < 0.5
@@ -198,7 +198,7 @@ def test_a_bias_of_minus_inf_hides_as_the_mask_does(route):
         close(made[name], exact[name], name)
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_a_sink_of_inf_takes_all_probability_of_its_head(route):
     """And nothing learns from that head."""
@@ -216,7 +216,7 @@ def test_a_sink_of_inf_takes_all_probability_of_its_head(route):
         assert made["sinks"][1] == 0
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_gradients_of_the_least_soft_cap_are_finite(route):
     qkv, cap = operands(BATCH, LENGTH, LENGTH, HEADS), float(np.finfo("float32").tiny)
@@ -259,7 +259,7 @@ def test_float64_is_float64_throughout(route, name):
 
 
 @pytest.mark.parametrize("size", [30.0, 1000.0])
-@routes(lambda route: not route.is_traced or BACKEND == "jax")
+@routes(every_day)
 @skipping
 def test_large_logits(route, size):
     spec, inputs = READING
@@ -288,7 +288,7 @@ def test_dropout_is_drawn_for_pairs_and_found_again_by_the_gradient(route, name)
 
 
 @pytest.mark.parametrize("name", ["none", "all"])
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_gradients_of_gradients(route, name):
     """A penalty on gradients."""
@@ -315,7 +315,7 @@ def test_who_may_not_see_it_has_what_0_in_its_place_gives(route, name):
     check_spoilt(route, *HIDING[name])
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_who_may_see_it_gets_no_gradient_that_looks_sound(route):
     spec, inputs = HIDING["ids"]
@@ -332,7 +332,7 @@ def test_who_may_see_it_gets_no_gradient_that_looks_sound(route):
             assert np.isfinite(of_query[~sees]).all()
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 @skipping
 def test_a_query_whose_logits_are_all_infinite_sees_nothing_that_is_hidden(route):
     spec = hm.PerHead({0: hm.Keys(0, 8) & hm.KeyFlag("f")}, hm.Keys(0, 8))
@@ -344,7 +344,7 @@ def test_a_query_whose_logits_are_all_infinite_sees_nothing_that_is_hidden(route
             assert not (got > 1).any()  # NaN or 0, or a mean of what it sees
 
 
-@routes(lambda route: route.manner != "unknown")
+@routes(every_day)
 @skipping
 def test_allowed_logits_below_the_number_that_hides_stay_above_hidden_ones(route):
     """Found as a bug: beside logits of -6e9 the hidden ones, at -1e9, took all probability."""
@@ -365,7 +365,7 @@ def test_allowed_logits_below_the_number_that_hides_stay_above_hidden_ones(route
 
 
 @pytest.mark.parametrize("large", [1e16, 3e38])
-@routes(lambda route: not route.is_traced)
+@routes(lambda route: not (route.is_traced or route.repeats))
 @skipping
 def test_large_keys_and_values_that_are_visible_count(route, large):
     q, k, v = operands(1, AT, AT, HEADS)

@@ -46,6 +46,11 @@ class Route(NamedTuple):
         """Whether each call takes seconds."""
         return self.manner != "known" or BACKEND == "jax"
 
+    @property
+    def repeats(self):
+        """Whether it is several kernels, each of which has a route of its own."""
+        return isinstance(self.kernel, ByGroup) and len(self.kernel.kernels) > 1
+
 
 class Refused(Exception):
     """The kernel does not compute the request, and says why."""
@@ -104,12 +109,17 @@ def _routes():
 ROUTES = list(_routes())
 
 
-def routes(fits=lambda route: True):
+def routes(fits=lambda route: not route.repeats):
     """Run a test for each route; those that `fits` leaves out are for the long run."""
     marks = {True: (), False: pytest.mark.long}
     return pytest.mark.parametrize(
         "route", [pytest.param(x, marks=marks[bool(fits(x))], id=x.name) for x in ROUTES]
     )
+
+
+def every_day(route):
+    """Whether a law that has no names to share out is tried on `route` every day."""
+    return route.manner == "known" and not route.repeats
 
 
 def dealt(names, route, share):
@@ -121,14 +131,13 @@ def dealt(names, route, share):
 def each(names, traced=4):
     """Run a test for each route and name.
 
-    Of a route that traces, one name in `traced` is run every day, the others in the long run; of
-    TensorFlow's loop, which is traced faster, one in three.
+    Of a route that traces, one name in twice `traced` is run every day, the others in the long run;
+    of TensorFlow's loop, which is traced faster, one in three.
     """
 
     def is_long(route, name):
-        starts_loops = route.name in ("loop", "by head group")
-        share = traced if route.is_traced else 3 if starts_loops else 1
-        return name not in dealt(names, route, min(share, len(names)))
+        share = 2 * traced if route.is_traced else 3 if route.name == "loop" else 1
+        return route.repeats or name not in dealt(names, route, min(share, len(names)))
 
     return pytest.mark.parametrize(
         ("route", "name"),

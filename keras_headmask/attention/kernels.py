@@ -257,6 +257,8 @@ class BlockLoop(Kernel):
             return "loops suit one CPU"
         if not all(isinstance(size, int) for size in request.query.shape):
             return "a size is not known"
+        if not request.query.shape[0]:
+            return "there is no example"
         return _not_in_float32(request)
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def on_eight_devices(name):
     return said["pairs"], said["facts"]
 
 
-@pytest.mark.parametrize("name", ["layer", "tiles"])
+@pytest.mark.parametrize("name", [pytest.param("layer", marks=pytest.mark.long), "tiles"])
 def test_heads_on_devices(name):
     pairs, facts = on_eight_devices(name)
     spread = facts["spread"]
@@ -53,6 +53,7 @@ def test_heads_on_devices(name):
     assert 0.05 < facts["seen"]["share"] < 0.95
 
 
+@pytest.mark.long
 def test_a_masked_backbone_trains_on_devices():
     pytest.importorskip("keras_hub")
     pairs, facts = on_eight_devices("backbone")

@@ -70,7 +70,8 @@ def test_two_workers_end_with_the_weights_of_one_process(backend, tmp_path):
     assert apart <= 1e-5
 
 
-@pytest.mark.parametrize("backend", ["jax", pytest.param("tensorflow", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(backend, tmp_path):
     pytest.importorskip(backend)
     code, printed = run(EXAMPLE, "--quick", "--kill", "--out", tmp_path, backend=backend)

@@ -198,6 +198,7 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_a_process")
+@pytest.mark.long
 def test_callers_beside_exports_lints_and_plots(tmp_path):
     """No wrong answer and no error, and the model obeys afterwards."""
     on_tensorflow = keras.backend.backend() == "tensorflow"

@@ -132,12 +132,14 @@ def each(names, traced=4):
     """Run a test for each route and name.
 
     Of a route that traces, one name in twice `traced` is run every day, the others in the long run;
-    of TensorFlow's loop, which is traced faster, one in three.
+    of TensorFlow's loop, which is traced faster, one in three. Of what XLA compiles, none.
     """
 
     def is_long(route, name):
         share = 2 * traced if route.is_traced else 3 if route.name == "loop" else 1
-        return route.repeats or name not in dealt(names, route, min(share, len(names)))
+        if route.repeats or route.manner == "XLA":
+            return True
+        return name not in dealt(names, route, min(share, len(names)))
 
     return pytest.mark.parametrize(
         ("route", "name"),

@@ -11,7 +11,7 @@ from keras_headmask.rules import base
 _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.explain}}
 # JAX compiles each example anew; the law is the same on every backend.
 _SHARE = 4 if keras.backend.backend() == "jax" else 1
-FEW = settings(max_examples=25 // _SHARE, **_QUICK)
+FEW = settings(max_examples=20 // _SHARE, **_QUICK)
 MANY = settings(max_examples=80 // _SHARE, **_QUICK)
 
 NUM_HEADS = 3

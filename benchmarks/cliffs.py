@@ -209,7 +209,7 @@ def _function(case: Case, arm: str) -> Callable:
         with tf.GradientTape() as tape:
             tape.watch((query, key, value))
             (context,) = attend(query, key, value, inputs, offset)
-        # (With the context, which whoever trains computes, too.)
+        # (With the context, which training computes, too.)
         return context, *tape.gradient(context, (query, key, value), output_gradients=upstream)
 
     if case.step == "gradient":

@@ -54,14 +54,14 @@ def record(names: Collection[str] | None = None) -> dict[str, str]:
     for case in (case for case in grid() if case.step == "forward"):
         if case.lengths == "unknown" and backend != "tensorflow":
             continue
-        for way, compiling in _ways(backend):
-            if names is None or f"{case}{way}" in names:
+        for mode, compiling in _modes(backend):
+            if names is None or f"{case}{mode}" in names:
                 with compiling():
-                    found[f"{case}{way}"] = _of(case)
+                    found[f"{case}{mode}"] = _of(case)
     return found
 
 
-def _ways(backend: str) -> list[tuple[str, Callable]]:
+def _modes(backend: str) -> list[tuple[str, Callable]]:
     if backend != "torch":
         return [("", contextlib.nullcontext)]
     return [("", contextlib.nullcontext), (", compiled", _as_if_compiled)]

@@ -53,9 +53,8 @@ class _State:
         # Rules from a file, until the attention layers inside are made, and how many these will be.
         self.waiting: list[dict[str, Any]] = []
         self.awaited = 0
-        self.stock: Any = (
-            None  # a stock layer to be filed in its place; one, as files tell layers by id
-        )
+        # A stock layer to be saved in its place: always the same one, as files know layers by id.
+        self.stock: Any = None
         self.inside: list[keras.Layer] | None = None
 
 

@@ -1,4 +1,4 @@
-"""One dispatcher: whoever asks, the same request is computed, or refused, alike.
+"""One dispatcher: from any caller the same request is computed, or refused, alike.
 
 Each test holds the function, the layer and a retrofitted layer to one answer, dense and tiled.
 """

@@ -158,7 +158,7 @@ def test_all_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
 @routes(every_day)
 @skipping
 def test_no_change_opens_a_hidden_key(route):
-    """To the bit, whatever stands in the bias there; and no gradient comes of it."""
+    """To the bit, whatever stands in the bias there; and it has no gradient."""
     qkv, shift = operands(BATCH, LENGTH, LENGTH, HEADS), -1e12
     hidden = ~oracle.mask(LOCAL, BATCH, HEADS, LENGTH, LENGTH, SEEN)[0, 0]
     plain = np.full((LENGTH, LENGTH), shift, "float32")

@@ -1,4 +1,4 @@
-"""Versions appear whole or not at all, whoever dies, and no two writers share one."""
+"""Versions appear whole or not at all, whichever process dies, and no two writers share one."""
 
 import os
 import pathlib

@@ -1,7 +1,7 @@
 """Each kernel of the backend, called by itself: what `test_laws.py` holds to every law.
 
-A kernel that is added to `KERNELS` has a route here by itself. `WAYS` names those that compute in
-more than one way, or under numbers of their own.
+A kernel that is added to `KERNELS` has a route here by itself. `MODES` has those that run in
+several modes (eagerly, at unknown lengths, by XLA), or need a tuning of their own.
 """
 
 import contextlib
@@ -73,9 +73,9 @@ def _loop():
         yield
 
 
-# By the name of a kernel, each way in which its code is run: a word, the numbers, the manner. All
+# By the name of a kernel, each mode in which it is run: a word, the tuning, how it is traced. All
 # others run in tiny tiles, at lengths that are known.
-WAYS = {
+MODES = {
     "at once": [("", at_once, "known")],
     "head by head": [("", heads_alone, "known")],
     "by length": [
@@ -100,7 +100,7 @@ def _routes():
         is_of_groups = isinstance(kernel, ByGroup)
         each = [(x.name, ByGroup(x)) for x in kernel.kernels] if is_of_groups else []
         for name, of_all_heads in (*each, (kernel.name, kernel)):
-            for word, setting, manner in WAYS.get(name, [("", tiles, "known")]):
+            for word, setting, manner in MODES.get(name, [("", tiles, "known")]):
                 if manner == "known" or BACKEND == "tensorflow":
                     words = f"{name}, {word}" if word else name
                     yield Route(words, of_all_heads, setting, manner)

@@ -6,6 +6,7 @@ import pytest
 from test_layout import ARROWS, PACKAGE
 
 from keras_headmask.attention import choose
+from keras_headmask.attention.tuning import Tuning
 
 ROOT = PACKAGE.parent
 PAGES = ("docs/architecture.md", "CONTRIBUTING.md")
@@ -71,3 +72,10 @@ def table_of_kernels():
 def test_the_table_of_kernels_is_that_of_the_code():
     _, _, rest = PAGE.partition("<!-- kernels:start -->\n")
     assert rest.partition("\n<!-- kernels:end -->")[0] == table_of_kernels()
+
+
+def test_numbers_that_choose_a_kernel_are_those_of_the_code():
+    named = re.findall(r"`(\w+)`\s+=\s+([\d,.]*\d)", PAGE)
+    assert len(named) >= 9
+    given = {name: float(number.replace(",", "")) for name, number in named}
+    assert given == {name: getattr(Tuning(), name) for name in given}

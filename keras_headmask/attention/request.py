@@ -8,6 +8,7 @@ from typing import Any
 
 from keras import ops
 
+from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.logits import NONE, Changes, Positions
 from keras_headmask.masks import Length, Mask, Tensor
@@ -61,6 +62,13 @@ class Request:
     def lengths(self) -> tuple[Length, Length]:
         """Of the queries and of the keys."""
         return ops.shape(self.query)[1], ops.shape(self.key)[1]
+
+
+def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:
+    """What a `Request` says of a layer's dropout in attention: nothing unless it is training."""
+    if not (layer.dropout > 0 and training):
+        return {}
+    return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
 
 
 def all_that_restricts(

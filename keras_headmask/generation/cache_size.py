@@ -6,11 +6,9 @@ from typing import NamedTuple
 import keras
 
 from keras_headmask.generation import head_cache
-from keras_headmask.generation.causal_lm import HeadMaskedCausalLM, generates, whole_masks
 from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.find import aligned, find_attention
-from keras_headmask.retrofit.rule import LayerRule
-from keras_headmask.retrofit.wrap import rules_in_force
+from keras_headmask.retrofit.rule import LayerRule, rules_in_force, whole_masks
 from keras_headmask.rules.fields import whole_number
 
 
@@ -71,14 +69,15 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
     gpt2/transformer_layer_1/self_attention  45,056  131,072  0.34
     total                                    90,112  262,144  0.34
     """
-    if not (isinstance(task, keras.Model) and generates(task)):
+    if not (isinstance(task, keras.Model) and head_cache.generates(task)):
         raise TypeError(
             "`task` must be a causal language model that generates with a cache, such as "
             f"keras_hub.models.GPT2CausalLM. Received: {task!r}."
         )
     length = whole_number(length, "length", at_least=1)
     batch = whole_number(batch, "batch", at_least=1)
-    by_head = isinstance(task, HeadMaskedCausalLM) and task.keeps_by_head()
+    keeps_by_head = getattr(task, "keeps_by_head", None)  # of a `causal_lm.HeadMaskedCausalLM`
+    by_head = keeps_by_head is not None and keeps_by_head()
     by_layer: dict[str, tuple[int, int]] = {}
     in_force: list[LayerRule] = []
     for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):

@@ -6,7 +6,7 @@ tensor for all layers, it gets one that has its shape and no heads; the keys the
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +21,12 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import masked_model
 from keras_headmask.retrofit.call import Frame, opened_frame, with_cache
 from keras_headmask.retrofit.graph import HeadMaskInputs, names_read
-from keras_headmask.retrofit.rule import LayerRule, names_in
-from keras_headmask.retrofit.wrap import MaskedLayer, attention_inside, rules_in_force
+from keras_headmask.retrofit.rule import (
+    attention_inside,
+    is_masked,
+    rules_in_force,
+    whole_masks,
+)
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
 
@@ -136,8 +140,7 @@ class _Generates(_CausalLM):
         ]
         known = ["self", _TOKENS], ["self", _TOKENS, "cache", "cache_update_index"]
         return takes == list(known) and all(
-            isinstance(layer, MaskedLayer) and head_cache.keeps(layer)
-            for layer in attention_inside(self)
+            is_masked(layer) and head_cache.keeps(layer) for layer in attention_inside(self)
         )
 
     def _read_by_rules(
@@ -182,17 +185,6 @@ class _Generates(_CausalLM):
         return {k: x if k in whole else ops.cast(x, "int32") for k, x in tensors.items()}
 
 
-def whole_masks(rules: Iterable[LayerRule]) -> set[str]:
-    """The names of what `rules` read that are masks of queries and keys."""
-    return {
-        place
-        for rule in rules
-        for name, source in rule.sources.items()
-        if rule.spec.inputs[name].rank is None
-        for place in names_in(source)
-    }
-
-
 def _of_prompt(x: Tensor, length: Length) -> Tensor:
     """What a rule reads, cut to the first `length` positions."""
     return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
@@ -204,17 +196,10 @@ def _has_any_size() -> bool:
     return backend == "torch" or (backend == "tensorflow" and not _keras.in_xla())
 
 
-def generates(model: Any) -> bool:
-    """Whether it is a causal language model of KerasHub's, or one that works alike."""
-    return all(
-        hasattr(model, name) for name in ("generate_step", "_build_cache", "call_with_cache")
-    )
-
-
 class HeadMaskedCausalLM(_Generates, masked_model.HeadMasked):
     """A causal language model under rules, which generates text."""
 
     masks_all_attention = True  # all layers keep their keys in one cache
 
 
-masked_model.add_kind(HeadMaskedCausalLM, generates)
+masked_model.add_kind(HeadMaskedCausalLM, head_cache.generates)

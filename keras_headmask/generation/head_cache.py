@@ -237,3 +237,10 @@ def keeps(layer: Any) -> bool:
 
 def _is_torch() -> bool:
     return keras.backend.backend() == "torch"
+
+
+def generates(model: Any) -> bool:
+    """Whether it is a causal language model of KerasHub's, or one that works alike."""
+    return all(
+        hasattr(model, name) for name in ("generate_step", "_build_cache", "call_with_cache")
+    )

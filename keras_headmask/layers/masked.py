@@ -19,7 +19,7 @@ from keras_headmask.attention.checking import (
 )
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import NONE, Changes
-from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.attention.request import Request, all_that_restricts, dropout_of
 from keras_headmask.layers import changing, loading, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
@@ -28,13 +28,6 @@ from keras_headmask.rules.positions import Window
 
 # What restricts from outside of the rule.
 _MASKS = ("attention_mask", "query_mask", "value_mask", "key_mask")
-
-
-def dropout_of(layer: keras.Layer, training: bool | None) -> dict[str, Any]:
-    """What a `Request` says of dropout in attention: nothing unless the layer is training."""
-    if not (layer.dropout > 0 and training):
-        return {}
-    return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
 
 
 class MaskedAttention(keras.Layer):

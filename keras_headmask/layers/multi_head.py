@@ -8,10 +8,8 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.biases import PositionBias
-from keras_headmask.attention.checking import supports_unknown_lengths as supports_unknown_lengths
 from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.layers.masked import dropout_of as dropout_of
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 

@@ -15,7 +15,7 @@ from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.masks import Mask, lift
 from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.find import AttentionLayer, find_attention, longest_sequence
-from keras_headmask.retrofit.wrap import rules_in_force, spec_of
+from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 

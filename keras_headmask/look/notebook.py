@@ -15,7 +15,7 @@ import numpy as np
 
 from keras_headmask.look import drawing, panels
 from keras_headmask.retrofit.find import find_attention
-from keras_headmask.retrofit.wrap import spec_of
+from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 

@@ -13,9 +13,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
-from keras_headmask.layers.masked import dropout_of
-from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
+from keras_headmask.attention.request import dropout_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
@@ -23,14 +21,8 @@ from keras_headmask.rules.positions import Window
 _OPERANDS = "query", "key", "value", "attention_mask"
 _DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}
 
-
-# Classes whose attention a `Request` describes in full.
-_OF_KERAS = (
-    keras.layers.MultiHeadAttention,
-    keras.layers.GroupQueryAttention,
-    PerHeadMaskedMultiHeadAttention,
-    PerHeadMaskedGroupedQueryAttention,
-)
+# Classes whose attention a `Request` describes in full, beside ours.
+_OF_KERAS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
 class Attention:
@@ -81,7 +73,9 @@ class Attention:
     @property
     def has_own_code(self) -> bool:
         """Whether code of the class, or a flash kernel, computes, and gets the rule as a mask."""
-        known = [getattr(cls, self.hook) for cls in _OF_KERAS]
+        ours = getattr(self.layer, "_ours", None)  # (of `layers.masked.MaskedAttention`)
+        classes = (*_OF_KERAS, ours()) if ours is not None else _OF_KERAS
+        known = [getattr(cls, self.hook) for cls in classes]
         return bool(
             observers.uses_flash(self.layer)
             or getattr(type(self.layer), self.hook) not in known

@@ -13,9 +13,8 @@ from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
 from keras_headmask.retrofit.find import AttentionLayer, attention, find_attention, is_inside
 from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
 from keras_headmask.retrofit.masked_model import copied, masked
-from keras_headmask.retrofit.rule import LayerRule
+from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
-from keras_headmask.retrofit.wrap import all_rules, combined, rules_in_force
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import check_heads, head_groups, restricts

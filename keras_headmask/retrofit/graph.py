@@ -8,8 +8,15 @@ import keras
 
 from keras_headmask import _keras, masks
 from keras_headmask.retrofit.find import AttentionLayer
-from keras_headmask.retrofit.rule import LayerRule, Source, names_in, prepared_names
-from keras_headmask.retrofit.wrap import MaskedLayer, all_rules, attention_inside
+from keras_headmask.retrofit.rule import (
+    LayerRule,
+    Source,
+    all_rules,
+    attention_inside,
+    is_masked,
+    names_in,
+    prepared_names,
+)
 from keras_headmask.rules.base import MaskSpec, leaves, merged_inputs
 from keras_headmask.rules.protocol import InputType, Sides
 
@@ -242,7 +249,7 @@ def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False
 
 def rules_read(model: keras.Model, operation: Any) -> list[LayerRule]:
     """The rules inside an operation of `model` that read inputs of this model."""
-    if not isinstance(operation, MaskedLayer):
+    if not is_masked(operation):
         return []
     owners = {id(x) for x in model.operations}
     found = (rule for x in attention_inside(operation) for rule in all_rules(x))

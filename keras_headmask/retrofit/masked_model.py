@@ -18,17 +18,17 @@ from keras_headmask.retrofit.find import Found, aligned, find_attention, holds, 
 from keras_headmask.retrofit.graph import new_inputs, rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,
+    attention_inside,
     entries,
     rules_config,
     rules_from_config,
+    spec_of,
     stock_and_rules,
 )
 from keras_headmask.retrofit.wrap import (
     MaskedLayer,
     add_rule,
-    attention_inside,
     mask,
-    spec_of,
     stock_config,
     to_file,
     unmask,

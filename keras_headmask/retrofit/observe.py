@@ -24,8 +24,8 @@ from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.compiled import graph_being_built
 from keras_headmask.retrofit.find import AttentionLayer, find_attention, without_remat
+from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.retrofit.select import select
-from keras_headmask.retrofit.wrap import rules_in_force, spec_of
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts

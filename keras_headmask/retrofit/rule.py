@@ -1,15 +1,17 @@
-"""The rule of one attention layer: the names of what it reads, and its JSON in files."""
+"""The rules of an attention layer: the names of what each reads, which are in force, their JSON."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import keras
 
 from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.find import attention
 from keras_headmask.rules import heads
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import check_heads
@@ -82,6 +84,17 @@ def names_in(source: Source) -> list[str]:
     return [name for name in ((source,) if isinstance(source, str) else source) if name is not None]
 
 
+def whole_masks(rules: Iterable[LayerRule]) -> set[str]:
+    """The names of what `rules` read that are masks of queries and keys."""
+    return {
+        place
+        for rule in rules
+        for name, source in rule.sources.items()
+        if rule.spec.inputs[name].rank is None
+        for place in names_in(source)
+    }
+
+
 def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> Sides:
     """The names of the tensors that are prepared for an input of a leaf, one for each side."""
     source = sources[name]
@@ -92,6 +105,77 @@ def prepared_names(leaf: MaskSpec, name: str, sources: Mapping[str, Source]) -> 
     sides = zip(source, ("queries", "keys"), strict=True)
     return Sides(*(None if s is None else f"{config} of {of_both}: {side}" for s, side in sides))
 
+
+# --- What a masked layer obeys --------------------------------------------------------------------
+
+STATE = "headmask_state"
+
+
+class State:
+    """What `wrap.MaskedLayer` adds to a layer: one attribute, which Keras does not track."""
+
+    def __init__(self) -> None:
+        self.rules: tuple[LayerRule, ...] = ()  # of attention alone; the innermost model's first
+        # Rules from a file, until the attention layers inside are made, and how many these will be.
+        self.waiting: list[dict[str, Any]] = []
+        self.awaited = 0
+        # A stock layer to be saved in its place: always the same one, as files know layers by id.
+        self.stock: Any = None
+        self.inside: list[keras.Layer] | None = None
+
+
+def is_masked(layer: Any) -> bool:
+    """Whether it is a `wrap.MaskedLayer`: its class was made for a stock class."""
+    return hasattr(type(layer), "_stock_class")
+
+
+def state_of(layer: Any) -> State:
+    """The one of a masked layer."""
+    return vars(layer).setdefault(STATE, State())  # (`clone_model` makes an object of the class)
+
+
+def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
+    """The attention layers that `layer` is or holds, in the order of their numbers in files."""
+    state = vars(layer).get(STATE)
+    if state is not None and state.inside is not None:
+        return state.inside
+    found = attention(layer)
+    if state is not None and layer.built and not state.waiting:
+        state.inside = found
+    return found
+
+
+def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
+    """Its own rules, of attention; not those of layers inside."""
+    return state_of(layer).rules if is_masked(layer) else ()
+
+
+def has_rules(layer: keras.Layer) -> bool:
+    """Whether attention inside a masked layer has a rule, or will have one once it is made."""
+    return bool(state_of(layer).waiting) or any(map(all_rules, attention_inside(layer)))
+
+
+def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
+    """The rules that attention obeys: from the last that replaces others, the innermost first."""
+    rules = all_rules(layer)
+    last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
+    return rules[last:]
+
+
+def spec_of(layer: keras.Layer) -> MaskSpec | None:
+    """All that an attention layer obeys: its own `mask_spec`, unless replaced, and its rules."""
+    return combined(layer, rules_in_force(layer))
+
+
+def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
+    """The `mask_spec` of a layer, unless replaced, and `rules`, as one spec."""
+    own = getattr(layer, "mask_spec", None)
+    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
+    specs += [rule.spec for rule in rules]
+    return functools.reduce(operator.and_, specs) if specs else None
+
+
+# --- Files ----------------------------------------------------------------------------------------
 
 _FORMAT = 1  # of the configs of masked layers and models
 _WAY_OUT = "Was it edited, or saved with another version of its code? Save the masked model again."

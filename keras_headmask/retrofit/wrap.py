@@ -8,7 +8,6 @@ model these are edges of the graph. Its config holds that of the stock layer, an
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -32,30 +31,23 @@ from keras_headmask.retrofit.call import (
 )
 from keras_headmask.retrofit.find import attention, holds, is_inside
 from keras_headmask.retrofit.rule import (
+    STATE,
     LayerRule,
+    State,
+    all_rules,
+    attention_inside,
     entries,
+    has_rules,
+    is_masked,
     rules_config,
     rules_from_config,
+    rules_in_force,
+    state_of,
     stock_and_rules,
 )
-from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import restricts
 
-_STATE = "headmask_state"
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
-
-
-class _State:
-    """What `MaskedLayer` adds to a layer: one attribute, which Keras does not track."""
-
-    def __init__(self) -> None:
-        self.rules: tuple[LayerRule, ...] = ()  # of attention alone; the innermost model's first
-        # Rules from a file, until the attention layers inside are made, and how many these will be.
-        self.waiting: list[dict[str, Any]] = []
-        self.awaited = 0
-        # A stock layer to be saved in its place: always the same one, as files know layers by id.
-        self.stock: Any = None
-        self.inside: list[keras.Layer] | None = None
 
 
 if TYPE_CHECKING:
@@ -77,7 +69,7 @@ class MaskedLayer(_Layer):
         )
         with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
-            if computes and _state(self).waiting and self.built:
+            if computes and state_of(self).waiting and self.built:
                 super().compute_output_spec(
                     *args, **kwargs
                 )  # makes layers that the first call makes
@@ -161,7 +153,7 @@ class MaskedLayer(_Layer):
     def get_config(self) -> dict[str, Any]:
         rules = to_file(self)
         config = stock_config(self, rules)
-        state = _state(self)
+        state = state_of(self)
         if state.waiting:
             return {"layer": config, "rules": state.waiting, "attention": state.awaited}
         count = len(attention_inside(self))
@@ -186,10 +178,10 @@ class MaskedLayer(_Layer):
 
 def mask(layer: Any, kind: type = MaskedLayer) -> None:
     """Make the class of `layer` one that is also a `kind`; it has no rule yet."""
-    if isinstance(layer, MaskedLayer):
+    if is_masked(layer):
         return
     _change_keras()
-    vars(layer)[_STATE] = _State()
+    vars(layer)[STATE] = State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
     if (adapter := adapter_of(layer)) is not None:
         vars(layer)[adapter.hook] = hook(layer, lambda: rules_in_force(layer))
@@ -204,10 +196,10 @@ def _change_keras() -> None:
 
 def _check_cloned(operation: Any, clone: Any) -> None:
     """Raise if a `clone_function` makes a stock layer of a masked one."""
-    if not isinstance(operation, MaskedLayer) or not has_rules(operation):
+    if not is_masked(operation) or not has_rules(operation):
         return
     made = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
-    if not any(isinstance(x, MaskedLayer) for x in made):
+    if not any(is_masked(x) for x in made):
         raise ValueError(
             f"The layer '{operation.name}' of the model to clone obeys a rule, and "
             f"`clone_function` made a stock layer ({type(clone).__name__}) of it, which would not. "
@@ -218,7 +210,7 @@ def _check_cloned(operation: Any, clone: Any) -> None:
 
 def unmask(layer: Any) -> None:
     """Give `layer` its stock class again."""
-    if isinstance(layer, MaskedLayer):
+    if is_masked(layer):
         object.__setattr__(layer, "__class__", layer._stock_class)
         for name in _own(layer):
             layer.__dict__.pop(name, None)
@@ -230,7 +222,7 @@ def unmask(layer: Any) -> None:
 def _own(layer: Any) -> set[str]:
     """The attributes that are not the stock layer's."""
     adapter = adapter_of(layer)
-    return {_STATE} if adapter is None else {_STATE, adapter.hook}
+    return {STATE} if adapter is None else {STATE, adapter.hook}
 
 
 def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
@@ -238,56 +230,13 @@ def add_rule(root: keras.Layer, layer: Any, rule: LayerRule) -> None:
     for around in _keras.layers_of(root):  # `root` is one of them
         if holds(around, layer):
             mask(around)
-    state = _state(layer)
+    state = state_of(layer)
     kept = [x for x in state.rules if x.owner is not rule.owner]
     outer = (i for i, x in enumerate(kept) if is_inside(x.owner, rule.owner))
     kept.insert(next(outer, len(kept)), rule)  # the innermost first, as files have them
     state.rules = tuple(kept)
     if rule.replaces and isinstance(layer, MaskedAttention):
         layer.__dict__["_restricts"] = False
-
-
-def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
-    """The attention layers that `layer` is or holds, in the order of their numbers in files."""
-    state = vars(layer).get(_STATE)
-    if state is not None and state.inside is not None:
-        return state.inside
-    found = attention(layer)
-    if state is not None and layer.built and not state.waiting:
-        state.inside = found
-    return found
-
-
-def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    return _state(layer).rules if isinstance(layer, MaskedLayer) else ()
-
-
-def has_rules(layer: keras.Layer) -> bool:
-    """Whether attention inside a masked layer has a rule, or will have one once it is made."""
-    return bool(_state(layer).waiting) or any(map(all_rules, attention_inside(layer)))
-
-
-def rules_in_force(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    """The rules that attention obeys: from the last that replaces others, the innermost first."""
-    rules = all_rules(layer)
-    last = max((i for i, rule in enumerate(rules) if rule.replaces), default=0)
-    return rules[last:]
-
-
-def spec_of(layer: keras.Layer) -> MaskSpec | None:
-    """All that an attention layer obeys: its own `mask_spec`, unless replaced, and its rules."""
-    return combined(layer, rules_in_force(layer))
-
-
-def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
-    own = getattr(layer, "mask_spec", None)
-    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
-    specs += [rule.spec for rule in rules]
-    return functools.reduce(operator.and_, specs) if specs else None
-
-
-def _state(layer: Any) -> _State:
-    return vars(layer).setdefault(_STATE, _State())  # (`clone_model` makes an object of the class)
 
 
 _classes: dict[tuple[type, type], type] = {}
@@ -325,7 +274,7 @@ def to_file(layer: Any) -> list[tuple[int, LayerRule]]:
 
 def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, Any]:
     """The config of the stock layer, as Keras files it; layers inside do not file `rules` again."""
-    state = _state(layer)
+    state = state_of(layer)
     if state.stock is None:
         state.stock = object.__new__(layer._stock_class)
     own = _own(layer)
@@ -342,7 +291,7 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
 def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
     """Let `layer` obey saved rules as soon as it has made `count` attention layers."""
     mask(layer)
-    _state(layer).waiting, _state(layer).awaited = list(rules), count
+    state_of(layer).waiting, state_of(layer).awaited = list(rules), count
     build = layer.build
 
     @functools.wraps(build)
@@ -357,7 +306,7 @@ def wait(layer: keras.Layer, rules: list[dict[str, Any]], count: int) -> None:
 
 def attach(layer: Any, computed: bool = False) -> None:
     """Give saved rules to the attention inside `layer`, if all of it is made."""
-    state = _state(layer)
+    state = state_of(layer)
     if not state.waiting:
         return
     found = attention(layer)

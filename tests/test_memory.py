@@ -154,7 +154,8 @@ TENSORFLOW = {
     "fit, half precision": (lambda: ours(dtype="mixed_bfloat16"), fit, contextlib.nullcontext),
     "half products by XLA": (projection, half_by_xla, half_products),
 }
-LONG = "fit", "fit, half precision"  # others go the same way, and further
+# Others go the same way, and further.
+LONG = "fit", "fit, half precision", "fit, head by head", "fit, dropout", "in a function"
 ALL = [
     pytest.param(
         *route,
@@ -260,7 +261,8 @@ print(stock, ours)
 """
 
 
-@pytest.mark.tensorflow  # (elsewhere the routes above say it)
+@pytest.mark.long  # (the routes above say what is kept, but not how much it is)
+@pytest.mark.tensorflow  # (elsewhere they say it)
 def test_memory_of_a_process_comes_back():
     """Of four models of 50 MB each, less than 5% stays beyond what stays of stock ones."""
     run_fresh(KEPT)

@@ -75,6 +75,7 @@ def numerics_checked():
     ],
     ids=["data", "dropout", "dead", "sinks"],
 )
+@pytest.mark.every_day("tiles-data|head by head-dropout")
 def test_checked_numerics_raise_for_what_is_wrong_alone(
     each_loop, numerics_checked, rule, more, length
 ):
@@ -115,6 +116,7 @@ def mapped(x, rule, tiled):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("of", [of_gradients, jacobian, mapped])
+@pytest.mark.every_day("head by head|mapped")
 def test_as_dense(each_loop, rule, of):
     x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
     tiled, dense = tf.function(of)(x, rule, True), of(x, rule, False)

@@ -57,6 +57,7 @@ def test_one_trace_serves_all_lengths_and_batches(tiny, name):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
+@pytest.mark.every_day("tiles-shape[02]|head-shape[13]")
 def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
     """Traced as unknown: broadcast where they are 1, as dense attention does."""
     import tensorflow as tf

@@ -14,6 +14,7 @@ openvino = pytest.importorskip("openvino")
 
 
 @pytest.mark.parametrize("scope", [hm.dense_scope, contextlib.nullcontext])
+@pytest.mark.every_day("dense_scope")
 def test_it_reads_the_same_folder_and_agrees(scope, tmp_path):
     """Its loops of more than one step fail; `dense_scope` leaves them out."""
     core = openvino.Core()

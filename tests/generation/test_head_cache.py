@@ -201,6 +201,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.every_day("greedy|top_k")
 def test_generation_under_any_rule_is_generation_without_a_cache(sampler):
     stock = causal_lm()
     masked = hm.apply_head_masks(stock, {"0": READING, "1": STREAMING}, add_inputs=True)
@@ -244,7 +245,13 @@ def decoder(name):
     return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
 
 
-ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
+ALIKE = (
+    "Mistral",
+    "Qwen 2",
+    "Phi-3",
+    "Gemma",
+    "Gemma 2",
+)  # what is special in them, one of the others has
 
 
 @pytest.mark.parametrize(
@@ -271,6 +278,7 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
 
 
 @pytest.mark.parametrize("name", KEEP_ALL)
+@pytest.mark.every_day("Falcon|Gemma 3")
 def test_rules_on_positions_hold_with_the_cache_of_keras_hub(name):
     stock = decoder(name)
     masked = hm.apply_head_masks(stock, STREAMING)

@@ -41,6 +41,7 @@ WAYS = {
 @pytest.mark.parametrize("rule", [CHUNK, hm.SameSentence(9)], ids=["positions", "inputs"])
 @pytest.mark.parametrize("make", [one_layer, stack], ids=["layer", "composite layers"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.every_day("composite")
 def test_a_model_on_masked_layers_obeys_however_it_is_made_again(way, make, rule, tmp_path):
     model = extended(hm.apply_head_masks(make(), rule))
     other = WAYS[way](model, tmp_path / "model.keras")

@@ -169,6 +169,7 @@ def fresh(path, what):
     return np.load(f"{path}.out.npy")
 
 
+@pytest.mark.long  # (`test_examples.test_demo` does it, too)
 def test_a_fresh_process_reloads_it_bit_equal(stock, given, tmp_path):
     model = masked(stock, "other rules by layer")
     model.save(tmp_path / "model.keras")
@@ -177,6 +178,7 @@ def test_a_fresh_process_reloads_it_bit_equal(stock, given, tmp_path):
     np.testing.assert_array_equal(fresh(tmp_path / "model", "keras"), wanted)
 
 
+@pytest.mark.long  # (`test_examples.test_demo` does it, too)
 @pytest.mark.tensorflow
 def test_its_saved_model_needs_no_package(stock, given, tmp_path):
     model = masked(stock, "same sentence")

@@ -496,6 +496,7 @@ WAYS_TO_CALL = {
 @pytest.mark.parametrize("way", WAYS_TO_CALL)
 @pytest.mark.parametrize("kind", ["multi-head", "grouped"])
 @pytest.mark.parametrize("what", OWN_MASKS)
+@pytest.mark.every_day("multi-head")
 def test_a_subclass_of_ours_that_does_not_obey_its_own_rule_is_refused(what, kind, way):
     change, *seen = OWN_MASKS[what]
     bases = {

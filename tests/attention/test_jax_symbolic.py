@@ -62,6 +62,7 @@ def symbols(names, scope):
     return {name: of(name) for name in names}
 
 
+@pytest.mark.every_day("^(no rule|streaming|bigbird|per head|documents|longformer|a whole mask)")
 @pytest.mark.parametrize("name", RULES)
 def test_masks_and_attention_under_any_rule(name):
     rule = RULES[name]

@@ -111,6 +111,7 @@ def check_same(out, other):
     assert bad_in(out) == bad_in(other)
 
 
+@pytest.mark.long
 def test_a_vector_is_that_of_the_keras_model_on_the_text_alone(once, exported):
     model, folder = exported
     tokenize = score_corpus.tokenizer_of(folder)

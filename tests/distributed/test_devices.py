@@ -71,6 +71,7 @@ def test_a_masked_backbone_trains_on_devices():
     assert facts["share if loaded"] == facts["share"]
 
 
+@pytest.mark.long
 def test_queries_on_devices_with_whole_keys():
     pairs, facts = on_eight_devices("queries")
     for found in facts.values():

@@ -115,6 +115,7 @@ for file in folder.glob("*.keras"):
 """
 
 
+@pytest.mark.long  # (`test_families` has this every day)
 def test_all_reload_in_a_fresh_process(models, tmp_path):
     wanted = {}
     for name, (_, stock, masked) in models.items():

@@ -101,7 +101,13 @@ def by_oracle(monkeypatch, stock, given, allowed=ALLOWED):
         return numpy(stock(given))
 
 
-@pytest.fixture(params=FAMILIES, ids=str)
+ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
+
+
+@pytest.fixture(
+    params=[pytest.param(x, marks=pytest.mark.long if x.name in ALIKE else ()) for x in FAMILIES],
+    ids=str,
+)
 def family(request):
     return request.param
 

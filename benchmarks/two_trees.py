@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"No case has {options.only!r} in its name: {', '.join(names())}.")
     print(
         f"{len(ratios)} cases: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}; "
-        f"noise: {min(noise):.3f} to {max(noise):.3f}."
+        f"noise: median {statistics.median(noise):.3f}, {min(noise):.3f} to {max(noise):.3f}."
     )
     return 0
 

@@ -7,9 +7,17 @@ import keras
 import numpy as np
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import FEW, LENGTHS, mask_inputs, offsets_of_pairs, shared_specs
+from strategies import (
+    FEW,
+    LENGTHS,
+    mask_inputs,
+    offsets_of_pairs,
+    positional_leaves,
+    shared_specs,
+    specs,
+)
 from tiled_contract import LONG, SCALE, close, operands, tiles
 
 import keras_headmask as hm
@@ -23,8 +31,9 @@ import jax.numpy as jnp
 from keras_headmask.attention import unrolled
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.jax import loop
+from keras_headmask.attention.jax import runs as jax_runs
 from keras_headmask.attention.jax import steps as jax_steps
-from keras_headmask.attention.tuning import current_tuning
+from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.rules import evaluation
 
 
@@ -100,6 +109,64 @@ def test_each_pair_that_any_rule_allows_is_met_once(case):
     mask = oracle.mask(spec, EXAMPLES, HEADS, queries, keys, inputs, offset)
     with tiles(local=2, wide=3, block=2):
         np.testing.assert_array_equal(looked_at(*case), mask)
+
+
+def places(heads, length):
+    """`(B, L, heads, 3)`: the number of the example, the head and the position, from 1."""
+    return jnp.asarray(np.stack(np.indices((EXAMPLES, length, heads)), -1) + 1)
+
+
+@settings(FEW, max_examples=60)
+@given(specs(positional_leaves, per_head=False), st.sampled_from(LENGTHS), st.sampled_from([1, 2]))
+def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
+    (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])
+    heads = 2 * sharing
+    with tiles(local=2, wide=3, block=2), tuned(jax_least_of_runs=0.3, jax_most_logits=12):
+        nothing = evaluation.bind(spec, None, queries, keys, offset)
+        part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
+        program, _ = jax_steps.planned(part, offset)
+        runs = jax_runs.Runs.of(program, places(heads, queries), places(2, keys))
+    assume(runs is not None)
+    assert runs.chunks > 1
+    of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
+    seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
+    for number in range(runs.number):
+        step = runs.step(number)
+        visit = step.block(0)
+        rows, columns = (np.asarray(x)[0] for x in (step.rows(of_queries), visit.cut(of_keys)))
+        shape = len(rows), rows.shape[1], columns.shape[1]
+        allowed = True if visit.allowed is None else np.asarray(visit.allowed)[0]
+        allowed = np.broadcast_to(allowed, shape)
+        for head, (own, of_pairs) in enumerate(zip(rows, allowed, strict=True)):
+            of_key = columns[head // sharing]
+            real = own[own[:, 0] > 0]
+            assert (real[:, :1] == of_key[:1, 0]).all(), "keys are of the same example"
+            assert ((real[:, 2] - 1) // sharing == of_key[0, 2] - 1).all(), "and of the head's own"
+            for row, of_row in zip(own, of_pairs, strict=True):
+                at = row - 1 if row[0] else (0, queries, 0)
+                seen[at[0], at[2], at[1], of_key[:, 1] - 1] += of_row
+    mask = oracle.mask(spec, EXAMPLES, heads, queries, keys, {}, offset)
+    np.testing.assert_array_equal(seen[:, :, :queries], mask)
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        (hm.Window(2, 2), 8),  # 3 rows of one tile, 2 keys on each side, in blocks of 2
+        (hm.Chunk(6), 6),
+        (hm.Window(after=0), None),  # the longest run is twice as long as the others
+        (hm.recipes.streaming(sinks=2, window=2), None),  # two runs, far apart
+        (hm.PerHead({0: hm.Window(2, 2)}), None),
+        (hm.Nothing(), None),
+    ],
+    ids=repr,
+)
+def test_which_rules_have_one_run_for_each_tile(spec, size):
+    with tiles(local=3, wide=3, block=2):
+        bound = evaluation.bind(spec, None, 24, 24, 0)
+        part = Part(spec, (0, 1), bound, SCALE, current_tuning())
+        runs = jax_runs.Runs.of(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
+    assert (None if runs is None else runs.size) == size
 
 
 # --- Transformations -----------------------------------------------------------------------------

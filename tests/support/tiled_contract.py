@@ -36,6 +36,7 @@ def tiles(local=4, wide=6, block=3, short=0):
         python_block=block,
         tensorflow_block=block,
         jax_block=block,
+        jax_most_logits=30 * local * block,
         one_flagged_in=4,
         **(TILES_ALONE | {"most_pairs_by_head": short}),
     ) as tuning:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.jax.runs import Runs
 from keras_headmask.attention.jax.steps import KeyBlock, Steps, places
 from keras_headmask.attention.logits import Changes
 from keras_headmask.masks import Mask, Tensor
@@ -28,9 +29,10 @@ class ChangesOfBlocks(NamedTuple):
     bound: Bound
 
     @classmethod
-    def of(cls, part: Part, tensors: list[Tensor], steps: Steps) -> "ChangesOfBlocks":
+    def of(cls, part: Part, tensors: list[Tensor], steps: Steps | Runs) -> "ChangesOfBlocks":
         changes = part.changes.with_tensors(tensors)
         if changes.bias is not None:
+            assert isinstance(steps, Steps)
             changes = changes._replace(bias=steps.lengthened(changes.bias))
         return cls(changes, part.heads, steps.bound)
 

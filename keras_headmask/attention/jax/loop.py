@@ -7,6 +7,7 @@ backward pass computes them again.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,12 +17,12 @@ from jax import lax
 from keras_headmask.attention import dense, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.jax.logits import ChangesOfBlocks, as_bias
+from keras_headmask.attention.jax.runs import Runs
 from keras_headmask.attention.jax.steps import (
     Program,
     QueryTile,
     Steps,
     bound_of,
-    heads_first,
     planned,
 )
 from keras_headmask.masks import Tensor
@@ -74,18 +75,28 @@ def _results_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
 _results.defvjp(_results_kept, _results_backward)
 
 
+def _steps(program: Program, given: list, query: Tensor, key: Tensor) -> Steps | Runs:
+    return Runs.of(program, query, key) or Steps.of(program, given, query, key)
+
+
+def _over(step: QueryTile, of_block: Callable, state: tuple) -> tuple:
+    """`state` after all blocks of keys of one tile."""
+    if isinstance(step.count, int):  # one block, as known when the program is made
+        return of_block(0, state)
+    return lax.fori_loop(0, step.count, of_block, state)
+
+
 def _forward(
     program: Program, given: list, tensors: list, *operands: Tensor
 ) -> tuple[Tensor, Tensor]:
-    steps = Steps.of(program, given, *operands[:2])
+    steps = _steps(program, given, *operands[:2])
     changes = ChangesOfBlocks.of(program.part, tensors, steps)
     queries, keys, values = steps.prepared(*nonfinite.marked(*operands))
     sharing, dtype = program.part.sharing, _dtype_of_sums(operands[0])
-    of_rows = (*queries.shape[1:2], steps.tile)
 
     def of_tile(step: QueryTile) -> tuple:
         rows = step.rows(queries)
-        examples = rows.shape[0]
+        of_rows = rows.shape[:3]
 
         def of_block(number: Tensor, state: tuple) -> tuple:
             largest, total, context = state
@@ -101,11 +112,11 @@ def _forward(
             return new, total, context * before + _weighted(shares, visit.cut(values), sharing)
 
         nothing = (
-            jnp.full((examples, *of_rows, 1), -jnp.inf, dtype),
-            jnp.zeros((examples, *of_rows, 1), dtype),
-            jnp.zeros((examples, *of_rows, values.shape[3]), dtype),
+            jnp.full((*of_rows, 1), -jnp.inf, dtype),
+            jnp.zeros((*of_rows, 1), dtype),
+            jnp.zeros((*of_rows, values.shape[3]), dtype),
         )
-        largest, total, context = lax.fori_loop(0, step.count, of_block, nothing)
+        largest, total, context = _over(step, of_block, nothing)
         is_dead = total == 0
         context = jnp.where(is_dead, 0, context / jnp.where(is_dead, 1, total))
         log_sum = jnp.log(total)
@@ -133,7 +144,7 @@ def _gradients(
     row_sums: Tensor,
 ) -> tuple:
     """Those of the tensors that change logits, and of the queries, keys and values."""
-    steps, sharing = Steps.of(program, given, query, key), program.part.sharing
+    steps, sharing = _steps(program, given, query, key), program.part.sharing
     changes = ChangesOfBlocks.of(program.part, tensors, steps)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
     sound = nonfinite.zeroed(query, key, value)
@@ -169,13 +180,12 @@ def _gradients(
             )
 
         state = jnp.zeros(rows.shape, dtype), *sums
-        d_rows, *sums = lax.fori_loop(0, step.count, of_block, state)
-        return tuple(sums), d_rows
+        d_rows, *more = _over(step, of_block, state)
+        return tuple(more), d_rows
 
     nothing = (*(jnp.zeros(x.shape, dtype) for x in (keys, values)), changes.nothing_yet())
     (d_keys, d_values, sums), d_rows = lax.scan(of_tile, nothing, jnp.arange(steps.number))
-    of_keys = (heads_first(x)[:, : key.shape[1]] for x in (d_keys, d_values))
-    made = steps.joined(d_rows), *of_keys
+    made = steps.joined(d_rows), *map(steps.joined_keys, (d_keys, d_values))
     of_sinks, sinks = None, changes.changes.sinks
     if sinks is not None:
         of_sink = jnp.exp(sinks - row_sums[..., 0] - row_sums[..., 1])

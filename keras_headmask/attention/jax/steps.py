@@ -47,7 +47,7 @@ class QueryTile(NamedTuple):
     """One tile of queries, of one example or of all: how many blocks of keys it looks at."""
 
     rows: Callable[[Tensor], Tensor]
-    count: Tensor
+    count: Any  # a tensor, or an int that is known when the program is made
     block: Callable[[Tensor], KeyBlock]
 
 
@@ -80,7 +80,7 @@ class Steps(NamedTuple):
         order = own.argsort(~possible, axis=-1, stable=True).astype("int32")
         counts = possible.sum(-1).astype("int32")
         rest = -queries % tile, -keys % size
-        longer = _lengthened(bound, *rest)
+        longer = lengthened(bound, *rest)
         return cls(part, longer, queries, keys, tile, size, jnp.asarray(counts), jnp.asarray(order))
 
     @property
@@ -94,11 +94,11 @@ class Steps(NamedTuple):
 
     def rows_first(self, rows: Tensor) -> Tensor:
         """`(B, T, H, size)` as `(B, H, tiles * tile, size)`, 0 in the rows that are added."""
-        return _filled(heads_first(rows), self.tile)
+        return filled(heads_first(rows), self.tile)
 
     def prepared(self, query: Tensor, *of_keys: Tensor) -> list[Tensor]:
         """All heads first, in whole tiles and blocks."""
-        return [self.rows_first(query), *(_filled(heads_first(x), self.size) for x in of_keys)]
+        return [self.rows_first(query), *(filled(heads_first(x), self.size) for x in of_keys)]
 
     def joined(self, results: Tensor) -> Tensor:
         """The results of all steps, `(steps, b, H, tile, size)`, as `(B, T, H, size)`."""
@@ -106,6 +106,10 @@ class Steps(NamedTuple):
         results = results.reshape(examples, tiles, *results.shape[1:])
         results = results.transpose(0, 2, 1, 4, 3, 5)  # (E, b, tiles, tile, H, size)
         return results.reshape(-1, tiles * self.tile, *results.shape[4:])[:, : self.queries]
+
+    def joined_keys(self, rows: Tensor) -> Tensor:
+        """`(B, heads, blocks * size, D)` as `(B, S, heads, D)`."""
+        return heads_first(rows)[:, : self.keys]
 
     def step(self, number: Tensor) -> QueryTile:
         examples, tiles = self.counts.shape
@@ -151,7 +155,7 @@ def bound_of(program: Program, given: list, queries: int, keys: int) -> Bound:
     return Bound(query_positions, jnp.arange(keys, dtype="int32"), inputs)
 
 
-def _lengthened(bound: Bound, queries: int, keys: int) -> Bound:
+def lengthened(bound: Bound, queries: int, keys: int) -> Bound:
     """`bound` of so many queries and keys more, so that no tile and no block is cut short."""
 
     def longer(value: Tensor | Sides) -> Tensor | Sides:
@@ -176,7 +180,7 @@ def _longer(tensor: Tensor | None, axis: int, more: int) -> Tensor | None:
     return jnp.pad(tensor, [(0, more if i == axis else 0) for i in range(tensor.ndim)], "edge")
 
 
-def _filled(rows: Tensor, size: int) -> Tensor:
+def filled(rows: Tensor, size: int) -> Tensor:
     """`(B, H, L, D)` with zeros up to a multiple of `size` positions."""
     return jnp.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % size), (0, 0)])
 

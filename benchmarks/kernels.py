@@ -168,10 +168,13 @@ def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> flo
     if backend == "jax":
         import numpy as np
 
-        from keras_headmask.attention.jax import steps
+        from keras_headmask.attention.jax import runs, steps
 
         plan, given = steps.planned(part, offset)
-        rows = np.zeros((batch, queries, 1, 1)), np.zeros((batch, keys, 1, 1))
+        heads = len(part.heads)
+        rows = np.zeros((batch, queries, heads, 1)), np.zeros((batch, keys, heads, 1))
+        if (of_runs := runs.Runs.of(plan, *rows)) is not None:
+            return of_runs.size / keys
         made = steps.Steps.of(plan, given, *rows)
         counts = np.asarray(made.counts)
         return float(counts.mean()) * made.size / keys

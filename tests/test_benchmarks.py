@@ -234,12 +234,29 @@ def test_rules_on_jax_are_measured_beside_its_own_function(tmp_path):
     pytest.importorskip("jax")
     run("benchmarks.jax_backend", "--out", tmp_path / "jax_backend.json")
     record = json.loads((tmp_path / "jax_backend.json").read_text())
-    assert set(record["cases"]) == set(record["goals"]) == {"window", "documents"}
+    assert set(record["cases"]) == set(record["goals"]) == {"window", "documents", "mixed", "bert"}
+    always = {"ours / stock", "ours / stock with its mask", "ours / bare tiles"}
     for of_case in record["cases"].values():
-        for of_step in of_case.values():
+        for step, of_step in of_case.items():
             assert not of_step["errors"]
             assert max(of_step["differences"].values()) < 1e-4
-            assert set(of_step["ratios"]) == {"ours / stock", "ours / stock with its mask"}
+            forward = {"ours / TensorFlow"} if step == "forward" else set()
+            assert set(of_step["ratios"]) == always | forward
+
+
+def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads():
+    jax_backend = importlib.import_module("benchmarks.jax_backend")
+    for case in cases.all_cases(quick=True).values():
+        mask = np.broadcast_to(
+            case.mask(case.data()).any(0), (case.heads, case.length, case.length)
+        )
+        seen = np.zeros_like(mask)
+        for heads, tiles in jax_backend.runs_of(case.mask(case.data())):
+            for first, last, start, stop in tiles:
+                assert not seen[heads, first:last].any(), "each tile once"
+                seen[heads, first:last, start:stop] = True
+        assert (seen >= mask).all()
+        assert seen.mean() < 1 or mask.mean() > 0.2
 
 
 def test_grouped_queries_are_measured_on_equal_attention():

@@ -2,8 +2,9 @@
 
 The sizes of a compiled program are fixed, but not how often its loops run: what is skipped may
 depend on data. Each tile meets its blocks of keys one by one, so that no logits but those of one
-block exist (online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). The
-backward pass computes them again.
+block exist (online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022); under
+rules on positions a tile may have one run of keys in their place (`runs`). The backward pass
+computes the logits again.
 """
 
 import functools

@@ -8,7 +8,7 @@ minutes_test := 3 to 10 minutes and 5 GB
 what_pretrained := TensorFlow, KerasHub and a BERT of 90 MB
 minutes_pretrained := 2 to 6 minutes and 3 GB
 
-.PHONY: demo check test long docs older clean
+.PHONY: demo check test long docs dist older clean
 
 # A pretrained BERT under a rule per head: measured, drawn, saved, reloaded, exported and asked.
 demo: $(VENV)/.pretrained
@@ -32,6 +32,10 @@ long: $(VENV)/.test
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+# What is published, in dist/: built, checked, and tried in an environment of its own.
+dist: $(VENV)/.dist
+	$(RUN) tests/dist.py
 
 # And: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test

@@ -46,9 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.work:
         work(options.folder)
         return 0
-    if not (options.folder / "keras_headmask").is_dir():
-        raise SystemExit(f"{options.folder} holds no keras_headmask: give a checkout.")
-    workers = [Worker(tree) for tree in (HERE, options.folder, options.folder)]
+    folder = options.folder.resolve()
+    if not (folder / "keras_headmask").is_dir():
+        raise SystemExit(f"{folder} holds no keras_headmask: give a checkout.")
+    workers = [Worker(tree) for tree in (HERE, folder, folder)]
     ratios: list[float] = []
     noise: list[float] = []
     for name in ("quick",) if options.quick else filter(lambda x: options.only in x, names()):
@@ -123,7 +124,8 @@ def work(tree: Path) -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     import keras_headmask
 
-    assert Path(keras_headmask.__file__).is_relative_to(tree.resolve()), keras_headmask.__file__
+    found = Path(keras_headmask.__file__).resolve()
+    assert found.is_relative_to(tree), found
     sys.path.insert(0, str(HERE))  # (the cases are those of this tree)
     call: Callable[[], Any] = lambda: None  # noqa: E731
     for line in sys.stdin:

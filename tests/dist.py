@@ -33,8 +33,8 @@ def main() -> None:
     (wheel,), (sdist,) = DIST.glob("*.whl"), DIST.glob("*.tar.gz")
     version = wheel.name.split("-")[1]
     check_contents(wheel, sdist)
-    check_version(version)
     try_alone(wheel)
+    check_version(version)
     print(f"\n{sdist.name} and {wheel.name} are ready in dist/.")
 
 

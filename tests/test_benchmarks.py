@@ -244,7 +244,8 @@ def test_rules_on_jax_are_measured_beside_its_own_function(tmp_path):
             assert set(of_step["ratios"]) == always | forward
 
 
-def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads():
+def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")  # (which the import sets, and this undoes)
     jax_backend = importlib.import_module("benchmarks.jax_backend")
     for case in cases.all_cases(quick=True).values():
         mask = np.broadcast_to(

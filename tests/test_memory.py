@@ -155,7 +155,7 @@ TENSORFLOW = {
     "half products by XLA": (projection, half_by_xla, half_products),
 }
 # Others go the same way, and further.
-LONG = "fit", "fit, half precision", "fit, head by head", "fit, dropout", "in a function"
+LONG = "fit", "fit, half precision", "fit, head by head", "fit, dropout"
 ALL = [
     pytest.param(
         *route,

@@ -245,7 +245,7 @@ def _not_in_float32(request: Request) -> str | None:
 
 
 class BlockLoop(Kernel):
-    """JAX' loops over tiles and the blocks of keys that each meets."""
+    """JAX' loops over tiles and the keys that each meets: block by block, or one run."""
 
     name, file, block = "loop", "jax/loop", "jax_block"
 

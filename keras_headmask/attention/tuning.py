@@ -88,7 +88,7 @@ class Tuning:
     jax_block: int = 128  # in JAX', which meets them one by one
     # Or all at once, under a rule on positions: where runs of keys of one length hold at least this
     jax_least_of_runs: float = 0.75  # share of blocks that a tile may see,
-    jax_most_logits: int = 2**19  # of so many heads that a step has no more logits: 2 MB
+    jax_most_logits: int = 2**19  # of as many heads in a step as have no more logits: 2 MB
     flex_tile: int = 64  # queries, in FlexAttention, which meets one block after the other
     flex_block: int = 64  # keys
     # Flagged positions that TensorFlow's loop looks at by themselves, apart from all tiles.

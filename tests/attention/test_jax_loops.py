@@ -1,5 +1,6 @@
 """The loops on JAX: what is skipped by data, by every transformation, and which calls take them."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -121,13 +122,12 @@ def places(heads, length):
 def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
     (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])
     heads = 2 * sharing
-    with tiles(local=2, wide=3, block=2), tuned(jax_least_of_runs=0.3, jax_most_logits=12):
+    with tiles(local=2, wide=3, block=2), tuned(jax_least_of_runs=0.3, jax_most_logits=24):
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
         program, _ = jax_steps.planned(part, offset)
         runs = jax_runs.Runs.of(program, places(heads, queries), places(2, keys))
     assume(runs is not None)
-    assert runs.chunks > 1
     of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
     seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
     for number in range(runs.number):
@@ -147,6 +147,26 @@ def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, length
                 seen[at[0], at[2], at[1], of_key[:, 1] - 1] += of_row
     mask = oracle.mask(spec, EXAMPLES, heads, queries, keys, {}, offset)
     np.testing.assert_array_equal(seen[:, :, :queries], mask)
+
+
+@hm.register_spec("test_jax_loops_by_head")
+@dataclasses.dataclass(frozen=True)
+class FartherByHead(hm.MaskSpec):
+    """Its mask has an axis of heads, as `allowed` may have."""
+
+    def allowed(self, query_positions, key_positions, inputs):
+        distance = keras.ops.abs(key_positions - query_positions)
+        reach = keras.ops.reshape(keras.ops.arange(1, 3), (1, 2, 1, 1))
+        return distance[None, None] <= reach
+
+
+def test_a_mask_by_head_of_a_leaf_of_ones_own_holds_for_each_head():
+    qkv = operands(2, 23, 23, 2)
+    with tiles():
+        got = jax.jit(with_gradients(attention(FartherByHead(), {})))(*qkv)
+    wanted = jax.jit(with_gradients(attention(FartherByHead(), {}, tiled=False)))(*qkv)
+    for one, other in zip(got, wanted, strict=True):
+        close(one, other)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ PADDED = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], bool)  # 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.every_day(r"\b(1-1|2-2|3-3|2-4)\b")
+@pytest.mark.every_day(r"\b(1-1|2-2|3-3|1-4|3-1)\b")
 def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(kind, batch, heads):
     """B == H, B != H, B == 1, H == 1: stock Keras fails or mis-broadcasts some of them."""
     layer = kind.built(heads)

@@ -7,13 +7,15 @@ holds stays in the processor's cache.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_headmask.attention.blocks import NUMPY, bounds_of
+from keras_headmask.attention.blocks import bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.jax.steps import (
+    ARRAYS,
     KeyBlock,
     Program,
     QueryTile,
@@ -43,13 +45,15 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, query: Tensor, key: Tensor) -> "Runs | None":
-        """`None` if runs of one length would hold much that is hidden."""
+        """`None` if runs of one length would hold much that is hidden, or too much at once."""
         part, (batch, queries, heads, _), keys = program.part, query.shape, key.shape[1]
         if part.rule.inputs or part.changes.are_some or len(part.groups()) > 1:
             return None
         tile, block = min(part.tile, queries), min(part.tuning.jax_block, keys)
-        rest = (queries, keys), (tile, block), program.query_offset, NUMPY
+        rest = (queries, keys), (tile, block), program.query_offset, ARRAYS
         possible = bounds_of(part.rule, {}, *rest).possible[0]
+        if not isinstance(possible, np.ndarray):  # by a user's `coverage`, of JAX' arrays
+            return None
         first, last = possible.argmax(1), possible.shape[1] - 1 - possible[:, ::-1].argmax(1)
         longest = int(np.where(possible.any(1), last - first + 1, 0).max())
         if possible.sum() <= part.tuning.jax_least_of_runs * longest * len(possible):
@@ -58,8 +62,11 @@ class Runs(NamedTuple):
         starts = np.minimum(first * block, keys - size).astype("int32")
         of_keys = batch * heads // part.sharing
         most = part.tuning.jax_most_logits // (part.sharing * tile * size)
-        together = max(n for n in range(1, of_keys + 1) if of_keys % n == 0 and n <= max(most, 1))
-        bound = lengthened(bound_of(program, [], queries, keys), -queries % tile, 0)
+        bound = bound_of(program, [], queries, keys)
+        if most == 0 or not _is_one_mask(part, bound):
+            return None
+        together = max(n for n in range(1, of_keys + 1) if of_keys % n == 0 and n <= most)
+        bound = lengthened(bound, -queries % tile, 0)
         chunks = of_keys // together
         return cls(part, bound, batch, queries, tile, size, jnp.asarray(starts), chunks, together)
 
@@ -112,6 +119,13 @@ class Runs(NamedTuple):
             return KeyBlock(lambda x: cut(of_heads(x, 1)), added, allowed, cuts, ())
 
         return QueryTile(lambda x: rows(of_heads(x, self.part.sharing)), 1, block)
+
+
+def _is_one_mask(part: Part, bound: Bound) -> bool:
+    """Whether the mask is one for all heads and examples; that of a user's leaf need not be."""
+    if part.rule.constant:
+        return True
+    return jax.eval_shape(lambda: allowed_tile(part.rule, bound, part.heads)).shape[:2] == (1, 1)
 
 
 def _in_one_axis(rows: Tensor) -> Tensor:

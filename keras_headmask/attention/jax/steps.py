@@ -74,7 +74,7 @@ class Steps(NamedTuple):
         bound = bound_of(program, given, queries, keys)
         lengths, sizes = (queries, keys), (tile, size)
         offset = program.query_offset
-        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, sizes, offset, _ARRAYS)
+        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, sizes, offset, ARRAYS)
         # (By NumPy where positions alone decide.)
         own: Any = np if isinstance(possible, np.ndarray) else jnp
         order = own.argsort(~possible, axis=-1, stable=True).astype("int32")
@@ -198,7 +198,7 @@ def _broadcast(mask: Mask, sizes: Sequence[int]) -> Mask:
     return own.broadcast_to(mask, sizes)
 
 
-_ARRAYS = NUMPY._replace(
+ARRAYS = NUMPY._replace(
     extremes=_extremes,
     as_numbers=lambda mask: mask.astype("int32"),
     broadcast=_broadcast,

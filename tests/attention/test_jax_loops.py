@@ -156,12 +156,12 @@ class FartherByHead(hm.MaskSpec):
 
     def allowed(self, query_positions, key_positions, inputs):
         distance = keras.ops.abs(key_positions - query_positions)
-        reach = keras.ops.reshape(keras.ops.arange(1, 3), (1, 2, 1, 1))
+        reach = keras.ops.reshape(keras.ops.arange(1, 4), (1, 3, 1, 1))
         return distance[None, None] <= reach
 
 
 def test_a_mask_by_head_of_a_leaf_of_ones_own_holds_for_each_head():
-    qkv = operands(2, 23, 23, 2)
+    qkv = operands(2, 23, 23, 3)
     with tiles():
         got = jax.jit(with_gradients(attention(FartherByHead(), {})))(*qkv)
     wanted = jax.jit(with_gradients(attention(FartherByHead(), {}, tiled=False)))(*qkv)

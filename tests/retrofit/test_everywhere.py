@@ -162,4 +162,4 @@ def test_plot_model_shows_where_the_inputs_of_the_rule_flow(masked):
     names = {node.get_name(): node.get_label() for node in dot.get_nodes()}
     edges = {(names[e.get_source()], names[e.get_destination()]) for e in dot.get_edges()}
     readers = [to for start, to in edges if "HeadMaskInputs" in start]
-    assert len(readers) == len(hm.mask_specs(masked)) == 6
+    assert len(readers) == len(hm.mask_specs(masked)) == 4

@@ -154,7 +154,7 @@ TENSORFLOW = {
     "fit, half precision": (lambda: ours(dtype="mixed_bfloat16"), fit, contextlib.nullcontext),
     "half products by XLA": (projection, half_by_xla, half_products),
 }
-# Others go the same way, and further.
+# Each runs what another route runs, too.
 LONG = "fit", "fit, half precision", "fit, head by head", "fit, dropout"
 ALL = [
     pytest.param(

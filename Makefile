@@ -8,7 +8,7 @@ minutes_test := 3 to 10 minutes and 5 GB
 what_pretrained := TensorFlow, KerasHub and a BERT of 90 MB
 minutes_pretrained := 2 to 6 minutes and 3 GB
 
-.PHONY: demo check test long docs dist older clean
+.PHONY: demo check test long docs dist older versions clean
 
 # A pretrained BERT under a rule per head: measured, drawn, saved, reloaded, exported and asked.
 demo: $(VENV)/.pretrained
@@ -28,6 +28,7 @@ long: $(VENV)/.test
 	$(RUN) -m pytest -m long tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" tests/layers
 
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs
@@ -40,6 +41,11 @@ dist: $(VENV)/.dist
 # And: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
+
+# And: the laws on each version of Keras that is allowed, and on a checkout of its main branch:
+# make versions KERAS=folder
+versions: $(VENV)/.test
+	$(RUN) tests/versions.py $(KERAS)
 
 $(VENV)/.%: pyproject.toml
 	@echo "Installing keras-headmask[$*] into $(VENV): $(or $(what_$*),its packages)."

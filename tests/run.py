@@ -63,7 +63,6 @@ RUNS = {
                 ),
             ),
             ("TensorFlow, tiny tiles", "tensorflow", (*_PYTEST, "--tiled", *_CONTRACT)),
-            ("PyTorch, tiny tiles", "torch", (*_PYTEST, "--tiled", *_CONTRACT)),
             ("JAX", "jax", (*_PYTEST, *_BACKENDS)),
             ("PyTorch", "torch", (*_PYTEST, *_BACKENDS)),
         ),

@@ -155,7 +155,10 @@ TENSORFLOW = {
     "half products by XLA": (projection, half_by_xla, half_products),
 }
 # Each runs what another route runs, too.
-LONG = "fit", "fit, half precision", "fit, head by head", "fit, dropout"
+LONG = (
+    *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
+    *("fit, head by head", "half products by XLA", "in a function", "predict", "second derivative"),
+)
 ALL = [
     pytest.param(
         *route,

@@ -107,7 +107,7 @@ def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
         *(pytest.param(forward_mode, choice, marks=pytest.mark.long) for choice in CHOICES),
     ],
 )
-@pytest.mark.every_day("tiles")
+@pytest.mark.every_day("mapped-tiles")
 def test_what_is_made_of_gradients(of, choice):
     import tensorflow as tf
 

@@ -200,6 +200,7 @@ def errors_of_stock(dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.every_day("dense-bfloat16|tiles-float16")
 def test_errors_are_no_larger_than_stocks(route, dtype, monkeypatch):
     how, tiled = ROUTES[route]
     used = []

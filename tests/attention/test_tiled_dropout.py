@@ -1,6 +1,7 @@
 """Attention dropout in tiles: a fair draw, and anew in each step of a layer."""
 
 import numpy as np
+import pytest
 from contract import numpy
 from tiled_contract import attend, close, operands
 from tolerance import assert_close
@@ -42,6 +43,7 @@ def test_a_fair_draw():
         assert abs(common) < 5 / np.sqrt(pairs.sum())
 
 
+@pytest.mark.every_day("by tiles")
 def test_the_layer_drops_in_training_alone_and_anew_each_time(tiny):
     layer = hm.PerHeadMaskedMultiHeadAttention(
         2, 4, mask_spec=hm.Window(2, 2), dropout=0.5, tiled=True

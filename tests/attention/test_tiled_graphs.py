@@ -193,6 +193,7 @@ def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys)
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.every_day("graph")
 def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
     import tensorflow as tf
 

@@ -226,6 +226,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_last(example, tmp_path)
     assert (tmp_path / "checkpoint").read_text() == "whole"
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_ends_the_others(tmp_path):
     pytest.importorskip("jax")
     code, printed = run(HERE / "failing_worker.py", "--quick", "--out", tmp_path, backend="jax")

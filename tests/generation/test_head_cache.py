@@ -201,7 +201,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.every_day("greedy|top_k")
+@pytest.mark.every_day("top_k")
 def test_generation_under_any_rule_is_generation_without_a_cache(sampler):
     stock = causal_lm()
     masked = hm.apply_head_masks(stock, {"0": READING, "1": STREAMING}, add_inputs=True)
@@ -262,6 +262,7 @@ ALIKE = (
         if name not in KEEP_ALL
     ],
 )
+@pytest.mark.every_day("Qwen 3")
 def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     stock = decoder(name)
     masked = hm.apply_head_masks(stock, OF_EACH)

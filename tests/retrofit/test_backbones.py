@@ -73,6 +73,7 @@ def test_what_a_model_around_a_masked_backbone_adds_is_saved_with_it(models, tmp
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every_day("Bart|Whisper|Bert")
 def test_full_is_stock(models, name):
     _, stock, _ = models[name]
     full, given = hm.apply_head_masks(stock, hm.Full()), data(stock)

@@ -112,6 +112,7 @@ def family(request):
     return request.param
 
 
+@pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_full_is_stock(family):
     stock, _ = models(family)
     full = hm.apply_head_masks(stock, hm.Full())
@@ -200,6 +201,7 @@ def test_padding_stays_hidden(family):
     assert np.isfinite(after).all()
 
 
+@pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_what_an_observer_sees(family):
     """Probabilities of each head: 0 where hidden, of sum 1 or 0; with a rule and without."""
     stock, masked = models(family)
@@ -216,6 +218,7 @@ def test_what_an_observer_sees(family):
     assert "not-checked" not in codes
 
 
+@pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_a_copy_obeys_and_trains(family):
     masked = copy.deepcopy(models(family)[1])
     np.testing.assert_array_equal(numpy(masked(data())), numpy(models(family)[1](data())))
@@ -267,12 +270,17 @@ for file in folder.glob("*.keras"):
 """
 
 
-def test_all_reload_in_a_fresh_process(tmp_path):
+@pytest.mark.parametrize(
+    "families",
+    [ONE_OF_EACH_HOOK, pytest.param(FAMILIES, marks=pytest.mark.long)],
+    ids=["one of each hook", "all"],
+)
+def test_all_reload_in_a_fresh_process(tmp_path, families):
     np.savez(tmp_path / "given.npz", **data())
-    for family in FAMILIES:
+    for family in families:
         models(family)[1].save(tmp_path / f"{family.name}.keras")
     run_fresh(FRESH, tmp_path)
-    for family in FAMILIES:
+    for family in families:
         loaded = np.load(tmp_path / f"{family.name}.npy")
         np.testing.assert_array_equal(loaded, numpy(models(family)[1](data())), str(family))
 
@@ -342,6 +350,7 @@ def task_of(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.every_day("Llama|Falcon")
 def test_generation_is_the_uncached_forward(name):
     task = task_of(name)
     masked = hm.apply_head_masks(task, RULE)
@@ -353,6 +362,7 @@ def test_generation_is_the_uncached_forward(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.every_day("Gemma 2")
 def test_the_cache_index_is_the_offset(name):
     """Token by token, the logits of each step are those of the whole forward."""
     masked = hm.apply_head_masks(task_of(name), RULE)
@@ -405,6 +415,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
+@pytest.mark.every_day("Llama|Gemma 2")
 def test_windows_on_three_heads_are_those_of_hugging_face(name, tmp_path):
     """To 3 times what the conversion differs by without a rule, or 2e-5."""
     torch = pytest.importorskip("torch")

@@ -131,6 +131,7 @@ def test_without_a_rule_the_peer_agrees(stock, peer, given):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.every_day("^same sentence")
 def test_rules_match_hugging_face(stock, peer, given, rule):
     out = masked(stock, rule)(given)
     sequence, pooled = by_peer(peer, given, RULES[rule])

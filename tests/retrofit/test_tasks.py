@@ -56,6 +56,7 @@ def fitted(model, given):
 
 
 @pytest.mark.parametrize("masks", ["the backbone", "the task"])
+@pytest.mark.every_day("backbone")
 def test_a_classifier_fits_saves_and_loads(masks, tmp_path):
     classifier = keras_hub.models.BertTextClassifier
     if masks == "the backbone":
@@ -94,6 +95,7 @@ def test_an_edited_file_never_loads_without_its_rule():
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long
 def test_a_masked_task_is_exported(tmp_path):
     import tensorflow as tf
 
@@ -195,6 +197,7 @@ def generated(task, run_eagerly):
 
 
 @pytest.mark.parametrize(("name", "run_eagerly"), [("GPT2", False), ("OPT", True)])
+@pytest.mark.every_day("OPT")
 def test_generation_is_the_uncached_forward(name, run_eagerly):
     stock = causal_lm(name)
     masked = hm.apply_head_masks(stock, POSITIONS)
@@ -204,6 +207,7 @@ def test_generation_is_the_uncached_forward(name, run_eagerly):
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.every_day("GPT2")
 def test_the_cache_index_is_the_offset(name):
     """Token by token, the logits of each step are those of the whole forward."""
     masked = hm.apply_head_masks(causal_lm(name), POSITIONS)

@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from fresh import run_fresh
 from keras import ops
+from keras_versions import HAS, needs, numbers
 
 import keras_headmask as hm
 from keras_headmask import _keras
@@ -177,13 +179,29 @@ def test_masks_are_merged_by_one_method():
 )
 @each_stock
 def test_attention_passes_all_hooks(stock):
-    layer, seen = attention(stock, sliding_window=2), []
+    window = {"sliding_window": 2} if "sliding_window" in HAS else {}
+    layer, seen = attention(stock, **window), []
     for name in _keras.ATTENTION_HOOKS:
         hooked(layer, name, seen)
     mask = np.ones((2, 5, 5), bool)
     layer(X, X, attention_mask=mask, use_causal_mask=True, return_attention_scores=True)
     assert {name for name, *_ in seen} == set(_keras.ATTENTION_HOOKS)
     assert _keras.stock_arguments(stock, {"seed": 1, "mask_spec": None}) == {"seed": 1}
+
+
+@relies_on("SINCE", breaks="an argument that this Keras lacks would be ignored")
+@pytest.mark.parametrize("name", _keras.SINCE)
+def test_what_an_older_keras_lacks_is_refused(name):
+    class Old:
+        def __init__(self, num_heads):
+            pass
+
+    version, otherwise = _keras.SINCE[name]
+    said = f"`{name}` needs Keras {version}, .* {name}=2. Update Keras, {re.escape(otherwise)}"
+    with pytest.raises(ValueError, match=said):
+        _keras.stock_arguments(Old, {"num_heads": 1, name: 2})
+    assert _keras.stock_arguments(Old, {"num_heads": 1, name: None}) == {"num_heads": 1}
+    assert (numbers(keras.__version__) >= numbers(version)) == (name in HAS)
 
 
 @relies_on("flash FLASH", breaks="probabilities of a layer with a flash kernel cannot be seen")
@@ -261,6 +279,7 @@ def test_what_drops_probabilities(stock):
 
 
 @relies_on("gate projections", breaks="our layers would project otherwise, or leave out the gate")
+@needs("use_gate")
 @each_stock
 def test_the_gate(stock):
     assert _keras.gate(attention(stock)) is None
@@ -283,6 +302,8 @@ def test_the_masks_that_a_layer_makes(stock):
     assert _keras.sliding_window(layer) is None
     causal = ops.convert_to_numpy(layer._compute_attention_mask(X, X, use_causal_mask=True))
     np.testing.assert_array_equal(causal.reshape(5, 5), np.tril(np.ones((5, 5), bool)))
+    if "sliding_window" not in HAS:
+        return
     layer = attention(stock, sliding_window=2)
     assert _keras.sliding_window(layer) == 2
     mask = ops.convert_to_numpy(layer._compute_attention_mask(X, X))
@@ -789,15 +810,15 @@ def test_xla_is_told():
 
 @pytest.mark.tensorflow
 @relies_on("one_dnn_is_on", breaks="`info`, `bench` and `explain` would not say if oneDNN is on")
-def test_one_dnn_is_told():
+@pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_one_dnn_is_told(on):
     """By what TensorFlow itself prints when it is imported with it."""
     code = "import tensorflow, keras_headmask._keras as k; print(k.one_dnn_is_on())"
-    for on in (True, False):
-        environment = dict(os.environ, TF_ENABLE_ONEDNN_OPTS=str(int(on)), TF_CPP_MIN_LOG_LEVEL="0")
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.split() == [str(on)]
-        assert ("oneDNN custom operations are on" in done.stderr) == on
+    environment = dict(os.environ, TF_ENABLE_ONEDNN_OPTS=str(int(on)), TF_CPP_MIN_LOG_LEVEL="0")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(on)]
+    assert ("oneDNN custom operations are on" in done.stderr) == on
 
 
 @pytest.mark.tensorflow

@@ -88,19 +88,36 @@ OVERRIDDEN = {
 
 COMPUTE_ATTENTION, MASKED_SOFTMAX = "_compute_attention", "_masked_softmax"
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
-# What a subclass may override to mask or to attend by itself.
-ATTENTION_HOOKS = (
-    COMPUTE_ATTENTION,
-    "_compute_attention_mask",
-    "_compute_causal_mask",
-    "_compute_sliding_window_mask",
-    "_masked_softmax",
+# What a subclass may override to mask or to attend by itself (the last since Keras 3.15).
+ATTENTION_HOOKS = tuple(
+    name
+    for name in (
+        COMPUTE_ATTENTION,
+        MASKED_SOFTMAX,
+        "_compute_attention_mask",
+        "_compute_causal_mask",
+        "_compute_sliding_window_mask",
+    )
+    if hasattr(keras.layers.MultiHeadAttention, name)
 )
 
 
+# Arguments of attention that older versions of Keras lack: since when, and what to do there.
+SINCE = {
+    "sliding_window": ("3.15", "or give the layer the rule `Window(size - 1, size - 1)`"),
+    "use_gate": ("3.14", "or leave it out"),
+}
+
+
 def stock_arguments(stock: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that Keras' class `stock` takes."""
+    """Those of `arguments` that Keras' class `stock` takes. Raises for what came later."""
     taken = {*inspect.signature(stock).parameters} - {"kwargs"}
+    for name, (version, otherwise) in SINCE.items():
+        if name not in taken and arguments.get(name):
+            raise ValueError(
+                f"`{name}` needs Keras {version}, and this is Keras {keras.__version__}; received "
+                f"{name}={arguments[name]!r}. Update Keras, {otherwise}."
+            )
     return {k: v for k, v in arguments.items() if k in taken}
 
 
@@ -137,8 +154,11 @@ def gate(layer: Any) -> Any:
 
 
 def sliding_window(layer: Any) -> int | None:
-    """How near keys must be, the query itself counted; our layers turn it into a `Window`."""
-    return layer.sliding_window if is_grouped(layer) else layer._sliding_window
+    """How near keys must be, the query itself counted; our layers turn it into a `Window`.
+
+    Keras has it since 3.15.
+    """
+    return getattr(layer, "sliding_window" if is_grouped(layer) else "_sliding_window", None)
 
 
 def scale(layer: Any) -> float:
@@ -313,6 +333,8 @@ def run_anew(graph: Functional, call: Any) -> Any:
 def track(model: Functional, layer: Any) -> None:
     """Let `model` hold a layer that its graph has got."""
     model._tracker.track(layer)
+    if not any(x is layer for x in model._layers):  # before Keras 3.15 they stood apart
+        model._layers.append(layer)
 
 
 def untrack(model: Functional, layer: Any) -> None:

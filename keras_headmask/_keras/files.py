@@ -38,7 +38,9 @@ def query_in_files(layer: Any) -> str:
 def has_in_file(store: Any, part: str) -> bool:
     """Whether the file that a layer's weights are read from holds that `part` of the layer."""
     path = f"{getattr(store, '_h5_entry_path', None) or ''}/{part}"
-    return not path.startswith("/") and store.has_path(path)  # else not from a file
+    if path.startswith("/"):
+        return False  # not from a file
+    return store.has_path(path) if hasattr(store, "has_path") else path in store.h5_file  # < 3.15
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.

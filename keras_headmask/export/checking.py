@@ -16,7 +16,7 @@ from keras_headmask.export import fresh_process, samples
 from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
 from keras_headmask.export.report import CheckResult
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.find import find_attention, longest_sequence
+from keras_headmask.retrofit.find import AttentionLayer, find_attention, longest_sequence
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.
@@ -58,9 +58,9 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
                 longest = length = length // 2
         made.append(given)
     if interface.is_restricted:
-        most = min(longest, _LONGEST_LOOK)
+        most, layers = min(longest, _LONGEST_LOOK), find_attention(interface.model).known
         while 2 * length <= most:
-            forbidding, probabilities = looked_at(interface, made[-1])
+            forbidding, probabilities = looked_at(interface, layers, made[-1])
             if forbidding or not probabilities:  # (In a `tf.function` there is nothing to see.)
                 break
             length *= 2
@@ -68,11 +68,13 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
     return made
 
 
-def looked_at(interface: Interface, given: Arrays) -> tuple[Arrays, dict[str, Tensor]]:
-    """What rules allow, where they forbid anything, and all probabilities, in memory, by path."""
+def looked_at(
+    interface: Interface, layers: Sequence[AttentionLayer], given: Arrays
+) -> tuple[Arrays, dict[str, Tensor]]:
+    """What rules allow in `layers`, where they forbid anything, and all probabilities, by path."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
-    with watched(find_attention(interface.model).known, with_rules=True) as seen:
+    with watched(layers, with_rules=True) as seen:
         answer(interface, given)
     seen = [one for one in seen if hasattr(one.probabilities, "numpy")]  # not while it is traced
     allowed = {one.path: as_array(one.allowed) for one in seen if one.allowed is not None}
@@ -110,8 +112,9 @@ def checked(
         with observers.rules_off():
             twins = [answer(interface, one) for one in given]
     in_memory, unseen = None, set(interface.rules)
+    layers = find_attention(interface.model).known if interface.rules else []
     for one in given:  # a rule may forbid nothing in the short ones
-        allowed, probabilities = looked_at(interface, one) if interface.rules else ({}, {})
+        allowed, probabilities = looked_at(interface, layers, one) if layers else ({}, {})
         in_memory = _largest((in_memory, mass_outside(allowed, probabilities)))
         unseen -= probabilities.keys()
         if "serve_scores" in signatures:

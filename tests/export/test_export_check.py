@@ -256,7 +256,7 @@ def test_the_twin_and_the_scores_in_memory():
         assert distance(twin, answer(interface_of(free, None), given)) < 1e-5
         assert distance(here, twin) > 1e-4
         assert distance(answer(interface, given), here) == 0
-        allowed, scores = checking.looked_at(interface, given)
+        allowed, scores = checking.looked_at(interface, find_attention(model).known, given)
         ((path, mask),) = allowed.items()
         assert scores.keys() == {path}
         assert not mask.all()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from contract import MULTI_HEAD, by_hand, gradient, normal, numpy
 from keras import ops
+from keras_versions import needs
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -49,6 +50,7 @@ def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(kind, batch, head
     assert (numpy(scores)[~merged] == 0).all()
 
 
+@needs("sliding_window")
 def test_everything_that_restricts_is_anded(kind):
     spec = hm.PerHead({0: hm.SameSegment("ids"), 2: ~hm.Chunk(2)})
     layer = kind.built(3, mask_spec=spec, sliding_window=4)
@@ -242,6 +244,7 @@ def test_ids_255_and_256_stay_apart_under_bfloat16(kind, dtype_policy):
 # ---------------------------------------------------------------- offsets and shapes
 
 
+@needs("sliding_window")
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_query_offset_moves_rule_causal_mask_and_window(kind, as_tensor):
     """The last queries alone give the last rows of the whole: decoding with a cache."""
@@ -302,7 +305,7 @@ def test_more_attention_axes_work_as_in_stock_keras(axes):
     assert symbolic[1].shape[1:] == scores.shape[1:]
 
 
-@pytest.mark.parametrize("use_gate", [False, True])
+@pytest.mark.parametrize("use_gate", [False, pytest.param(True, marks=needs("use_gate"))])
 @pytest.mark.parametrize("spec", [None, hm.Window(1, 1)], ids=repr)
 def test_gate_value_dim_and_no_bias(kind, use_gate, spec):
     more = {"value_dim": 3} if kind is MULTI_HEAD else {}
@@ -345,6 +348,7 @@ def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask(kind):
     np.testing.assert_array_equal(causal_alone.seen, causal[None, None])
 
 
+@needs("sliding_window")  # and the flag, both since Keras 3.15
 @pytest.mark.parametrize("mask", [None, ~np.eye(5, k=-1, dtype=bool)[None]])
 def test_the_hook_takes_a_causal_flag_as_that_of_stock_does(kind, mask):
     """By the flag alone, and beside a mask."""

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 from contract import normal, numpy
+from keras_versions import needs
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -55,6 +56,7 @@ def test_it_obeys_as_our_layer_does():
     assert abs(numpy(masked(IDS)) - numpy(model_with(stock())(IDS))).max() > 1e-2
 
 
+@needs("sliding_window")
 def test_the_causal_flag_and_its_own_window_stay():
     model = model_with(stock(sliding_window=2), use_causal_mask=True)
     masked = hm.apply_head_masks(model, RULE)

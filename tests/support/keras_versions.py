@@ -1,0 +1,19 @@
+"""What older versions of Keras lack, for the tests that need it."""
+
+import inspect
+
+import keras
+import pytest
+
+HAS = set(inspect.signature(keras.layers.MultiHeadAttention).parameters)
+
+
+def numbers(version):
+    """The major and the minor version, to compare."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def needs(argument):
+    """Skip on a version of Keras whose attention has no such argument."""
+    reason = f"Keras {keras.__version__} has no `{argument}`"
+    return pytest.mark.skipif(argument not in HAS, reason=reason)

@@ -114,7 +114,7 @@ def measured(arm: str, layers: int) -> dict[str, float]:
     concrete: list[Any] = []
     seconds["traced"] = timed(lambda: concrete.append(function.get_concrete_function(free)))
     given = {k: tf.constant(x) for k, x in inputs(ids).items()}
-    first, again = (timed(lambda: concrete[0](**given)) for _ in range(2))
+    first, again = (timed(lambda: concrete[0](given)) for _ in range(2))
     graph = concrete[0].graph.as_graph_def()
     inside = graph.library.function
     return seconds | {

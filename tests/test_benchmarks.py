@@ -244,6 +244,19 @@ def test_rules_on_jax_are_measured_beside_its_own_function(tmp_path):
             assert set(of_step["ratios"]) == always | forward
 
 
+@long
+def test_the_time_to_a_first_answer_is_measured(tmp_path):
+    pytest.importorskip("keras_hub")
+    run("benchmarks.first_answer", "--out", tmp_path / "first_answer.json")
+    record = json.loads((tmp_path / "first_answer.json").read_text())
+    (of_one_layer,) = record["layers"].values()
+    assert of_one_layer["ratios"].keys() == record["goals"].keys()
+    assert of_one_layer["medians"].keys() == {"stock", *record["goals"]}
+    for medians in of_one_layer["medians"].values():
+        assert min(medians.values()) >= 0
+        assert medians["second run"] < medians["first run"]
+
+
 def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # (which the import sets, and this undoes)
     jax_backend = importlib.import_module("benchmarks.jax_backend")

@@ -22,7 +22,7 @@ from keras_versions import HAS, needs, numbers
 
 import keras_headmask as hm
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import is_dense_scope
+from keras_headmask.attention.tuning import forward_only, is_dense_scope, is_forward_only
 from keras_headmask.layers import grouped_query, masked, multi_head
 from keras_headmask.retrofit import masked_model, wrap
 from keras_headmask.retrofit.adapters import adapter_of
@@ -645,24 +645,28 @@ def test_keras_stays_as_it_is_until_something_needs_a_change():
 
 
 @relies_on(
-    "around_exports_to_other_runtimes", breaks="a file for ONNX Runtime would hold loops it lacks"
+    "around_exports", breaks="a file for ONNX Runtime would hold loops it lacks, others gradients"
 )
 def test_a_model_looks_up_how_it_is_exported(monkeypatch):
     from keras.src import export
 
     seen = []
-    for name in ("onnx", "openvino", "litert"):
+    for name in ("onnx", "openvino", "litert", "saved_model"):
 
         def record(*_, name=name, **__):
-            seen.append((name, is_dense_scope()))
+            seen.append((name, is_dense_scope(), is_forward_only()))
 
         monkeypatch.setattr(export, f"export_{name}", record)
-    _keras.around_exports_to_other_runtimes(hm.dense_scope)
+    dense = ("export_onnx", "export_openvino", "export_litert")
+    _keras.around_exports(dict.fromkeys(dense, hm.dense_scope))
+    _keras.around_exports({"export_saved_model": forward_only})
     formats = ["onnx", "openvino"] + ["litert"] * (BACKEND != "jax")  # which Keras refuses there
     for name in formats:
         graph().export("a file", format=name)
-    assert seen == [(name, True) for name in formats]
+    graph().export("a file")
+    assert seen == [*((name, True, False) for name in formats), ("saved_model", False, True)]
     assert not is_dense_scope()
+    assert not is_forward_only()
 
 
 @relies_on(

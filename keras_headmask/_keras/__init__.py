@@ -31,9 +31,7 @@ from keras_headmask._keras.files import has_in_file as has_in_file
 from keras_headmask._keras.files import query_in_files as query_in_files
 from keras_headmask._keras.files import unpickle_model as unpickle_model
 from keras_headmask._keras.patches import after_cloning as after_cloning
-from keras_headmask._keras.patches import (
-    around_exports_to_other_runtimes as around_exports_to_other_runtimes,
-)
+from keras_headmask._keras.patches import around_exports as around_exports
 from keras_headmask._keras.patches import dot_product_attention_seen as dot_product_attention_seen
 from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
 from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS

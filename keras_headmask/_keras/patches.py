@@ -6,7 +6,7 @@ Importing the package replaces none.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,18 +45,20 @@ def dot_product_attention_seen(see: Callable[[], None]) -> Iterator[None]:
                 nn.dot_product_attention = nn.dot_product_attention.__wrapped__
 
 
-def around_exports_to_other_runtimes(scope: Callable[[], AbstractContextManager]) -> None:
-    """Let `model.export` to ONNX, OpenVINO and LiteRT run in `scope()`: it says nowhere what for.
+def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -> None:
+    """Let `model.export` run in a scope, by the name of Keras' function for the format.
 
-    A model looks these functions up by name whenever it is exported.
+    A model looks these functions up by name whenever it is exported, and says nowhere what for.
     """
     from keras.src import export
 
-    for name in ("export_onnx", "export_openvino", "export_litert"):
+    for name, scope in scopes.items():
         usual = getattr(export, name)
 
         @functools.wraps(usual)
-        def in_scope(*args: Any, usual: Callable = usual, **kwargs: Any) -> Any:
+        def in_scope(
+            *args: Any, usual: Callable = usual, scope: Callable = scope, **kwargs: Any
+        ) -> Any:
             with scope():
                 return usual(*args, **kwargs)
 

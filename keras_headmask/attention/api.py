@@ -12,7 +12,7 @@ from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import given_changes
 from keras_headmask.attention.request import Request, all_that_restricts
-from keras_headmask.attention.tuning import export_densely
+from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -23,7 +23,7 @@ _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
 # This file is imported when the function is first used. The function itself cannot change Keras:
 # `torch.compile` may read it.
-export_densely()
+adapt_exports()
 
 
 def dot_product_attention(

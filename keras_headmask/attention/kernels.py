@@ -43,8 +43,10 @@ class Kernel:
         given = request.query, request.key, request.value
         is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
         operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
-        sizes = ops.shape(request.query)[0], request.query.shape[2], *request.lengths
-        changes = for_tiles(request.changes, operands[0].dtype, *sizes)
+        changes = request.changes
+        if changes.are_some or request.dropout:
+            sizes = ops.shape(request.query)[0], request.query.shape[2], *request.lengths
+            changes = for_tiles(changes, operands[0].dtype, *sizes)
         part = part._replace(changes=changes.without_tensors())
         if request.dropout:
             drawn = head_groups.dropout(request.dropout, request.seed, *sizes[:2], request.bound)

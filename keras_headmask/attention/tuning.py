@@ -158,6 +158,11 @@ def is_dense_scope() -> bool:
 
 
 @functools.cache
-def export_densely() -> None:
-    """From now on, let `model.export` to ONNX, OpenVINO and LiteRT run in `dense_scope`."""
-    _keras.around_exports_to_other_runtimes(dense_scope)
+def adapt_exports() -> None:
+    """From now on, let `model.export` to a SavedModel hold the forward pass alone.
+
+    Keras traces the model three times for it. And let that to ONNX, OpenVINO and LiteRT run in
+    `dense_scope`.
+    """
+    dense = dict.fromkeys(("export_onnx", "export_openvino", "export_litert"), dense_scope)
+    _keras.around_exports({"export_saved_model": forward_only, **dense})

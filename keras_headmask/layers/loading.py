@@ -10,7 +10,7 @@ from typing import Any
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import export_densely
+from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.base import MaskSpec
 
@@ -22,7 +22,7 @@ def change_keras(ours: str, stock: str) -> None:
     A list of layers is filed by class name: under one name, these and Keras' share their files.
     """
     _keras.file_weights_under(ours, stock)
-    export_densely()
+    adapt_exports()
 
 
 def with_stand_ins(spec: MaskSpec | None, mask_inputs: Any, query: Tensor, value: Tensor) -> Any:

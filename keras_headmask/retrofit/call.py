@@ -174,7 +174,8 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     if arguments["return_attention_scores"] and not adapter.returns_pair:
         if adapter.softmax is not None:
             return _by_softmax(adapter, [], arguments)
-        return _attended(adapter, arguments, _Beside.of(adapter, arguments, _offset(arguments, 0)))
+        beside = _Beside.of(adapter, arguments, _offset(arguments, 0), _sizes(arguments))
+        return _attended(adapter, arguments, beside)
     seen = observers.as_seen(adapter.layer)
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
@@ -193,10 +194,10 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         if offset is None and not rule.is_cross:
             offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
     offset = 0 if offset is None else offset
-    sizes = ops.shape(query)[0], *_sizes(arguments)
+    sizes = _sizes(arguments)
     bounds = [_bound(adapter.layer, rule, frame, lengths, sizes, offset) for rule in rules]
     spec, bound, apart = _joined([rule.spec for rule in rules], bounds)
-    beside, heads = _Beside.of(adapter, arguments, offset), adapter.num_heads
+    beside, heads = _Beside.of(adapter, arguments, offset, sizes), adapter.num_heads
     for other, of_other in apart:
         of_rule = evaluation.mask_of_all_heads(other, of_other, heads)
         beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
@@ -270,17 +271,18 @@ class _Beside(NamedTuple):
     mask: Any
     window: MaskSpec | None
     offset: Any  # of the first query
+    sizes: tuple[Any, Any, Any]  # of the batch, the queries and the keys
 
     @classmethod
-    def of(cls, adapter: Attention, arguments: Arguments, offset: Any) -> "_Beside":
+    def of(cls, adapter: Attention, arguments: Arguments, offset: Any, sizes: Any) -> "_Beside":
         lengths, window = _lengths(adapter, arguments), adapter.window(arguments)
         mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
         if arguments.get("use_causal_mask") and not (isinstance(offset, int) and offset == 0):
             # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
             assert window is not None
-            causal = evaluation.make_mask(window, *_sizes(arguments))
+            causal = evaluation.make_mask(window, *sizes[1:])
             mask, window = masks.and_masks(mask, causal), None
-        return cls(mask, window, offset)
+        return cls(mask, window, offset, sizes)
 
 
 def _attended(
@@ -295,7 +297,7 @@ def _attended(
     of_mask = _as_argument(beside.mask, _lengths(adapter, arguments))
     outside, inputs = all_that_restricts(None, None, **of_mask, window=beside.window)
     if outside is not None and (inputs or bound is None):
-        bound = evaluation.bind(outside, inputs, *_sizes(arguments), beside.offset, bound)
+        bound = evaluation.bind(outside, inputs, *beside.sizes[1:], beside.offset, bound)
     rules = [x for x in (spec, outside) if x is not None]
     wanted = bool(arguments["return_attention_scores"])
     return attend(
@@ -324,8 +326,10 @@ def _offset(arguments: Arguments, default: Any = None) -> Any:
     return default if offset is None else offset
 
 
-def _sizes(arguments: Arguments) -> tuple[Any, Any]:
-    return ops.shape(arguments["query"])[1], ops.shape(arguments["key"])[1]
+def _sizes(arguments: Arguments) -> tuple[Any, Any, Any]:
+    """Of the batch, the queries and the keys. (Once for each call: it is several operations.)"""
+    batch, queries = ops.shape(arguments["query"])[:2]
+    return batch, queries, ops.shape(arguments["key"])[1]
 
 
 def _lengths(adapter: Attention, arguments: Arguments) -> evaluation.Lengths:

@@ -16,7 +16,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.tuning import export_densely
+from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
 from keras_headmask.retrofit.adapters import adapter_of, offset_of_call, taken_offset
 from keras_headmask.retrofit.call import (
@@ -191,7 +191,7 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
 def _change_keras() -> None:
     """Change what Keras does with masked layers, once there is one."""
     _keras.after_cloning(_check_cloned)
-    export_densely()
+    adapt_exports()
 
 
 def _check_cloned(operation: Any, clone: Any) -> None:

@@ -188,9 +188,10 @@ def _check(
     import tensorflow as tf
 
     shape = tf.shape(tensor)
-    fits = tf.equal(shape[axis], wanted)
+    size = shape[axis]
+    fits = tf.equal(size, wanted)
     if broadcasts:
-        fits, behind = tf.logical_or(fits, tf.equal(shape[axis], 1)), "(1 broadcasts)"
+        fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"
     received = f"{behind}. Received: shape".removeprefix(". ")
-    data = [before, shape[axis], between, wanted, received, shape, *([hint] if hint else [])]
+    data = [before, size, between, wanted, received, shape, *([hint] if hint else [])]
     return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))

@@ -240,24 +240,29 @@ def test_nothing_of_size_queries_x_keys_is_made_off_tensorflow():
 
 
 @pytest.mark.tensorflow
-def test_layers_with_one_rule_share_their_loops():
+def test_layers_with_one_rule_share_their_loops_and_the_choice():
     import tensorflow as tf
 
     rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
     operand, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec((None, None), "int32")
 
-    def loops(layers):
+    def made(layers, with_gradients):
+        """The functions in the graph, and their loops."""
+
         @tf.function(input_signature=[operand, ids])
         def stack(x, ids):
+            first = x
             for _ in range(layers):
                 x = attend((x, x, x), rule, {"ids": ids})
-            return x
+            return tf.gradients(x, first) if with_gradients else x
 
-        library = stack.get_concrete_function().graph.as_graph_def().library
-        return sum(node.op.endswith("While") for f in library.function for node in f.node_def)
+        library = stack.get_concrete_function().graph.as_graph_def().library.function
+        return len(library), sum(n.op.endswith("While") for f in library for n in f.node_def)
 
+    assert made(1, False) == made(3, False)
+    assert made(1, True) == made(3, True)
     # One for each group of heads, for short sequences and for long ones.
-    assert loops(1) == loops(3) == 4
+    assert made(1, False)[1] == 4
 
 
 # ---------------------------------------------------------------- what is not possible

@@ -52,6 +52,7 @@ def _routes(model, path):
 
 
 @pytest.mark.parametrize("make", [_layer, _retrofitted])
+@pytest.mark.every_day("_retrofitted")
 def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(make, tmp_path):
     import tensorflow as tf
 

@@ -9,10 +9,11 @@ import keras_headmask as hm
 from keras_headmask.rules import base
 
 _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.explain}}
-# JAX compiles each example anew; the law is the same on every backend.
-_SHARE = 4 if keras.backend.backend() == "jax" else 1
+# JAX compiles each example anew, TensorFlow runs many small operations; the law is the same on
+# every backend.
+_SHARE = {"jax": 4, "tensorflow": 2}.get(keras.backend.backend(), 1)
 FEW = settings(max_examples=20 // _SHARE, **_QUICK)
-MANY = settings(max_examples=80 // _SHARE, **_QUICK)
+MANY = settings(max_examples=80 // (_SHARE if _SHARE > 2 else 1), **_QUICK)
 
 NUM_HEADS = 3
 # Few sizes, since JAX compiles for each: equally long, more keys, more queries.

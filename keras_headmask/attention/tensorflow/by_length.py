@@ -4,6 +4,7 @@ It has one gradient, of its own: that of `tf.cond` would hand all that a branch 
 backward pass, which takes longer than attention over a short sequence.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras_headmask.attention.tensorflow.graph import (
     Passes,
     guarded,
     shared,
+    traced_once,
     with_own_gradient,
 )
 from keras_headmask.attention.tuning import is_forward_only
@@ -32,31 +34,38 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     is_one = is_forward_only() or not part.tuning.most_logits_at_once
     if is_one or in_forward_mode(*operands):
         return _of_many(part, *operands)
+    passes = (functools.partial(one, part) for one in (_forward, _backward))
+    return with_own_gradient(Passes(*passes, loop.at_once(part).keeps), *operands)
+
+
+# Few logits are computed in place, not in a function, whose call would take longer than they do.
+# The other branch is one: what is not run takes no time then.
+
+
+@traced_once
+def _forward(part: Part, *operands: Tensor) -> list[Tensor]:
     at_once = loop.at_once(part)
+    nothing = [tf.zeros([0, 0, 0, 0], operands[0].dtype)] * at_once.keeps
+    return tf.cond(
+        _is_small(part, *operands[:2]),
+        lambda: at_once.forward(*operands),
+        lambda: [_of_many(part, *operands), *nothing],
+    )
 
-    def is_small(query: Tensor, key: Tensor) -> Tensor:
-        return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= limits.most_at_once(
-            part, part.dropout is not None
-        )
 
-    # Few logits are computed here, not in a function, whose call would take longer than they do.
-    # The other branch is one: what is not run takes no time then.
-    def forward(*operands: Tensor) -> list[Tensor]:
-        nothing = [tf.zeros([0, 0, 0, 0], operands[0].dtype)] * at_once.keeps
-        return tf.cond(
-            is_small(*operands[:2]),
-            lambda: at_once.forward(*operands),
-            lambda: [_of_many(part, *operands), *nothing],
-        )
+@traced_once
+def _backward(part: Part, *given: Tensor) -> tuple:
+    at_once = loop.at_once(part)
+    return tf.cond(
+        _is_small(part, *given[:2]),
+        lambda: at_once.backward(*given),
+        lambda: _gradients_of_many(part, *given[: len(given) - at_once.keeps]),
+    )
 
-    def backward(*given: Tensor) -> tuple:
-        return tf.cond(
-            is_small(*given[:2]),
-            lambda: at_once.backward(*given),
-            lambda: _gradients_of_many(part, *given[: len(given) - at_once.keeps]),
-        )
 
-    return with_own_gradient(Passes(forward, backward, at_once.keeps), *operands)
+def _is_small(part: Part, query: Tensor, key: Tensor) -> Tensor:
+    most = limits.most_at_once(part, part.dropout is not None)
+    return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= most
 
 
 @shared

@@ -17,15 +17,18 @@ from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.protocol import Bound, Sides
 
 
-def shared(compute: Callable) -> Callable:
-    """Let `compute(part, query, key, value)` be one function in a graph for all equal `Part`s."""
+def shared(compute: Callable, is_called: bool = True) -> Callable:
+    """Let `compute(part, query, key, value)` be one function in a graph for all equal `Part`s.
+
+    Whole masks come widened: see `_widened`.
+    """
 
     @functools.wraps(compute)
     @tf.autograph.experimental.do_not_convert
     def call(part: Any, *operands: Tensor) -> Tensor:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():
-            return compute(part._replace(bound=_widened(bound)), *operands)
+            return compute(part._replace(bound=_widened(bound) if is_called else bound), *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
         drawn = []
@@ -37,11 +40,20 @@ def shared(compute: Callable) -> Callable:
         key = compute, part, names, is_forward_only(), _keras.checks_numerics()
         functions = _functions()
         if key not in functions:
-            functions[key] = _function(compute, part, names)
+            functions[key] = _function(compute, part, names, is_called)
         positions = bound.query_positions, bound.key_positions
         return functions[key](*positions, values, drawn, *operands)
 
     return call
+
+
+def traced_once(compute: Callable) -> Callable:
+    """The same, but TensorFlow puts the function in place of each call before the graph runs.
+
+    So layers share the time that Python takes, and the graph runs as if each had its own. Whole
+    masks come as they are.
+    """
+    return shared(compute, is_called=False)
 
 
 def _functions() -> dict[tuple, Callable]:
@@ -57,11 +69,12 @@ def _functions() -> dict[tuple, Callable]:
     return functions
 
 
-def _function(compute: Callable, part: Any, names: tuple) -> Callable:
+def _function(compute: Callable, part: Any, names: tuple, is_called: bool) -> Callable:
     """`compute` as a function of tensors alone, for a part without its `bound` and draws."""
 
-    # Not inlined, or the graph would hold a copy for each call again, and be optimised as many.
-    @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
+    # Not inlined where it is called, or the graph would hold a copy for each call again, and be
+    # optimised as many.
+    @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED if is_called else None)
     def function(
         queries: Tensor, keys: Tensor, values: list, drawn: list, *operands: Tensor
     ) -> Tensor:
@@ -72,7 +85,8 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
         dropout = part.dropout
         if dropout is not None:
             dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
-        whole = part._replace(bound=_widened(Bound(queries, keys, inputs)), dropout=dropout)
+        bound = Bound(queries, keys, inputs)
+        whole = part._replace(bound=_widened(bound) if is_called else bound, dropout=dropout)
         return compute(whole, *operands)
 
     return function

@@ -30,7 +30,15 @@ _BACKENDS = (
     "tests/attention/test_kernels.py",
     *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
-    *_files("test_keras_internals", "retrofit/test_retrofit", "test_memory"),
+    *_files("test_keras_internals", "test_memory"),
+    *(
+        f"tests/retrofit/test_retrofit.py::test_{name}"
+        for name in (
+            "a_rule_is_what_the_loops_say",
+            "full_is_bit_equal_to_stock_in_training_too",
+            "a_masked_model_inside_a_model",
+        )
+    ),
     *_files("attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.

@@ -640,6 +640,7 @@ assert now()[2] is not before[2]
 """
 
 
+@pytest.mark.tensorflow  # (the same on each, and JAX and PyTorch take long to import)
 def test_keras_stays_as_it_is_until_something_needs_a_change():
     run_fresh(IMPORTS_ALONE)
 

@@ -38,7 +38,8 @@ def test_each_run_says_how_long_it_takes_and_is_a_command(name):
     assert re.search(r"\d+ minutes", said)
     assert all({"ruff", "mypy"} & {*command} for _, backend, command in passes if backend is None)
     for path in {x for _, _, command in passes for x in command if x.startswith("tests/")}:
-        assert (ROOT / path).exists(), path
+        file, _, test = path.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text("utf-8") if test else (ROOT / file).exists()
     assert f"\n{name}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -47,4 +48,5 @@ def test_every_backend_has_its_pass_and_files_exist():
     assert backends == {"test": {"tensorflow", "jax", "torch"}, "check": {"tensorflow"}}
     for _, passes in run.RUNS.values():
         for _, _, command in passes:
-            assert all((ROOT / path).exists() for path in command if path.startswith("tests"))
+            files = {path.partition("::")[0] for path in command if path.startswith("tests")}
+            assert all((ROOT / file).exists() for file in files)

@@ -1,5 +1,7 @@
 """Compiled code on PyTorch, forward: FlexAttention over the blocks that a rule leaves open."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -131,30 +133,41 @@ def test_compiled_code_is_one_graph(taken, name):
     close(got, wanted)
 
 
-def test_other_calls_do_not_take_it(taken):
-    spec, qkv = hm.Window(9, 9), [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
-    whole = torch.ones(300, 300, dtype=torch.bool)
+WHOLE = torch.ones(300, 300, dtype=torch.bool)
+NEAR = hm.Window(9, 9)
+# What `attend` is given beside the operands.
+OTHER_CALLS = {
+    "not compiled": {},
+    "short": {},
+    "double": {},
+    "gradients": {},
+    "dense": {},
+    "dropout": {"dropout": 0.5, "seed": 1},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "whole mask": {"spec": NEAR & hm.MaskInput("m"), "mask_inputs": {"m": WHOLE}},
+}
 
-    def run(*qkv, **rest):
-        return torch.compile(lambda *x: attend(x, spec, tiled=None, **rest), backend="eager")(*qkv)
 
-    def run_whole(*qkv):
-        rule = spec & hm.MaskInput("m")
-        return torch.compile(lambda *x: attend(x, rule, {"m": whole}, tiled=None), backend="eager")(
-            *qkv
+@pytest.mark.parametrize("name", OTHER_CALLS)
+@pytest.mark.every_day("not compiled|short|gradients")
+def test_other_calls_do_not_take_it(taken, name):
+    qkv = [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
+    given = {"spec": NEAR, "mask_inputs": None} | OTHER_CALLS[name]
+
+    def call(*qkv):
+        return attend(qkv, given["spec"], given["mask_inputs"], tiled=None, **rest)
+
+    rest = {k: x for k, x in given.items() if k not in ("spec", "mask_inputs")}
+    run = call if name == "not compiled" else torch.compile(call, backend="eager")
+    if name == "gradients":
+        run(*(x.requires_grad_() for x in qkv)).sum().backward()
+        assert qkv[0].grad is not None
+    with torch.no_grad(), dense_scope() if name == "dense" else contextlib.nullcontext():
+        qkv = {"double": [x.double() for x in qkv], "short": [x[:, :200] for x in qkv]}.get(
+            name, qkv
         )
-
-    with torch.no_grad():
-        attend(qkv, spec, tiled=None)
-        run(*qkv, dropout=0.5, seed=1)
-        run(*qkv, logits_soft_cap=3.0)
-        run(*(x.double() for x in qkv))
-        run(*(x[:, :200] for x in qkv))
-        run_whole(*qkv)
-        with dense_scope():
+        if name != "gradients":
             run(*qkv)
-    run(*(x.requires_grad_() for x in qkv)).sum().backward()
-    assert qkv[0].grad is not None
     assert not taken
 
 

@@ -117,7 +117,7 @@ def test_what_is_empty(route, name):
         np.testing.assert_array_equal(gradient, np.zeros(x.shape))
 
 
-@routes(lambda route: route.manner == "known")
+@routes(every_day)
 def test_any_distribution_of_rules_over_heads_that_share_keys(route):
     rules = (hm.Window(1, 1), hm.Window(after=0) & hm.KeyFlag("f"), hm.Chunk(3) | hm.Keys(0, 1))
     flags = {"f": np.arange(18).reshape(2, 9) % 4 > 0}

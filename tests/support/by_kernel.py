@@ -141,14 +141,14 @@ def each(names, traced=4):
     """Run a test for each route and name.
 
     Of a route that traces, one name in twice `traced` is run every day, the others in the long run;
-    of the rest on TensorFlow, which runs many small operations, one in three. Of what XLA compiles,
-    none; and of the modes of `by length`, which take longest to trace, each has its turn.
+    of the rest one in three. Of what XLA compiles, none; and of the modes of `by length`, which
+    take longest to trace, each has its turn.
     """
     modes = [route for route in ROUTES if route.name.startswith("by length")]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
-        share = 2 * traced if route.is_traced else 3 if BACKEND == "tensorflow" else 1
+        share = 2 * traced if route.is_traced else 3
         if route.repeats or route.manner == "XLA":
             return True
         if route in modes and modes.index(route) != turn:

@@ -69,7 +69,7 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
 
 
 def looked_at(
-    interface: Interface, layers: Sequence[AttentionLayer], given: Arrays
+    interface: Interface, layers: list[AttentionLayer], given: Arrays
 ) -> tuple[Arrays, dict[str, Tensor]]:
     """What rules allow in `layers`, where they forbid anything, and all probabilities, by path."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/

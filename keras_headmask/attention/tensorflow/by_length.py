@@ -34,8 +34,8 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     is_one = is_forward_only() or not part.tuning.most_logits_at_once
     if is_one or in_forward_mode(*operands):
         return _of_many(part, *operands)
-    passes = (functools.partial(one, part) for one in (_forward, _backward))
-    return with_own_gradient(Passes(*passes, loop.at_once(part).keeps), *operands)
+    forward, backward = (functools.partial(one, part) for one in (_forward, _backward))
+    return with_own_gradient(Passes(forward, backward, loop.at_once(part).keeps), *operands)
 
 
 # Few logits are computed in place, not in a function, whose call would take longer than they do.

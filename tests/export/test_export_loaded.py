@@ -51,6 +51,21 @@ def test_serve_is_called_as_the_model_is(case, tmp_path):
         assert_close(numpy(layer(IDS)), numpy(wanted), depth=3)
 
 
+def test_the_export_of_keras_holds_the_forward_pass_alone_and_each_function_once(tmp_path):
+    counts = []
+    for layers_of_model in (1, 3):
+        model = ours(hm.Window(1, 1), tiled=None, count=layers_of_model)
+        folder = tmp_path / str(layers_of_model)
+        model.export(str(folder), verbose=False)
+        loaded = load(folder)
+        graph = loaded.signatures["serving_default"].graph.as_graph_def()
+        bodies = [graph.node, *(f.node_def for f in graph.library.function)]
+        assert "IdentityN" not in {node.op for body in bodies for node in body}  # a custom gradient
+        assert_close(numpy(loaded.serve(IDS)), numpy(model(IDS)), depth=3)
+        counts.append(len(bodies))
+    assert counts[0] == counts[1]
+
+
 def with_gradients_of_its_own(gradient):
     """A model under a rule, of which one layer has a custom gradient."""
     import tensorflow as tf

@@ -16,7 +16,7 @@ FIRST = "tests/test_keras_internals.py"  # what fails here explains what fails a
 PARITY = "tests/layers/test_parity.py", "tests/test_golden.py", "tests/retrofit/test_retrofit.py"
 LAWS = (
     *("tests/test_readme.py::test_snippets", "tests/rules", "tests/attention", "tests/layers"),
-    *("tests/test_golden.py", "tests/retrofit", "tests/saving", "tests/test_memory.py"),
+    *("tests/test_golden.py", "tests/retrofit", "tests/test_memory.py"),
 )
 PASSES = (
     ("tensorflow", (FIRST, *LAWS)),

@@ -28,7 +28,8 @@ long: $(VENV)/.test
 	$(RUN) -m pytest -m long tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
-	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" tests/layers
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
+		tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
 
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs
@@ -42,7 +43,7 @@ dist: $(VENV)/.dist
 older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
 
-# And: the laws on each version of Keras that is allowed, and on a checkout of its main branch:
+# And: the laws on older versions of Keras, and on a checkout of its main branch:
 # make versions KERAS=folder
 versions: $(VENV)/.test
 	$(RUN) tests/versions.py $(KERAS)

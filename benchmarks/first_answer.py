@@ -78,11 +78,8 @@ def compared(layers: int, repetitions: int) -> dict[str, Any]:
 
 def measured(arm: str, layers: int) -> dict[str, float]:
     """Seconds of each step in this process, and what its graph holds."""
-    import keras
     import numpy as np
     import tensorflow as tf
-
-    import keras_headmask as hm
 
     model = under(arm, bert(layers))
     ids = np.random.default_rng(0).integers(1, 50, (4, 64), dtype="int32")
@@ -95,14 +92,10 @@ def measured(arm: str, layers: int) -> dict[str, float]:
     seconds["fit"] = timed(lambda: learner.fit(inputs(ids), target, verbose=0))
 
     with tempfile.TemporaryDirectory() as folder:
-        if arm == STOCK:
-            model.export(folder, verbose=False)
-        else:
-            hm.export_saved_model(model, folder)
-        at = next(Path(folder).rglob("saved_model.pb")).parent
+        model.export(folder, verbose=False)
 
         def load() -> None:
-            loaded = tf.saved_model.load(str(at))
+            loaded = tf.saved_model.load(folder)
             given = {k: tf.constant(x) for k, x in inputs(ids).items()}
             loaded.signatures["serving_default"](**given)
 
@@ -122,7 +115,6 @@ def measured(arm: str, layers: int) -> dict[str, float]:
         "second run": again,
         "nodes": len(graph.node) + sum(len(f.node_def) for f in inside),
         "functions": len(inside),
-        "Keras": float(".".join(keras.__version__.split(".")[:2])),
     }
 
 

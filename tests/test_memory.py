@@ -157,7 +157,7 @@ TENSORFLOW = {
 # Each runs what another route runs, too.
 LONG = (
     *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
-    *("fit, head by head", "half products by XLA", "in a function", "predict", "second derivative"),
+    *("fit, head by head", "half products by XLA", "predict"),
 )
 ALL = [
     pytest.param(

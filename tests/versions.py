@@ -1,4 +1,4 @@
-"""`make versions`: the laws and the retrofit on each version of Keras that the package allows.
+"""`make versions`: the laws and the retrofit on older versions of Keras, and on its main branch.
 
 Releases come from the package index, and the main branch from the folder of a checkout that
 `make versions KERAS=folder` names. Each stands alone in a folder, in front of the installed Keras.
@@ -33,7 +33,7 @@ def main(*checkouts: str) -> int:
             pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
             subprocess.run([*pip, "--target", str(folder), f"keras=={version}"], check=True)
             report += run(f"Keras {version}", folder)
-        for checkout in map(Path, checkouts):
+        for checkout in (Path(name).resolve() for name in checkouts):
             if not (checkout / "keras" / "src").is_dir():
                 raise SystemExit(f"{checkout} is no checkout of Keras: it has no keras/src.")
             report += run(f"Keras in {checkout.name}", checkout)

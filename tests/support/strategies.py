@@ -11,9 +11,8 @@ from keras_headmask.rules import base
 _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.explain}}
 # JAX compiles each example anew, TensorFlow runs many small operations; the law is the same on
 # every backend.
-_SHARE = {"jax": 4, "tensorflow": 2}.get(keras.backend.backend(), 1)
-FEW = settings(max_examples=20 // _SHARE, **_QUICK)
-MANY = settings(max_examples=80 // (_SHARE if _SHARE > 2 else 1), **_QUICK)
+_EXAMPLES = {"jax": (5, 20), "tensorflow": (10, 80)}.get(keras.backend.backend(), (20, 80))
+FEW, MANY = (settings(max_examples=count, **_QUICK) for count in _EXAMPLES)
 
 NUM_HEADS = 3
 # Few sizes, since JAX compiles for each: equally long, more keys, more queries.

@@ -180,6 +180,20 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
             )
 
 
+def sizes(tensor: Tensor, dtype: str = "int32") -> list[Length]:
+    """As `ops.shape`, by two nodes of a TensorFlow graph; each `shape[i]` is four.
+
+    (It goes through all nodes many times before the first answer.)
+    """
+    is_of_keras = keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor)
+    if is_of_keras or None not in tuple(tensor.shape):
+        return list(ops.shape(tensor))
+    import tensorflow as tf
+
+    found = tf.unstack(tf.shape(tensor, out_type=dtype))
+    return [x if known is None else known for x, known in zip(found, tensor.shape, strict=True)]
+
+
 def fits(size: int | None, wanted: int | None) -> bool:
     """Whether an axis of that size may broadcast to the wanted one; `None` is not known yet."""
     return size is None or wanted is None or size in (1, wanted)

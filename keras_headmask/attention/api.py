@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from keras import ops
-
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.checking import check_operands, checked_tiled
@@ -115,7 +113,7 @@ def dot_product_attention(
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:
-        (examples, length_q), length_k = ops.shape(query)[:2], ops.shape(key)[1]
+        (examples, length_q), length_k = masks.sizes(query)[:2], masks.sizes(key)[1]
         bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset, batch=examples)
     request = Request(
         query,

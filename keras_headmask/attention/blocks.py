@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
-from keras import ops
 
+from keras_headmask import masks
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
@@ -34,16 +34,20 @@ class Arrays(NamedTuple):
     Args:
         starts: Of a length every `size`th position, `(n,)`.
         at_most: The lesser of two, element-wise.
-        extremes: Of `(B, L)` the least and the greatest of every `size` values, `(B, n)` each.
+        extremes: Of `(B, L)` the least and the greatest of every `size` values, each as `across`
+            has it, for queries (axis 0) or keys (1).
         as_numbers: Integers of booleans.
-        broadcast: A mask, widened to three sizes.
     """
 
     starts: Callable[[Length, int], Tensor]
     at_most: Callable[[Tensor, Length], Tensor]
-    extremes: Callable[[Tensor, int], Sequence[Tensor]]
+    extremes: Callable[[Tensor, int, int], Sequence[Tensor]]
     as_numbers: Callable[[Mask], Tensor]
-    broadcast: Callable[[Mask, Sequence[Length]], Mask]
+
+
+def across(values: Tensor, axis: int) -> Tensor:
+    """`(B, n)` of the tiles (axis 0) or blocks (1) as `(B, n, 1)` or `(B, 1, n)`."""
+    return values[:, :, None] if axis == 0 else values[:, None]
 
 
 # --- What the rule says --------------------------------------------------------------------------
@@ -71,10 +75,10 @@ def bounds_of(
             return None
         if keras.backend.standardize_dtype(values.dtype) == "bool":
             values = arrays.as_numbers(values)
-        low, high = arrays.extremes(values, sizes[axis])
+        low, high = arrays.extremes(values, sizes[axis], axis)
         if leaf in out:
             high = high * arrays.as_numbers(~out[leaf])
-        return Span(*(x[:, :, None] if axis == 0 else x[:, None] for x in (low, high)))
+        return Span(low, high)
 
     spans = {
         leaf: {
@@ -85,17 +89,9 @@ def bounds_of(
         if all(isinstance(value, Sides) for value in inputs.values())
     }
     tiles = coverage.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
-    every = _length(tiles.query_first, 0), _length(tiles.key_first, 1)
-    possible, certain = (
-        arrays.broadcast(x, (_length(x, 0) if len(x.shape) == 3 else 1, *every))
-        for x in coverage.bounds(rule, tiles, spans)
-    )
+    nowhere = (tiles.query_first != tiles.query_first) & (tiles.key_first != tiles.key_first)
+    possible, certain = (x | nowhere[None] for x in coverage.bounds(rule, tiles, spans))
     return Bounds(possible, certain & possible)
-
-
-def _length(tensor: Tensor, axis: int) -> Length:
-    known = tensor.shape[axis]
-    return ops.shape(tensor)[axis] if known is None else known
 
 
 class Flags(NamedTuple):
@@ -130,7 +126,8 @@ def flags_of(
             continue  # it is not what `opens` promises: treated as any other leaf
         (flags,) = read
         count = most_set(flags)
-        few = (count <= tuning.most_flagged) & (count * tuning.one_flagged_in <= _length(flags, 1))
+        length = masks.sizes(flags)[1]
+        few = (count <= tuning.most_flagged) & (count * tuning.one_flagged_in <= length)
         leaves[leaf], flags = few, flags & few
         by_side[side] = by_side[side] | flags if side in by_side else flags
     return Flags(leaves, by_side)
@@ -139,13 +136,13 @@ def flags_of(
 # --- By NumPy, before anything runs --------------------------------------------------------------
 
 
-def _extremes(values: np.ndarray, size: int) -> list[np.ndarray]:
+def _extremes(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
     starts = np.arange(0, values.shape[1], size)
-    return [of.reduceat(values, starts, axis=1) for of in (np.minimum, np.maximum)]
+    return [across(of.reduceat(values, starts, axis=1), axis) for of in (np.minimum, np.maximum)]
 
 
-def _of_all_examples(values: np.ndarray, size: int) -> list[np.ndarray]:
-    low, high = _extremes(values, size)
+def _of_all_examples(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
+    low, high = _extremes(values, size, axis)
     return [low.min(0, keepdims=True), high.max(0, keepdims=True)]
 
 
@@ -154,7 +151,6 @@ NUMPY = Arrays(
     at_most=np.minimum,
     extremes=_extremes,
     as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
-    broadcast=np.broadcast_to,
 )
 # The examples of a batch as one, that meets what any of them meets.
 TOGETHER = NUMPY._replace(extremes=_of_all_examples)

@@ -165,10 +165,14 @@ def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
     """`tensor` cut before each of `edges`."""
     if not edges:
         return [tensor]
+    stops = [*edges, tensor.shape[axis]]
+    sizes = [stop - start for start, stop in zip([0, *edges], stops, strict=True)]
     if keras.backend.backend() == "torch":  # `torch.compile` cannot read Keras' split
-        stops = [*edges, tensor.shape[axis]]
-        sizes = [stop - start for start, stop in zip([0, *edges], stops, strict=True)]
         return list(tensor.split(sizes, axis))
+    if keras.backend.backend() == "tensorflow":  # where Keras' is 24 nodes of a graph
+        import tensorflow as tf
+
+        return tf.split(tensor, sizes, axis)
     return ops.split(tensor, edges, axis)
 
 

@@ -6,12 +6,10 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from keras import ops
-
 from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.logits import NONE, Changes, Positions
-from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
@@ -61,7 +59,7 @@ class Request:
     @property
     def lengths(self) -> tuple[Length, Length]:
         """Of the queries and of the keys."""
-        return ops.shape(self.query)[1], ops.shape(self.key)[1]
+        return sizes(self.query)[1], sizes(self.key)[1]
 
 
 def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class MaskedAttention(keras.Layer):
             return self._by_hook(operands, None, training, wants_scores)
         bound = None
         if rule is not None:
-            (batch, queries), keys = ops.shape(operands[0])[:2], ops.shape(operands[1])[1]
+            (batch, queries), keys = masks.sizes(operands[0])[:2], masks.sizes(operands[1])[1]
             bound = evaluation.bind(rule, mask_inputs, queries, keys, offset, batch=batch)
         request = Request(
             operands[0],
@@ -319,7 +319,7 @@ class MaskedAttention(keras.Layer):
         return Window(before=reach, after=0 if use_causal_mask else reach)
 
     def _mask(self, spec: MaskSpec, inputs: Any, query: Tensor, value: Tensor, offset: Any) -> Mask:
-        (batch, queries), keys = ops.shape(query)[:2], ops.shape(value)[1]
+        (batch, queries), keys = masks.sizes(query)[:2], masks.sizes(value)[1]
         bound = evaluation.bind(spec, inputs, queries, keys, offset, batch=batch)
         return evaluation.mask_of_all_heads(spec, bound, self.num_heads)
 

@@ -250,8 +250,8 @@ def _by_softmax(
         mask = None if mask is None else masks.as_bool(mask)
         lengths = evaluation.Lengths(*logits.shape)
         for rule in rules:
-            batch, _, *of_axes = ops.shape(logits)
-            bound = _bound(adapter.layer, rule, frame, lengths, (batch, *of_axes), offset)
+            batch, _, queries, keys = masks.sizes(logits)
+            bound = _bound(adapter.layer, rule, frame, lengths, (batch, queries, keys), offset)
             of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
             mask = masks.and_masks(mask, of_rule)
         probabilities = usual(logits, mask)
@@ -328,8 +328,8 @@ def _offset(arguments: Arguments, default: Any = None) -> Any:
 
 def _sizes(arguments: Arguments) -> tuple[Any, Any, Any]:
     """Of the batch, the queries and the keys. (Once for each call: it is several operations.)"""
-    batch, queries = ops.shape(arguments["query"])[:2]
-    return batch, queries, ops.shape(arguments["key"])[1]
+    batch, queries = masks.sizes(arguments["query"])[:2]
+    return batch, queries, masks.sizes(arguments["key"])[1]
 
 
 def _lengths(adapter: Attention, arguments: Arguments) -> evaluation.Lengths:
@@ -393,5 +393,7 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
         return {}
     shape = tuple(attention_mask.shape)
     if len(shape) == 3 and shape[1] == 1 and lengths.queries != 1:
-        return {"key_mask": attention_mask[:, 0]}  # padding alone: whole ranges can be skipped
+        return {
+            "key_mask": ops.squeeze(attention_mask, 1)
+        }  # padding alone: whole ranges can be skipped
     return {"attention_mask": attention_mask}

@@ -256,7 +256,9 @@ def bind(
             "or use PerHeadMaskedMultiHeadAttention: it makes the mask when the model is called."
         )
     if beside is None:
-        query_positions = ops.arange(queries, dtype="int32") + ops.cast(query_offset, "int32")
+        query_positions = ops.arange(queries, dtype="int32")
+        if as_int(query_offset) != 0:
+            query_positions += ops.cast(query_offset, "int32")
         beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {})
     bound = dict(beside.leaf_inputs)
     sizes = graph_shapes.Sizes(batch, queries, keys)
@@ -356,7 +358,7 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
         return Sides(query, key)
     value = _cut_axis(_cut_axis(cuts.batch(value, 0), cuts.queries, 2), cuts.keys, 3)
     if value.shape[1] is None:  # 1 or all heads, known when the graph runs
-        place = ops.minimum(ops.convert_to_tensor(heads, "int32"), ops.shape(value)[1] - 1)
+        place = ops.minimum(ops.convert_to_tensor(heads, "int32"), masks.sizes(value)[1] - 1)
         return ops.take(value, place, axis=1)
     return value if value.shape[1] in (1, len(heads)) else ops.take(value, list(heads), axis=1)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from keras_headmask import masks
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.protocol import Sides
 
@@ -28,7 +29,7 @@ class Sizes(NamedTuple):
         if self.batch is not None or not isinstance(given, Sides):
             return self
         first = given.query if given.key is None else given.key
-        return self._replace(batch=ops.shape(first)[0])
+        return self._replace(batch=masks.sizes(first)[0])
 
 
 def checks(
@@ -119,7 +120,7 @@ def _of_length(side: Tensor, length: Length) -> Tensor:
     """
     if not _is_open(side, 1, length):
         return side
-    return ops.broadcast_to(side, (ops.shape(side)[0], length))
+    return ops.broadcast_to(side, (masks.sizes(side)[0], length))
 
 
 def _of_size(
@@ -152,7 +153,7 @@ def _of_size(
         beside = tf.zeros([*sizes, 1], ids.dtype)
         # The name stands in the errors of those runtimes.
         joined = tf.concat([tf.expand_dims(ids, 2), beside], 2, "mask_input_of_another_shape")
-    own = joined[:, :, 0]
+    own, _ = tf.unstack(joined, axis=2)
     own.set_shape(side.shape)
     return tf.cast(own, side.dtype)
 
@@ -188,7 +189,7 @@ def _check(
     import tensorflow as tf
 
     shape = tf.shape(tensor)
-    size = shape[axis]
+    size = tf.unstack(shape)[axis]
     fits = tf.equal(size, wanted)
     if broadcasts:
         fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"

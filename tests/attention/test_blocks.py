@@ -45,16 +45,17 @@ def in_numpy(leaf_inputs):
 
 
 @FEW
-@given(st.integers(1, 13), st.integers(1, 6), st.integers(0, 1000))
-def test_extremes_are_the_least_and_greatest_of_every_so_many(length, size, seed):
+@given(st.integers(1, 13), st.integers(1, 6), st.sampled_from([0, 1]), st.integers(0, 1000))
+def test_extremes_are_the_least_and_greatest_of_every_so_many(length, size, axis, seed):
     values = np.random.default_rng(seed).integers(-5, 6, (2, length)).astype("int32")
     pieces = [values[:, i : i + size] for i in range(0, length, size)]
     wanted = [np.stack([of(piece, 1) for piece in pieces], 1) for of in (np.min, np.max)]
-    for got, right in zip(blocks.NUMPY.extremes(values, size), wanted, strict=True):
+    wanted = [np.expand_dims(x, 2 - axis) for x in wanted]
+    for got, right in zip(blocks.NUMPY.extremes(values, size, axis), wanted, strict=True):
         np.testing.assert_array_equal(got, right)
-    for got, right in zip(blocks.TOGETHER.extremes(values, size), wanted, strict=True):
-        assert got.shape == (1, right.shape[1])
-    tensors = arrays_here().extremes(ops.convert_to_tensor(values), size)
+    for got, right in zip(blocks.TOGETHER.extremes(values, size, axis), wanted, strict=True):
+        assert got.shape == (1, *right.shape[1:])
+    tensors = arrays_here().extremes(ops.convert_to_tensor(values), size, axis)
     for got, right in zip(tensors, wanted, strict=True):
         np.testing.assert_array_equal(np.broadcast_to(numpy(got), right.shape), right)
 

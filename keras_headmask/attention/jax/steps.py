@@ -1,13 +1,13 @@
 """Which blocks of keys each tile of queries meets in JAX' loops, and what is allowed there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_headmask.attention.blocks import NUMPY, bounds_of
+from keras_headmask.attention.blocks import NUMPY, across, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import leaves
@@ -185,23 +185,17 @@ def filled(rows: Tensor, size: int) -> Tensor:
     return jnp.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % size), (0, 0)])
 
 
-def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _extremes(values: Tensor, size: int, axis: int) -> tuple[Tensor, Tensor]:
     if values.shape[1] == 1:
-        return values, values
+        return across(values, axis), across(values, axis)
     longer: Any = _longer(values, 1, -values.shape[1] % size)
     blocks = longer.reshape(values.shape[0], -1, size)
-    return blocks.min(2), blocks.max(2)
-
-
-def _broadcast(mask: Mask, sizes: Sequence[int]) -> Mask:
-    own: Any = np if isinstance(mask, np.ndarray) else jnp
-    return own.broadcast_to(mask, sizes)
+    return across(blocks.min(2), axis), across(blocks.max(2), axis)
 
 
 ARRAYS = NUMPY._replace(
     extremes=_extremes,
     as_numbers=lambda mask: mask.astype("int32"),
-    broadcast=_broadcast,
 )
 
 

@@ -22,7 +22,7 @@ from keras_headmask.attention.tensorflow.graph import (
     with_own_gradient,
 )
 from keras_headmask.attention.tuning import is_forward_only
-from keras_headmask.masks import Tensor
+from keras_headmask.masks import Tensor, sizes
 
 
 def compute(part: Part, *operands: Tensor) -> Tensor:
@@ -65,7 +65,8 @@ def _backward(part: Part, *given: Tensor) -> tuple:
 
 def _is_small(part: Part, query: Tensor, key: Tensor) -> Tensor:
     most = limits.most_at_once(part, part.dropout is not None)
-    return tf.reduce_prod(_sizes(query)[:3]) * _sizes(key)[1] <= most
+    batch, queries, heads, _ = sizes(query, "int64")  # 16,384 squared is 0 in 32 bits, times 16
+    return batch * queries * heads * sizes(key, "int64")[1] <= most
 
 
 @shared
@@ -88,7 +89,7 @@ def _short_or_tiled(part: Part) -> Passes:
         return tiles
 
     def chosen(first: Callable, second: Callable, query: Tensor, key: Tensor) -> Any:
-        pairs = _sizes(query)[1] * _sizes(key)[1]
+        pairs = sizes(query, "int64")[1] * sizes(key, "int64")[1]
         return tf.cond(pairs <= limits.most_pairs(part), first, second)
 
     def forward(*operands: Tensor) -> list[Tensor]:
@@ -100,10 +101,6 @@ def _short_or_tiled(part: Part) -> Passes:
         return chosen(first, second, *given[:2])
 
     return Passes(forward, backward)
-
-
-def _sizes(tensor: Tensor) -> Tensor:
-    return tf.shape(tensor, out_type=tf.int64)  # of 16 heads, 16,384 squared is 0 in 32 bits
 
 
 def _of_groups(part: Part) -> Passes:

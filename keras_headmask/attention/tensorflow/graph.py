@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_headmask import _keras
 from keras_headmask.attention import nonfinite
 from keras_headmask.attention.tuning import functions_of_export, is_forward_only
-from keras_headmask.masks import Mask, Tensor
+from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.protocol import Bound, Sides
 
 
@@ -164,8 +164,7 @@ def guarded(passes: Passes) -> Passes:
             return passes.forward(*nonfinite.marked(query, key, value), *rest)
 
         def nothing() -> list[Tensor]:
-            shape = tf.concat([tf.shape(query)[:3], tf.shape(value)[3:]], 0)
-            return [empty(value.dtype, shape, zeros=True)]
+            return [empty(value.dtype, [*sizes(query)[:3], sizes(value)[3]], zeros=True)]
 
         return tf.cond(something(query, key), attended, nothing)
 
@@ -198,7 +197,7 @@ class Row(NamedTuple):
     @classmethod
     def like(cls, of_heads: Tensor, *of_size: Tensor) -> "Row":
         """As many heads as one tensor has, and the size of others; each is `(B, L, H, size)`."""
-        return cls([tf.shape(of_heads)[2], *(tf.shape(tensor)[3] for tensor in of_size)])
+        return cls([sizes(of_heads)[2], *(sizes(tensor)[3] for tensor in of_size)])
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of `(batch, H, positions, ...)`, one after the other."""

@@ -23,7 +23,7 @@ from keras_headmask.attention.tensorflow.graph import (
     written,
 )
 from keras_headmask.attention.tensorflow.tile import context_of, gradients_of, logits_of
-from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import allowed_tile
 
@@ -51,14 +51,14 @@ def passes(part: Part) -> Passes:
 
 def _row(of_length: Tensor, of_size: Tensor) -> list[Tensor]:
     """The shape of a result for one head of one example: as long as one tensor, as wide as one."""
-    return [tf.shape(of_length)[1], tf.shape(of_size)[3]]
+    return [sizes(of_length)[1], sizes(of_size)[3]]
 
 
 def _summed(gradient: Tensor, sharing: int) -> Tensor:
     """`(B, S, H, size)`, summed over the heads that share a key head: `(B, S, Hk, size)`."""
     if sharing == 1:
         return gradient
-    batch, length, heads, size = tf.unstack(tf.shape(gradient))
+    batch, length, heads, size = sizes(gradient)
     by_key = tf.reshape(gradient, [batch, length, heads // sharing, sharing, size])
     return tf.reduce_sum(by_key, axis=3)
 
@@ -86,9 +86,9 @@ def _gradients(allowed: Mask | None, *operands: Tensor) -> tuple:
 
 def _heads_first(mask: Mask) -> Mask:
     """`(H, B, T, S)` of `(B, H, T, S)`; by places, as oneDNN logs a transpose of booleans."""
-    shape = tf.shape(mask)
-    places = tf.transpose(tf.reshape(tf.range(shape[0] * shape[1]), shape[:2]))
-    return tf.gather(tf.reshape(mask, tf.concat([[-1], shape[2:]], 0)), places)
+    batch, heads, *lengths = sizes(mask)
+    places = tf.transpose(tf.reshape(tf.range(batch * heads), [batch, heads]))
+    return tf.gather(tf.reshape(mask, [-1, *lengths]), places)
 
 
 def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tensor], Mask]:
@@ -99,14 +99,14 @@ def _of_step(allowed: Mask, heads: int, batch: Length) -> Callable[[Tensor, Tens
     if tuple(allowed.shape[:2]) == (1, 1):
         return lambda begin, size: allowed
     by_head = _heads_first(allowed)
-    shape = tf.shape(by_head)
+    own_heads, examples, *lengths = sizes(by_head)
     if heads == 1 or allowed.shape[2] == 1:
         # A mask for every row is there, or is small, and a slice of them copies nothing.
-        rows = _as_rows(tf.broadcast_to(by_head, tf.concat([[heads, batch], shape[2:]], 0)))
+        rows = _as_rows(tf.broadcast_to(by_head, [heads, batch, *lengths]))
         return lambda begin, size: tf.slice(rows, begin, size)
     # Else it would take a quarter of what all logits take: each step gathers its own.
     different = _as_rows(by_head)
-    place = tf.reshape(tf.range(shape[0] * shape[1]), shape[:2])
+    place = tf.reshape(tf.range(own_heads * examples), [own_heads, examples])
     place = tf.reshape(tf.broadcast_to(place, [heads, batch]), [-1])
     return lambda begin, size: tf.gather(different, tf.slice(place, begin[:1], size[:1]))
 
@@ -122,9 +122,9 @@ def _rows_of(
         rows = _as_rows(of_heads(tensor, heads, axis=0))
         # (A slice along the first axis copies nothing.)
         return lambda begin, size: tf.slice(rows, begin, size)
-    every, batch = _as_rows(tensor), tf.shape(tensor)[1]
-    read = tf.constant([head // sharing for head in heads])
-    place = tf.reshape(read[:, None] * batch + tf.range(batch), [-1])
+    every, batch = _as_rows(tensor), sizes(tensor)[1]
+    read = tf.constant([[head // sharing] for head in heads])
+    place = tf.reshape(read * batch + tf.range(batch), [-1])
     return lambda begin, size: tf.gather(every, tf.slice(place, begin[:1], size[:1]))
 
 
@@ -135,8 +135,8 @@ def _over_heads(
 
     `shapes`: L and size of each.
     """
-    batch, queries, heads, _ = tf.unstack(tf.shape(query))
-    logits_of_a_row = queries * tf.shape(others[0])[1]
+    batch, queries, heads, _ = sizes(query)
+    logits_of_a_row = queries * sizes(others[0])[1]
     rows = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits_of_a_row, 1, heads * batch)
     operands = [tf.transpose(tensor, (2, 0, 1, 3)) for tensor in (query * part.scale, *others)]
     sharing = [part.sharing if place in (1, 2) else 1 for place in range(len(operands))]
@@ -179,8 +179,7 @@ def _over_heads(
 
     def positions_first(tensor: Tensor) -> Tensor:
         """`(H * B, 1, L, size)`, the heads in some order, to `(B, L, H, size)`."""
-        _, _, length, size = tf.unstack(tf.shape(tensor))
-        tensor = tf.reshape(tensor, [len(order), -1, length, size])
+        tensor = tf.reshape(tensor, [len(order), -1, *sizes(tensor)[2:]])
         return tf.transpose(in_order(tensor, order, axis=0), (1, 2, 0, 3))
 
     return [positions_first(x) for x in results]
@@ -188,4 +187,4 @@ def _over_heads(
 
 def _as_rows(tensor: Tensor) -> Tensor:
     """`(h, B, L, size)` to `(h * B, 1, L, size)`."""
-    return tf.reshape(tensor, tf.concat([[-1, 1], tf.shape(tensor)[2:]], 0))
+    return tf.reshape(tensor, [-1, 1, *sizes(tensor)[2:]])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from keras_headmask.attention import nonfinite
-from keras_headmask.attention.head_groups import Part, cut
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.tensorflow.graph import (
     Passes,
@@ -34,7 +34,7 @@ from keras_headmask.attention.tensorflow.tile import (
     logits_of,
     softmax,
 )
-from keras_headmask.masks import Mask, Tensor
+from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.evaluation import allowed_tile, mask_of_all_heads
 from keras_headmask.rules.protocol import WHOLE, Cuts
 
@@ -246,6 +246,15 @@ def _heads_first(tensor: Tensor) -> Tensor:
     return tf.transpose(tensor, (0, 2, 1, 3)[: tensor.shape.rank])
 
 
+def _cut(tensor: Tensor, axis: int, start: Tensor, stop: Tensor) -> Tensor:
+    """`tensor[..., start:stop]` along an axis, by fewer nodes."""
+    rank = tensor.shape.rank
+    here = [int(i == axis) for i in range(rank)]
+    others = 2**rank - 1 - 2**axis  # one bit for each: whole
+    masks = {"begin_mask": others, "end_mask": others}
+    return tf.strided_slice(tensor, start * here, stop * here, [1] * rank, **masks)
+
+
 # --- The loop ------------------------------------------------------------------------------------
 
 
@@ -274,9 +283,9 @@ def _over_tiles(
     `tile` returns tensors `(batch, H, L, ...)`: first those that `rows_of` describe, where L are
     its queries, then those of `sums_of`, where L are its keys, which are summed over all tiles.
     """
-    batch, size, bound = tf.shape(query)[0], part.tile, part.bound
+    batch, size, bound = sizes(query)[0], part.tile, part.bound
     found = ranges_of(part.rule, bound, part.tuning, size, batch)
-    length, keys = (tf.shape(x)[0] for x in (bound.query_positions, bound.key_positions))
+    length, keys = (tf.size(x) for x in (bound.query_positions, bound.key_positions))
     tiles = -(-length // size)
     # Where ranges differ between examples, each example has its own steps.
     examples = batch if found.of_examples else tf.constant(1)
@@ -296,8 +305,9 @@ def _over_tiles(
             """One example, the batch axis kept; a batch axis of size 1 serves every example."""
             if not found.of_examples or tensor.shape[0] == 1:
                 return tensor
-            place = tf.where(tf.equal(tf.shape(tensor)[0], 1), 0, example)
-            return tensor[place : place + 1]
+            start, one = ([x] + [y] * (tensor.shape.rank - 1) for x, y in ((1, 0), (1, -1)))
+            # (No axis is empty, so that this is the last or the only example, from 0 on.)
+            return tf.slice(tensor, tf.minimum(example * start, tf.shape(tensor) - 1), one)
 
         def runs_of(tensor: Tensor, are_heads_first: bool = True) -> Tensor:
             if are_heads_first:
@@ -327,8 +337,8 @@ def _over_tiles(
         example, number = i // tiles, i % tiles
         start, stop = number * size, tf.minimum((number + 1) * size, length)
         positions = tf.range(start, stop)
-        r = found.runs[example, number]
-        edges = [(r[i], r[i + 1]) for i in range(0, found.runs.shape[-1], 2)]
+        places = tf.unstack(found.runs[example, number])
+        edges = list(zip(places[::2], places[1::2], strict=True))
         flagged = fresh = counts = None
         if found.others is not None:
             flagged = found.others.of(example)
@@ -341,11 +351,11 @@ def _over_tiles(
 
         def runs(tensor: Tensor, axis: int) -> Tensor:
             pieces = [] if flagged is None else [tf.gather(tensor, flagged, axis=axis)]
-            pieces += [cut(tensor, axis, a, b) for a, b in edges]
+            pieces += [_cut(tensor, axis, a, b) for a, b in edges]
             return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis)
 
         needs_mask = None if found.needs_mask is None else found.needs_mask[example, number]
-        rows = functools.partial(cut, start=start, stop=stop)
+        rows = functools.partial(_cut, start=start, stop=stop)
         return visited(example, positions, rows, runs, needs_mask, fresh, counts)
 
     batches = [batch if found.of_examples or row.is_of_example else 1 for row, _, _ in described]
@@ -366,6 +376,6 @@ def _over_tiles(
 
         flat = looped(examples, of_flagged, flat)
     return [
-        tf.reshape(x, tf.concat([[examples, count], tf.shape(x)[1:]], 0))
+        tf.reshape(x, [examples, count, *sizes(x)[1:]])
         for x, examples, (_, count, _) in zip(flat, batches, described, strict=True)
     ]

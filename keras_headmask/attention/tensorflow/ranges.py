@@ -1,13 +1,12 @@
 """What each step of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from keras_headmask.attention.blocks import Arrays, bounds_of, flags_of
 from keras_headmask.attention.tuning import Tuning
-from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bound, leaves_gaps
 
@@ -41,26 +40,26 @@ class Ranges(NamedTuple):
 
 def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Length) -> Ranges:
     """What each step of the loop over queries, `tile` of them at once, looks at."""
-    queries, keys = tf.shape(bound.query_positions)[0], tf.shape(bound.key_positions)[0]
+    queries, keys = tf.size(bound.query_positions), tf.size(bound.key_positions)
     block, inputs = tuning.tensorflow_block, bound.leaf_inputs
     flags = flags_of(rule, inputs, tuning, _most_set)
     offset = tf.reduce_min(bound.query_positions)
-    sizes = (queries, keys), (tile, block)
-    possible, certain = bounds_of(rule, inputs, *sizes, offset, _ARRAYS, flags.leaves)
+    of_grid = (queries, keys), (tile, block), offset, _ARRAYS, flags.leaves
+    possible, certain = bounds_of(rule, inputs, *of_grid)
     blocks = _runs(possible, leaves_gaps(rule, flags.leaves))
     runs = tf.minimum(blocks * block, keys)
     needs_mask = None if flags.leaves or rule.tiling.is_local else _needs_mask(blocks, certain)
     of_examples = any(x is not None and x.shape[0] != 1 for x in (runs, needs_mask))
     batch = batch if of_examples else 1
     if of_examples:  # it may still be 1 when run
-        runs = tf.broadcast_to(runs, [batch, *tf.unstack(tf.shape(runs)[1:])])
+        runs = tf.broadcast_to(runs, [batch, *sizes(runs)[1:]])
         if needs_mask is not None:
-            needs_mask = tf.broadcast_to(needs_mask, [batch, tf.shape(runs)[1]])
+            needs_mask = tf.broadcast_to(needs_mask, [batch, sizes(needs_mask)[1]])
 
     def flagged(found: Mask | None) -> Flagged | None:
         if found is None:
             return None
-        found = tf.broadcast_to(found, [batch, tf.shape(found)[1]])
+        found = tf.broadcast_to(found, [batch, sizes(found)[1]])
         where = tf.cast(tf.where(found), tf.int32)
         counts = tf.reduce_sum(tf.cast(found, tf.int32), 1)
         return Flagged(where[:, 0], where[:, 1], tf.concat([[0], tf.cumsum(counts)], 0))
@@ -71,7 +70,7 @@ def ranges_of(rule: MaskSpec, bound: Bound, tuning: Tuning, tile: int, batch: Le
 
 def _runs(possible: Mask, two: bool) -> Tensor:
     """First and last block of each row, `(..., 2)`; with `two`, cut at the first gap: 4."""
-    count = tf.shape(possible)[-1]
+    count = sizes(possible)[-1]
     number = tf.range(count)
 
     def first_true(x: Tensor) -> Tensor:
@@ -81,19 +80,19 @@ def _runs(possible: Mask, two: bool) -> Tensor:
     stop = tf.where(tf.reduce_any(possible, -1), count - first_true(possible[..., ::-1]), start)
     if not two:
         return tf.stack([start, stop], -1)
-    ended = ~possible & (number >= start[..., None])
+    ended = ~possible & (number >= tf.expand_dims(start, -1))
     gap = tf.minimum(tf.where(tf.reduce_any(ended, -1), first_true(ended), count), stop)
-    again = possible & (number >= gap[..., None])
+    again = possible & (number >= tf.expand_dims(gap, -1))
     after = tf.where(tf.reduce_any(again, -1), first_true(again), stop)
     return tf.stack([start, gap, after, stop], -1)
 
 
 def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
-    number = tf.range(tf.shape(certain)[-1])
-    looked_at = tf.zeros_like(certain)
-    for i in range(0, blocks.shape[-1], 2):
-        looked_at |= (number >= blocks[..., i, None]) & (number < blocks[..., i + 1, None])
+    number, looked_at = tf.range(sizes(certain)[-1]), tf.zeros_like(certain)
+    edges = tf.split(blocks, blocks.shape[-1], -1)
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        looked_at |= (number >= start) & (number < stop)
     return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
 
 
@@ -101,16 +100,13 @@ def _most_set(flags: Mask) -> Tensor:
     return tf.reduce_max(tf.reduce_sum(tf.cast(flags, tf.int32), 1))
 
 
-def _extremes(values: Tensor, size: int) -> list[Tensor]:
-    rest = -tf.shape(values)[1] % size
-    padded = tf.concat([values, tf.repeat(values[:, -1:], rest, axis=1)], axis=1)
-    blocks = tf.reshape(padded, [tf.shape(values)[0], -1, size])
-    return [tf.reduce_min(blocks, 2), tf.reduce_max(blocks, 2)]
-
-
-def _broadcast(mask: Mask, sizes: Sequence[Length]) -> Mask:
-    examples = 1 if mask.shape.rank == 2 else mask.shape[0]
-    return tf.ensure_shape(tf.broadcast_to(mask, sizes), [examples, None, None])
+def _extremes(values: Tensor, size: int, axis: int) -> list[Tensor]:
+    length = sizes(values)[1]
+    # (The last value once more as often as the last block is short.)
+    places = tf.minimum(tf.range((length + size - 1) // size * size), length - 1)
+    places = tf.reshape(places, [-1, 1, size] if axis == 0 else [1, -1, size])
+    blocks = tf.gather(values, places, axis=1)
+    return [tf.reduce_min(blocks, 3), tf.reduce_max(blocks, 3)]
 
 
 _ARRAYS = Arrays(
@@ -118,5 +114,4 @@ _ARRAYS = Arrays(
     at_most=tf.minimum,
     extremes=_extremes,
     as_numbers=lambda mask: tf.cast(mask, tf.int32),
-    broadcast=_broadcast,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from keras_headmask.attention.blocks import Arrays, bounds_of
+from keras_headmask.attention.blocks import Arrays, across, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
@@ -104,11 +104,10 @@ def _arrays(device: Any) -> Arrays:
         at_most=lambda tensor, most: torch.clamp(tensor, max=most),
         extremes=_extremes,
         as_numbers=lambda mask: mask.to(torch.int32),
-        broadcast=lambda mask, sizes: mask.expand(*sizes),
     )
 
 
-def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _extremes(values: Tensor, size: int, axis: int) -> tuple[Tensor, Tensor]:
     batch, length = values.shape
     whole = length // size * size
     blocks = values[:, :whole].reshape(batch, whole // size, size)
@@ -117,7 +116,7 @@ def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
         rest = values[:, whole:]
         low = torch.cat([low, rest.amin(1, keepdim=True)], 1)
         high = torch.cat([high, rest.amax(1, keepdim=True)], 1)
-    return low, high
+    return across(low, axis), across(high, axis)
 
 
 def _ordered(blocks: Mask) -> tuple[Tensor, Tensor]:

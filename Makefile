@@ -23,13 +23,16 @@ check: $(VENV)/.test
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 
-# What takes too long for every day: each benchmark on tiny sizes, and all tests on JAX and PyTorch.
+# What takes too long for every day: each benchmark on tiny sizes, all tests on JAX and PyTorch, and
+# what a layer promises once more in tiny tiles (but for what writes files).
+TINY = $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
+	tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
 long: $(VENV)/.test
 	$(RUN) -m pytest -m long tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
-	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
-		tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
+	KERAS_BACKEND=tensorflow $(TINY)
+	KERAS_BACKEND=torch $(TINY)
 
 # The documentation site, in site/. (`make test` builds it, too.)
 docs: $(VENV)/.docs

@@ -10,12 +10,6 @@ def _files(*names):
     return tuple(f"tests/{name}.py" for name in names)
 
 
-# Run once more with the tiled implementation, in tiny tiles (but those that write files).
-_CONTRACT = (
-    "-k",
-    "not fresh_process",
-    *_files("layers/test_layer", "attention/test_attention", "layers/test_parity"),
-)
 # What a mask is and what attention under it gives. The longest come first, for two workers.
 _LAWS = (
     *_files("test_readme", "attention/test_laws", "layers/test_layer", "layers/test_parity"),
@@ -25,20 +19,10 @@ _LAWS = (
 _ATTENTION = ("tests/attention", "tests/layers", "tests/rules")
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
-    *_files("attention/test_attention", "attention/test_choose", "layers/test_layer"),
-    *_files("attention/test_laws", "attention/test_changes", "attention/test_precision"),
-    "tests/attention/test_kernels.py",
-    *_files("attention/test_tiles_torch", "attention/test_flex_torch"),
-    *_files("layers/test_parity", "rules/test_evaluation", "test_masks", "test_golden"),
-    *_files("test_keras_internals", "test_memory"),
-    *(
-        f"tests/retrofit/test_retrofit.py::test_{name}"
-        for name in (
-            "a_rule_is_what_the_loops_say",
-            "full_is_bit_equal_to_stock_in_training_too",
-            "a_masked_model_inside_a_model",
-        )
-    ),
+    *_files("attention/test_laws", "attention/test_attention", "attention/test_choose"),
+    *_files("attention/test_kernels", "attention/test_tiles_torch", "attention/test_flex_torch"),
+    *_files("layers/test_layer", "test_golden", "test_keras_internals"),
+    "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
     *_files("attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
@@ -70,7 +54,6 @@ RUNS = {
                     *(f"--ignore={folder}" for folder in _ATTENTION),
                 ),
             ),
-            ("TensorFlow, tiny tiles", "tensorflow", (*_PYTEST, "--tiled", *_CONTRACT)),
             ("JAX", "jax", (*_PYTEST, *_BACKENDS)),
             ("PyTorch", "torch", (*_PYTEST, *_BACKENDS)),
         ),

@@ -23,8 +23,14 @@ FETCHED = re.compile(
 )
 
 
+# Their snippets take half a minute each; an example does the same every day.
+SLOW = "devices", "export"
+
+
 @pytest.mark.tensorflow  # a page means the same on each backend
-@pytest.mark.parametrize("name", WITH_SNIPPETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.long if x in SLOW else ()) for x in WITH_SNIPPETS]
+)
 def test_snippets(name, tmp_path, monkeypatch):
     """Each page by itself, from its first line to its last."""
     page = ROOT / "docs" / f"{name}.md"

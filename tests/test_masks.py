@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_headmask as hm
+from keras_headmask import masks
 
 RANDOM = np.random.default_rng(0)
 B, H, T, S = 2, 3, 4, 5
@@ -226,3 +227,24 @@ def test_in_a_graph_only_0_of_a_torch_mask_of_integers_opens():
 
     made = tf.function(hm.from_torch)(tf.constant([[0, -10000, 1]]))
     assert numpy(made).tolist() == [[[[True, False, False]]]]
+
+
+def test_sizes_are_those_of_keras():
+    assert masks.sizes(ops.zeros((2, 3, 4))) == [2, 3, 4]
+    assert masks.sizes(keras.Input((None, 4))) == [None, None, 4]
+
+
+@pytest.mark.tensorflow
+def test_sizes_that_only_the_run_shows_are_two_nodes_of_a_graph():
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, 4])])
+    def sizes(x):
+        found = masks.sizes(x, "int64")
+        assert found[2] == 4
+        return found
+
+    assert [int(size) for size in sizes(np.zeros((2, 3, 4), "float32"))] == [2, 3, 4]
+    graph = sizes.get_concrete_function().graph
+    assert len([x for x in graph.get_operations() if x.type in ("Shape", "Unpack")]) == 2
+    assert not [x for x in graph.get_operations() if x.type == "StridedSlice"]

@@ -165,6 +165,7 @@ def test_apply_leaves_nothing_half_written(here, monkeypatch):
     assert {path.name for path in here.iterdir()} == before
 
 
+@pytest.mark.long  # (`test_examples` serves every day)
 def test_export_and_serve(here):
     text = answer("export", "masked.keras", "served", "--no-check")
     assert text.startswith("served/1: ")

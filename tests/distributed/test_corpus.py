@@ -144,6 +144,7 @@ def test_a_batch_holds_texts_of_like_lengths(once, corpus):
         assert in_order == sorted(in_order)
 
 
+@pytest.mark.long
 def test_a_run_that_ends_before_a_part_is_marked_writes_the_part_anew(
     once, corpus, exported, tmp_path, monkeypatch
 ):

@@ -35,6 +35,7 @@ tensorflow_only = pytest.mark.tensorflow
 
 
 @tensorflow_only
+@pytest.mark.long  # (`test_examples` does it every day)
 def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     """The one full run: tiled loops, scores, XLA, warm-up."""
     apis = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")

@@ -84,6 +84,7 @@ def with_gradients_of_its_own(gradient):
     return keras.Model(x, Scaled()(y))
 
 
+@pytest.mark.long
 def test_loading_an_export_prints_nothing(tmp_path, caplog, capfd, recwarn):
     """Where custom gradients are left out of the file, each is a warning on every load."""
     import tensorflow as tf

@@ -418,6 +418,7 @@ def test_the_check_passes_no_secret_to_its_processes(monkeypatch, tmp_path):
 
 @tensorflow_only
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.long
 def test_killed_at_any_moment_and_two_exporters_at_once(tmp_path):
     """Forked before TensorFlow has run anything, to import it once."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])

@@ -302,6 +302,7 @@ def test_a_class_with_all_in_one_method_keeps_all_keys():
         generated(by_ids, "greedy", run_eagerly=True)
 
 
+@pytest.mark.long
 def test_full_is_stock_and_a_file_generates_alike(tmp_path):
     stock = causal_lm()
     full = hm.apply_head_masks(stock, hm.Full())
@@ -316,6 +317,7 @@ def test_full_is_stock_and_a_file_generates_alike(tmp_path):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long
 def test_generation_compiled_by_xla():
     """Where no size may depend on data: the prompt's forward goes over the padding, too."""
     import tensorflow as tf

@@ -229,6 +229,7 @@ def test_several_attention_axes_are_refused():
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long
 def test_exported_with_all_of_them(tmp_path):
     """Lengths are unknown and tiled, and a batch axis or an axis of the bias may be 1 when run."""
     import tensorflow as tf

@@ -145,7 +145,7 @@ def run_fresh(folder, what):
 
 
 @pytest.mark.parametrize(
-    "what", ["keras", pytest.param("saved_model", marks=pytest.mark.tensorflow)]
+    "what", ["keras", pytest.param("saved_model", marks=[pytest.mark.tensorflow, pytest.mark.long])]
 )
 def test_saved_and_loaded_in_a_fresh_process(models, what, tmp_path):
     chosen = PAIRED[::2] if what == "keras" else PAIRED[1::4]  # an export takes seconds

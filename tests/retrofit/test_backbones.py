@@ -56,6 +56,7 @@ def models():
     return made
 
 
+@pytest.mark.long
 def test_what_a_model_around_a_masked_backbone_adds_is_saved_with_it(models, tmp_path):
     _, _, masked = models["BertBackbone"]
     outer = keras.Model(masked.input, keras.layers.Dense(2)(masked.output["sequence_output"]))

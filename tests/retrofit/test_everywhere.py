@@ -120,6 +120,7 @@ for file in sorted(pathlib.Path(sys.argv[1]).glob("*.keras")):
 """
 
 
+@pytest.mark.long  # (`test_never_unmasked` does a part of it every day)
 def test_what_is_made_of_a_masked_model_obeys_here_and_in_a_fresh_process(masked, tmp_path):
     for name, route in ROUTES.items():
         model = route(masked)

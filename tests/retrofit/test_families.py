@@ -251,6 +251,7 @@ def test_made_anew_and_unmasked(family):
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
+@pytest.mark.every_day("Llama")
 def test_rules_of_one_layer_are_joined(family):
     stock, masked = models(family)
     first = hm.apply_head_masks(stock, hm.PerHead({0: hm.Window(before=2, after=0)}))
@@ -275,6 +276,7 @@ for file in folder.glob("*.keras"):
     [ONE_OF_EACH_HOOK, pytest.param(FAMILIES, marks=pytest.mark.long)],
     ids=["one of each hook", "all"],
 )
+@pytest.mark.long  # (`test_subclassed` does it every day)
 def test_all_reload_in_a_fresh_process(tmp_path, families):
     np.savez(tmp_path / "given.npz", **data())
     for family in families:
@@ -319,6 +321,7 @@ IN_VLLM = [x for x in FAMILIES if x.name in ("Llama", "Mistral", "Qwen 2", "Qwen
 
 
 @pytest.mark.parametrize("family", IN_VLLM, ids=str)
+@pytest.mark.every_day("Llama")
 def test_a_class_that_returns_before_the_hook_is_refused(family, monkeypatch):
     masked = hm.apply_head_masks(models(family)[0], RULE)
     layer = attention(masked)[0]

@@ -84,6 +84,7 @@ model.evaluate(small_models.TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
 """
 
 
+@pytest.mark.long  # (`test_examples` does it every day)
 def test_saved_after_fitting_and_loaded_in_a_fresh_process(tmp_path):
     masked = hm.apply_head_masks(stack(2), {"0": BY_SENTENCE, "1": CHUNK})
     masked.compile("adam", "mse", jit_compile=False)
@@ -178,6 +179,7 @@ def test_an_edited_file_never_loads_without_its_rule(case):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long  # (`test_examples` does it every day)
 def test_exported(tmp_path):
     import tensorflow as tf
 
@@ -193,6 +195,7 @@ def test_exported(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+@pytest.mark.every_day("bfloat16")
 def test_other_dtypes(policy, tmp_path):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)

@@ -41,7 +41,7 @@ WAYS = {
 @pytest.mark.parametrize("rule", [CHUNK, hm.SameSentence(9)], ids=["positions", "inputs"])
 @pytest.mark.parametrize("make", [one_layer, stack], ids=["layer", "composite layers"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.every_day("composite")
+@pytest.mark.every_day("(save|clone|call|top)-composite.*inputs")
 def test_a_model_on_masked_layers_obeys_however_it_is_made_again(way, make, rule, tmp_path):
     model = extended(hm.apply_head_masks(make(), rule))
     other = WAYS[way](model, tmp_path / "model.keras")
@@ -490,6 +490,7 @@ class AfterABlock(layers.Layer):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.every_day("save|clone")
 def test_a_rule_stays_with_its_attention_when_others_are_made_later(way, tmp_path):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)

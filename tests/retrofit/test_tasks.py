@@ -136,6 +136,7 @@ def heap_at_rest():
     gc.unfreeze()
 
 
+@pytest.mark.long
 def test_lora(tmp_path, heap_at_rest):
     results = {}
     for name, rule in (("stock", None), ("full", hm.Full()), ("rule", hm.Chunk(4))):
@@ -161,6 +162,7 @@ def test_lora(tmp_path, heap_at_rest):
     assert abs(results["rule"] - results["stock"]).max() > 1e-2
 
 
+@pytest.mark.long
 def test_int8(tmp_path, heap_at_rest):
     stock, full, rule = (
         bert(),
@@ -231,6 +233,7 @@ def test_a_task_on_a_masked_backbone_generates_under_its_rule():
     assert_close(numpy(inside(given)), numpy(backbone(given)), depth=3)
 
 
+@pytest.mark.long
 def test_scores_are_the_logits_of_the_whole_forward():
     """KerasHub's `score()` calls the layers one by one, without the model's inputs."""
     stock, ids = causal_lm("GPT2"), np.where(GIVEN, PROMPT, 9)
@@ -287,6 +290,7 @@ def both_sides(**more):
     } | more
 
 
+@pytest.mark.long
 def test_each_attention_of_bart_has_an_address(bart):
     specs = hm.mask_specs(hm.apply_head_masks(bart, hm.Chunk(4)))
     self_attention = [f"transformer_encoder_layer_{i}/self_attention_layer" for i in (0, 1)]
@@ -306,6 +310,7 @@ def felt(model, changed, position, output, **more):
     return abs(moved).max(axis=(0, 2))
 
 
+@pytest.mark.long
 def test_a_rule_on_cross_attention(bart):
     """The decoder looks at the first chunk alone, which the second cannot reach."""
     rules = {"encoder": hm.Chunk(4), "cross": hm.Keys(0, 4)}
@@ -316,6 +321,7 @@ def test_a_rule_on_cross_attention(bart):
     assert felt(both, "encoder_token_ids", 2, "decoder_sequence_output").min() > 0
 
 
+@pytest.mark.long
 def test_cross_attention_by_sentences_of_both_sides(bart):
     """Each side's ids come from the inputs that BART has: no input is added."""
     by_sentence = hm.SameSentence(29)
@@ -382,6 +388,7 @@ def test_translation_is_the_uncached_forward(bart):
     assert (translated_without_cache(masked) != translated_without_cache(stock)).any()
 
 
+@pytest.mark.long
 def test_each_step_of_a_translation_has_its_place(bart):
     """Token by token, the logits of each step are those of the whole forward."""
     masked = hm.apply_head_masks(translator(bart), IN_EACH)
@@ -401,6 +408,7 @@ def test_each_step_of_a_translation_has_its_place(bart):
         layer(encoded[:, :1], encoder_sequence=encoded, **caches)
 
 
+@pytest.mark.long
 def test_translation_that_could_not_hold_the_rule_is_refused(bart):
     by_ids = hm.SameSentence(29, input="encoder_token_ids")
     with pytest.raises(ValueError, match=r"reads \['encoder_token_ids'\].*KerasHub's cache"):

@@ -222,6 +222,7 @@ def test_random_blocks_look_independent():
         assert abs((one == other).mean() - 0.5) < 0.02, name
 
 
+@pytest.mark.long
 def test_random_blocks_are_the_same_in_a_fresh_process():
     code = "import keras_headmask as hm; print(hm.draw(hm.RandomBlocks(2, 0.4, 123456), 20))"
     run = subprocess.run(

@@ -135,7 +135,7 @@ def drawn(graph):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("leaf", {type(leaf): leaf for leaf in LEAVES}.values(), ids=repr)
-@pytest.mark.every_day("^(SameSentence|Window|MaskInput)")
+@pytest.mark.every_day("^SameSentence")
 def test_a_twin_is_computed_by_the_same_graph(leaf):
     """Which implementation, tiles of which size, what is taken out: all that shows in a graph."""
     import tensorflow as tf

@@ -51,7 +51,7 @@ def attention(
     given = query, key, value
     if mask is not None:
         all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
-        query, key, value = nonfinite.unless(all_finite, nonfinite.zeroed, *given)
+        query, key, value = nonfinite.unless_for_all(all_finite, nonfinite.zeroed, *given)
     logits = precision.product("bthd,bshd->bhts", query, key, half)
     changes = changes.cast(dtype)
     if mask is not None:
@@ -67,7 +67,7 @@ def attention(
             largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
-        (logits,) = nonfinite.unless(all_finite, lambda x: [x + nonfinite.marks(*given)], logits)
+        (logits,) = nonfinite.unless_for_all(all_finite, nonfinite.with_marks, logits, beside=given)
         # A hidden logit becomes the lowest number first: -1e9 alone would hide it neither where it
         # is infinite, nor where all allowed ones are below -1e9.
         hidden = ops.cast(lowest, dtype)

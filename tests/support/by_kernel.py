@@ -119,13 +119,13 @@ def routes(fits=lambda route: not route.repeats):
 
 
 def every_day(route):
-    """Whether a law that has no names to share out is tried on `route` every day.
+    """Whether a law that has no names to share out is tried on `route` every day."""
+    return route.manner == "known" and not route.repeats and _is_own(route)
 
-    On JAX, where each case is traced, in JAX' own loop; what is written for any backend runs on
-    the others.
-    """
-    is_own = BACKEND != "jax" or route.name == "loop"
-    return route.manner == "known" and not route.repeats and is_own
+
+def _is_own(route):
+    """On JAX, which traces each case: not what is written for any backend and runs elsewhere."""
+    return BACKEND != "jax" or route.name == "loop"
 
 
 def dealt(names, route, share):
@@ -141,15 +141,15 @@ def each(names, traced=4):
     """Run a test for each route and name.
 
     Of a route that traces, one name in twice `traced` is run every day, the others in the long run;
-    of the rest one in three. Of what XLA compiles, none; and of the modes of `by length`, which
-    take longest to trace, each has its turn.
+    of the rest one in three. Of what XLA compiles, none, nor on JAX of what runs elsewhere; and of
+    the modes of `by length`, which take longest to trace, each has its turn.
     """
     modes = [route for route in ROUTES if route.name.startswith("by length")]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
         share = 2 * traced if route.is_traced else 3
-        if route.repeats or route.manner == "XLA":
+        if route.repeats or route.manner == "XLA" or not _is_own(route):
             return True
         if route in modes and modes.index(route) != turn:
             return True

@@ -11,7 +11,7 @@ from keras_headmask.rules import base
 _QUICK = {"deadline": None, "database": None, "phases": set(Phase) - {Phase.explain}}
 # JAX compiles each example anew, TensorFlow runs many small operations; the law is the same on
 # every backend.
-_EXAMPLES = {"jax": (5, 20), "tensorflow": (10, 80)}.get(keras.backend.backend(), (20, 80))
+_EXAMPLES = {"jax": (5, 10), "tensorflow": (10, 80)}.get(keras.backend.backend(), (20, 80))
 FEW, MANY = (settings(max_examples=count, **_QUICK) for count in _EXAMPLES)
 
 NUM_HEADS = 3

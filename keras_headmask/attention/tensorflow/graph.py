@@ -56,6 +56,17 @@ def traced_once(compute: Callable) -> Callable:
     return shared(compute, is_called=False)
 
 
+def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
+    """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
+
+    TensorFlow puts it in place of each call, as with `traced_once`.
+    """
+    functions, key = _functions(), (compute, *first, is_forward_only(), _keras.checks_numerics())
+    if key not in functions:
+        functions[key] = tf.function(functools.partial(compute, *first), autograph=False)
+    return functions[key]
+
+
 def _functions() -> dict[tuple, Callable]:
     """The functions that equal parts share: in what is traced now, or in all of an export.
 

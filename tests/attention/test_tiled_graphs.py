@@ -266,6 +266,24 @@ def test_layers_with_one_rule_share_their_loops_and_the_choice():
     assert made(1, False)[1] == 4
 
 
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_layers_of_known_lengths_share_the_branch_for_what_is_not_finite(with_gradients):
+    import tensorflow as tf
+
+    def functions(layers):
+        @tf.function(input_signature=[tf.TensorSpec((2, 5, 2, 4))])
+        def stack(x):
+            first = x
+            for _ in range(layers):
+                x = hm.dot_product_attention(x, x, x, mask_spec=hm.Window(1, 1))
+            return tf.gradients(x, first) if with_gradients else x
+
+        return len(stack.get_concrete_function().graph.as_graph_def().library.function)
+
+    assert functions(1) == functions(3) > 0
+
+
 # ---------------------------------------------------------------- what is not possible
 
 

@@ -76,7 +76,8 @@ def functions(case: cases.Case, step: str) -> tuple[dict[str, Callable], tuple]:
 
     data, spec = case.data(), case.spec()
     inputs = {name: jnp.asarray(x) for name, x in data.items()}
-    whole = jnp.asarray(case.mask(data))
+    mask = case.mask(data)
+    whole, alive = jnp.asarray(mask), jnp.asarray(sees_something(mask))
 
     def ours(inputs: dict, whole: Any, *qkv: Any) -> Any:
         return hm.dot_product_attention(*qkv, mask_spec=spec, mask_inputs=inputs or None)
@@ -91,9 +92,13 @@ def functions(case: cases.Case, step: str) -> tuple[dict[str, Callable], tuple]:
     def compiled(attend: Callable) -> Callable:
         if step == "forward":
             return jax.jit(attend)
-        return jax.jit(jax.grad(lambda *given: jnp.sum(attend(*given) ** 2), argnums=(2, 3, 4)))
 
-    runs = runs_of(case.mask(data))
+        def loss(*given: Any) -> Any:
+            return jnp.sum((alive * attend(*given)) ** 2)
+
+        return jax.jit(jax.grad(loss, argnums=(2, 3, 4)))
+
+    runs = runs_of(mask)
 
     def bare(inputs: dict, whole: Any, *qkv: Any) -> Any:
         query, key, value = (jnp.transpose(x, (0, 2, 1, 3)) for x in qkv)
@@ -109,6 +114,11 @@ def functions(case: cases.Case, step: str) -> tuple[dict[str, Callable], tuple]:
     arms = {OURS: ours, STOCK: stock, MAKES_MASK: with_its_mask, BARE: bare}
     given = inputs, whole, *map(jnp.asarray, case.operands())
     return {name: compiled(attend) for name, attend in arms.items()}, given
+
+
+def sees_something(mask: np.ndarray) -> np.ndarray:
+    """The rows `(B, T, H, 1)` that see some key: of others JAX' function gives a mean of values."""
+    return mask.any(-1).transpose(0, 2, 1)[..., None]
 
 
 def runs_of(mask: np.ndarray) -> list[tuple[slice, list[tuple[int, int, int, int]]]]:
@@ -153,7 +163,10 @@ def measured(case: cases.Case, step: str, repetitions: int, quick: bool) -> dict
     import jax
 
     arms, given = functions(case, step)
-    results = {name: jax.tree.leaves(arm(*given)) for name, arm in arms.items()}
+    alive = sees_something(case.mask(case.data())) if step == "forward" else True
+    results = {
+        name: [alive * x for x in jax.tree.leaves(arm(*given))] for name, arm in arms.items()
+    }
     differences = {
         name: max(
             float(abs(x - y).max() / max(1, abs(y).max()))

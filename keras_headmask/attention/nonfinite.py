@@ -87,7 +87,7 @@ def unless_for_all(
     """
     if isinstance(finite, bool):
         return unless(finite, repair, *tensors, beside=beside)
-    from keras_headmask.attention.tensorflow.graph import for_equal_shapes
+    from keras_headmask.attention.tensorflow.functions import for_equal_shapes
 
     return for_equal_shapes(_unless, repair)(finite, tensors, tuple(beside))
 

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from keras_headmask import _keras
 from keras_headmask.attention import nonfinite
-from keras_headmask.attention.tuning import functions_of_export, is_forward_only
+from keras_headmask.attention.tensorflow.functions import held
+from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.protocol import Bound, Sides
 
@@ -38,7 +39,7 @@ def shared(compute: Callable, is_called: bool = True) -> Callable:
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
         key = compute, part, names, is_forward_only(), _keras.checks_numerics()
-        functions = _functions()
+        functions = held()
         if key not in functions:
             functions[key] = _function(compute, part, names, is_called)
         positions = bound.query_positions, bound.key_positions
@@ -54,30 +55,6 @@ def traced_once(compute: Callable) -> Callable:
     masks come as they are.
     """
     return shared(compute, is_called=False)
-
-
-def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
-    """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
-
-    TensorFlow puts it in place of each call, as with `traced_once`.
-    """
-    functions, key = _functions(), (compute, *first, is_forward_only(), _keras.checks_numerics())
-    if key not in functions:
-        functions[key] = tf.function(functools.partial(compute, *first), autograph=False)
-    return functions[key]
-
-
-def _functions() -> dict[tuple, Callable]:
-    """The functions that equal parts share: in what is traced now, or in all of an export.
-
-    Kept for longer, they would be all that is left of models that are gone.
-    """
-    functions = functions_of_export()
-    if functions is None:
-        graph = _keras.outermost_graph()
-        functions = getattr(graph, "headmask_functions", {})
-        graph.headmask_functions = functions
-    return functions
 
 
 def _function(compute: Callable, part: Any, names: tuple, is_called: bool) -> Callable:

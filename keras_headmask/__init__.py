@@ -33,7 +33,7 @@ from keras_headmask.rules.protocol import (
 from keras_headmask.rules.reaching import reach
 from keras_headmask.rules.registration import register_spec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Bounds",

@@ -85,6 +85,7 @@ def dot_product_attention(
             `tiled=True` where tiling is not possible.
 
     >>> import numpy as np
+    >>> from keras import ops
     >>> from keras_headmask import Window
     >>> x = np.ones((1, 3, 2, 4), "float32")
     >>> rule = Window(after=0)

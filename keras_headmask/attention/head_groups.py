@@ -169,7 +169,7 @@ def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
     sizes = [stop - start for start, stop in zip([0, *edges], stops, strict=True)]
     if keras.backend.backend() == "torch":  # `torch.compile` cannot read Keras' split
         return list(tensor.split(sizes, axis))
-    if keras.backend.backend() == "tensorflow":  # where Keras' is 24 nodes of a graph
+    if keras.backend.backend() == "tensorflow":  # where Keras' takes 24 nodes
         import tensorflow as tf
 
         return tf.split(tensor, sizes, axis)

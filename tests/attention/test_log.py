@@ -46,6 +46,7 @@ assert not more, more
 """
 
 
+@pytest.mark.long
 def test_nothing_is_logged_that_stock_layers_do_not_log():
     run_fresh(CODE)
 

@@ -144,8 +144,9 @@ def run_fresh(folder, what):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long  # (`test_examples` and `test_subclassed` do it every day)
 @pytest.mark.parametrize(
-    "what", ["keras", pytest.param("saved_model", marks=[pytest.mark.tensorflow, pytest.mark.long])]
+    "what", ["keras", pytest.param("saved_model", marks=pytest.mark.tensorflow)]
 )
 def test_saved_and_loaded_in_a_fresh_process(models, what, tmp_path):
     chosen = PAIRED[::2] if what == "keras" else PAIRED[1::4]  # an export takes seconds

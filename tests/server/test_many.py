@@ -67,6 +67,7 @@ def check(report, printed):
     )
 
 
+@pytest.mark.long  # (one server is asked every day: `test_examples`)
 def test_the_example(tmp_path, monkeypatch, capfd):
     """One server is killed and comes back, a version rolls: nothing that is retried is lost."""
     installed()

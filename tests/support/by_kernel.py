@@ -140,15 +140,15 @@ _turns = itertools.count()
 def each(names, traced=4):
     """Run a test for each route and name.
 
-    Of a route that traces, one name in twice `traced` is run every day, the others in the long run;
-    of the rest one in three. Of what XLA compiles, none, nor on JAX of what runs elsewhere; and of
-    the modes of `by length`, which take longest to trace, each has its turn.
+    Of a route that traces, one name in three times `traced` is run every day, the others in the
+    long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
+    elsewhere; and of the modes of `by length`, which take longest to trace, each has its turn.
     """
     modes = [route for route in ROUTES if route.name.startswith("by length")]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
-        share = 2 * traced if route.is_traced else 3
+        share = 3 * traced if route.is_traced else 4
         if route.repeats or route.manner == "XLA" or not _is_own(route):
             return True
         if route in modes and modes.index(route) != turn:

@@ -250,9 +250,9 @@ def _cut(tensor: Tensor, axis: int, start: Tensor, stop: Tensor) -> Tensor:
     """`tensor[..., start:stop]` along an axis, by fewer nodes."""
     rank = tensor.shape.rank
     here = [int(i == axis) for i in range(rank)]
-    others = 2**rank - 1 - 2**axis  # one bit for each: whole
-    masks = {"begin_mask": others, "end_mask": others}
-    return tf.strided_slice(tensor, start * here, stop * here, [1] * rank, **masks)
+    others = 2**rank - 1 - 2**axis  # a bit for each
+    whole = {"begin_mask": others, "end_mask": others}
+    return tf.strided_slice(tensor, start * here, stop * here, [1] * rank, **whole)
 
 
 # --- The loop ------------------------------------------------------------------------------------
@@ -305,9 +305,8 @@ def _over_tiles(
             """One example, the batch axis kept; a batch axis of size 1 serves every example."""
             if not found.of_examples or tensor.shape[0] == 1:
                 return tensor
-            start, one = ([x] + [y] * (tensor.shape.rank - 1) for x, y in ((1, 0), (1, -1)))
-            # (No axis is empty, so that this is the last or the only example, from 0 on.)
-            return tf.slice(tensor, tf.minimum(example * start, tf.shape(tensor) - 1), one)
+            here, one = ([1] + [rest] * (tensor.shape.rank - 1) for rest in (0, -1))
+            return tf.slice(tensor, tf.minimum(example, tf.shape(tensor) - 1) * here, one)
 
         def runs_of(tensor: Tensor, are_heads_first: bool = True) -> Tensor:
             if are_heads_first:

@@ -34,7 +34,7 @@ long: $(VENV)/.test
 	KERAS_BACKEND=tensorflow $(TINY)
 	KERAS_BACKEND=torch $(TINY)
 
-# The documentation site, in site/. (`make test` builds it, too.)
+# The documentation site, in site/. (`make long` builds it, too.)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 

@@ -92,6 +92,7 @@ def test_every_kind_is_in_the_language_table():
 
 
 @pytest.mark.tensorflow
+@pytest.mark.long  # (`make docs` builds it, too)
 def test_the_site(tmp_path):
     for module in ("material", "mkdocstrings_handlers.python", "jupytext", "click"):
         pytest.importorskip(module)

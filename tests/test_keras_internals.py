@@ -816,7 +816,8 @@ def test_xla_is_told():
 
 @pytest.mark.tensorflow
 @relies_on("one_dnn_is_on", breaks="`info`, `bench` and `explain` would not say if oneDNN is on")
-@pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long  # (a fresh process for each)
+@pytest.mark.parametrize("on", [True, False])
 def test_one_dnn_is_told(on):
     """By what TensorFlow itself prints when it is imported with it."""
     code = "import tensorflow, keras_headmask._keras as k; print(k.one_dnn_is_on())"

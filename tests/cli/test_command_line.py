@@ -331,6 +331,7 @@ def test_progress_is_for_terminals(monkeypatch):
         assert label in result.stderr
 
 
+@pytest.mark.long
 def test_a_closed_pipe_is_quiet():
     process = start("describe", CAUSAL)  # little enough to wait in a buffer until the end
     process.stdout.close()  # before anything is written

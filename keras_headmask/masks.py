@@ -181,9 +181,9 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
 
 
 def sizes(tensor: Tensor, dtype: str = "int32") -> list[Length]:
-    """As `ops.shape`, by two nodes of a TensorFlow graph; each `shape[i]` is four.
+    """As `ops.shape`; in a TensorFlow graph by two nodes, of a `dtype`, where a `shape[i]` is four.
 
-    (It goes through all nodes many times before the first answer.)
+    (TensorFlow goes through all nodes many times before the first answer.)
     """
     is_of_keras = keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor)
     if is_of_keras or None not in tuple(tensor.shape):

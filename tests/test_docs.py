@@ -23,7 +23,7 @@ FETCHED = re.compile(
 )
 
 
-# Their snippets take half a minute each; an example does the same every day.
+# Their snippets take half a minute each; another test or an example does the same every day.
 SLOW = "devices", "export"
 
 

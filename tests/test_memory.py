@@ -154,7 +154,7 @@ TENSORFLOW = {
     "fit, half precision": (lambda: ours(dtype="mixed_bfloat16"), fit, contextlib.nullcontext),
     "half products by XLA": (projection, half_by_xla, half_products),
 }
-# Each runs what another route runs, too, but for the last ones, which take half a minute each.
+# Each runs what another route runs, too, but for the last three, which take long.
 LONG = (
     *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
     *("fit, head by head", "half products by XLA", "predict"),

@@ -89,6 +89,7 @@ def bounds_of(
         if all(isinstance(value, Sides) for value in inputs.values())
     }
     tiles = coverage.tile_grid(*lengths, *sizes, query_offset, arrays.starts, arrays.at_most)
+    # (A mask is widened by one that is false: sizes would be more nodes of a graph.)
     nowhere = (tiles.query_first != tiles.query_first) & (tiles.key_first != tiles.key_first)
     possible, certain = (x | nowhere[None] for x in coverage.bounds(rule, tiles, spans))
     return Bounds(possible, certain & possible)

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from keras_headmask import masks
 from keras_headmask._keras import in_xla
 from keras_headmask.attention import blocks, dense, head_groups, limits, precision, unrolled
 from keras_headmask.attention.head_groups import Part
@@ -45,7 +46,7 @@ class Kernel:
         operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
         changes = request.changes
         if changes.are_some or request.dropout:
-            sizes = ops.shape(request.query)[0], request.query.shape[2], *request.lengths
+            sizes = masks.sizes(request.query)[0], request.query.shape[2], *request.lengths
             changes = for_tiles(changes, operands[0].dtype, *sizes)
         part = part._replace(changes=changes.without_tensors())
         if request.dropout:

@@ -65,35 +65,31 @@ def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
             return False
 
 
-def unless(
-    finite: bool | Tensor, repair: Callable, *tensors: Tensor, beside: Sequence[Tensor] = ()
-) -> list[Tensor]:
-    """`tensors` as they are if `finite`, the answer of `are_finite`, else repaired.
-
-    `repair(*tensors, *beside)` gives as many.
-    """
+def unless(finite: bool | Tensor, repair: Callable, *tensors: Tensor) -> list[Tensor]:
+    """`tensors` as they are if `finite`, the answer of `are_finite`, else `repair(*tensors)`."""
     if isinstance(finite, bool):
-        return list(tensors if finite else repair(*tensors, *beside))
-    return list(ops.cond(finite, lambda: list(tensors), lambda: list(repair(*tensors, *beside))))
+        return list(tensors if finite else repair(*tensors))
+    return list(ops.cond(finite, lambda: list(tensors), lambda: list(repair(*tensors))))
 
 
 def unless_for_all(
     finite: bool | Tensor, repair: Callable, *tensors: Tensor, beside: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The same; in a graph the branch is traced once for all tensors of the same shapes.
+    """The same, by `repair(*tensors, *beside)`; traced once in a graph for all of equal shapes.
 
-    `repair` captures none. (A branch, and the gradient of one, takes a quarter of the time in which
-    a layer is traced.)
+    So `repair` captures no tensor. (Branches took a quarter of the first `predict` of a model.)
     """
     if isinstance(finite, bool):
-        return unless(finite, repair, *tensors, beside=beside)
+        return _unless(repair, finite, tensors, beside)
     from keras_headmask.attention.tensorflow.functions import for_equal_shapes
 
     return for_equal_shapes(_unless, repair)(finite, tensors, tuple(beside))
 
 
-def _unless(repair: Callable, finite: Tensor, tensors: tuple, beside: tuple) -> list[Tensor]:
-    return unless(finite, repair, *tensors, beside=beside)
+def _unless(
+    repair: Callable, finite: bool | Tensor, tensors: Sequence[Tensor], beside: Sequence[Tensor]
+) -> list[Tensor]:
+    return unless(finite, lambda *given: repair(*given, *beside), *tensors)
 
 
 def zeroed(*tensors: Tensor) -> list[Tensor]:

@@ -393,7 +393,5 @@ def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, 
         return {}
     shape = tuple(attention_mask.shape)
     if len(shape) == 3 and shape[1] == 1 and lengths.queries != 1:
-        return {
-            "key_mask": ops.squeeze(attention_mask, 1)
-        }  # padding alone: whole ranges can be skipped
+        return {"key_mask": ops.squeeze(attention_mask, 1)}  # padding: whole ranges can be skipped
     return {"attention_mask": attention_mask}

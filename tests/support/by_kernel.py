@@ -124,7 +124,7 @@ def every_day(route):
 
 
 def _is_own(route):
-    """On JAX, which traces each case: not what is written for any backend and runs elsewhere."""
+    """On JAX, which traces each case, its own loop; what any backend can run, others run."""
     return BACKEND != "jax" or route.name == "loop"
 
 

@@ -275,6 +275,7 @@ def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatc
         assert (seen >= mask).all()
 
 
+@pytest.mark.long
 def test_grouped_queries_are_measured_on_equal_attention():
     grouped_queries = importlib.import_module("benchmarks.grouped_queries")
     given = grouped_queries.operands(600)

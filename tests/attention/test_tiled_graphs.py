@@ -197,7 +197,7 @@ def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys)
 def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
     import tensorflow as tf
 
-    length, heads = 4096, 2
+    length, heads = 2048, 2
     spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
     q = tf.TensorSpec((1, length, heads, 8))
 

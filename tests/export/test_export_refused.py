@@ -89,6 +89,7 @@ def test_python_in_a_graph_is_an_error_before_anything_runs_it(tmp_path):
 
 
 @tensorflow_only
+@pytest.mark.long
 def test_ops_that_tensorflow_lacks_are_refused_without_running_them(tmp_path):
     text = pytest.importorskip("tensorflow_text")
 

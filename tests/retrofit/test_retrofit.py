@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
 from keras import layers, ops
+from keras_versions import takes_unread_inputs
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
 from tiled_contract import ALWAYS
@@ -132,6 +133,7 @@ def test_what_the_rule_reads_is_prepared_once(monkeypatch):
 # --- Inputs ---------------------------------------------------------------------------------------
 
 
+@takes_unread_inputs
 def test_structures_of_inputs():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     other = keras.Input((None, 8), name="other")
@@ -187,6 +189,7 @@ def test_an_input_that_the_model_lacks():
     assert [x.name for x in again.inputs] == ["ids", "token_ids"]
 
 
+@takes_unread_inputs
 def test_inputs_that_cannot_be_read():
     x = keras.Input((7, 8), name="vectors")
     scores = keras.Input((7,), name="scores")

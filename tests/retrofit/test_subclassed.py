@@ -30,6 +30,7 @@ for cls in SHAPES:
 """
 
 
+@pytest.mark.long
 def test_subclassed_models_reload_whole_in_a_fresh_process(tmp_path):
     wanted = {}
     for cls in SHAPES:

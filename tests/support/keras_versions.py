@@ -13,6 +13,13 @@ def numbers(version):
     return tuple(map(int, version.split(".")[:2]))
 
 
+# There the model could not be made: Keras says "`inputs` not connected to `outputs`".
+takes_unread_inputs = pytest.mark.skipif(
+    numbers(keras.__version__) < (3, 14),
+    reason=f"a model of Keras {keras.__version__} has no input that no layer reads",
+)
+
+
 def needs(argument):
     """Skip on a version of Keras whose attention has no such argument."""
     reason = f"Keras {keras.__version__} has no `{argument}`"

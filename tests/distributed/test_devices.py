@@ -36,7 +36,8 @@ def on_eight_devices(name):
     return said["pairs"], said["facts"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("layer", marks=pytest.mark.long), "tiles"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["layer", "tiles"])
 def test_heads_on_devices(name):
     pairs, facts = on_eight_devices(name)
     spread = facts["spread"]

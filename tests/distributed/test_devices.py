@@ -36,8 +36,7 @@ def on_eight_devices(name):
     return said["pairs"], said["facts"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["layer", "tiles"])
+@pytest.mark.parametrize("name", [pytest.param("layer", marks=pytest.mark.long), "tiles"])
 def test_heads_on_devices(name):
     pairs, facts = on_eight_devices(name)
     spread = facts["spread"]

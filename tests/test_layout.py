@@ -28,8 +28,8 @@ ARROWS = {
     "heads": {"masks", "rules", "attention", "layers", "retrofit", "generation", "look"},
     "export": {"masks", "rules", "attention", "retrofit"},
     "server": {"rules", "export"},
-    # The command line stands above all but devices and generation.
-    "cli": set("rules attention layers retrofit look linting heads export server".split()),
+    "cli": {"rules", "attention", "layers", "retrofit", "look", "linting", "heads", "export"}
+    | {"server"},
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
 NEED_KERAS = {"rules.evaluation", "rules.graph_shapes", "rules.offsets"}

@@ -73,6 +73,31 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
 
 
+def all_that_restricts(
+    model: keras.Model, entries: list[AttentionLayer], inputs: Any
+) -> list[np.ndarray]:
+    """What each run of the layers of `entries` allows, `(B or 1, H or 1, T, S)`, in their order.
+
+    `model` runs once on `inputs`, as in inference.
+    """
+    found: list[np.ndarray] = []
+
+    def see(entry: AttentionLayer, arguments: Mapping[str, Any], probabilities: Any) -> None:
+        if len(probabilities.shape) != 4:
+            raise ValueError(f"The attention layer {entry} attends over several axes.")
+        if graph_being_built() is not None:
+            raise ValueError(f"The attention layer {entry} runs in a `tf.function` of its own.")
+        found.append(_allowed(entry.layer, probabilities.shape, arguments))
+
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            see_it = functools.partial(see, entry)
+            stack.enter_context(probabilities_seen(entry.layer, see_it))
+        stack.enter_context(without_remat(model))
+        model(inputs, training=False)
+    return found
+
+
 def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
     found = find_attention(model)
     numbers = select(found, layer)

@@ -10,7 +10,7 @@ import numpy as np
 from keras_headmask.heads import probes, reaches
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Arrays, Probe, Subject
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
@@ -91,6 +91,7 @@ class _Search:
         self.subject, self.given, self.rule, self.tolerance = subject, given, rule, tolerance
         self.batch = _batch_of(given)
         self.names = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
+        self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
         self._check()
         self.before = subject.call(given)
         self.left_out: list[str] = [
@@ -99,8 +100,7 @@ class _Search:
             if name not in self.names and x.ndim > 1
         ]
         self.rows = self._outputs()
-        known = [] if subject.model is None else find_attention(subject.model).known
-        heads = [entry.num_heads for entry in known if entry.num_heads is not None]
+        heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
         self.heads = max(heads, default=None)
         self.masks_before = self._masks(given)
         self.first: tuple[Probe, np.ndarray] | None = None
@@ -126,7 +126,7 @@ class _Search:
         if rule is None:
             why = "the layers of a SavedModel cannot be read"
             if model is not None:
-                why = reaches.why_not_by_layers(model) or ""
+                why = reaches.why_not_by_layers(model, self.found) or ""
             if why:
                 raise ValueError(
                     f"Cannot tell what the outputs may depend on: {why}. Pass it as `rule`, a spec "
@@ -174,7 +174,9 @@ class _Search:
         (length,) = columns
         packed = self.subject.pack(given)
         try:
-            masks = reaches.by_layers(self.subject.model, packed, given, self.batch, length)
+            masks = reaches.by_layers(
+                self.subject.model, self.found.known, packed, given, self.batch, length
+            )
         except ValueError as error:
             raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
         return {(length, length): masks}
@@ -254,7 +256,9 @@ class _Search:
     def _try(self, probe: Probe, column: int) -> None:
         with probes.applied(self.subject.model, probe):
             after = self.subject.call(probe.given)
-        masks = self.masks_before if probe.in_embeddings else self._masks(probe.given)
+        reads_it = self.rule is None or probe.name in self.rule.inputs
+        is_moved = reads_it and not probe.in_embeddings
+        masks = self._masks(probe.given) if is_moved else self.masks_before
         real = reaches.padding_of(self.subject.model, probe.given)
         examples = probe.places.any(1)
         for output, rows in self.rows.items():

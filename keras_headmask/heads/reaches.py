@@ -14,7 +14,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.lost_masks import marks_padding
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.find import AttentionLayer, Found
 from keras_headmask.retrofit.observe import all_that_restricts
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
@@ -83,16 +83,28 @@ def by_rule(
 
 
 def by_layers(
-    model: keras.Model, inputs: Any, given: Arrays, batch: int, length: int
+    model: keras.Model,
+    entries: list[AttentionLayer],
+    inputs: Any,
+    given: Arrays,
+    batch: int,
+    length: int,
 ) -> list[np.ndarray]:
     """The mask of each attention layer as it runs, with the padding of the model's inputs.
+
+    Args:
+        model: A model whose attention layers are `entries`.
+        inputs: What the model is called on.
+        given: The same as arrays by name.
+        batch: The number of examples.
+        length: The number of positions.
 
     Raises:
         ValueError: if a layer attends to another number of positions.
     """
     own, is_real = np.eye(length, dtype=bool), padding_of(model, given)
     masks = []
-    for mask in all_that_restricts(model, find_attention(model).known, inputs):
+    for mask in all_that_restricts(model, entries, inputs):
         if mask.shape[2:] != own.shape:
             raise ValueError(
                 f"Attention has {mask.shape[2]} queries and {mask.shape[3]} keys, and the inputs "
@@ -122,12 +134,11 @@ def padding_of(model: Any, given: Arrays) -> np.ndarray | None:
     return None
 
 
-def why_not_by_layers(model: keras.Model) -> str | None:
+def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
     """Why the layers do not say what an output may depend on; `None` if they do.
 
     Layers that are not known are taken to keep positions apart: if they do not, it shows.
     """
-    found = find_attention(model)
     if found.unknown:
         return f"the attention layer {found.unknown[0]} is out of reach"
     for entry in found.known:

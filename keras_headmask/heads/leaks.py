@@ -14,6 +14,7 @@ from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
+Masks = dict[tuple[int | None, int], list[np.ndarray]]  # by output and input positions
 _SECONDS = 3  # before there is a progress bar
 
 
@@ -156,7 +157,7 @@ class _Search:
             )
         return rows
 
-    def _masks(self, given: Arrays) -> dict[tuple[int | None, int], list[np.ndarray]]:
+    def _masks(self, given: Arrays) -> Masks:
         """The masks between each number of output positions and of input positions."""
         columns = {given[name].shape[1] for name in self.names}
         if self.rule is not None:
@@ -237,10 +238,11 @@ class _Search:
         for draw in range(probes.draws(values, _MOST_DRAWS)):
             if draw >= _DRAWS and not self._untried(name, column, examples):
                 break
+            if draw == _DRAWS and self._is_embedded(name):
+                self._try(Probe(name, self.given, places, in_embeddings=True), column)
+                break
             other = self.given | {name: probes.replaced(values, places, draw)}
             self._try(Probe(name, other, places), column)
-        if self._untried(name, column, examples) and self._is_embedded(name):
-            self._try(Probe(name, self.given, places, in_embeddings=True), column)
 
     def _untried(self, name: str, column: int, examples: np.ndarray) -> bool:
         of_input = [p for (n, _), p in self.pairs.items() if n == name]
@@ -254,29 +256,35 @@ class _Search:
         return self._embedded[name]
 
     def _try(self, probe: Probe, column: int) -> None:
-        with probes.applied(self.subject.model, probe):
-            after = self.subject.call(probe.given)
+        """Run the model on a probe, unless it may change whatever is hidden."""
         reads_it = self.rule is None or probe.name in self.rule.inputs
         is_moved = reads_it and not probe.in_embeddings
         masks = self._masks(probe.given) if is_moved else self.masks_before
-        real = reaches.padding_of(self.subject.model, probe.given)
-        examples = probe.places.any(1)
-        for output, rows in self.rows.items():
-            pairs, key = self.pairs[probe.name, output], (rows, probe.places.shape[1])
-            may = reaches.may_change(probe.places, self.masks_before[key], masks[key])
-            tried = pairs.hidden[:, :, column] & ~may & examples[:, None]
-            if real is not None and real.shape == tried.shape:
-                tried &= real
-            before, has_positions = self.before[output], rows is not None
-            moved = probes.difference(before, after[output], has_positions)
-            moved = np.where(tried & (moved > self._limit(output)), moved, 0.0)
+        tried = {output: self._tried(probe, column, output, masks) for output in self.rows}
+        if not any(pairs.any() for pairs in tried.values()):
+            return
+        with probes.applied(self.subject.model, probe):
+            after = self.subject.call(probe.given)
+        for output, hidden in tried.items():
+            pairs, before = self.pairs[probe.name, output], self.before[output]
+            moved = probes.difference(before, after[output], self.rows[output] is not None)
+            moved = np.where(hidden & (moved > self._limit(output)), moved, 0.0)
             # What is NaN whatever it reads shows nothing.
-            shows = ~np.isnan(before).reshape(tried.shape + (-1,)).all(-1)
-            pairs.tried[:, :, column] |= tried & shows
+            shows = ~np.isnan(before).reshape(hidden.shape + (-1,)).all(-1)
+            pairs.tried[:, :, column] |= hidden & shows
             largest = pairs.change[:, :, column]
             np.maximum(largest, moved, out=largest)
             if moved.any() and self.first is None:
-                self.first = probe, tried
+                self.first = probe, hidden
+
+    def _tried(self, probe: Probe, column: int, output: str, masks: Masks) -> np.ndarray:
+        """Where an output must not change, `(batch, rows)`, before the probe and with it."""
+        key = self.rows[output], probe.places.shape[1]
+        may = reaches.may_change(probe.places, self.masks_before[key], masks[key])
+        hidden = self.pairs[probe.name, output].hidden[:, :, column] & ~may
+        hidden &= probe.places.any(1, keepdims=True)  # in the examples that are changed
+        real = reaches.padding_of(self.subject.model, probe.given)
+        return hidden & real if real is not None and real.shape == hidden.shape else hidden
 
     def _limit(self, output: str) -> float:
         values = self.before[output]

@@ -1,7 +1,6 @@
 """What a search for leaks found, as a value that prints, draws and saves itself."""
 
 import dataclasses
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -91,12 +90,13 @@ class LeakReport:
         """Leaks as red crosses between output and input positions; what is hidden is hatched.
 
         Needs matplotlib: `pip install matplotlib`. It shows the first input and output, and all
-        examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell is
-        a tile of positions.
+        examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell
+        is a tile of positions.
         """
-        hidden, change = self.hidden.any(0)[None], self.change.max(0)[None]
-        size = panels.tile_of(*hidden.shape[1:], None, "hm.plot")
-        hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in (hidden, change > 0))
+        rows, columns = self.hidden.shape[1:]
+        size = panels.tile_of(rows, columns, None, "hm.plot")
+        of_any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
+        hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
         drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
         caption = str(self).split("\n")
         return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, caption)

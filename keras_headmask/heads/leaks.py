@@ -86,9 +86,7 @@ class _Pairs:
 class _Search:
     """All that is tried of one model."""
 
-    def __init__(
-        self, subject: Subject, given: Arrays, rule: MaskSpec | None, tolerance: float
-    ):
+    def __init__(self, subject: Subject, given: Arrays, rule: MaskSpec | None, tolerance: float):
         self.subject, self.given, self.rule, self.tolerance = subject, given, rule, tolerance
         self.batch = _batch_of(given)
         self.names = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
@@ -200,7 +198,9 @@ class _Search:
         # What another example changed must not be taken for what the own one did.
         apart = bool(leaks)
         for name, column in probed:
-            for examples in np.eye(self.batch, dtype=bool) if apart else [np.ones(self.batch, bool)]:
+            for examples in (
+                np.eye(self.batch, dtype=bool) if apart else [np.ones(self.batch, bool)]
+            ):
                 self._within(name, column, examples)
             bar.step()
         leaks += [leak for key, pairs in self.pairs.items() for leak in self._found(*key, pairs)]
@@ -270,7 +270,7 @@ class _Search:
             moved = probes.difference(before, after[output], self.rows[output] is not None)
             moved = np.where(hidden & (moved > self._limit(output)), moved, 0.0)
             # What is NaN whatever it reads shows nothing.
-            shows = ~np.isnan(before).reshape(hidden.shape + (-1,)).all(-1)
+            shows = ~np.isnan(before).reshape((*hidden.shape, -1)).all(-1)
             pairs.tried[:, :, column] |= hidden & shows
             largest = pairs.change[:, :, column]
             np.maximum(largest, moved, out=largest)
@@ -299,7 +299,7 @@ class _Search:
     # --- Across examples -----------------------------------------------------------------------
 
     def _across(self, example: int) -> list[Leak]:
-        """What other examples show of a change of one: first of all of it, then of each position."""
+        """What others show of a change of one example: of all of it, then of each position."""
         for draw in range(_DRAWS):
             other = probes.another_example(self.given, example, self.batch, draw)
             if not self._seen_elsewhere(other, "", example, None):

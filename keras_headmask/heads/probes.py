@@ -133,8 +133,8 @@ def _of_saved_model(path: pathlib.Path, given: Arrays) -> Subject:
         made = {name: x.numpy() for name, x in made.items()}
         return {k: x.astype("float64") for k, x in made.items() if x.dtype.kind not in "OSU"}
 
-    # The function alone does not keep what it was loaded with.
-    return Subject(None, lambda arrays, _=loaded: call(arrays), dict)
+    call.loaded = loaded  # type: ignore[attr-defined]  # the function alone does not keep it
+    return Subject(None, call, dict)
 
 
 # --- What is changed ------------------------------------------------------------------------------
@@ -144,7 +144,9 @@ def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
     """Whether positions of an input are changed: not of masks, nor where one id is all there is."""
     has_positions = values.ndim >= 2 and len(values) == batch and values.shape[1] > 0
     is_mask = values.dtype.kind == "b" or marks_padding(name)
-    is_number = values.dtype.kind not in "OSU" and (values.ndim == 2 or values.dtype.kind not in "iu")
+    is_number = values.dtype.kind not in "OSU" and (
+        values.ndim == 2 or values.dtype.kind not in "iu"
+    )
     return has_positions and is_number and not is_mask and _other_values(values) > 0
 
 
@@ -183,7 +185,9 @@ def another_example(given: Arrays, example: int, batch: int, draw: int) -> Array
             changed[name] = values.copy()
             changed[name][example] = other if (other != values[example]).any() else values[example]
         else:
-            changed[name] = replaced(values, places, rng.integers(0, max(1, draws(values, 99))))
+            changed[name] = replaced(
+                values, places, int(rng.integers(0, max(1, draws(values, 99))))
+            )
     return changed
 
 
@@ -204,7 +208,8 @@ def _embeddings(model: keras.Model | None) -> list[Any]:
 
 def reads_by_embedding(subject: Subject, name: str, given: Arrays) -> bool:
     """Whether an embedding reads the ids of an input as they are."""
-    places, seen = np.zeros(given[name].shape, bool), []
+    places = np.zeros(given[name].shape, bool)
+    seen: list[Any] = []
     probe = Probe(name, given, places, in_embeddings=True)
     with contextlib.ExitStack() as stack:
         for layer in _embeddings(subject.model):

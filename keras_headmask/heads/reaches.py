@@ -38,7 +38,7 @@ def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
      [1 1 1 0]
      [0 1 1 1]]
     """
-    reach = masks[0].any(1)
+    reach: Any = masks[0].any(1)
     for mask in masks[1:]:
         reach = mask.any(1).astype("float32") @ reach.astype("float32") > 0
     return reach
@@ -74,9 +74,11 @@ def by_rule(
     heads = enough_heads(rule) if heads is None else heads
     inputs = {name: given[name] for name in rule.inputs}
     queries = columns if rows is None else rows
-    made = ops.convert_to_numpy(make_mask(rule, queries, columns, heads, inputs))
-    made = np.broadcast_to(made.any(1, keepdims=True), (batch, 1, queries, columns))
-    return [made.any(2, keepdims=True) if rows is None else made | np.eye(rows, columns, dtype=bool)]
+    mask = ops.convert_to_numpy(make_mask(rule, queries, columns, heads, inputs))
+    made: Any = np.broadcast_to(mask.any(1, keepdims=True), (batch, 1, queries, columns))
+    return [
+        made.any(2, keepdims=True) if rows is None else made | np.eye(rows, columns, dtype=bool)
+    ]
 
 
 # --- By layers ------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def leaks(
     tolerance: float,
     unsafe: bool,
 ) -> Answer:
-    """Change what must not matter to MODEL, and report what changes its outputs.
+    """Change what must not matter to MODEL, and see if outputs change.
 
     MODEL may also be the folder of a SavedModel; it needs --rule and --inputs. Without --inputs,
     random ones are made up. Exit code 1 if something leaks.

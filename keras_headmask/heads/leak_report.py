@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_headmask.look import panels, plotting
 from keras_headmask.retrofit.find import aligned
 
 if TYPE_CHECKING:
@@ -93,9 +92,11 @@ class LeakReport:
         examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell
         is a tile of positions.
         """
+        from keras_headmask.look import panels, plotting
+
         rows, columns = self.hidden.shape[1:]
         size = panels.tile_of(rows, columns, None, "hm.plot")
-        of_any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
+        of_any: Any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
         hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
         drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
         caption = str(self).split("\n")

@@ -15,7 +15,6 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.retrofit.find import AttentionLayer, Found
-from keras_headmask.retrofit.observe import all_that_restricts
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads
@@ -104,6 +103,8 @@ def by_layers(
     Raises:
         ValueError: if a layer attends to another number of positions.
     """
+    from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
+
     own, is_real = np.eye(length, dtype=bool), padding_of(model, given)
     masks = []
     for mask in all_that_restricts(model, entries, inputs):

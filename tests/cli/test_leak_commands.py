@@ -16,7 +16,7 @@ pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 def saved(causal):
     ids = keras.Input((7,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)
-    attention = layers.MultiHeadAttention(2, 3)
+    attention = layers.MultiHeadAttention(2, 3, name="attention")
     model = keras.Model(ids, attention(x, x, use_causal_mask=causal))
     model.save("causal.keras" if causal else "open.keras")
     return model
@@ -29,7 +29,7 @@ def test_leaks_of_a_keras_file():
     saved(causal=False)
     found = as_json("leaks", "open.keras", "--rule", CAUSAL, code=1)
     assert found["tried"] == found["pairs"] == len(found["leaks"]) == 42
-    assert found["first_layer"] == "'multi_head_attention_1' (MultiHeadAttention)"
+    assert found["first_layer"] == "'attention' (MultiHeadAttention)"
     tokens = f'{{"token_ids": {TOKENS.tolist()}}}'
     text = answer("leaks", "open.keras", "--rule", CAUSAL, "--inputs", tokens, code=1)
     assert text.startswith("42 leaks. Tried 42 of 42 hidden pairs of positions, and 2 of 2 pairs")

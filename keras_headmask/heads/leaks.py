@@ -94,7 +94,7 @@ class _Search:
         self._check()
         self.before = subject.call(given)
         self.left_out: list[str] = [
-            f"The input {name!r} was kept within an example: a mask, or all its values are equal."
+            f"The input {name!r} was kept within an example: {probes.why_kept(x)}."
             for name, x in given.items()
             if name not in self.names and x.ndim > 1
         ]

@@ -150,6 +150,12 @@ def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
     return has_positions and is_number and not is_mask and _other_values(values) > 0
 
 
+def why_kept(values: np.ndarray) -> str:
+    """Why positions of an input that is not changeable were not changed."""
+    is_one = values.size > 0 and (values == values.flat[0]).all()
+    return "all its values are equal" if is_one else "it is a mask, or holds no numbers by position"
+
+
 def _other_values(values: np.ndarray) -> int:
     """How many values can take the place of one: the ids that the inputs have are valid."""
     return len(np.unique(values)) - 1 if values.dtype.kind in "iub" else 2**31

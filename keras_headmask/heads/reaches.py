@@ -145,8 +145,8 @@ def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
     if found.unknown:
         return f"the attention layer {found.unknown[0]} is out of reach"
     for entry in found.known:
-        if entry.kind != "self":
-            return f"the attention layer {entry} attends, or may attend, to another sequence"
+        if entry.kind == "cross":
+            return f"the attention layer {entry} attends to another sequence"
     for layer in _behind_positions(model):
         folders = {part for cls in type(layer).__mro__ for part in cls.__module__.split(".")}
         is_apart = isinstance(layer, keras.layers.TimeDistributed)

@@ -187,6 +187,44 @@ def test_padding_of_an_output_without_positions():
     assert "The output 'all', (2, 8), has no axis of the input's" in str(find_leaks(model, inputs))
 
 
+class Subclassed(keras.Model):
+    def __init__(self, other=False):
+        super().__init__()
+        self.embedding = layers.Embedding(12, 8)
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.other = other
+
+    def call(self, ids):
+        x = self.embedding(ids)
+        return x + self.attention(x, x + 1 if self.other else x, use_causal_mask=True)
+
+
+def test_a_model_without_a_graph():
+    report = find_leaks(Subclassed(), IDS)
+    assert not report
+    assert report.tried == report.pairs == 2 * 21
+    with pytest.raises(ValueError, match=r"attends to another sequence\. Pass as `rule` what"):
+        find_leaks(Subclassed(other=True), IDS)
+    assert not find_leaks(Subclassed(other=True), IDS, rule=CAUSAL)
+
+
+def test_attention_over_several_axes():
+    x = keras.Input((6, 5, 8))
+    attention = layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))
+    values = np.random.default_rng(0).normal(size=(2, 6, 5, 8))
+    with pytest.raises(ValueError, match=r"over several axes\. Pass as `rule` what"):
+        find_leaks(keras.Model(x, attention(x, x)), values)
+
+
+def test_what_was_left_out_is_said():
+    model = padded_by_input(as_heads=False)
+    masked = {"token_ids": IDS, "padding_mask": (TOKENS != 0).astype("int32")}
+    kept = "The input 'padding_mask' was kept within an example: "
+    assert f"{kept}it is a mask, or" in str(find_leaks(model, masked))
+    masked["padding_mask"][:] = 1
+    assert f"{kept}all its values are equal." in str(find_leaks(model, masked, rule=CAUSAL))
+
+
 # --- Sealed models --------------------------------------------------------------------------------
 
 

@@ -48,15 +48,14 @@ def may_change(
 ) -> np.ndarray:
     """Where an output may change, `(B, T)`, if the inputs change where `changed`, `(B, S)`.
 
-    The masks of layers, as for `composed`, may change with the inputs: a query may change if either
-    mask lets it see what changed, or if its own row is another one.
+    The masks of layers, as for `composed`, may change with the inputs: a query may change if it
+    sees what changed, or if its row of the mask is another one.
     """
     if [mask.shape for mask in before] != [mask.shape for mask in after]:
         return np.ones((len(changed), before[-1].shape[2]), bool)
     for one, other in zip(before, after, strict=True):
-        sees = (one | other).any(1)
         moved = (one != other).any((1, 3))
-        changed = moved | (sees & changed[:, None, :]).any(-1)
+        changed = moved | (one.any(1) & changed[:, None, :]).any(-1)
     return changed
 
 

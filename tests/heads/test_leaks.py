@@ -108,6 +108,21 @@ def test_batch_statistics(planted):
     assert not find_leaks(floats(causal(), layers.BatchNormalization()), FLOATS)
 
 
+class OfAnotherExample(layers.Layer):
+    """Position j of an example reads the mirrored position of the other one."""
+
+    def call(self, x):
+        return x + x[::-1, ::-1]
+
+
+def test_what_another_example_changed_is_not_taken_for_ones_own():
+    report = find_leaks(floats(OfAnotherExample(name="planted")), FLOATS)
+    places = {(leak.example, leak.position, leak.output_example) for leak in report.leaks}
+    assert places == {(b, j, 1 - b) for b in range(2) for j in range(6)}
+    assert all(leak.position + leak.output_position == 5 for leak in report.leaks)
+    assert report.first_layer == "'planted' (OfAnotherExample)"
+
+
 def test_one_layer_of_twelve_without_the_rule():
     rule = hm.Window(0, 0)
     model = hm.apply_head_masks(stack(12), rule, layers=[i for i in range(12) if i != 7])
@@ -268,6 +283,14 @@ def test_ends_of_sentences_are_tried_in_embeddings():
     assert report.tried == report.pairs > 0
     broken = hm.apply_head_masks(stack(2), hm.SameSentence(9, "token_ids"), layers=1)
     assert find_leaks(broken, {"token_ids": IDS}, rule=hm.SameSentence(9, "token_ids"))
+
+
+def test_a_token_between_may_decide_what_a_query_sees():
+    """Whether key 0 is in the sentence of query 3 depends on token 1, which query 3 cannot see."""
+    model = hm.apply_head_masks(stack(1), hm.SameSentence(9, "token_ids") & hm.Keys(0, 1))
+    report = find_leaks(model, {"token_ids": IDS[:, :5]})
+    assert not report
+    assert report.tried == report.pairs > 0
 
 
 # --- What an output may depend on -----------------------------------------------------------------

@@ -143,6 +143,7 @@ def padded_by_plus(layer):
 def test_padding_lost_by_plus():
     report = find_leaks(padded_by_plus(layer=False), TOKENS)
     assert {(leak.example, leak.position) for leak in report.leaks} == {(0, 6), (1, 5), (1, 6)}
+    assert "MultiHeadAttention" in report.first_layer
     assert not find_leaks(padded_by_plus(layer=True), TOKENS)
 
 
@@ -325,6 +326,13 @@ def test_without_a_change_of_masks_what_may_change_is_what_reaches(masks):
         assert (
             reaches.may_change(changed, masks, masks) == reaches.composed(masks)[..., key]
         ).all()
+
+
+def test_a_position_keeps_what_it_has():
+    model = hm.apply_head_masks(stack(1), hm.Window(1, -1))  # no query sees itself
+    report = find_leaks(model, IDS)
+    assert not report
+    assert report.pairs == 2 * (49 - 7 - 6)
 
 
 def test_windows_compose():

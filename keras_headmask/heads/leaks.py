@@ -1,5 +1,6 @@
 """`hm.find_leaks`: change what must not matter, and watch the outputs."""
 
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -336,18 +337,18 @@ class _Search:
 
 
 class _Progress:
-    """A bar that appears where a search takes more than seconds."""
+    """A bar on standard error, for a person, where a search takes more than seconds."""
 
     def __init__(self, total: int):
         self.total, self.done, self.start = total, 0, time.monotonic()
-        self.bar: Any = None
+        self.is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
 
     def step(self) -> None:
         self.done += 1
-        if self.bar is None and time.monotonic() - self.start > _SECONDS:
-            self.bar = keras.utils.Progbar(self.total, unit_name="position")
-        if self.bar is not None:
-            self.bar.update(self.done)
+        if self.is_seen and time.monotonic() - self.start > _SECONDS:
+            bar = "=" * (30 * self.done // self.total)
+            end = "\n" if self.done == self.total else ""
+            print(f"\r[{bar:30}] {self.done} of {self.total}", end=end, file=sys.stderr, flush=True)
 
 
 def _batch_of(given: Arrays) -> int:

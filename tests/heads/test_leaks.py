@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ from keras import layers, ops
 from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
-from keras_headmask.heads import reaches
+from keras_headmask.heads import leaks, reaches
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.heads.testing import assert_no_leaks
 from keras_headmask.retrofit.find import find_attention
@@ -124,11 +125,12 @@ def test_what_another_example_changed_is_not_taken_for_ones_own():
 
 
 def test_one_layer_of_twelve_without_the_rule():
-    rule = hm.Window(0, 0)
-    model = hm.apply_head_masks(stack(12), rule, layers=[i for i in range(12) if i != 7])
-    report = find_leaks(model, IDS[:, :3], rule=rule)
-    assert report.first_layer.startswith("'block_7/multi_head_attention")
-    assert len(report.leaks) == report.pairs == 12
+    attention = layers.MultiHeadAttention(2, 3, name="open")
+    blocks = [causal() for _ in range(12)]
+    blocks[7] = lambda x: attention(x, x)
+    report = find_leaks(floats(*blocks), FLOATS, rule=CAUSAL)
+    assert report.first_layer == "'open' (MultiHeadAttention)"
+    assert len(report.leaks) == report.pairs == 30
 
 
 def padded_by_plus(layer):
@@ -370,6 +372,16 @@ def test_a_report_prints_and_saves_itself():
         assert_no_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL)
     with pytest.raises(AssertionError, match="Nothing was tried"):
         assert_no_leaks(floats(MeanOverTime()), FLOATS[:1], rule=hm.Full())
+
+
+def test_a_bar_shows_where_it_takes_long(monkeypatch, capsys):
+    model = floats(causal())
+    find_leaks(model, FLOATS)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(leaks, "_SECONDS", 0)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    find_leaks(model, FLOATS)
+    assert capsys.readouterr().err.endswith("] 7 of 7\n")
 
 
 @pytest.mark.tensorflow

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_headmask.heads import probes, reaches
@@ -55,6 +54,7 @@ def find_leaks(
     What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
     (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745).
 
+    >>> import keras
     >>> from keras_headmask import Window
     >>> x = keras.Input((6, 4))
     >>> attention = keras.layers.MultiHeadAttention(2, 4)

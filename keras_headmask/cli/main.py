@@ -1,6 +1,10 @@
 """`keras-headmask`: see a rule, check it, apply it, export and serve the model."""
 
-from keras_headmask.cli import model_commands, rule_commands  # noqa: F401  # they add themselves
+from keras_headmask.cli import (  # noqa: F401  # they add themselves
+    leak_commands,
+    model_commands,
+    rule_commands,
+)
 from keras_headmask.cli.frame import cli
 from keras_headmask.server import main as server
 

@@ -110,6 +110,27 @@ def attention_figure(
     return figure
 
 
+def leaks_figure(
+    drawn: Panels, allowed: np.ndarray, leaks: np.ndarray, caption: Sequence[str]
+) -> Picture:
+    """How much outputs change with inputs; what must not matter is hatched, leaks are crossed."""
+    figure, (ax,) = _grid(drawn, caption)
+    ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+    cells = np.ma.array(np.zeros(allowed.shape[1:]), mask=~allowed[0])
+    _image(ax, cells, drawn, cmap=ListedColormap([COLOURS[Coverage.ALL]]).with_extremes(bad="none"))
+    handles: list[Artist] = [
+        Patch(fc=COLOURS[Coverage.ALL], label="may matter"),
+        Patch(fc="white", ec="0.6", hatch="////", label="must not matter"),
+    ]
+    if leaks.any():
+        y, x = (np.argwhere(leaks[0]) * drawn.tile + np.subtract(drawn.tile, 1) / 2).T
+        handles += ax.plot(x, y, "x", color=_ALARM, ms=4, mew=1, label="leaks")
+    ax.set_ylabel("output positions", fontsize=_TEXT)
+    ax.set_xlabel("input positions", fontsize=_TEXT)
+    _legend(figure, handles)
+    return figure
+
+
 def _grid(drawn: Panels, caption: Sequence[str], beside: float = 0.0) -> tuple[Picture, list[Axes]]:
     """A figure with axes as large as their cells and labels need; `beside` stays free.
 

@@ -73,6 +73,43 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
     return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
 
 
+def all_that_restricts(
+    model: keras.Model, entries: list[AttentionLayer], inputs: Any
+) -> list[np.ndarray]:
+    """What each run of the layers of `entries` allows, `(B or 1, H or 1, T, S)`, in their order.
+
+    `model` runs once on `inputs`, as in inference. A layer whose kind is unclear must attend to its
+    own sequence in this run.
+    """
+    found: list[np.ndarray] = []
+    wrong: list[str] = []  # (Keras rewrites errors that are raised inside of a call)
+
+    def check(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
+        query, value = arguments.get("query"), arguments.get("value")
+        is_own = value is None or query is value or query is arguments.get("key")
+        if entry.kind == "unclear" and not is_own:
+            wrong.append(f"The attention layer {entry} attends to another sequence.")
+
+    def see(entry: AttentionLayer, arguments: Mapping[str, Any], probabilities: Any) -> None:
+        if len(probabilities.shape) != 4:
+            wrong.append(f"The attention layer {entry} attends over several axes.")
+        elif graph_being_built() is not None:
+            wrong.append(f"The attention layer {entry} runs in a `tf.function` of its own.")
+        else:
+            found.append(_allowed(entry.layer, probabilities.shape, arguments))
+
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            stack.enter_context(called(entry.layer, functools.partial(check, entry)))
+            see_it = functools.partial(see, entry)
+            stack.enter_context(probabilities_seen(entry.layer, see_it))
+        stack.enter_context(without_remat(model))
+        model(inputs, training=False)
+    if wrong:
+        raise ValueError(wrong[0])
+    return found
+
+
 def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
     found = find_attention(model)
     numbers = select(found, layer)

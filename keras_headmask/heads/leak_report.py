@@ -1,0 +1,116 @@
+"""What a search for leaks found, as a value that prints, draws and saves itself."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from keras_headmask.retrofit.find import aligned
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_LINES = 10  # of leaks that are printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """An input position that changed an output that must not depend on it.
+
+    Attributes:
+        input: The name of the input.
+        example: The example that was changed.
+        position: The position that was changed; `None`: all of the example.
+        output: The name of the output.
+        output_example: The example whose output changed.
+        output_position: Its position; `None` for an output without an axis of positions.
+        change: The largest change of a number there; infinite for one to or from NaN.
+    """
+
+    input: str
+    example: int
+    position: int | None
+    output: str
+    output_example: int
+    output_position: int | None
+    change: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LeakReport:
+    """All leaks that a search found, the largest first. It is true if there is one.
+
+    Attributes:
+        leaks: Each pair of an input position and an output that leaks.
+        tried: How many of the hidden pairs of positions were tried.
+        pairs: How many pairs are hidden: an output must not depend on an input position.
+        examples: The number of examples; each was changed to see if others notice.
+        first_layer: The first layer whose output changed where it must not, for the first leak
+            found; `None` if nothing leaked or the layers cannot be seen.
+        left_out: What was not looked at, and why.
+        hidden: Which pairs are hidden, for the first input and output: boolean
+            `(batch, output positions, input positions)`.
+        change: How much leaked between them, of the same shape; 0 where nothing did.
+    """
+
+    leaks: tuple[Leak, ...]
+    tried: int
+    pairs: int
+    examples: int
+    first_layer: str | None
+    left_out: tuple[str, ...]
+    hidden: np.ndarray
+    change: np.ndarray
+
+    def __bool__(self) -> bool:
+        return bool(self.leaks)
+
+    def __str__(self) -> str:
+        others = self.examples * (self.examples - 1)
+        tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
+        tried += f", and {others} of {others} pairs of examples." if others else "."
+        count = len(self.leaks)
+        lines = [f"{count} leak{'s' * (count != 1)}. {tried}" if count else f"No leaks. {tried}"]
+        rows = [("input", "example", "position", "output", "example", "position", "change")]
+        for leak in self.leaks[:_MOST_LINES]:
+            numbers = f"{leak.output_example}", _or(leak.output_position, "-"), f"{leak.change:.2g}"
+            position = _or(leak.position, "all")
+            rows.append((leak.input, f"{leak.example}", position, leak.output, *numbers))
+        if count:
+            lines += aligned(rows)
+        if count > _MOST_LINES:
+            lines.append(f"... and {count - _MOST_LINES} more.")
+        if self.first_layer is not None:
+            lines.append(f"It shows first in the layer {self.first_layer}.")
+        return "\n".join([*lines, *self.left_out])
+
+    def plot(self) -> "Figure":
+        """Leaks as red crosses between output and input positions; what is hidden is hatched.
+
+        Needs matplotlib: `pip install matplotlib`. It shows the first input and output, and all
+        examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell
+        is a tile of positions.
+        """
+        from keras_headmask.look import panels, plotting
+
+        rows, columns = self.hidden.shape[1:]
+        size = panels.tile_of(rows, columns, None, "hm.plot")
+        of_any: Any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
+        hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
+        drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
+        caption = str(self).split("\n")
+        return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, caption)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the pictures, as JSON has it; an infinite change is the text "NaN"."""
+        names = ("tried", "pairs", "examples", "first_layer")
+        leaks = [dataclasses.asdict(leak) for leak in self.leaks]
+        for leak in leaks:
+            leak["change"] = leak["change"] if math.isfinite(leak["change"]) else "NaN"
+        found = {name: getattr(self, name) for name in names}
+        return {"leaks": leaks, **found, "left_out": list(self.left_out)}
+
+
+def _or(position: int | None, text: str) -> str:
+    return text if position is None else str(position)

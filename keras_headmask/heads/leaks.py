@@ -1,0 +1,363 @@
+"""`hm.find_leaks`: change what must not matter, and watch the outputs."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from keras_headmask.heads import probes, reaches
+from keras_headmask.heads.leak_report import Leak, LeakReport
+from keras_headmask.heads.probes import Arrays, Probe, Subject
+from keras_headmask.retrofit.find import Found, find_attention
+from keras_headmask.rules.base import MaskSpec, check_spec
+
+_DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
+Masks = dict[tuple[int | None, int], list[np.ndarray]]  # by output and input positions
+_SECONDS = 3  # before there is a progress bar
+
+
+def find_leaks(
+    model: Any, inputs: Any, rule: MaskSpec | None = None, tolerance: float = 1e-5
+) -> LeakReport:
+    """Change what must not matter to a model, and report each output that changes.
+
+    This works on any model, also on one whose attention nobody can read: only inputs and outputs
+    count. Ids are replaced by other ids that `inputs` hold, floats are perturbed, in several draws.
+    Examples are changed one by one, too: no output may depend on another example. Dropout is off.
+
+    Masks and flags are kept while positions change. Where another id changes what is allowed, as
+    the end of a sentence does, a pair counts only if it is hidden before and after; where no id
+    keeps it hidden, what an embedding layer makes of the id is changed. Outputs at padding matter
+    to nobody. The report says how many of the hidden pairs were tried.
+
+    Args:
+        model: A Keras model, or the folder of a SavedModel, such as "served/1".
+        inputs: What the model is called on: arrays, in a dict or list where it has several inputs.
+            `(batch, length)` or `(batch, length, features)`, with at least 2 different ids.
+        rule: What outputs may depend on: a spec whose queries are output positions and whose keys
+            are input positions. It reads inputs of the model by name. Each output may depend on its
+            own position, too; one without an axis of positions on what any position may.
+            By default, what the rules, causal masks and padding of the model's attention layers
+            allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
+        tolerance: The largest change that is none, times the largest value of the output or 1.
+
+    Returns:
+        A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and
+        `to_json()`.
+
+    Raises:
+        TypeError: for a `model` or `rule` of another kind.
+        ValueError: if the layers do not say what is allowed, or for inputs with nothing to change.
+
+    What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
+    (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745).
+
+    >>> import keras
+    >>> from keras_headmask import Window
+    >>> x = keras.Input((6, 4))
+    >>> attention = keras.layers.MultiHeadAttention(2, 4)
+    >>> sealed = keras.Model(x, attention(x, x, use_causal_mask=True))
+    >>> values = np.random.default_rng(0).normal(size=(2, 6, 4))
+    >>> print(find_leaks(sealed, values))
+    No leaks. Tried 30 of 30 hidden pairs of positions, and 2 of 2 pairs of examples.
+    >>> open_to_all = keras.Model(x, attention(x, x))
+    >>> bool(find_leaks(open_to_all, values, rule=Window(after=0)))
+    True
+    """
+    if rule is not None:
+        check_spec(rule, "rule", "hm.find_leaks(model, inputs, rule=SPEC)")
+    subject, given = probes.subject_of(model, inputs)
+    return _Search(subject, given, rule, tolerance).report()
+
+
+class _Pairs:
+    """An input and an output: which pairs are hidden, were tried, and by how much they leak.
+
+    All `(batch, output positions, input positions)`.
+    """
+
+    def __init__(self, hidden: np.ndarray):
+        self.hidden = hidden
+        self.tried = np.zeros_like(hidden)
+        self.change = np.zeros(hidden.shape)
+
+
+class _Search:
+    """All that is tried of one model."""
+
+    def __init__(self, subject: Subject, given: Arrays, rule: MaskSpec | None, tolerance: float):
+        self.subject, self.given, self.rule, self.tolerance = subject, given, rule, tolerance
+        self.batch = _batch_of(given)
+        self.names = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
+        self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
+        self._check()
+        self.before = subject.call(given)
+        self.left_out: list[str] = [
+            f"The input {name!r} was kept within an example: {probes.why_kept(x)}."
+            for name, x in given.items()
+            if name not in self.names and x.ndim > 1
+        ]
+        self.rows = self._outputs()
+        heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
+        self.heads = max(heads, default=None)
+        self.masks_before = self._masks(given)
+        self.first: tuple[Probe, np.ndarray] | None = None
+        self.pairs: dict[tuple[str, str], _Pairs] = {}
+
+    def _check(self) -> None:
+        if self.batch == 0:
+            raise ValueError(
+                f"`inputs` must hold at least one example. Received: {_shapes(self.given)}."
+            )
+        if not self.names:
+            raise ValueError(
+                "`inputs` hold nothing to change: ids are replaced by other ids that an input "
+                f"holds, and masks are kept. Received: {_shapes(self.given)}. Pass examples with "
+                "several ids, or floats, of shape (batch, length) or (batch, length, features)."
+            )
+        model, rule = self.subject.model, self.rule
+        if rule is not None and (missing := sorted(rule.inputs.keys() - self.given.keys())):
+            raise ValueError(
+                f"`rule` reads {missing}, and the inputs are {sorted(self.given)}. Pass a rule "
+                "that reads these: the `input` of a spec is its name."
+            )
+        if rule is None:
+            why = "the layers of a SavedModel cannot be read"
+            if model is not None:
+                why = reaches.why_not_by_layers(model, self.found) or ""
+            if why:
+                raise ValueError(
+                    f"Cannot tell what the outputs may depend on: {why}. Pass it as `rule`, a spec "
+                    "between output and input positions, such as `rule=hm.recipes.causal()`."
+                )
+
+    def _outputs(self) -> dict[str, int | None]:
+        """How many positions each output has; `None` for one without."""
+        lengths = {self.given[name].shape[1] for name in self.names}
+        rows: dict[str, int | None] = {}
+        for name, x in self.before.items():
+            has_positions = x.ndim > 1 and x.shape[1] in lengths
+            if has_positions and len(x) == self.batch:
+                rows[name] = x.shape[1]
+            elif self.rule is not None and x.ndim and len(x) == self.batch:
+                rows[name] = None
+            else:
+                self.left_out.append(
+                    f"The output {name!r}, {x.shape}, has no axis of the input's positions: pass "
+                    "`rule` to include it."
+                )
+        if not rows:
+            raise ValueError(
+                f"No output has an axis of positions: {_shapes(self.before)} from "
+                f"{_shapes(self.given)}. Pass `rule`: such an output may depend on what any "
+                "position may."
+            )
+        return rows
+
+    def _masks(self, given: Arrays) -> Masks:
+        """The masks between each number of output positions and of input positions."""
+        columns = {given[name].shape[1] for name in self.names}
+        if self.rule is not None:
+            return {
+                (r, c): reaches.by_rule(self.rule, self.heads, given, self.batch, r, c)
+                for r in set(self.rows.values())
+                for c in columns
+            }
+        assert self.subject.model is not None
+        if len(columns) > 1:
+            raise ValueError(
+                f"The inputs have several lengths, {sorted(columns)}. Pass as `rule` what the "
+                "outputs may depend on."
+            )
+        (length,) = columns
+        packed = self.subject.pack(given)
+        try:
+            masks = reaches.by_layers(
+                self.subject.model, self.found.known, packed, given, self.batch, length
+            )
+        except ValueError as error:
+            raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
+        return {(length, length): masks}
+
+    def report(self) -> LeakReport:
+        hidden = {key: ~reaches.composed(masks) for key, masks in self.masks_before.items()}
+        real = reaches.padding_of(self.subject.model, self.given)
+        for name in self.names:
+            for output, rows in self.rows.items():
+                pairs = hidden[rows, self.given[name].shape[1]].copy()
+                if real is not None and real.shape[1] == rows:
+                    pairs &= real[:, :, None]
+                self.pairs[name, output] = _Pairs(pairs)
+        probed = list(self._columns())
+        total = self.batch * (self.batch > 1) + len(probed)
+        bar, leaks = _Progress(total), []
+        for example in range(self.batch if self.batch > 1 else 0):
+            leaks += self._across(example)
+            bar.step()
+        # What another example changed must not be taken for what the own one did.
+        apart = bool(leaks)
+        for name, column in probed:
+            for examples in (
+                np.eye(self.batch, dtype=bool) if apart else [np.ones(self.batch, bool)]
+            ):
+                self._within(name, column, examples)
+            bar.step()
+        leaks += [leak for key, pairs in self.pairs.items() for leak in self._found(*key, pairs)]
+        leaks.sort(key=lambda leak: -leak.change)
+        where = None
+        if self.first is not None:
+            probe, wrong = self.first
+            args = self.subject, probe, self.given, wrong, self.tolerance
+            where = probes.first_shown(*args)
+        shown = next(iter(self.pairs.values()))
+        return LeakReport(
+            tuple(leaks),
+            tried=sum(int(p.tried.sum()) for p in self.pairs.values()),
+            pairs=sum(int(p.hidden.sum()) for p in self.pairs.values()),
+            examples=self.batch,
+            first_layer=where,
+            left_out=tuple(self.left_out),
+            hidden=shown.hidden,
+            change=shown.change,
+        )
+
+    def _columns(self) -> Iterator[tuple[str, int]]:
+        """Each input and position that some output must not depend on."""
+        for name in self.names:
+            of_input = [p.hidden.any((0, 1)) for (n, _), p in self.pairs.items() if n == name]
+            yield from ((name, int(j)) for j in np.flatnonzero(np.any(of_input, axis=0)))
+
+    # --- Within an example ---------------------------------------------------------------------
+
+    def _within(self, name: str, column: int, examples: np.ndarray) -> None:
+        """Change one position of an input in `examples`, boolean `(batch,)`, in several draws."""
+        values = self.given[name]
+        places = np.zeros(values.shape[:2], bool)
+        places[examples, column] = True
+        for draw in range(probes.draws(values, _MOST_DRAWS)):
+            if draw >= _DRAWS and not self._untried(name, column, examples):
+                break
+            if draw == _DRAWS and self._is_embedded(name):
+                self._try(Probe(name, self.given, places, in_embeddings=True), column)
+                break
+            other = self.given | {name: probes.replaced(values, places, draw)}
+            self._try(Probe(name, other, places), column)
+
+    def _untried(self, name: str, column: int, examples: np.ndarray) -> bool:
+        of_input = [p for (n, _), p in self.pairs.items() if n == name]
+        return any((p.hidden & ~p.tried)[examples, :, column].any() for p in of_input)
+
+    def _is_embedded(self, name: str) -> bool:
+        if not hasattr(self, "_embedded"):
+            self._embedded: dict[str, bool] = {}
+        if name not in self._embedded:
+            self._embedded[name] = probes.reads_by_embedding(self.subject, name, self.given)
+        return self._embedded[name]
+
+    def _try(self, probe: Probe, column: int) -> None:
+        """Run the model on a probe, unless it may change whatever is hidden."""
+        reads_it = self.rule is None or probe.name in self.rule.inputs
+        is_moved = reads_it and not probe.in_embeddings
+        masks = self._masks(probe.given) if is_moved else self.masks_before
+        tried = {output: self._tried(probe, column, output, masks) for output in self.rows}
+        if not any(pairs.any() for pairs in tried.values()):
+            return
+        with probes.applied(self.subject.model, probe):
+            after = self.subject.call(probe.given)
+        for output, hidden in tried.items():
+            pairs, before = self.pairs[probe.name, output], self.before[output]
+            moved = probes.difference(before, after[output], self.rows[output] is not None)
+            moved = np.where(hidden & (moved > self._limit(output)), moved, 0.0)
+            # What is NaN whatever it reads shows nothing.
+            shows = ~np.isnan(before).reshape((*hidden.shape, -1)).all(-1)
+            pairs.tried[:, :, column] |= hidden & shows
+            largest = pairs.change[:, :, column]
+            np.maximum(largest, moved, out=largest)
+            if moved.any() and self.first is None:
+                self.first = probe, hidden
+
+    def _tried(self, probe: Probe, column: int, output: str, masks: Masks) -> np.ndarray:
+        """Where an output must not change, `(batch, rows)`, before the probe and with it."""
+        key = self.rows[output], probe.places.shape[1]
+        may = reaches.may_change(probe.places, self.masks_before[key], masks[key])
+        hidden = self.pairs[probe.name, output].hidden[:, :, column] & ~may
+        hidden &= probe.places.any(1, keepdims=True)  # in the examples that are changed
+        real = reaches.padding_of(self.subject.model, probe.given)
+        return hidden & real if real is not None and real.shape == hidden.shape else hidden
+
+    def _limit(self, output: str) -> float:
+        values = self.before[output]
+        return self.tolerance * max(1.0, np.abs(values[np.isfinite(values)]).max(initial=0.0))
+
+    def _found(self, name: str, output: str, pairs: _Pairs) -> Iterator[Leak]:
+        for example, row, column in np.argwhere(pairs.change > 0).tolist():
+            at = row if self.rows[output] is not None else None
+            change = float(pairs.change[example, row, column])
+            yield Leak(name, example, column, output, example, at, change)
+
+    # --- Across examples -----------------------------------------------------------------------
+
+    def _across(self, example: int) -> list[Leak]:
+        """What others show of a change of one example: of all of it, then of each position."""
+        for draw in range(_DRAWS):
+            other = probes.another_example(self.given, example, self.batch, draw)
+            if not self._seen_elsewhere(other, "", example, None):
+                continue
+            single = []
+            for name, values in self.given.items():
+                if other[name] is values:
+                    continue
+                for column in range(values.shape[1]):
+                    one = values.copy()
+                    one[example, column] = other[name][example, column]
+                    single += self._seen_elsewhere(self.given | {name: one}, name, example, column)
+            return single or self._seen_elsewhere(other, "all inputs", example, None)
+        return []
+
+    def _seen_elsewhere(
+        self, given: Arrays, name: str, example: int, column: int | None
+    ) -> list[Leak]:
+        after, leaks = self.subject.call(given), []
+        for output, rows in self.rows.items():
+            moved = probes.difference(self.before[output], after[output], rows is not None)
+            real = reaches.padding_of(self.subject.model, self.given)
+            if real is not None and real.shape == moved.shape:
+                moved = np.where(real, moved, 0.0)
+            moved[example] = 0.0
+            wrong = moved > self._limit(output)
+            if wrong.any() and self.first is None and name:
+                self.first = Probe(name, given, wrong), wrong
+            for at, row in np.argwhere(wrong).tolist():
+                there = row if rows is not None else None
+                change = float(moved[at, row])
+                leaks.append(Leak(name, example, column, output, at, there, change))
+        return leaks
+
+
+class _Progress:
+    """A bar on standard error, for a person, where a search takes more than seconds."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.start = total, 0, time.monotonic()
+        self.is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+
+    def step(self) -> None:
+        self.done += 1
+        if self.is_seen and time.monotonic() - self.start > _SECONDS:
+            bar = "=" * (30 * self.done // self.total)
+            end = "\n" if self.done == self.total else ""
+            print(f"\r[{bar:30}] {self.done} of {self.total}", end=end, file=sys.stderr, flush=True)
+
+
+def _batch_of(given: Arrays) -> int:
+    """The number of examples: the largest first axis, since some inputs may serve all examples."""
+    if not given:
+        raise ValueError("`inputs` must hold the inputs of the model. Received none.")
+    sizes = [x.shape[0] for x in given.values() if x.ndim > 1]
+    return 0 if 0 in sizes else max(sizes, default=0)
+
+
+def _shapes(arrays: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(f"{name!r}: {x.dtype} {x.shape}" for name, x in arrays.items())

@@ -1,0 +1,305 @@
+"""Inputs of a model that are changed at some positions, and what the outputs make of it."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.attention import observers
+from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.retrofit.find import walk
+
+Arrays = dict[str, np.ndarray]
+
+
+class Subject(NamedTuple):
+    """What is tried: a Keras model, or a signature of a SavedModel (`model` is `None`)."""
+
+    model: keras.Model | None
+    call: Callable[[Arrays], Arrays]
+    pack: Callable[[Arrays], Any]  # as the model takes them
+
+
+class Probe(NamedTuple):
+    """Changed inputs: `places`, boolean `(batch, length)`, is where `name` has other values.
+
+    With `in_embeddings` the ids stay, and what embeddings make of them is changed there.
+    """
+
+    name: str
+    given: Arrays
+    places: np.ndarray
+    in_embeddings: bool = False
+
+
+# --- What is tried --------------------------------------------------------------------------------
+
+
+def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
+    """A model or the path of a SavedModel, and its inputs as arrays by name."""
+    if isinstance(model, (str, os.PathLike)):
+        given = arrays_of(inputs)
+        return _of_saved_model(pathlib.Path(model), given), given
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a Keras model, or the path of a SavedModel such as 'served/1'. "
+            f"Received: {model!r}."
+        )
+    graph = _keras.functional_of(model)
+    names = [x.name for x in graph.inputs] if isinstance(graph, _keras.Functional) else []
+    given = arrays_of(inputs, names)
+
+    def pack(arrays: Arrays) -> Any:
+        is_by_name = isinstance(inputs, Mapping)
+        if is_by_name and set(names) == set(arrays) and not isinstance(graph.input, Mapping):
+            return keras.tree.pack_sequence_as(graph.input, [arrays[name] for name in names])
+        if is_by_name:
+            return dict(arrays)
+        return list(arrays.values()) if _is_several(inputs) else next(iter(arrays.values()))
+
+    def call(arrays: Arrays) -> Arrays:
+        return arrays_of_outputs(model(pack(arrays), training=False))
+
+    return Subject(model, call, pack), given
+
+
+def arrays_of(inputs: Any, names: list[str] | None = None) -> Arrays:
+    """Inputs by name: the keys of a dict, else the names of the model's inputs."""
+    if isinstance(inputs, Mapping):
+        return {name: _array(x) for name, x in inputs.items()}
+    listed = list(inputs) if _is_several(inputs) else [inputs]
+    if names is None or len(names) != len(listed):
+        names = [f"input {i}" if len(listed) > 1 else "input" for i in range(len(listed))]
+    return dict(zip(names, map(_array, listed), strict=True))
+
+
+def _is_several(inputs: Any) -> bool:
+    return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
+
+
+def _array(value: Any) -> np.ndarray:
+    return ops.convert_to_numpy(value) if hasattr(value, "device") else np.asarray(value)
+
+
+def arrays_of_outputs(outputs: Any) -> Arrays:
+    """Numbers by name, in float64, in which each output dtype but int64 is exact."""
+    if not isinstance(outputs, Mapping):
+        flat = keras.tree.flatten(outputs)
+        outputs = {f"output {i}" if len(flat) > 1 else "output": x for i, x in enumerate(flat)}
+    arrays = {name: np.asarray(ops.convert_to_numpy(x)) for name, x in outputs.items()}
+    return {name: x.astype("float64") for name, x in arrays.items() if x.dtype.kind not in "OSU"}
+
+
+def _of_saved_model(path: pathlib.Path, given: Arrays) -> Subject:
+    if not (path / "saved_model.pb").is_file():
+        raise ValueError(
+            f"'{path}' is not the folder of a SavedModel: it holds no saved_model.pb. Pass the "
+            "folder of one version, such as 'served/1'; load a .keras file by "
+            "`keras.saving.load_model`, and pass the model."
+        )
+    import tensorflow as tf
+
+    loaded = tf.saved_model.load(str(path))
+    names = list(loaded.signatures)
+    if not names:
+        raise ValueError(
+            f"The SavedModel '{path}' has no signatures, so nothing says how to call it. Write it "
+            "by `hm.export_saved_model` or `model.export`."
+        )
+    function = loaded.signatures[
+        next((x for x in ("serving_default", "serve") if x in names), names[0])
+    ]
+    wanted = function.structured_input_signature[1]
+    if len(wanted) == len(given) == 1:
+        named = dict(zip(given, wanted, strict=True))
+    else:
+        named = {name: name for name in given}
+    if set(named.values()) != set(wanted):
+        raise ValueError(
+            f"The SavedModel '{path}' has the inputs {sorted(wanted)}. Received: {sorted(given)}. "
+            "Pass a dict of arrays by these names."
+        )
+
+    def call(arrays: Arrays) -> Arrays:
+        made = function(
+            **{named[k]: tf.constant(x, wanted[named[k]].dtype) for k, x in arrays.items()}
+        )
+        made = {name: x.numpy() for name, x in made.items()}
+        return {k: x.astype("float64") for k, x in made.items() if x.dtype.kind not in "OSU"}
+
+    call.loaded = loaded  # type: ignore[attr-defined]  # the function alone does not keep it
+    return Subject(None, call, dict)
+
+
+# --- What is changed ------------------------------------------------------------------------------
+
+
+def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
+    """Whether positions of an input are changed: not of masks, nor where one id is all there is."""
+    has_positions = values.ndim >= 2 and len(values) == batch and values.shape[1] > 0
+    is_mask = values.dtype.kind == "b" or marks_padding(name)
+    is_number = values.dtype.kind not in "OSU" and (
+        values.ndim == 2 or values.dtype.kind not in "iu"
+    )
+    return has_positions and is_number and not is_mask and _other_values(values) > 0
+
+
+def why_kept(values: np.ndarray) -> str:
+    """Why positions of an input that is not changeable were not changed."""
+    is_one = values.size > 0 and (values == values.flat[0]).all()
+    return "all its values are equal" if is_one else "it is a mask, or holds no numbers by position"
+
+
+def _other_values(values: np.ndarray) -> int:
+    """How many values can take the place of one: the ids that the inputs have are valid."""
+    return len(np.unique(values)) - 1 if values.dtype.kind in "iub" else 2**31
+
+
+def draws(values: np.ndarray, most: int) -> int:
+    """How many replacements to try."""
+    return min(most, _other_values(values))
+
+
+def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
+    """`values` with others at `places`, boolean `(batch, length)`; each draw has its own."""
+    places = places.reshape(places.shape + (1,) * (values.ndim - 2))
+    if values.dtype.kind in "iub":
+        ids, index = np.unique(values, return_inverse=True)
+        other = ids[(index.reshape(values.shape) + 1 + draw) % len(ids)]
+    else:
+        rng, size = np.random.default_rng(draw), np.nanstd(values.astype("float32")) or 1.0
+        other = values + (size * (1 + draw) * rng.normal(size=values.shape)).astype(values.dtype)
+    return np.where(places, other, values)
+
+
+def another_example(given: Arrays, example: int, batch: int, draw: int) -> Arrays:
+    """`given` with other values in one example, in masks and flags too."""
+    rng, changed = np.random.default_rng([example, draw]), dict(given)
+    for name, values in given.items():
+        if values.ndim < 2 or len(values) != batch or values.dtype.kind in "OSU":
+            continue
+        places = np.zeros((batch, values.shape[1]), bool)
+        places[example] = True
+        if values.dtype.kind == "b" or set(np.unique(values)) <= {0, 1}:
+            other = rng.permuted(values[example] == 0).astype(values.dtype)
+            changed[name] = values.copy()
+            changed[name][example] = other if (other != values[example]).any() else values[example]
+        else:
+            changed[name] = replaced(
+                values, places, int(rng.integers(0, max(1, draws(values, 99))))
+            )
+    return changed
+
+
+@contextlib.contextmanager
+def applied(model: keras.Model | None, probe: Probe) -> Iterator[None]:
+    """Change what embeddings make of the ids of a probe, if it says so."""
+    with contextlib.ExitStack() as stack:
+        if probe.in_embeddings:
+            for layer in _embeddings(model):
+                stack.enter_context(observers.overriding(layer, "call", _changed(probe)))
+        yield
+
+
+def _embeddings(model: keras.Model | None) -> list[Any]:
+    layers = () if model is None else _keras.layers_of(model)
+    return [layer for layer in layers if isinstance(layer, keras.layers.Embedding)]
+
+
+def reads_by_embedding(subject: Subject, name: str, given: Arrays) -> bool:
+    """Whether an embedding reads the ids of an input as they are."""
+    places = np.zeros(given[name].shape, bool)
+    seen: list[Any] = []
+    probe = Probe(name, given, places, in_embeddings=True)
+    with contextlib.ExitStack() as stack:
+        for layer in _embeddings(subject.model):
+            override = _changed(probe, seen.append)
+            stack.enter_context(observers.overriding(layer, "call", override))
+        if given[name].ndim == 2 and given[name].dtype.kind in "iu":
+            subject.call(given)
+    return bool(seen)
+
+
+def _changed(probe: Probe, see: Callable[[Any], Any] | None = None) -> Callable:
+    ids = probe.given[probe.name]
+
+    def embedded(usual: Callable, read: Any, *args: Any, **kwargs: Any) -> Any:
+        made = usual(read, *args, **kwargs)
+        if tuple(read.shape) != ids.shape or (ops.convert_to_numpy(read) != ids).any():
+            return made
+        if see is not None:
+            see(read)
+        values = ops.convert_to_numpy(ops.cast(made, "float32"))
+        noise = np.random.default_rng(0).normal(size=values.shape) * (values.std() or 1.0)
+        return made + ops.cast(ops.convert_to_tensor(noise * probe.places[..., None]), made.dtype)
+
+    return embedded
+
+
+# --- What the outputs make of it ------------------------------------------------------------------
+
+
+def difference(before: np.ndarray, after: np.ndarray, positions: bool) -> np.ndarray:
+    """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
+
+    A change to NaN or from NaN is infinite.
+    """
+    if before.shape != after.shape:
+        raise ValueError(
+            f"The shape of an output depends on the values of inputs: {before.shape} and "
+            f"{after.shape}. Leaks are looked for in outputs of one shape."
+        )
+    with np.errstate(invalid="ignore"):
+        moved = np.where(before == after, 0.0, np.abs(after - before))
+    moved = np.where(np.isnan(before) & np.isnan(after), 0.0, moved)
+    moved = np.where(np.isnan(moved), np.inf, moved)
+    rows = before.shape[1] if positions else 1
+    return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)
+
+
+def first_shown(
+    subject: Subject, probe: Probe, before: Arrays, rows: np.ndarray, tolerance: float
+) -> str | None:
+    """The first layer whose output moves where it must not: at `rows`, boolean `(batch, T)`."""
+    if subject.model is None:
+        return None
+    usual, other = _outputs_of_layers(subject, before), _outputs_of_layers(subject, None, probe)
+    for (path, one), (_, two) in zip(usual, other, strict=False):
+        if one.shape == two.shape and one.shape[:2] == rows.shape:
+            limit = tolerance * max(1.0, np.abs(one[np.isfinite(one)]).max(initial=0.0))
+            if (difference(one, two, True) > limit)[rows].any():
+                return path
+    return None
+
+
+def _outputs_of_layers(
+    subject: Subject, given: Arrays | None, probe: Probe | None = None
+) -> list[tuple[str, np.ndarray]]:
+    seen: list[tuple[str, np.ndarray]] = []
+
+    def keep(path: str) -> Callable:
+        def kept(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+            made = usual(*args, **kwargs)
+            for x in keras.tree.flatten(made)[:1]:
+                if len(getattr(x, "shape", ())) > 1:
+                    seen.append((path, ops.convert_to_numpy(x).astype("float64")))
+            return made
+
+        return kept
+
+    assert subject.model is not None
+    with contextlib.ExitStack() as stack:
+        if probe is not None:  # first, so that what is kept is changed already
+            stack.enter_context(applied(subject.model, probe))
+        for path, layer in walk(subject.model):
+            if not isinstance(layer, keras.Model):
+                named = f"'{path}' ({type(layer).__name__})"
+                stack.enter_context(observers.overriding(layer, "call", keep(named)))
+        subject.call(probe.given if probe is not None else given or {})
+    return seen

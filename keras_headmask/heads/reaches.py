@@ -1,0 +1,172 @@
+"""What an output may depend on: by a rule, or by all that restricts a model's attention layers.
+
+What one layer allows is a boolean mask of each head. A position keeps what it has, since blocks
+have residual connections, so a layer lets query i depend on key j if i = j or any head allows it.
+Over layers these are multiplied as boolean matrices: a window of 3 reaches 6 in two layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import _keras
+from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.retrofit.find import AttentionLayer, Found
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import make_mask
+from keras_headmask.rules.words import enough_heads
+
+Arrays = Mapping[str, np.ndarray]
+
+# Folders of Keras whose layers carry something from one position to another.
+_MIXING = {"convolutional", "pooling", "rnn"}
+
+
+def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """What each output may depend on, `(B, T, S)`, by the masks of layers in forward order.
+
+    A mask is boolean `(B, H, T, S)`, with what a position keeps.
+
+    >>> window = np.tri(4, dtype=bool) & ~np.tri(4, k=-2, dtype=bool)
+    >>> print(composed([window[None, None]] * 2)[0].astype(int))
+    [[1 0 0 0]
+     [1 1 0 0]
+     [1 1 1 0]
+     [0 1 1 1]]
+    """
+    reach: Any = masks[0].any(1)
+    for mask in masks[1:]:
+        reach = mask.any(1).astype("float32") @ reach.astype("float32") > 0
+    return reach
+
+
+def may_change(
+    changed: np.ndarray, before: Sequence[np.ndarray], after: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Where an output may change, `(B, T)`, if the inputs change where `changed`, `(B, S)`.
+
+    The masks of layers, as for `composed`, may change with the inputs: a query may change if it
+    sees what changed, or if its row of the mask is another one.
+    """
+    if [mask.shape for mask in before] != [mask.shape for mask in after]:
+        return np.ones((len(changed), before[-1].shape[2]), bool)
+    for one, other in zip(before, after, strict=True):
+        moved = (one != other).any((1, 3))
+        changed = moved | (one.any(1) & changed[:, None, :]).any(-1)
+    return changed
+
+
+# --- By a rule ------------------------------------------------------------------------------------
+
+
+def by_rule(
+    rule: MaskSpec, heads: int | None, given: Arrays, batch: int, rows: int | None, columns: int
+) -> list[np.ndarray]:
+    """The mask of a rule between inputs and outputs, as that of one layer.
+
+    `rows` is `None` for an output without positions: it may depend on what any position may.
+    """
+    heads = enough_heads(rule) if heads is None else heads
+    inputs = {name: given[name] for name in rule.inputs}
+    queries = columns if rows is None else rows
+    mask = ops.convert_to_numpy(make_mask(rule, queries, columns, heads, inputs))
+    made: Any = np.broadcast_to(mask.any(1, keepdims=True), (batch, 1, queries, columns))
+    return [
+        made.any(2, keepdims=True) if rows is None else made | np.eye(rows, columns, dtype=bool)
+    ]
+
+
+# --- By layers ------------------------------------------------------------------------------------
+
+
+def by_layers(
+    model: keras.Model,
+    entries: list[AttentionLayer],
+    inputs: Any,
+    given: Arrays,
+    batch: int,
+    length: int,
+) -> list[np.ndarray]:
+    """The mask of each attention layer as it runs, with the padding of the model's inputs.
+
+    Args:
+        model: A model whose attention layers are `entries`.
+        inputs: What the model is called on.
+        given: The same as arrays by name.
+        batch: The number of examples.
+        length: The number of positions.
+
+    Raises:
+        ValueError: if a layer attends to another number of positions.
+    """
+    from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
+
+    own, is_real = np.eye(length, dtype=bool), padding_of(model, given)
+    masks = []
+    for mask in all_that_restricts(model, entries, inputs):
+        if mask.shape[2:] != own.shape:
+            raise ValueError(
+                f"Attention has {mask.shape[2]} queries and {mask.shape[3]} keys, and the inputs "
+                f"{length} positions."
+            )
+        if is_real is not None:
+            mask = mask & is_real[:, None, None, :]
+        masks.append(np.broadcast_to(mask | own, (batch, *mask.shape[1:])))
+    return masks or [np.broadcast_to(own, (batch, 1, length, length))]
+
+
+def padding_of(model: Any, given: Arrays) -> np.ndarray | None:
+    """Which positions are real tokens, `(B, T)`: by inputs of that name, or where ids are masked.
+
+    `None` if nothing says it. Of several, that of the first.
+    """
+    pairs = {name: x for name, x in given.items() if x.ndim == 2}
+    for name, x in pairs.items():
+        if marks_padding(name):
+            return x != 0
+    layers = _keras.layers_of(model) if isinstance(model, keras.Layer) else ()
+    if any(getattr(layer, "mask_zero", False) for layer in layers):
+        ids = [name for name, x in pairs.items() if x.dtype.kind in "iu"]
+        for name in ids:
+            if "token_ids" in name or len(ids) == 1:
+                return pairs[name] != 0
+    return None
+
+
+def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
+    """Why the layers do not say what an output may depend on; `None` if they do.
+
+    Layers that are not known are taken to keep positions apart: if they do not, it shows.
+    """
+    if found.unknown:
+        return f"the attention layer {found.unknown[0]} is out of reach"
+    for entry in found.known:
+        if entry.kind == "cross":
+            return f"the attention layer {entry} attends to another sequence"
+    for layer in _behind_positions(model):
+        folders = {part for cls in type(layer).__mro__ for part in cls.__module__.split(".")}
+        is_apart = isinstance(layer, keras.layers.TimeDistributed)
+        if folders & _MIXING and not is_apart:
+            return f"the layer '{layer.name}' ({type(layer).__name__}) mixes positions"
+    return None
+
+
+def _behind_positions(model: keras.Model) -> list[Any]:
+    """The layers that outputs with an axis of positions are made of; all without a graph."""
+    graph = _keras.functional_of(model)
+    if not isinstance(graph, _keras.Functional):
+        return list(_keras.layers_of(model))
+    waiting = [x for x in graph.outputs if len(x.shape) > 2 or None in x.shape[1:]]
+    found, seen = {}, set()
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            operation, read = _keras.made_by(tensor)
+            waiting += read
+            found[id(operation)] = operation
+    layers = [x for x in found.values() if isinstance(x, keras.Layer)]
+    return [inner for layer in layers for inner in _keras.layers_of(layer)]

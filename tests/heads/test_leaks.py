@@ -1,0 +1,458 @@
+"""Planted leaks are found, sealed models pass, and what is allowed is checked by loops."""
+
+import itertools
+import json
+import sys
+
+import keras
+import numpy as np
+import pytest
+import strategies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers, ops
+from small_models import TOKENS, one_layer, stack
+
+import keras_headmask as hm
+from keras_headmask.heads import leaks, reaches
+from keras_headmask.heads.leaks import find_leaks
+from keras_headmask.heads.testing import assert_no_leaks
+from keras_headmask.retrofit.find import find_attention
+
+CAUSAL = hm.recipes.causal()
+FLOATS = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
+IDS = np.array([[5, 9, 4, 6, 9, 7, 1], [4, 3, 9, 8, 3, 2, 6]], "int32")
+
+
+def floats(*blocks, length=6):
+    """Features -> blocks, each with a residual connection."""
+    x = first = keras.Input((length, 8), name="features")
+    for block in blocks:
+        x = layers.Add()([x, block(x)])
+    return keras.Model(first, x)
+
+
+def causal(heads=2, cls=layers.MultiHeadAttention, **arguments):
+    attention = cls(heads, 3, **arguments)
+    return lambda x: attention(x, x, use_causal_mask=True)
+
+
+class MeanOverTime(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=1, keepdims=True)
+
+
+class OverTheBatch(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class AlwaysInTraining(layers.Layer):
+    """Its batch statistics are those of the inputs, when serving, too."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = layers.BatchNormalization()
+
+    def call(self, x):
+        return self.norm(x, training=True)
+
+
+class OneHeadOpen(layers.MultiHeadAttention):
+    """Its head 7 obeys no mask."""
+
+    def _compute_attention(self, query, key, value, attention_mask=None, *args, **arguments):
+        arguments.pop("use_causal_mask", None)
+        if attention_mask is not None:
+            head = ops.arange(self.num_heads)[None, :, None, None]
+            attention_mask = ops.logical_or(attention_mask[:, None], head == 7)
+        return super()._compute_attention(query, key, value, attention_mask, *args, **arguments)
+
+
+class NaNWhereAllAreLarge(layers.Layer):
+    def call(self, x):
+        total = ops.sum(x, axis=1, keepdims=True)
+        return x + 0 * ops.sqrt(float(abs(FLOATS.sum(1)).max()) + 0.1 - ops.abs(total))
+
+
+# --- Planted leaks --------------------------------------------------------------------------------
+
+
+def test_no_causal_mask():
+    attention = layers.MultiHeadAttention(2, 3, name="open")
+    model = floats(causal(), lambda x: attention(x, x), causal())
+    report = find_leaks(model, FLOATS, rule=CAUSAL)
+    assert report
+    assert report.tried == report.pairs == 2 * 15
+    assert report.first_layer == "'open' (MultiHeadAttention)"
+    assert all(leak.position > leak.output_position for leak in report.leaks)
+    assert not find_leaks(model, FLOATS)  # by its layers, each output may see everything
+
+
+@pytest.mark.parametrize("rule", [None, CAUSAL], ids=["by layers", "by a rule"])
+@pytest.mark.parametrize("planted", [MeanOverTime, lambda **k: layers.Lambda(means, **k)])
+def test_a_mean_over_time(planted, rule):
+    report = find_leaks(floats(causal(), planted(name="planted"), causal()), FLOATS, rule)
+    assert report.first_layer.startswith("'planted'")
+    assert len(report.leaks) == report.pairs
+
+
+def means(x):
+    return x - keras.ops.mean(x, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("planted", [AlwaysInTraining, OverTheBatch])
+def test_batch_statistics(planted):
+    report = find_leaks(floats(causal(), planted(name="planted")), FLOATS)
+    assert {(leak.example, leak.output_example) for leak in report.leaks} >= {(0, 1), (1, 0)}
+    assert report.first_layer.startswith("'planted")
+    assert not find_leaks(floats(causal(), layers.BatchNormalization()), FLOATS)
+
+
+class OfAnotherExample(layers.Layer):
+    """Position j of an example reads the mirrored position of the other one."""
+
+    def call(self, x):
+        return x + x[::-1, ::-1]
+
+
+def test_what_another_example_changed_is_not_taken_for_ones_own():
+    report = find_leaks(floats(OfAnotherExample(name="planted")), FLOATS)
+    places = {(leak.example, leak.position, leak.output_example) for leak in report.leaks}
+    assert places == {(b, j, 1 - b) for b in range(2) for j in range(6)}
+    assert all(leak.position + leak.output_position == 5 for leak in report.leaks)
+    assert report.first_layer == "'planted' (OfAnotherExample)"
+
+
+def test_one_layer_of_twelve_without_the_rule():
+    attention = layers.MultiHeadAttention(2, 3, name="open")
+    blocks = [causal() for _ in range(12)]
+    blocks[7] = lambda x: attention(x, x)
+    report = find_leaks(floats(*blocks), FLOATS, rule=CAUSAL)
+    assert report.first_layer == "'open' (MultiHeadAttention)"
+    assert len(report.leaks) > 20  # of 30: its attention is sharp after seven layers
+
+
+def padded_by_plus(layer):
+    """Ids, of which 0 pads -> two embeddings, added by a layer or by `+` -> attention."""
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    x = layers.Embedding(12, 8, mask_zero=True)(ids)
+    places = layers.Embedding(12, 8, mask_zero=True)(ids)
+    x = layers.Add()([x, places]) if layer else x + places
+    return keras.Model(ids, layers.MultiHeadAttention(2, 3)(x, x))
+
+
+def test_padding_lost_by_plus():
+    report = find_leaks(padded_by_plus(layer=False), TOKENS)
+    assert {(leak.example, leak.position) for leak in report.leaks} == {(0, 6), (1, 5), (1, 6)}
+    assert "MultiHeadAttention" in report.first_layer
+    assert not find_leaks(padded_by_plus(layer=True), TOKENS)
+
+
+def padded_by_input(as_heads):
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    padding = keras.Input((7,), dtype="int32", name="padding_mask")
+    x = layers.Embedding(12, 8)(ids)
+    mask = padding[None, :, None, :] if as_heads else padding[:, None, None, :]
+    attention = layers.MultiHeadAttention(2, 3)
+    return keras.Model([ids, padding], attention(x, x, attention_mask=mask))
+
+
+def test_padding_read_as_heads():
+    inputs = {"token_ids": IDS, "padding_mask": (TOKENS != 0).astype("int32")}
+    report = find_leaks(padded_by_input(as_heads=True), inputs)
+    across = {leak.input for leak in report.leaks if leak.example != leak.output_example}
+    assert "padding_mask" in across
+    assert any(leak.example == leak.output_example for leak in report.leaks)
+    sealed = find_leaks(padded_by_input(as_heads=False), inputs)
+    assert not sealed
+    assert sealed.tried == sealed.pairs > 0
+
+
+def test_a_head_of_twelve():
+    report = find_leaks(floats(causal(12, OneHeadOpen, name="planted")), FLOATS)
+    assert report.first_layer == "'planted' (OneHeadOpen)"
+    report = find_leaks(floats(causal(7, OneHeadOpen)), FLOATS)  # which has no head 7
+    assert not report
+    assert report.tried == report.pairs
+
+
+def test_a_head_without_its_rule():
+    rule = hm.PerHead(dict.fromkeys(range(11), CAUSAL))
+    model = hm.apply_head_masks(floats(lambda x: layers.MultiHeadAttention(12, 3)(x, x)), rule)
+    assert find_leaks(model, FLOATS, rule=CAUSAL)
+
+
+def test_a_change_to_nan_is_a_change():
+    report = find_leaks(floats(NaNWhereAllAreLarge(name="planted")), FLOATS, rule=hm.Window(0, 0))
+    assert report.leaks[0].change == float("inf")
+    assert report.to_json()["leaks"][0]["change"] == "NaN"
+
+
+def test_padding_of_an_output_without_positions():
+    ids = keras.Input((7,), dtype="int32", name="token_ids")
+    padding = keras.Input((7,), dtype="bool", name="padding_mask")
+    x = layers.Embedding(12, 8)(ids)
+    weights = ops.cast(padding, "float32")[..., None]
+    inputs = {"token_ids": IDS, "padding_mask": TOKENS != 0}
+    rule = hm.recipes.padding("padding_mask")
+    model = keras.Model([ids, padding], {"all": ops.sum(x, 1), "x": x})
+    report = find_leaks(model, inputs, rule=rule)
+    found = {(leak.example, leak.position, leak.output) for leak in report.leaks}
+    assert found == {(0, 6, "all"), (1, 5, "all"), (1, 6, "all")}
+    assert report.leaks[0].output_position is None
+    assert not find_leaks(keras.Model([ids, padding], ops.sum(x * weights, 1)), inputs, rule=rule)
+    assert "The output 'all', (2, 8), has no axis of the input's" in str(find_leaks(model, inputs))
+
+
+class Subclassed(keras.Model):
+    def __init__(self, other=False):
+        super().__init__()
+        self.embedding = layers.Embedding(12, 8)
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.other = other
+
+    def call(self, ids):
+        x = self.embedding(ids)
+        return x + self.attention(x, x + 1 if self.other else x, use_causal_mask=True)
+
+
+def test_a_model_without_a_graph():
+    report = find_leaks(Subclassed(), IDS)
+    assert not report
+    assert report.tried == report.pairs == 2 * 21
+    with pytest.raises(ValueError, match=r"attends to another sequence\. Pass as `rule` what"):
+        find_leaks(Subclassed(other=True), IDS)
+    assert not find_leaks(Subclassed(other=True), IDS, rule=CAUSAL)
+
+
+def test_attention_over_several_axes():
+    x = keras.Input((6, 5, 8))
+    attention = layers.MultiHeadAttention(2, 3, attention_axes=(1, 2))
+    values = np.random.default_rng(0).normal(size=(2, 6, 5, 8))
+    with pytest.raises(ValueError, match=r"over several axes\. Pass as `rule` what"):
+        find_leaks(keras.Model(x, attention(x, x)), values)
+
+
+def test_what_was_left_out_is_said():
+    model = padded_by_input(as_heads=False)
+    masked = {"token_ids": IDS, "padding_mask": (TOKENS != 0).astype("int32")}
+    kept = "The input 'padding_mask' was kept within an example: "
+    assert f"{kept}it is a mask, or" in str(find_leaks(model, masked))
+    masked["padding_mask"][:] = 1
+    assert f"{kept}all its values are equal." in str(find_leaks(model, masked, rule=CAUSAL))
+
+
+# --- Sealed models --------------------------------------------------------------------------------
+
+
+def obeying(spec, inputs):
+    """Two layers under `spec`, and the inputs of the model."""
+    model = hm.apply_head_masks(stack(2), spec, add_inputs=True)
+    return model, {"token_ids": IDS[:, :5]} | inputs
+
+
+def sealed(spec, data):
+    inputs = {}
+    for name, kind in spec.inputs.items():
+        shape = (2, 4, 5, 5) if kind.rank is None else (2, 5)
+        elements = strategies.ids if name == "ids" else st.booleans()
+        dtype = "int32" if name == "ids" else "bool"
+        inputs[name] = data.draw(strategies.arrays(elements, shape, dtype))
+    model, given = obeying(spec, inputs)
+    report = find_leaks(model, given)
+    assert not report, report
+    assert report.tried == report.pairs or spec.inputs
+
+
+@settings(strategies.FEW, max_examples=3)
+@given(spec=strategies.any_specs, data=st.data())
+def test_sealed_models_pass(spec, data):
+    sealed(spec, data)
+
+
+@pytest.mark.long
+@settings(strategies.MANY, max_examples=200)
+@given(spec=strategies.any_specs, data=st.data())
+def test_200_sealed_models_pass(spec, data):
+    sealed(spec, data)
+
+
+def test_ends_of_sentences_are_tried_in_embeddings():
+    """Another id would move the sentences; what the embedding makes of it does not."""
+    model = hm.apply_head_masks(stack(2), hm.SameSentence(9, "token_ids"))
+    report = find_leaks(model, {"token_ids": IDS})
+    assert not report
+    assert report.tried == report.pairs > 0
+    broken = hm.apply_head_masks(stack(2), hm.SameSentence(9, "token_ids"), layers=1)
+    assert find_leaks(broken, {"token_ids": IDS}, rule=hm.SameSentence(9, "token_ids"))
+
+
+def test_a_token_between_may_decide_what_a_query_sees():
+    """Whether key 0 is in the sentence of query 3 depends on token 1, which query 3 cannot see."""
+    model = hm.apply_head_masks(stack(1), hm.SameSentence(9, "token_ids") & hm.Keys(0, 1))
+    report = find_leaks(model, {"token_ids": IDS[:, :5]})
+    assert not report
+    assert report.tried == report.pairs > 0
+
+
+# --- What an output may depend on -----------------------------------------------------------------
+
+
+def paths(masks, query, key):
+    """Whether there is a way from a key to a query, over layers and heads, by loops."""
+    batch_of_one = [mask[0] for mask in masks]
+    heads = [range(len(mask)) for mask in batch_of_one]
+    length = batch_of_one[0].shape[-1]
+    for middle in itertools.product(range(length), repeat=len(masks) - 1):
+        stops = (key, *middle, query)
+        for chosen in itertools.product(*heads):
+            steps = zip(batch_of_one, chosen, stops[1:], stops[:-1], strict=True)
+            if all(mask[head, q, k] for mask, head, q, k in steps):
+                return True
+    return False
+
+
+@settings(strategies.MANY, max_examples=15)
+@given(st.lists(strategies.arrays(st.booleans(), (1, 2, 3, 3), "bool"), min_size=1, max_size=3))
+def test_composition_is_the_ways_through_the_layers(masks):
+    expected = [[paths(masks, q, k) for k in range(3)] for q in range(3)]
+    assert reaches.composed(masks)[0].tolist() == expected
+
+
+@settings(strategies.MANY, max_examples=15)
+@given(st.lists(strategies.arrays(st.booleans(), (1, 2, 4, 4), "bool"), min_size=1, max_size=3))
+def test_without_a_change_of_masks_what_may_change_is_what_reaches(masks):
+    for key in range(4):
+        changed = np.arange(4)[None] == key
+        assert (
+            reaches.may_change(changed, masks, masks) == reaches.composed(masks)[..., key]
+        ).all()
+
+
+def test_a_position_keeps_what_it_has():
+    model = hm.apply_head_masks(stack(1), hm.Window(1, -1))  # no query sees itself
+    report = find_leaks(model, IDS)
+    assert not report
+    assert report.pairs == 2 * (49 - 7 - 6)
+
+
+def test_windows_compose():
+    window = hm.Window(1, 1)
+    model = hm.apply_head_masks(stack(2), window)
+    entries = find_attention(model).known
+    masks = reaches.by_layers(model, entries, IDS, {"token_ids": IDS}, 2, 7)
+    i, j = np.indices((7, 7))
+    assert len(masks) == 2
+    assert (reaches.composed(masks) == (abs(i - j) <= 2)).all()
+    assert not find_leaks(model, IDS)
+    report = find_leaks(model, IDS, rule=window)
+    assert {abs(leak.position - leak.output_position) for leak in report.leaks} == {2}
+
+
+# --- Reports --------------------------------------------------------------------------------------
+
+
+_PLACE = ("example", "position")
+
+
+def test_a_report_prints_and_saves_itself():
+    report = find_leaks(floats(MeanOverTime(name="planted")), FLOATS, rule=CAUSAL)
+    first, header, row, *_, last = str(report).splitlines()
+    assert first == (
+        "30 leaks. Tried 30 of 30 hidden pairs of positions, and 2 of 2 pairs of examples."
+    )
+    assert header.split() == ["input", *_PLACE, "output", *_PLACE, "change"]
+    assert row.split()[0] == "features"
+    assert last == "It shows first in the layer 'planted' (MeanOverTime)."
+    found = json.loads(json.dumps(report.to_json()))
+    assert len(found["leaks"]) == found["pairs"] == 30
+    assert found["leaks"][0]["change"] >= found["leaks"][1]["change"] > 0
+    with pytest.raises(AssertionError, match="30 leaks"):
+        assert_no_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL)
+    with pytest.raises(AssertionError, match="Nothing was tried"):
+        assert_no_leaks(floats(MeanOverTime()), FLOATS[:1], rule=hm.Full())
+
+
+def test_a_bar_shows_where_it_takes_long(monkeypatch, capsys):
+    model = floats(causal())
+    find_leaks(model, FLOATS)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(leaks, "_SECONDS", 0)
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    find_leaks(model, FLOATS)
+    assert capsys.readouterr().err.endswith("] 7 of 7\n")
+
+
+@pytest.mark.tensorflow
+def test_a_report_draws_itself():
+    pytest.importorskip("matplotlib")
+    figure = find_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL).plot()
+    (ax,) = figure.axes
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("input positions", "output positions")
+    crosses = {tuple(map(float, xy)) for line in ax.lines for xy in line.get_xydata()}
+    assert crosses == {(j, i) for i in range(6) for j in range(i + 1, 6)}
+
+
+@pytest.mark.tensorflow
+def test_what_is_shipped(tmp_path):
+    for name, mask in (("open", False), ("sealed", True)):
+        x = keras.Input((6, 8), name="features")
+        attention = layers.MultiHeadAttention(2, 3)
+        model = keras.Model(x, attention(x, x, use_causal_mask=mask))
+        model.export(tmp_path / name, verbose=False)
+        report = find_leaks(str(tmp_path / name), {"features": FLOATS}, rule=CAUSAL)
+        assert bool(report) is not mask
+        assert report.first_layer is None
+        assert report.tried == report.pairs == 30
+    with pytest.raises(ValueError, match="the layers of a SavedModel cannot be read"):
+        find_leaks(tmp_path / "open", FLOATS)
+    with pytest.raises(ValueError, match=r"has the inputs \['features'\]. Received: \['a', 'b'\]"):
+        find_leaks(tmp_path / "open", {"a": FLOATS, "b": FLOATS}, rule=CAUSAL)
+    with pytest.raises(ValueError, match="is not the folder of a SavedModel: it holds no saved_"):
+        find_leaks(tmp_path, FLOATS, rule=CAUSAL)
+    import tensorflow as tf
+
+    tf.saved_model.save(tf.Module(), str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="has no signatures, so nothing says how to call it"):
+        find_leaks(tmp_path / "none", FLOATS, rule=CAUSAL)
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+class ByHand(layers.Layer):
+    def call(self, x):
+        return ops.softmax(x @ ops.transpose(x, (0, 2, 1))) @ x
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "rule", "message"),
+    [
+        (
+            lambda: floats(ByHand(name="by_hand")),
+            FLOATS,
+            None,
+            "'by_hand' .ByHand. is out of reach",
+        ),
+        (lambda: floats(layers.Conv1D(8, 3, padding="same")), FLOATS, None, "Conv1D. mixes posit"),
+        (lambda: floats(layers.LSTM(8, return_sequences=True)), FLOATS, None, "Pass it as `rule`"),
+        (one_layer, TOKENS * 0 + 3, None, "hold nothing to change: .* 'token_ids': int32 .2, 7."),
+        (one_layer, TOKENS[:0], None, "at least one example. Received: 'token_ids': int32 .0, 7."),
+        (one_layer, {}, None, "must hold the inputs of the model. Received none"),
+        (one_layer, TOKENS, hm.SameSegment("parts"), r"reads \['parts'\], and the inputs are"),
+    ],
+)
+def test_what_cannot_be_tried_is_an_error(model, inputs, rule, message):
+    with pytest.raises(ValueError, match=message):
+        find_leaks(model(), inputs, rule)
+
+
+def test_other_kinds_are_errors():
+    with pytest.raises(TypeError, match="must be a Keras model, or the path of a SavedModel"):
+        find_leaks(len, FLOATS)
+    with pytest.raises(TypeError, match="`rule` must be"):
+        find_leaks(one_layer(), TOKENS, rule="causal")
+    pooled = keras.Sequential([keras.Input((6, 8)), layers.GlobalAveragePooling1D()])
+    with pytest.raises(ValueError, match="No output has an axis of positions"):
+        find_leaks(pooled, FLOATS)

@@ -67,7 +67,9 @@ def main(run="test"):
     report, failed = [], 0
     for number, (name, backend, command) in enumerate(passes, 1):
         print(f"\n=== {number} of {len(passes)}: {name}: {' '.join(command[2:])}", flush=True)
-        environment = os.environ | ({"KERAS_BACKEND": backend} if backend else {})
+        # (A worker for each core: more threads would wait for one another.)
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        environment |= {"KERAS_BACKEND": backend} if backend else {}
         start = time.perf_counter()
         code = subprocess.run(command, env=environment).returncode
         minutes = (time.perf_counter() - start) / 60

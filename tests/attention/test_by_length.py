@@ -100,14 +100,13 @@ def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
     ("of", "choice"),
     [
         # (Minutes, and 3 GB, to trace; `test_second_derivatives_under_dropout` has one head group.)
-        *(pytest.param(second_derivative, choice, marks=pytest.mark.long) for choice in CHOICES),
+        *((second_derivative, choice) for choice in CHOICES),
         *((mapped, choice) for choice in CHOICES),
-        (jacobian, "tiles"),
-        *(pytest.param(jacobian, x, marks=pytest.mark.long) for x in CHOICES if x != "tiles"),
-        *(pytest.param(forward_mode, choice, marks=pytest.mark.long) for choice in CHOICES),
+        *((jacobian, choice) for choice in CHOICES),
+        *((forward_mode, choice) for choice in CHOICES),
     ],
 )
-@pytest.mark.every_day("mapped-tiles")
+@pytest.mark.long  # (to trace one takes 14 s or more; `test_tiled_derivatives` has two every day)
 def test_what_is_made_of_gradients(of, choice):
     import tensorflow as tf
 

@@ -191,6 +191,7 @@ def test_what_is_held_while_code_is_compiled_counts(taken):
 needs_compiler = pytest.mark.skipif(not flex._HAS_KERNEL, reason="needs AVX2")
 
 
+@pytest.mark.long  # (`test_compiled_code_is_one_graph` compiles every day)
 @needs_compiler
 @torch.no_grad()
 def test_by_the_compiler(taken):

@@ -5,6 +5,7 @@ one that is added is held to all of this. What a kernel refuses is skipped, with
 """
 
 import changed
+import keras
 import numpy as np
 import oracle
 import pytest
@@ -51,6 +52,8 @@ from tiled_contract import SCALE, UNSORTED_IDS, operands, seeds, sizes
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
+
+LONG_ON_JAX = pytest.mark.long if keras.backend.backend() == "jax" else ()
 
 # ---------------------------------------------------------------- any rule, any lengths, any heads
 
@@ -287,7 +290,7 @@ def test_dropout_is_drawn_for_pairs_and_found_again_by_the_gradient(route, name)
 # ---------------------------------------------------------------- gradients of gradients
 
 
-@pytest.mark.parametrize("name", ["none", "all"])
+@pytest.mark.parametrize("name", ["none", pytest.param("all", marks=LONG_ON_JAX)])
 @routes(every_day)
 @skipping
 def test_gradients_of_gradients(route, name):

@@ -335,6 +335,7 @@ def process(exports, tmp_path_factory):
     server.process.wait()
 
 
+@pytest.mark.long  # (`test_served_versions` swaps and breaks versions every day)
 def test_a_load_of_requests_over_versions_that_swap_and_break(exports, models, process):
     """Eight clients without pause: no request fails, and each gets the answer of one version."""
     inputs = example(2, 7)

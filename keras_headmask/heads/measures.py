@@ -14,6 +14,7 @@ from keras_headmask.heads.probabilities import forward, in_numpy
 from keras_headmask.retrofit.find import AttentionLayer, find_attention
 from keras_headmask.retrofit.select import select
 from keras_headmask.rules import evaluation, fields
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
 
 
@@ -127,7 +128,7 @@ class _Measuring:
         self,
         model: keras.Model,
         entries: list[AttentionLayer],
-        sentences: SameSentence | None,
+        sentences: MaskSpec | None,
         special_ids: tuple[int, ...],
         given: Mapping[str, str | None],
     ):

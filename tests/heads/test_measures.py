@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ from small_models import TOKENS, Block, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask.heads import measures
 from keras_headmask.heads import texts as of_texts
 from keras_headmask.heads.measures import measure_heads
 from keras_headmask.heads.probabilities import attention_probabilities
@@ -433,8 +435,26 @@ assert peak() < 1.5 * once
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_one_batch():
     run_fresh(MEMORY)
+
+
+def test_one_layer_of_one_batch_is_held_at_a_time(monkeypatch):
+    held, most = [], 0
+
+    def counted(seen):
+        nonlocal most
+        for path, values in probabilities_in_numpy(seen):
+            held.append(weakref.ref(values))
+            del values  # (each step of a generator holds its own)
+            yield path, held[-1]()
+            most = max(most, sum(ref() is not None for ref in held))
+
+    probabilities_in_numpy = measures.in_numpy
+    monkeypatch.setattr(measures, "in_numpy", counted)
+    measure_heads(stack(3), LONG, batch_size=1)
+    assert (len(held), most) == (15, 1)
 
 
 # --- Bad input -----------------------------------------------------------------------------------

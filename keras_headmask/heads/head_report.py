@@ -152,7 +152,7 @@ class HeadReport:
         return plotting.figures_module().heads_figure(drawn, measures, most, unit, caption)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it; `nan` is null."""
+        """The report as JSON has it, a dict; `nan` is null."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("scores", "even", "most"):
             found[name] = {key: _with_null(x.tolist()) for key, x in found[name].items()}

@@ -157,11 +157,12 @@ class _Measuring:
             real = texts.as_array(masks[0], "the Keras mask", count)
         of_texts: list[Text] = []
         for path, probabilities in in_numpy(seen):
+            number, heads, length, _ = probabilities.shape
+            real = np.ones((number, length), bool) if real is None else real != 0
             _check_fits(path, probabilities, ids, real)
-            if not of_texts:
-                of_texts = self._prepared(ids, real, probabilities)
+            of_texts = of_texts or self._prepared(ids, real)
             if path not in self.sums:
-                self.sums[path] = Sums(probabilities.shape[1], len(self.measures))
+                self.sums[path] = Sums(heads, len(self.measures))
             for of_text, text in zip(probabilities, of_texts, strict=True):
                 self.sums[path].add(of_text, text)
 
@@ -192,13 +193,9 @@ class _Measuring:
         )
         return ids, real
 
-    def _prepared(
-        self, ids: np.ndarray | None, real: np.ndarray | None, probabilities: np.ndarray
-    ) -> list[Text]:
+    def _prepared(self, ids: np.ndarray | None, real: np.ndarray) -> list[Text]:
         """The texts of a batch, which are counted."""
-        count, _, length, _ = probabilities.shape
-        real = np.ones((count, length), bool) if real is None else real != 0
-        same = None
+        (count, length), same = real.shape, None
         if self.sentences is not None:
             mask = evaluation.make_mask(self.sentences, length, length, 1, {"token_ids": ids})
             same = ops.convert_to_numpy(mask)[:, 0]
@@ -261,7 +258,7 @@ class _Measuring:
 
 
 def _check_fits(
-    path: str, probabilities: np.ndarray, ids: np.ndarray | None, real: np.ndarray | None
+    path: str, probabilities: np.ndarray, ids: np.ndarray | None, real: np.ndarray
 ) -> None:
     """Raise unless the layer attends within the texts whose ids and padding are known."""
     count, _, queries, keys = probabilities.shape

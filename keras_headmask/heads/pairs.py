@@ -30,7 +30,7 @@ class Sums:
         logarithms = np.log(p, out=np.zeros_like(p), where=p > 0)
         entropy = -np.einsum("hts,hts->h", p, logarithms)
         flat = p.reshape(len(p), -1)
-        self.measured += np.c_[flat @ text.weights.T, entropy]
+        self.measured += np.c_[flat @ text.weights(), entropy]
         self.queries += sees.sum(1)
         self.most += sees @ text.most
         self.even += sees @ text.even
@@ -41,11 +41,18 @@ class Text:
 
     def __init__(self, real: np.ndarray, patterns: Mapping[str, np.ndarray]):
         self.real = real
-        i, j = np.ogrid[: len(real), : len(real)]
-        pairs = np.stack(list(patterns.values())) & real[:, None] & real
-        self.weights = np.stack([*pairs, abs(i - j)]).reshape(len(pairs) + 1, -1).astype("float64")
-        self.most = pairs.any(-1).T.astype("float64")  # (queries, patterns)
-        self.even = pairs.sum(-1).T / max(1, real.sum())
+        self.pairs = np.stack(list(patterns.values())) & real[:, None] & real
+        self.most = self.pairs.any(-1).T.astype("float64")  # (queries, patterns)
+        self.even = self.pairs.sum(-1).T / max(1, real.sum())
+
+    def weights(self) -> np.ndarray:
+        """What each pair counts, `(pairs, patterns + 1)`: 0 or 1, and the distance.
+
+        It is made anew for each layer: of a whole batch it would be larger than its probabilities.
+        """
+        i, j = np.ogrid[: len(self.real), : len(self.real)]
+        found = np.stack([*self.pairs, abs(i - j)], dtype="float64", casting="unsafe")
+        return found.reshape(len(found), -1).T
 
 
 def patterns(

@@ -156,6 +156,7 @@ def padded_tail(name):
         ("attention_mask", {}, "`attention_mask`"),
         ("is_real", {"padding": "is_real"}, "`is_real`"),
         ("other", {"padding": LONG != 0}, "`padding`"),
+        ("other", {"padding": LONG % 3 > 0}, "`padding`"),  # it hides ids that others have
         ("nothing", {}, "none known"),
     ],
 )
@@ -164,6 +165,7 @@ def test_padding_does_not_count_where_it_is_known(name, given, words):
     report = measure_heads(model, inputs, END, SPECIAL, batch_size=2, **given)
     probabilities = attention_probabilities(model, inputs)["attention"]
     real = np.ones_like(LONG, bool) if name == "nothing" else LONG != 0
+    real = given["padding"] if name == "other" else real
     expected, _, _ = by_loops(probabilities, LONG, real)
     for measure, values in expected.items():
         assert_close(report.scores[measure][0], values)
@@ -491,6 +493,16 @@ def over_two_axes():
     return keras.Model(x, attention(x, x))
 
 
+class Pools(Block):
+    """Its queries are every second token; that of one sequence nobody can see."""
+
+    def call(self, x):
+        return self.attention(x[:, ::2], x)
+
+    def compute_output_shape(self, shape):
+        return shape[0], None, shape[2]
+
+
 def only_in_training():
     class Trains(Block):
         def call(self, x, training=None):
@@ -580,6 +592,25 @@ def test_inputs_that_cannot_be_told_apart_are_refused():
     model = keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x))
     with pytest.raises(ValueError, match=r"no input holds them: \['x'\]. Pass `token_ids`"):
         measure_heads(model, np.ones((2, 20, 8)), END)
+
+
+def test_layers_of_another_length_are_named_apart():
+    x = keras.Input((20, 8))
+    y = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    y = layers.AveragePooling1D(2)(y)
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4, name="pooled")(y, y))
+    values = np.random.default_rng(0).normal(size=(2, 20, 8))
+    with pytest.raises(ValueError, match=r"position of the layer 'pooled', shape \(2, 10\)"):
+        measure_heads(model, values)
+    assert measure_heads(model, values, layers="pooled").tokens == 20
+
+
+def test_a_layer_with_more_keys_than_queries_is_refused():
+    x = keras.Input((None, 8))
+    attention = layers.MultiHeadAttention(2, 4, name="attention")
+    model = keras.Model(x, Pools(attention, name="own")(x))
+    with pytest.raises(ValueError, match="attends from 10 queries to 20 keys"):
+        measure_heads(model, np.ones((2, 20, 8)), layers="own")
 
 
 def test_a_threshold_is_a_share():

@@ -99,15 +99,36 @@ def attention_figure(
             y, x = (np.argwhere(leak) * drawn.tile + np.subtract(drawn.tile, 1) / 2).T
             crosses += ax.plot(x, y, "x", color=_ALARM, ms=4, mew=1, label="attention outside it")
         ax.set_title(head_names(panel.heads), fontsize=_TITLE)
+    shown_is = "probability" if drawn.tile == (1, 1) else "largest probability of a tile"
+    _scale(figure, axes, image, shown_is)
+    hatched = Patch(fc="white", ec="0.6", hatch="////", label="hidden by the mask")
+    _legend(figure, [*([] if allowed.all() else [hatched]), *crosses[:1]])
+    return figure
+
+
+def heads_figure(
+    drawn: Panels, titles: Sequence[str], most: float, shown_is: str, caption: Sequence[str]
+) -> Picture:
+    """A panel for each measure of heads, layers downward and heads to the right; `nan` is empty."""
+    figure, axes = _grid(drawn, caption, beside=0.9)
+    for ax, panel, title in zip(axes, drawn.panels, titles, strict=True):
+        cells = np.ma.masked_invalid(panel.cells)
+        image = _image(ax, cells, drawn, cmap=_SHADES, vmin=0, vmax=most)
+        ax.set_title(title, fontsize=_TITLE)
+        for axis, name in ((ax.yaxis, "layers"), (ax.xaxis, "heads")):
+            if axis.label.get_text():
+                axis.label.set_text(name)
+    _scale(figure, axes, image, shown_is)
+    return figure
+
+
+def _scale(figure: Picture, axes: Sequence[Axes], image: AxesImage, shown_is: str) -> None:
+    """What the shades mean, beside the panels."""
     width, place = figure.get_figwidth(), axes[0].get_position()
     right = max(ax.get_position().x1 for ax in axes) + 0.15 / width
     scale = figure.add_axes((right, place.y0, 0.13 / width, place.height))
     figure.colorbar(image, cax=scale).ax.tick_params(labelsize=_SIZE)
-    shown_is = "probability" if drawn.tile == (1, 1) else "largest probability of a tile"
     scale.set_ylabel(shown_is, fontsize=_TEXT)
-    hatched = Patch(fc="white", ec="0.6", hatch="////", label="hidden by the mask")
-    _legend(figure, [*([] if allowed.all() else [hatched]), *crosses[:1]])
-    return figure
 
 
 def leaks_figure(

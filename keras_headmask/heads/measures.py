@@ -1,0 +1,276 @@
+"""`hm.measure_heads`: what each head attends to, over many texts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask.heads import texts
+from keras_headmask.heads.head_report import HeadReport
+from keras_headmask.heads.pairs import Sums, Text, patterns
+from keras_headmask.heads.probabilities import forward, in_numpy
+from keras_headmask.retrofit.find import AttentionLayer, find_attention
+from keras_headmask.retrofit.select import select
+from keras_headmask.rules import evaluation, fields
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.inputs import SameSentence
+
+
+def measure_heads(
+    model: keras.Model,
+    inputs: Any,
+    end_ids: Any = None,
+    special_ids: Any = None,
+    layers: Any = None,
+    token_ids: Any = None,
+    padding: Any = None,
+    batch_size: int = 32,
+    progress: bool = True,
+) -> HeadReport:
+    """Measure what each head of self-attention attends to: shares of attention, over many texts.
+
+    | measure     | the attention of query i goes to                                           |
+    |-------------|----------------------------------------------------------------------------|
+    | `self`      | key i                                                                      |
+    | `previous`  | key i - 1                                                                  |
+    | `next`      | key i + 1                                                                  |
+    | `first`     | the first token of the text                                                |
+    | `duplicate` | earlier keys with the same token                                           |
+    | `induction` | what followed those: keys j <= i where token j - 1 is token i              |
+    | `sentence`  | its own sentence, as `SameSentence(end_ids)` counts them                   |
+    | `special`   | tokens whose id is in `special_ids`                                        |
+    | `local`     | keys at most 8 positions away                                              |
+    | `distance`  | the mean of abs(i - j), in positions                                       |
+    | `entropy`   | its entropy, in nats: 0 for one key                                        |
+
+    All are means over the queries that see something. Padding is neither query nor key: shares are
+    of the attention that goes to real tokens. A query without such a key counts as 0 (`most` in the
+    report has how many do not), so measure `duplicate` and `induction` on texts that repeat
+    themselves. One batch is held at a time. A progress bar appears after 3 seconds.
+
+    Args:
+        model: A model that `apply_head_masks` understands, with or without a rule.
+        inputs: What the model is called on: arrays, in a dict or list where it has several inputs.
+            Or an iterable of such batches: a generator, a `tf.data.Dataset`. As in `fit`, the first
+            of a tuple are the inputs.
+        end_ids: The id, or several, of tokens that end a sentence. Without it there is no
+            `sentence`.
+        special_ids: The id, or several, of special tokens, such as BERT's (101, 102). Without it
+            there is no `special`.
+        layers: Which layers, as in `apply_head_masks`. By default all self-attention.
+        token_ids: The name of the input with the ids, or an array `(texts, length)` of them. By
+            default the input named `token_ids`, `input_ids` or `ids`, or the only one of integers
+            `(batch, length)`. Without any, measures that read ids are left out.
+        padding: The name of the input that is true at real tokens, or an array `(texts, length)`.
+            By default an input named `padding_mask` or `attention_mask`, or else the Keras mask
+            that reaches the first attention layer. Without any, every position is a token.
+        batch_size: Texts that the model runs on at once, if `inputs` are arrays.
+        progress: Whether a progress bar may appear.
+
+    Returns:
+        A `HeadReport`. It prints as a table, and has `roles()`, `plot()` and `to_json()`.
+
+    Raises:
+        TypeError: if `model` is not a Keras model, or for `inputs` or ids of another kind.
+        ValueError: if attention is out of reach or not self-attention; if there are no texts, or
+            all have fewer than 2 tokens or the same one; if ids or padding cannot be found or do
+            not fit.
+
+    Measures: Clark et al. 2019, "What Does BERT Look At?"; Olsson et al. 2022, "In-context Learning
+    and Induction Heads"; `detect_head` of TransformerLens, whose shares are these.
+
+    >>> import keras_headmask as hm
+    >>> ids = keras.Input((None,), dtype="int32", name="token_ids")
+    >>> x = keras.layers.Embedding(50, 8)(ids)
+    >>> model = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x))
+    >>> rule = hm.PerHead({0: hm.Window(1, 0) & ~hm.Window(0, 0)})
+    >>> texts = np.random.default_rng(0).integers(1, 50, (4, 24))
+    >>> report = measure_heads(hm.apply_head_masks(model, rule), texts)
+    >>> report.scores["previous"][0, 0]
+    np.float64(1.0)
+    >>> print(report.roles())
+    attention  head 0  previous token
+    """
+    fields.whole_number(batch_size, "batch_size", at_least=1)
+    entries = _self_attention(model, layers)
+    given = {"token_ids": token_ids, "padding": padding}
+    beside = {k: v for k, v in given.items() if v is not None and not isinstance(v, str)}
+    measuring = _Measuring(
+        model,
+        entries,
+        None if end_ids is None else SameSentence(end_ids),
+        () if special_ids is None else fields.id_tuple(special_ids, "special_ids"),
+        {k: v for k, v in given.items() if k not in beside},
+    )
+    batches, count = texts.in_batches(inputs, beside, batch_size)
+    for batch, of_batch in texts.with_progress(batches, count, progress):
+        measuring.add(batch, of_batch)
+    return measuring.report()
+
+
+def _self_attention(model: keras.Model, layers: Any) -> list[AttentionLayer]:
+    found = find_attention(model)
+    entries = [found.known[number] for number in select(found, layers)]
+    if others := [entry for entry in entries if entry.kind == "cross"]:
+        raise ValueError(
+            f"The layer {others[0]} attends to another sequence; heads are measured within one. "
+            "Leave it out of `layers`, or use `attention_probabilities`."
+        )
+    return entries
+
+
+class _Measuring:
+    """Adds up batches. `given`: the names of the inputs with token ids and padding, or `None`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        entries: list[AttentionLayer],
+        sentences: MaskSpec | None,
+        special_ids: tuple[int, ...],
+        given: Mapping[str, str | None],
+    ):
+        self.model, self.entries, self.given = model, entries, given
+        self.sentences, self.special_ids = sentences, special_ids
+        self.sums: dict[str, Sums] = {}  # by path of the layer
+        self.measures: tuple[str, ...] = ()
+        self.texts = self.tokens = self.longest = 0
+        self.ids: set[int] = set()  # some of those that were seen
+        self.reads_ids, self.padding = False, "none known"
+
+    def add(self, inputs: Any, beside: Mapping[str, Any]) -> None:
+        """Measure one batch; `beside`: arrays of token ids and padding."""
+        from keras_headmask.retrofit.observe import called  # needs all of retrofit/
+
+        count = next((int(x.shape[0]) for x in keras.tree.flatten(inputs)), 0)
+        if not count:
+            shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
+            raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")
+        ids, real = self._ids_and_padding(inputs, beside, count)
+        masks: list[Any] = []  # Keras' own, of each call of the first layer
+        with called(self.entries[0].layer, lambda given: masks.append(given.get("query_mask"))):
+            seen = forward(self.model, self.entries, inputs)
+        if real is None and masks and masks[0] is not None:
+            self.padding = "the Keras mask"
+            real = texts.as_array(masks[0], "the Keras mask", count)
+        of_texts: list[Text] = []
+        for path, probabilities in in_numpy(seen):
+            number, heads, length, _ = probabilities.shape
+            real = np.ones((number, length), bool) if real is None else real != 0
+            _check_fits(path, probabilities, ids, real)
+            of_texts = of_texts or self._prepared(ids, real)
+            if path not in self.sums:
+                self.sums[path] = Sums(heads, len(self.measures))
+            for of_text, text in zip(probabilities, of_texts, strict=True):
+                self.sums[path].add(of_text, text)
+
+    def _ids_and_padding(
+        self, inputs: Any, beside: Mapping[str, Any], count: int
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        named = texts.by_name(self.model, inputs)
+        arrays = dict(beside)
+        of_ids = None
+        if "token_ids" not in beside:
+            of_ids = texts.named_ids(named, self.given["token_ids"])
+            arrays["token_ids"] = None if of_ids is None else named[of_ids]
+        if "padding" not in beside:
+            name = texts.named_padding(named, self.given["padding"], of_ids)
+            arrays["padding"] = None if name is None else named[name]
+            self.padding = self.padding if name is None else f"`{name}`"
+        else:
+            self.padding = "`padding`"
+        self.reads_ids = arrays["token_ids"] is not None
+        if not self.reads_ids and (self.sentences is not None or self.special_ids):
+            raise ValueError(
+                "`end_ids` and `special_ids` are looked for among token ids, and no input holds "
+                f"them: {sorted(named)}. Pass `token_ids`, the name of an input or an array."
+            )
+        ids, real = (
+            None if arrays[key] is None else texts.as_array(arrays[key], key, count)
+            for key in ("token_ids", "padding")
+        )
+        return ids, real
+
+    def _prepared(self, ids: np.ndarray | None, real: np.ndarray) -> list[Text]:
+        """The texts of a batch, which are counted."""
+        (count, length), same = real.shape, None
+        if self.sentences is not None:
+            mask = evaluation.make_mask(self.sentences, length, length, 1, {"token_ids": ids})
+            same = ops.convert_to_numpy(mask)[:, 0]
+        of_texts = []
+        for i in range(count):
+            of_ids = None if ids is None else ids[i]
+            of_sentences = None if same is None else same[i]
+            found = patterns(real[i], of_ids, of_sentences, self.special_ids)
+            self.measures = tuple(found)
+            of_texts.append(Text(real[i], found))
+        self.texts += count
+        self.tokens += int(real.sum())
+        self.longest = max(self.longest, int(real.sum(1).max()))
+        if ids is not None and len(self.ids) < 2:
+            self.ids.update(np.unique(ids[real])[:2].tolist())
+        return of_texts
+
+    def report(self) -> HeadReport:
+        if not self.texts:
+            raise ValueError("`inputs` holds no texts: nothing was measured. Pass some.")
+        if self.longest < 2:
+            raise ValueError(
+                "Heads are measured on texts of at least 2 tokens. Received: "
+                f"{self.texts} texts, the longest of {self.longest} (padding: {self.padding}). "
+                "Pass longer ones, or in `padding` what is true at real tokens."
+            )
+        if self.reads_ids and len(self.ids) < 2:
+            raise ValueError(
+                f"All token ids are equal ({self.ids.pop()}), so each token repeats all others and "
+                "heads cannot be told apart. Pass texts of several words, or in `token_ids` the "
+                "input that holds the ids."
+            )
+        return HeadReport(
+            layers=tuple(self.sums),
+            heads=tuple(len(sums.queries) for sums in self.sums.values()),
+            scores=self._of_layers("measured", (*self.measures, "distance", "entropy")),
+            even=self._of_layers("even", self.measures),
+            most=self._of_layers("most", self.measures),
+            texts=self.texts,
+            tokens=self.tokens,
+            padding=self.padding,
+            left_out=self._left_out(),
+        )
+
+    def _of_layers(self, name: str, measures: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Means over queries, `(layers, heads)` by measure; `nan` where there is no such head."""
+        most = max(len(sums.queries) for sums in self.sums.values())
+        means = np.full((len(self.sums), most, len(measures)), np.nan)
+        for i, sums in enumerate(self.sums.values()):
+            queries = np.where(sums.queries > 0, sums.queries, np.nan)[:, None]
+            means[i, : len(queries)] = getattr(sums, name) / queries
+        return {measure: means[..., k] for k, measure in enumerate(measures)}
+
+    def _left_out(self) -> dict[str, str]:
+        no_ids = "no input holds token ids. Pass `token_ids`, the name of an input or an array."
+        why = dict.fromkeys(("duplicate", "induction"), no_ids)
+        why["sentence"] = "pass `end_ids`, the ids of the tokens that end a sentence."
+        why["special"] = "pass `special_ids`, such as BERT's (101, 102)."
+        return {name: text for name, text in why.items() if name not in self.measures}
+
+
+def _check_fits(
+    path: str, probabilities: np.ndarray, ids: np.ndarray | None, real: np.ndarray
+) -> None:
+    """Raise unless the layer attends within the texts whose ids and padding are known."""
+    count, _, queries, keys = probabilities.shape
+    if queries != keys:
+        raise ValueError(
+            f"The layer '{path}' attends from {queries} queries to {keys} keys: not within one "
+            "sequence. Name the others in `layers`."
+        )
+    for name, array in (("token_ids", ids), ("padding", real)):
+        if array is not None and array.shape != (count, queries):
+            raise ValueError(
+                f"`{name}` must have a value for each position of the layer '{path}', shape "
+                f"{(count, queries)}. Received: shape {array.shape}. Pass another input or array "
+                f"in `{name}`, or name other layers in `layers`."
+            )

@@ -1,0 +1,144 @@
+"""Texts in batches: which positions are real tokens, and their ids."""
+
+import operator
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention.lost_masks import marks_padding
+
+_SECONDS = 3  # before there is a progress bar
+_IDS = ("token_ids", "input_ids", "ids")
+
+
+def in_batches(
+    inputs: Any, beside: Mapping[str, Any], size: int
+) -> tuple[Iterable[tuple[Any, Mapping[str, Any]]], int | None]:
+    """Batches of `inputs` and of the arrays `beside` them; and how many, if that is known."""
+    if not _is_nest(inputs):
+        if not hasattr(inputs, "__iter__"):
+            raise TypeError(
+                "`inputs` must be what the model is called on, or an iterable of batches of that. "
+                f"Received: {inputs!r}."
+            )
+        if beside:
+            raise TypeError(
+                f"{listed(beside)} must be the name of an input where `inputs` are batches. "
+                "Received: an array."
+            )
+        # As `fit` reads them: of a tuple, the first are the inputs.
+        return ((x[0] if isinstance(x, tuple) else x, beside) for x in inputs), None
+    leaves = keras.tree.flatten((inputs, dict(beside)))
+    wrong = [type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
+    if wrong or not leaves:
+        raise TypeError(
+            "`inputs` must hold arrays whose first axis counts texts. "
+            f"Received: {wrong[0] if wrong else 'nothing'} in it. Use np.array(...)."
+        )
+    lengths = {int(x.shape[0]) for x in leaves}
+    if len(lengths) != 1:
+        raise ValueError(
+            "All arrays of `inputs`, and those passed beside them, must hold as many texts. "
+            f"Received: {sorted(lengths)}."
+        )
+    (texts,) = lengths
+
+    def parts() -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        for i in range(0, texts, size):
+            part = slice(i, i + size)
+            yield keras.tree.map_structure(operator.itemgetter(part), (inputs, dict(beside)))
+
+    return parts(), -(-texts // size)
+
+
+def _is_nest(inputs: Any) -> bool:
+    return hasattr(inputs, "shape") or isinstance(inputs, (Mapping, list, tuple))
+
+
+def with_progress(batches: Iterable[Any], count: int | None, wanted: bool) -> Iterator[Any]:
+    """The batches; a progress bar appears when they take more than some seconds."""
+    start, bar, number = time.monotonic(), None, 0
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        if bar is None and wanted and time.monotonic() - start > _SECONDS:
+            bar = keras.utils.Progbar(count, unit_name="batch")
+        if bar is not None and number != count:
+            bar.update(number)
+    if bar is not None:
+        bar.update(number, finalize=True)
+
+
+def by_name(model: keras.Model, inputs: Any) -> dict[str, Any]:
+    """The inputs by the names of the dict, or of the model."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    values = keras.tree.flatten(inputs)
+    names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
+    if len(names) != len(values):
+        names = [f"inputs[{i}]" for i in range(len(values))]
+    return dict(zip(names, values, strict=True))
+
+
+def named_ids(given: Mapping[str, Any], name: str | None) -> str | None:
+    """The input with the token ids: `name`, one of a usual name, or the only one of integers."""
+    if name is not None:
+        return _checked(given, name, "token_ids")
+    whole = [
+        key
+        for key, x in given.items()
+        if len(getattr(x, "shape", ())) == 2
+        and "int" in keras.backend.standardize_dtype(x.dtype)
+        and not marks_padding(key)
+    ]
+    usual = [key for key in whole if key in _IDS] or [key for key in whole if "token_ids" in key]
+    found = usual or whole
+    if len(found) > 1:
+        raise ValueError(
+            f"Cannot tell which input holds the token ids: {found}. Name it, for example "
+            f"token_ids={found[0]!r}."
+        )
+    return found[0] if found else None
+
+
+def named_padding(given: Mapping[str, Any], name: str | None, ids: str | None) -> str | None:
+    """The input that is true at real tokens: `name`, or one that is named so."""
+    if name is not None:
+        return _checked(given, name, "padding")
+    found = [key for key in given if marks_padding(key)]
+    if len(found) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
+        found = [key for key in found if ids and key == ids.replace("token_ids", "padding_mask")]
+        if not found:
+            raise ValueError(
+                "Cannot tell which input marks padding: several have such a name. Name it in "
+                f"`padding`. Received: {sorted(given)}."
+            )
+    return found[0] if found else None
+
+
+def _checked(given: Mapping[str, Any], name: str, argument: str) -> str:
+    if name not in given:
+        raise ValueError(
+            f"`{argument}` must be the name of an input, one of {sorted(given)}, or an array. "
+            f"Received: {name!r}."
+        )
+    return name
+
+
+def as_array(values: Any, name: str, texts: int) -> np.ndarray:
+    """`values` in NumPy; raises unless they are `(texts, length)`."""
+    array = ops.convert_to_numpy(masks.as_tensor(values))
+    if array.ndim != 2 or len(array) != texts:
+        raise ValueError(
+            f"`{name}` must have the shape (batch, length), with {texts} texts in this batch. "
+            f"Received: shape {array.shape}."
+        )
+    return array
+
+
+def listed(names: Iterable[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)

@@ -61,7 +61,7 @@ def plot(
     >>> [ax.get_title() for ax in figure.axes]
     ['head 0', 'heads 1-11']
     """
-    figures = _figures()
+    figures = with_matplotlib()
     drawn = _panels_of(
         spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
     )
@@ -123,7 +123,7 @@ def plot_attention(
     """
     from keras_headmask.retrofit.observe import observe  # needs all of retrofit/
 
-    figures = _figures()
+    figures = with_matplotlib()
     seen = observe(model, inputs, layer, call)
     batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
@@ -156,7 +156,7 @@ def plot_attention(
     return figures.attention_figure(drawn, allowed, outside, caption)
 
 
-def _figures() -> types.ModuleType:
+def with_matplotlib() -> types.ModuleType:
     try:
         from keras_headmask.look import figures
     except ImportError as error:

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
-from keras_headmask.look.panels import Panels, head_names
+from keras_headmask.look.panels import Panel, Panels, head_names
 from keras_headmask.rules.coverage import Coverage
 
 # From light to dark, so that they differ in grey; blue and orange, so that they differ for an eye
@@ -32,6 +32,10 @@ _ALARM = "#d00000"
 # Attention has the colours of the rule: the smallest probability is the lightest.
 _SHADES = LinearSegmentedColormap.from_list(
     "attention", [COLOURS[Coverage.NONE], COLOURS[Coverage.ALL]]
+).with_extremes(bad=(0, 0, 0, 0))
+# Orange below 0, blue above it.
+_BELOW_AND_ABOVE = LinearSegmentedColormap.from_list(
+    "change", [COLOURS[Coverage.SOME], "#ffffff", COLOURS[Coverage.ALL]]
 ).with_extremes(bad=(0, 0, 0, 0))
 
 _MOST_LINES = 24  # of a caption
@@ -247,3 +251,17 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
     if handles:
         count = len(handles)
         figure.legend(handles=handles, loc="lower left", ncols=count, fontsize=_TEXT, frameon=False)
+
+
+def changes_figure(values: np.ndarray, title: str, paths: Sequence[str]) -> Picture:
+    """A heat map of `values`, `(layers, heads)`: orange below 0, blue above; NaN is hatched."""
+    rows = [f"{number} {path}" for number, path in enumerate(paths)]
+    drawn = Panels([Panel((0,), values)], 1, (1, 1), (rows, None), query_offset=0)
+    figure, (ax,) = _grid(drawn, [title], beside=0.9)
+    ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+    cells = np.ma.masked_invalid(values)
+    most = max(float(np.abs(cells).max()), 1e-9) if cells.count() else 1.0
+    image = _image(ax, cells, drawn, cmap=_BELOW_AND_ABOVE, vmin=-most, vmax=most)
+    ax.set(ylabel="layers", xlabel="heads")
+    _scale(figure, [ax], image, "")
+    return figure

@@ -4,10 +4,14 @@ import csv
 import json
 import math
 import os
+import re
+import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_headmask.rules.fields import whole_number
+
+_HEAD = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)  # its layer, and its number in there
 
 
 class ByLayer(dict):
@@ -37,16 +41,53 @@ class DuoAttentionFiles(NamedTuple):
 def read_duo_attention(folder: str | os.PathLike[str]) -> DuoAttentionFiles:
     """The two files of `folder`, checked."""
     heads_file, config_file = Path(folder, "full_attention_heads.tsv"), Path(folder, "config.json")
-    sizes = _sizes(config_file, _text(config_file))
-    return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file)), *sizes)
+    asked = (
+        "`folder` must hold full_attention_heads.tsv and config.json, as the folders do two levels "
+        "below DuoAttention's `attn_patterns`."
+    )
+    sizes = _sizes(config_file, _text(config_file, asked))
+    return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file, asked)), *sizes)
 
 
-def _text(file: Path) -> str:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"There is no file {file}. `folder` must hold full_attention_heads.tsv and "
-            "config.json, as the folders do two levels below DuoAttention's `attn_patterns`."
+def read_retrieval_scores(file: str | os.PathLike[str]) -> list[list[float]]:
+    """A row for each layer, in it the mean of the numbers of each query head."""
+    file = Path(file)
+    asked = "`file` must be one of `head_score/*.json` of github.com/nightdessert/Retrieval_Head."
+    means: dict[tuple[int, int], float] = {}
+    for key, scores in _json_object(file, _text(file, asked)).items():
+        at = _HEAD.fullmatch(key)
+        if at is None:
+            raise ValueError(
+                f'{file}: each key must be "layer-head", such as "0-31". Found: {key!r}.'
+            )
+        means[int(at[1]), int(at[2])] = _mean(file, key, scores)
+    if not means:
+        raise ValueError(f"{file} is empty: it must hold the numbers of each head.")
+    layers, heads = (max(numbers) + 1 for numbers in zip(*means, strict=True))
+    every = ((layer, head) for layer in range(layers) for head in range(heads))
+    for layer, head in every:
+        if (layer, head) not in means:
+            raise ValueError(
+                f'{file} lacks head "{layer}-{head}": it must hold each head of {layers} layers '
+                f"of {heads} heads."
+            )
+    return [[means[layer, head] for head in range(heads)] for layer in range(layers)]
+
+
+def _mean(file: Path, key: str, scores: Any) -> float:
+    """The exact mean, so that no list of equal numbers falls below them."""
+    numbers = scores if isinstance(scores, list) else []
+    if not numbers or not all(type(x) in (int, float) and abs(x) < math.inf for x in numbers):
+        raise ValueError(
+            f'{file}: the numbers of head "{key}" must be a list of finite numbers, at least one. '
+            f"Found: {str(scores)[:80]}."
         )
+    return statistics.mean(numbers)
+
+
+def _text(file: Path, asked: str) -> str:
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no file {file}. {asked}")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -78,13 +119,18 @@ def _bad_line(file: Path, number: int, found: str) -> ValueError:
     )
 
 
-def _sizes(file: Path, text: str) -> tuple[int, int]:
+def _json_object(file: Path, text: str) -> dict[str, Any]:
     try:
-        config: Any = json.loads(text)
+        found: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}. Found: {text[:80]!r}.") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{file} must hold a JSON object. Found: {text[:80]!r}.")
+    return found
+
+
+def _sizes(file: Path, text: str) -> tuple[int, int]:
+    config = _json_object(file, text)
     if missing := [name for name in ("sink_size", "recent_size") if name not in config]:
         raise ValueError(f"{file} lacks `{missing[0]}`. Found: {sorted(config)}.")
     try:

@@ -1,0 +1,322 @@
+"""What each head is worth: a metric with the head switched off (Michel et al. 2019)."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from keras_headmask.look import plotting
+from keras_headmask.retrofit.find import AttentionLayer, aligned, find_attention
+from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.select import select
+from keras_headmask.rules.fields import whole_number
+from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Nothing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Head = tuple[int, int]  # its layer, and its number in there
+Off = tuple[Head, ...]  # the heads that are switched off, in order
+
+_PATIENCE = 3  # seconds without a progress bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """The metric of a model with heads switched off; `str()` of it is a table.
+
+    Args:
+        model: A digest of the layers, rules and weights of the model.
+        paths: The path of each layer.
+        num_heads: The heads of each layer.
+        values: The metric by the heads that are switched off, `((layer, head), ...)` in order:
+            `values[()]` is the model's own. Layers are counted as in `paths`.
+        order: With `greedy=True`, the heads in the order in which they were switched off.
+    """
+
+    model: str
+    paths: tuple[str, ...]
+    num_heads: tuple[int, ...]
+    values: Mapping[Off, float]
+    order: tuple[Head, ...] = ()
+
+    @property
+    def changes(self) -> np.ndarray:
+        """The metric with one head switched off less the model's own, `(layers, heads)`.
+
+        NaN where it is not measured yet, or where a layer has fewer heads than others.
+        """
+        changes = np.full((len(self.paths), max(self.num_heads)), np.nan)
+        for off, value in self.values.items():
+            if len(off) == 1:
+                changes[off[0]] = value - self.values[()]
+        return changes
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The metric after each head of `order` is switched off, with those before it."""
+        return tuple(self.values[_sorted(self.order[: i + 1])] for i in range(len(self.order)))
+
+    def __str__(self) -> str:
+        rows = [("layer", "", *(f"head {head}" for head in range(max(self.num_heads))))]
+        for layer, (path, row) in enumerate(zip(self.paths, self.changes, strict=True)):
+            heads = self.num_heads[layer]
+            texts = ("" if i >= heads else _change(x) for i, x in enumerate(row))
+            rows.append((str(layer), path, *texts))
+        lines = [f"The metric is {self.values[()]:.4g}. Switching off one head changes it by:"]
+        lines += aligned(rows)
+        if self.order:
+            lines.append("Switched off one after another:")
+            heads_off = [f"layer {layer}, head {head}" for layer, head in self.order]
+            lines += aligned([(x, f"{y:.4g}") for x, y in zip(heads_off, self.steps, strict=True)])
+        return "\n".join(lines)
+
+    def plot(self) -> "Figure":
+        """A heat map of `changes`: orange below 0, blue above it, hatched where it is NaN.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        title = f"Change of the metric, {self.values[()]:.4g}, with one head switched off"
+        return plotting.figures_module().changes_figure(self.changes, title, self.paths)
+
+    def to_json(self) -> str:
+        """A JSON text, of which `from_json` makes the same value."""
+        values = {",".join(f"{i}-{j}" for i, j in off): x for off, x in self.values.items()}
+        return json.dumps(dataclasses.asdict(self) | {"values": values})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ablation":
+        """The value whose `to_json` is `text`.
+
+        Args:
+            text: A JSON text.
+
+        Raises:
+            ValueError: if `text` is none of `to_json`.
+        """
+        try:
+            found = json.loads(text)
+            values = {
+                tuple(_head(part) for part in off.split(",") if part): float(value)
+                for off, value in found["values"].items()
+            }
+            paths, num_heads = tuple(found["paths"]), tuple(found["num_heads"])
+            order = tuple((layer, head) for layer, head in found["order"])
+            return cls(found["model"], paths, num_heads, values, order)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The text must be one that `Ablation.to_json` wrote, but fails to parse: "
+                f"{error!r}. Received: {text[:80]!r}."
+            ) from error
+
+
+def ablate_heads(
+    model: keras.Model,
+    metric: Callable[[keras.Model], Any],
+    layers: Any = None,
+    greedy: bool = False,
+    better: str = "higher",
+    steps: int | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+) -> Ablation:
+    """Measure what each head is worth: the metric with the head switched off (Michel et al. 2019).
+
+    A head that is switched off sees nothing (`Nothing()`), beside the rules that the model has, so
+    it adds nothing to its layer's output. `metric` gets a copy of the model for each head, and
+    `model` stays as it is. A sweep that is interrupted, or whose metric raises, keeps what it has:
+    in `save_to`, and as the attribute `ablation` of the exception.
+
+    Args:
+        model: A model that `apply_head_masks` takes.
+        metric: A function of a model; returns one finite number. It should return the same number
+            each time.
+        layers: Which attention layers, as in `apply_head_masks`: `None` for all self-attention.
+        greedy: Whether to go on, and switch off one head after another: each time the one that
+            leaves the best metric. Of equal heads, the first. For n heads, this takes up to
+            n * (n + 1) / 2 runs of `metric`.
+        better: Which metric is better, "higher" or "lower"; for `greedy`.
+        steps: How many heads `greedy` switches off, at least 1; `None` for all.
+        save_to: A JSON file, written after each run of `metric`. If it is there already, what it
+            holds is not measured again.
+
+    Returns:
+        An `Ablation`: `.changes`, `(layers, heads)`, `.order` and `.steps` of `greedy`, `.plot()`,
+        `.to_json()`; `print` shows a table.
+
+    Raises:
+        TypeError: if `model` is not a Keras model, or `steps` is not a whole number.
+        ValueError: if `metric` returns no finite number, `better` or `steps` is not valid or given
+            without `greedy`, the file is of another model or metric, or `apply_head_masks` refuses
+            the model.
+
+    >>> import numpy as np
+    >>> x = keras.Input((5, 8))
+    >>> attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    >>> model = keras.Model(x, attention(x, x))
+    >>> attention.set_weights([np.ones_like(w) for w in attention.get_weights()])
+    >>> data = np.ones((1, 5, 8), "float32")
+    >>> print(ablate_heads(model, lambda model: np.mean(model(data))))
+    The metric is 73. Switching off one head changes it by:
+    layer             head 0  head 1
+    0      attention  -36     -36
+    """
+    if better not in ("higher", "lower"):
+        raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
+    if steps is not None and not greedy:
+        raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
+    steps = None if steps is None else whole_number(steps, "steps", at_least=1)
+    sweep = _Sweep(model, metric, layers, save_to)
+    try:
+        sweep.run(greedy, better == "higher", steps)
+    except BaseException as error:
+        if sweep.values:
+            vars(error)["ablation"] = sweep.result()
+            where = (
+                "." if save_to is None else f", and in {save_to}, from which a new call goes on."
+            )
+            error.add_note(
+                f"What was measured before is in the attribute `ablation` of this exception{where}"
+            )
+        raise
+    return sweep.result()
+
+
+class _Sweep:
+    """One call of `ablate_heads`."""
+
+    def __init__(self, model: Any, metric: Callable, layers: Any, save_to: Any):
+        found = find_attention(model)
+        self.model, self.metric = model, metric
+        self.entries = [found.known[number] for number in select(found, layers)]
+        self.file = None if save_to is None else Path(save_to)
+        self.digest = _digest(model, self.entries)
+        self.values: dict[Off, float] = {}
+        self.order: tuple[Head, ...] = ()
+
+    def result(self) -> Ablation:
+        paths = tuple(entry.path for entry in self.entries)
+        num_heads = tuple(entry.num_heads for entry in self.entries)
+        return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
+
+    def run(self, greedy: bool, higher: bool, steps: int | None) -> None:
+        own, saved = _finite(self.metric(self.model), "the model itself"), self._saved()
+        if not math.isclose(saved.get((), own), own, rel_tol=1e-3, abs_tol=1e-9):
+            raise ValueError(
+                f"{self.file} is of another metric, or of other data: there the model's own is "
+                f"{saved[()]}, and now {own}. Pass another `save_to`, or delete the file."
+            )
+        self.values = {(): own, **saved}
+        every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
+        count = 1 if not greedy else min(len(every), steps or len(every))
+        progress = _progress(sum(len(every) - step for step in range(count)))
+        for _ in range(count):
+            left = [head for head in every if head not in self.order]
+            for head in left:
+                self._measure(_sorted((*self.order, head)))
+                next(progress)
+            if greedy:
+                metrics = [self.values[_sorted((*self.order, head))] for head in left]
+                best = max(metrics) if higher else min(metrics)
+                self.order += (left[metrics.index(best)],)
+        self._save()
+
+    def _measure(self, off: Off) -> None:
+        if off not in self.values:
+            # A new model for each: in one model whose rule changes, functions that a metric
+            # compiled before would go on without the change, and it would take about as long.
+            names = ", ".join(f"head {head} of layer {layer}" for layer, head in off)
+            value = self.metric(self._without(off))
+            self.values[off] = _finite(value, f"the model without {names}")
+            self._save()
+
+    def _without(self, off: Off) -> keras.Model:
+        from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+
+        rules = {}
+        for layer, heads in itertools.groupby(off, key=lambda head: head[0]):
+            path = f"^{re.escape(self.entries[layer].path)}$"
+            rules[path] = PerHead({tuple(head for _, head in heads): Nothing()})
+        return apply_head_masks(self.model, rules, existing="and")
+
+    def _saved(self) -> Mapping[Off, float]:
+        if self.file is None or not self.file.is_file():
+            return {}
+        try:
+            saved = Ablation.from_json(self.file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{self.file} (`save_to`): {error}") from error
+        if saved.model != self.digest:
+            raise ValueError(
+                f"{self.file} is of another model, or of other layers: weights, rules and "
+                "`layers` must be the same. Pass another `save_to`, or delete the file."
+            )
+        return saved.values
+
+    def _save(self) -> None:
+        """Write the file as a whole, so that an interrupt leaves it as it was."""
+        if self.file is not None:
+            written = self.file.with_name(f"{self.file.name}.{os.getpid()}")
+            written.write_text(self.result().to_json(), encoding="utf-8")
+            os.replace(written, self.file)
+
+
+def _sorted(heads: Sequence[Head]) -> Off:
+    return tuple(sorted(heads))
+
+
+def _head(text: str) -> Head:
+    layer, head = text.split("-")
+    return int(layer), int(head)
+
+
+def _change(x: float) -> str:
+    return "?" if math.isnan(x) else f"{x:+.3g}"
+
+
+def _digest(model: keras.Model, entries: Sequence[AttentionLayer]) -> str:
+    """Of all that a value depends on, apart from the metric."""
+    specs = [spec_of(entry.layer) for entry in entries]
+    rules = [None if spec is None else spec.get_config() for spec in specs]
+    parts = [
+        (entry.path, entry.num_heads, rule) for entry, rule in zip(entries, rules, strict=True)
+    ]
+    digest = hashlib.sha256(json.dumps(parts).encode())
+    for weight in model.weights:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(weight)).tobytes())
+    return digest.hexdigest()
+
+
+def _finite(value: Any, of: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"`metric` must return one finite number. Received for {of}: {value!r}. Of a list or "
+            "dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and NaN."
+        )
+    return number
+
+
+def _progress(total: int) -> Iterator[None]:
+    """One `next` for each head; shows a bar once it takes more than seconds."""
+    bar, start = None, time.monotonic()
+    for done in range(1, total + 1):
+        if bar is None and time.monotonic() - start > _PATIENCE:
+            bar = keras.utils.Progbar(total, unit_name="head")
+        if bar is not None:
+            bar.update(done)
+        yield

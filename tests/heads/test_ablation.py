@@ -1,0 +1,258 @@
+"""What a head is worth is what the metric says of a model without it."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from contract import normal, numpy, random_biases
+
+import keras_headmask as hm
+from keras_headmask.heads import ablation
+from keras_headmask.heads.ablation import Ablation, ablate_heads
+
+DATA = normal(2, 6, 8)
+HEADS = (2, 3)
+EVERY = [(layer, head) for layer, count in enumerate(HEADS) for head in range(count)]
+once = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="needs one backend")
+
+
+def decoder(names=("first", "second")):
+    x = inputs = keras.Input((None, 8))
+    for count, name in zip(HEADS, names, strict=True):
+        attention = keras.layers.MultiHeadAttention(count, 4, name=name)
+        x = x + attention(x, x, use_causal_mask=True)
+        random_biases(attention)
+    return keras.Model(inputs, x)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return decoder()
+
+
+def metric(model):
+    return np.square(numpy(model(DATA))).mean()
+
+
+def without_weights(model, off):
+    """The metric where the output kernel is 0 for the heads that are off."""
+    names = [x.name for x in model.layers if "MultiHeadAttention" in type(x).__name__]
+    before = model.get_weights()
+    for layer, head in off:
+        kernel = model.get_layer(names[layer]).output_dense.kernel
+        values = np.array(keras.ops.convert_to_numpy(kernel))
+        values[head] = 0
+        kernel.assign(values)
+    found = metric(model)
+    model.set_weights(before)
+    return found
+
+
+def test_each_head_is_a_model_without_it(model):
+    """By masks, one by one, and by weights that are 0."""
+    before, outputs = model.get_weights(), numpy(model(DATA))
+    found = ablate_heads(model, metric)
+    own = metric(model)
+    assert found.changes.shape == (2, 3)
+    assert np.isnan(found.changes[0, 2])  # the first layer has two heads
+    for layer, head in EVERY:
+        rule = {str(layer): hm.PerHead({head: hm.Nothing()})}
+        change = metric(hm.apply_head_masks(model, rule)) - own
+        np.testing.assert_allclose(found.changes[layer, head], change, rtol=1e-5)
+        change = without_weights(model, [(layer, head)]) - own
+        np.testing.assert_allclose(found.changes[layer, head], change, rtol=1e-3, atol=1e-6)
+    assert len({round(x, 7) for x in found.changes.ravel()[[0, 1, 3, 4, 5]]}) == 5
+    np.testing.assert_array_equal(numpy(model(DATA)), outputs)
+    assert hm.mask_specs(model) == {}
+    assert all(map(np.array_equal, model.get_weights(), before))
+
+
+def test_rules_that_the_model_has_hold_too(model):
+    window = hm.Window(1, 0)
+    masked = hm.apply_head_masks(model, window)
+    found = ablate_heads(masked, metric, layers="second")
+    assert found.paths == ("second",)
+    for head in range(3):
+        rule = {"0": window, "1": window & hm.PerHead({head: hm.Nothing()})}
+        change = metric(hm.apply_head_masks(model, rule)) - metric(masked)
+        np.testing.assert_allclose(found.changes[0, head], change, rtol=1e-5)
+
+
+def test_a_compiled_model_is_compiled_anew(model):
+    """`predict` keeps what it traced first."""
+
+    def predicted(model):
+        return np.square(model.predict(DATA, verbose=0)).mean()
+
+    found = ablate_heads(model, predicted, layers="first")
+    np.testing.assert_allclose(found.changes[0], ablate_heads(model, metric).changes[0, :2], 1e-4)
+
+
+@once
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_greedy_takes_the_best_each_time(model, better):
+    """As by all sets of heads, whose weights are 0."""
+    found = ablate_heads(model, metric, greedy=True, better=better, steps=3)
+    off, best = [], max if better == "higher" else min
+    for _ in range(3):
+        left = [head for head in EVERY if head not in off]
+        off.append(best(left, key=lambda head: without_weights(model, [*off, head])))
+    assert found.order == tuple(off)
+    metrics = [without_weights(model, off[: i + 1]) for i in range(3)]
+    np.testing.assert_allclose(found.steps, metrics, rtol=1e-4)
+    assert len(found.values) == 1 + 5 + 4 + 3
+
+
+@once
+def test_greedy_ends_without_heads():
+    model = decoder()
+    found = ablate_heads(model, lambda model: 1, layers=0, greedy=True)
+    assert found.order == ((0, 0), (0, 1))  # of equal heads, the first
+
+
+# --- Interrupts -----------------------------------------------------------------------------------
+
+
+class Counted:
+    """A metric that raises once it ran so many times."""
+
+    def __init__(self, error=None, at=None):
+        self.runs, self.error, self.at = 0, error, at
+
+    def __call__(self, model):
+        self.runs += 1
+        if self.runs == self.at:
+            raise self.error
+        return metric(model)
+
+
+@once
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory")], ids=repr)
+def test_a_sweep_that_ends_early_keeps_what_it_has(model, tmp_path, error):
+    file = tmp_path / "ablation.json"
+    before = model.get_weights()
+    with pytest.raises(type(error)) as raised:
+        ablate_heads(model, Counted(error, at=4), save_to=file)
+    found = raised.value.ablation
+    assert "attribute `ablation` of this exception" in raised.value.__notes__[0]
+    assert str(file) in raised.value.__notes__[0]
+    assert np.isfinite(found.changes).sum() == 2
+    assert "?" in str(found)
+    assert Ablation.from_json(file.read_text()) == found
+    assert all(map(np.array_equal, model.get_weights(), before))
+    assert hm.mask_specs(model) == {}
+    rest = Counted()
+    whole = ablate_heads(model, rest, save_to=file)
+    assert rest.runs == 1 + 3  # the model's own again, and the heads that were left
+    np.testing.assert_array_equal(whole.changes, ablate_heads(model, metric).changes)
+    again = Counted()
+    ablate_heads(model, again, save_to=str(file), greedy=True, steps=1)
+    assert again.runs == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ablation.json"]
+
+
+@once
+def test_a_file_of_another_sweep(model, tmp_path):
+    file = tmp_path / "ablation.json"
+    ablate_heads(model, metric, layers=0, save_to=file)
+    kept = file.read_text()
+    for other, layers in [(decoder(), 0), (model, 1), (hm.apply_head_masks(model, hm.Full()), 0)]:
+        with pytest.raises(ValueError, match=r"ablation.json is of another model, or of other lay"):
+            ablate_heads(other, metric, layers=layers, save_to=file)
+    with pytest.raises(ValueError, match=r"another metric, or of other data: .* and now 7.0. Pass"):
+        ablate_heads(model, lambda model: 7, layers=0, save_to=file)
+    assert file.read_text() == kept
+    for text in ("{", "[]", '{"values": {"a": 1}}', json.dumps({"values": {}, "paths": []})):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"ablation.json .*one that `Ablation.to_json` wrote"):
+            ablate_heads(model, metric, layers=0, save_to=file)
+
+
+# --- The value ------------------------------------------------------------------------------------
+
+FOUND = Ablation(
+    "digest",
+    ("a/first", "second"),
+    HEADS,
+    {(): 0.5, ((0, 0),): 0.25, ((0, 1),): 0.5, ((1, 0),): 0.75, ((0, 1), (1, 0)): 0.625},
+    ((1, 0), (0, 1)),
+)
+
+
+@once
+def test_it_prints_as_a_table():
+    assert str(FOUND).split("\n") == [
+        "The metric is 0.5. Switching off one head changes it by:",
+        "layer           head 0  head 1  head 2",
+        "0      a/first  -0.25   +0",
+        "1      second   +0.25   ?       ?",
+        "Switched off one after another:",
+        "layer 1, head 0  0.75",
+        "layer 0, head 1  0.625",
+    ]
+
+
+@once
+def test_json_and_back():
+    assert Ablation.from_json(FOUND.to_json()) == FOUND
+
+
+@once
+def test_a_heat_map():
+    pytest.importorskip("matplotlib")
+    ax, _ = FOUND.plot().axes
+    (image,) = ax.images
+    np.testing.assert_array_equal(image.get_array().filled(np.nan), FOUND.changes)
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["0 a/first", "1 second"]
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("heads", "layers")
+    assert image.get_clim() == (-0.25, 0.25)  # so that white is 0
+    assert ax.figure.get_suptitle() == "Change of the metric, 0.5, with one head switched off"
+
+
+@once
+def test_a_bar_where_it_takes_more_than_seconds(monkeypatch, capsys):
+    assert list(ablation._progress(3)) == [None] * 3
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(ablation, "_PATIENCE", -1)
+    assert list(ablation._progress(3)) == [None] * 3
+    assert "3/3" in capsys.readouterr().out
+
+
+@once
+@pytest.mark.parametrize("value", [None, np.nan, np.inf, [0.5, 0.9], {"loss": 1.0}, "0.5"], ids=str)
+def test_a_metric_that_is_no_finite_number(model, value):
+    with pytest.raises(
+        ValueError, match=r"one finite number. Received for the model itself: .* pic"
+    ):
+        ablate_heads(model, lambda model: value)
+
+
+@once
+def test_a_head_whose_metric_is_not_finite(model):
+    values = iter([1, 2, 3, np.nan])
+    with pytest.raises(ValueError, match="the model without head 0 of layer 1: nan") as raised:
+        ablate_heads(model, lambda model: next(values))
+    assert raised.value.ablation.changes[0, :2].tolist() == [1, 2]
+
+
+def test_metrics_are_numbers_of_any_kind(model):
+    found = ablate_heads(model, lambda model: keras.ops.mean(model(DATA)), layers=0)
+    assert np.isfinite(found.changes).all()
+
+
+@once
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"better": "up"}, ValueError, '`better` must be "higher" or "lower". Received: \'up\''),
+        ({"steps": 2}, ValueError, "`steps` is for `greedy=True`. Received: steps=2"),
+        ({"steps": 0, "greedy": True}, ValueError, "`steps` must be at least 1"),
+        ({"steps": 1.5, "greedy": True}, TypeError, "`steps` must be a whole number"),
+        ({"layers": 2}, ValueError, "no self-attention layer 2"),
+        ({"model": 3}, TypeError, "`model` must be a Keras model. Received: 3"),
+    ],
+)
+def test_refused(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        ablate_heads(**({"model": model, "metric": metric} | arguments))

@@ -175,6 +175,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
     unregistered: dict[str, type] = {}
     for layer in _keras.layers_of(model):
         cls = getattr(type(layer), "_stock_class", type(layer))
+        cls = getattr(cls, "_whole_class", cls)  # (of a pruned layer)
         name = cls.__name__
         is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
             ("keras.", "keras_hub.")

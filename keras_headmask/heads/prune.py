@@ -150,9 +150,9 @@ def _why_not(layer: Any, heads: _Kept, calls: "_Calls") -> str | None:
     cls = getattr(type(layer), "_stock_class", type(layer))
     if cls not in pruned_layer.CLASSES:
         return f"the class {cls.__name__} has code of its own, which may count on all heads"
-    if (how := calls.by_head.get(id(layer), "no call of it was seen")) is not None:
-        return how
-    if reason := _why_not_weights(layer):
+    if id(layer) not in calls.by_head:
+        return "no call of it was seen, so its code may count on all heads"
+    if reason := calls.by_head[id(layer)] or _why_not_weights(layer):
         return reason
     own = getattr(layer, "mask_spec", None)
     specs = [rule.spec for rule in all_rules(layer)] + ([] if own is None else [own])

@@ -102,7 +102,7 @@ def _become(layer: Any, heads: list[Any]) -> None:
 
 
 @functools.cache
-def _class_of(cls: type) -> type:
+def _class_of(cls: Any) -> type:
     """The class that is `cls` and a `PrunedLayer`. All of them are filed under one name."""
     body = {
         "__module__": __name__,
@@ -123,7 +123,8 @@ def _set_when_made(layer: Any, heads: list[Any]) -> None:
             if arguments is not None and _arguments(inner) != arguments:
                 set_arguments(inner, arguments)
         for around in _keras.layers_of(layer):
-            _refresh(around)
+            if around.built:
+                _keras.after_build(around)
         return
     if layer.built:
         raise ValueError(
@@ -141,11 +142,6 @@ def _set_when_made(layer: Any, heads: list[Any]) -> None:
     vars(layer)["build"] = build_and_set  # (Keras sets its own wrapper in this place)
 
 
-def _refresh(layer: Any) -> None:
-    if layer.built:
-        _keras.after_build(layer)
-
-
 # --- Attention -----------------------------------------------------------------------------------
 
 
@@ -154,7 +150,8 @@ def _arguments(layer: Any) -> dict[str, Any] | None:
     cls = getattr(type(layer), "_stock_class", type(layer))
     if cls not in CLASSES:
         return None
-    names = ["num_query_heads", "num_key_value_heads"] if _keras.is_grouped(layer) else ["num_heads"]
+    of_grouped = "num_query_heads", "num_key_value_heads"
+    names = of_grouped if _keras.is_grouped(layer) else ("num_heads",)
     arguments = {name: getattr(layer, name) for name in names}
     if isinstance(layer, MaskedAttention):
         own = layer.get_config()

@@ -95,14 +95,14 @@ def keep_in_config(layer: Any) -> None:
 
 
 def _become(layer: Any, heads: list[Any]) -> None:
-    cls = getattr(type(layer), "_whole_class", type(layer))
+    cls: Any = getattr(type(layer), "_whole_class", type(layer))
     # Always the same object: files know layers by id.
     vars(layer)[_STATE] = _State(heads, object.__new__(cls))
     object.__setattr__(layer, "__class__", _class_of(cls))
 
 
 @functools.cache
-def _class_of(cls: Any) -> type:
+def _class_of(cls: type) -> type:
     """The class that is `cls` and a `PrunedLayer`. All of them are filed under one name."""
     body = {
         "__module__": __name__,

@@ -5,9 +5,11 @@ import pickle
 import warnings
 from pathlib import Path
 
+import backbones
 import keras
 import numpy as np
 import pytest
+from backbone_calls import called, data, randomised
 from contract import GROUPED, MULTI_HEAD, normal, numpy, random_biases
 from fresh import run_fresh
 from hypothesis import given
@@ -15,7 +17,6 @@ from hypothesis import strategies as st
 from keras import layers
 from small_models import TOKENS, Block, stack
 from strategies import FEW, positional_leaves
-from test_backbones import called, data, randomised
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -295,7 +296,7 @@ def test_files_are_smaller_and_load_in_a_fresh_process(made, tmp_path):
         np.savez(file.with_suffix(".npz"), **called(masked, inputs_of(masked)))
         assert_equal(keras.saving.load_model(file), masked)
     tests = Path(__file__).parents[1]
-    run_fresh(_LOAD, tmp_path, *(tests / x for x in ("heads", "support", "retrofit")))
+    run_fresh(_LOAD, tmp_path, *(tests / x for x in ("heads", "support")))
 
 
 @pytest.mark.tensorflow
@@ -378,8 +379,6 @@ def test_a_class_that_is_registered_nowhere():
 
 @pytest.mark.long
 def test_every_backbone_is_pruned_or_named():
-    import backbones
-
     keras_hub = pytest.importorskip("keras_hub")
     for entry in backbones.COVERED:
         stock = randomised(getattr(keras_hub.models, entry.name)(**entry.arguments))

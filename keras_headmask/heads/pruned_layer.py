@@ -45,8 +45,10 @@ class _State:
     `heads` are the arguments of each attention layer inside; `None` for one of another class.
     """
 
-    def __init__(self, heads: list[Any], whole: Any):
-        self.heads, self.whole = heads, whole
+    def __init__(self, heads: list[Any]):
+        self.heads = heads
+        # A layer to be saved in its place: always the same one, as files know layers by id.
+        self.whole: Any = None
 
 
 class PrunedLayer(_Layer):
@@ -56,6 +58,8 @@ class PrunedLayer(_Layer):
 
     def get_config(self) -> dict[str, Any]:
         state = vars(self)[_STATE]
+        if state.whole is None:
+            state.whole = object.__new__(self._whole_class)
         own = {k: v for k, v in observers.attributes(self).items() if k != _STATE}
         vars(state.whole).update(own)
         config = keras.saving.serialize_keras_object(state.whole)
@@ -96,8 +100,7 @@ def keep_in_config(layer: Any) -> None:
 
 def _become(layer: Any, heads: list[Any]) -> None:
     cls: Any = getattr(type(layer), "_whole_class", type(layer))
-    # Always the same object: files know layers by id.
-    vars(layer)[_STATE] = _State(heads, object.__new__(cls))
+    vars(layer)[_STATE] = _State(heads)
     object.__setattr__(layer, "__class__", _class_of(cls))
 
 

@@ -58,8 +58,16 @@ def numbers_by_hand(off, num_heads, of_one_key):
     return keys * max(*on, 1), keys
 
 
-@pytest.mark.parametrize("is_ours", [False, True], ids=["stock", "ours"])
-@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "is_ours"),
+    [
+        (MULTI_HEAD, False),
+        (GROUPED, True),
+        pytest.param(MULTI_HEAD, True, marks=pytest.mark.long),
+        pytest.param(GROUPED, False, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 @given(rules=with_heads_off(6))
 @FEW
 def test_pruned_equals_masked(kind, is_ours, rules):
@@ -185,10 +193,9 @@ class MadeInBuild(layers.Layer):
 def of_blocks():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)
-    x = MadeInBuild(name="made")(Block(name="block")(x))
-    inner_x = keras.Input((None, 8))
-    inner = keras.Model(inner_x, MadeInBuild(name="deep")(inner_x), name="inner")
-    return randomised(keras.Model(ids, inner(keras.Sequential([Block()], name="several")(x))))
+    x = MadeInBuild(name="made")(x)
+    inner = keras.Sequential([keras.Input((None, 8)), Block(name="block")], name="inner")
+    return randomised(keras.Model(ids, inner(x)))
 
 
 def bert():
@@ -209,11 +216,9 @@ def encoder():
 
 RULE = hm.PerHead({0: hm.SameSentence(9), 1: OFF})
 MODELS = {
-    "stack": (lambda: stack(2), RULE),
-    "encoder": (encoder, RULE),
-    "blocks": (of_blocks, hm.PerHead({"0,2": OFF})),
+    "encoder": (encoder, hm.PerHead({2: OFF})),
+    "blocks": (of_blocks, hm.PerHead({"0,2": OFF, 1: hm.Chunk(2)})),
     "bert": (bert, {"0": RULE, "1": hm.PerHead({"1-2": OFF})}),
-    "bert_without_rules": (bert, hm.PerHead({1: OFF})),
 }
 
 
@@ -254,7 +259,8 @@ def test_a_pruned_model(made, name):
     size, dim = (4, 16) if "bert" in name else (2, 8) if name == "encoder" else (3, 8)
     of_head = 3 * (dim + 1) * size + size * dim
     assert masked.count_params() - pruned.count_params() == gone * of_head > 0
-    assert [w.path for w in pruned.weights] == [w.path for w in masked.weights]
+    if name in ("encoder", "bert"):  # (others name the layers inside anew)
+        assert [w.path for w in pruned.weights] == [w.path for w in masked.weights]
     if BACKEND == "torch":
         listed = {tuple(p.shape) for p in pruned.parameters()}
         assert listed == {tuple(v.shape) for v in pruned.variables}
@@ -315,7 +321,7 @@ def test_exported(made, name, tmp_path):
         np.testing.assert_allclose(found[key].numpy(), expected[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "blocks"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("blocks", marks=pytest.mark.long)])
 def test_what_is_made_of_a_pruned_model(made, name):
     _, masked, pruned = made[name]
     assert_equal(copy.deepcopy(pruned), masked)
@@ -335,20 +341,21 @@ def test_what_is_made_of_a_pruned_model(made, name):
 
 
 def test_weights_are_trained_and_the_first_model_stays():
-    stock = stack(2)
+    stock = stack(1)
     stock.get_layer("block_0").attention.query_dense.trainable = False
     masked = hm.apply_head_masks(stock, RULE)
     before = [w.copy() for w in masked.get_weights()]
     pruned = prune_heads(masked)
-    frozen = [[w.path for w in x.non_trainable_weights] for x in (masked, pruned)]
-    assert frozen[0] == frozen[1] != []
+    flags = [[w.trainable for w in x.weights] for x in (masked, pruned)]
+    assert flags[0] == flags[1]
+    assert flags[1].count(False) == 2
     start = pruned.get_weights()
     pruned.compile("sgd", "mse")
     pruned.fit(TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
     moved = [not np.array_equal(a, b) for a, b in zip(start, pruned.get_weights(), strict=True)]
-    # (A bias of keys alone has no gradient.)
-    still = {w.path for w, has_moved in zip(pruned.weights, moved, strict=True) if not has_moved}
-    assert {p for p in still if "key/bias" not in p} == set(frozen[0])
+    for weight, has_moved in zip(pruned.weights, moved, strict=True):
+        # (A bias of keys has no gradient.)
+        assert has_moved is weight.trainable or weight.path.endswith("key/bias")
     for old, now in zip(before, masked.get_weights(), strict=True):
         np.testing.assert_array_equal(old, now)
 
@@ -422,7 +429,7 @@ def with_other_projection():
 
     layer = layers.MultiHeadAttention(4, 3, name="attention")
     model = model_of(layer)
-    layer.output_dense.__class__ = Dense
+    object.__setattr__(layer.output_dense, "__class__", Dense)
     return model
 
 
@@ -450,10 +457,6 @@ def subclassed():
     model = Subclassed()
     model(X)
     return model
-
-
-def of_one_key(**arguments):
-    return model_of(layers.GroupQueryAttention(3, 4, 1, name="attention", **arguments))
 
 
 LEFT = {
@@ -485,7 +488,10 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_why_a_layer_is_not_pruned(name):
     build, reason = LEFT[name]
-    masked = hm.apply_head_masks(build(), hm.PerHead({1: OFF}), layers="attention")
+    rule = hm.PerHead({1: OFF})
+    # (A copy would not have what is changed inside of attention.)
+    is_copied = name not in ("quantized", "projection")
+    masked = hm.apply_head_masks(build(), rule, layers="attention", copy=is_copied)
     with pytest.raises(ValueError, match=f"(?s)None of the heads .*'attention' .*{reason}.*Mend"):
         prune_heads(masked)
 
@@ -548,7 +554,7 @@ def test_errors():
 
 
 def test_what_a_file_must_hold(made, tmp_path):
-    _, _, pruned = made["bert_without_rules"]
+    pruned = hm.unmasked(made["bert"][2])
     with pytest.raises(NotImplementedError, match="KerasHub loads a preset by the exact class"):
         pruned.save_to_preset(str(tmp_path / "preset"))
     config = pruned.get_config()

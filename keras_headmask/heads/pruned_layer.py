@@ -157,8 +157,8 @@ def _arguments(layer: Any) -> dict[str, Any] | None:
     names = of_grouped if _keras.is_grouped(layer) else ("num_heads",)
     arguments = {name: getattr(layer, name) for name in names}
     if isinstance(layer, MaskedAttention):
-        own = layer.get_config()
-        arguments |= {name: own.get(name) for name in ("mask_spec", "position_bias")}
+        own = {"mask_spec": layer.mask_spec, "position_bias": layer.logit_options.position_bias}
+        arguments |= {k: None if x is None else x.get_config() for k, x in own.items()}
     return arguments
 
 

@@ -30,6 +30,9 @@ from keras_headmask._keras.files import filed_name as filed_name
 from keras_headmask._keras.files import has_in_file as has_in_file
 from keras_headmask._keras.files import query_in_files as query_in_files
 from keras_headmask._keras.files import unpickle_model as unpickle_model
+from keras_headmask._keras.heads import after_build as after_build
+from keras_headmask._keras.heads import rebuild as rebuild
+from keras_headmask._keras.heads import set_heads as set_heads
 from keras_headmask._keras.patches import after_cloning as after_cloning
 from keras_headmask._keras.patches import around_exports as around_exports
 from keras_headmask._keras.patches import dot_product_attention_seen as dot_product_attention_seen

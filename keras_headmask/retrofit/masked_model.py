@@ -15,7 +15,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.find import Found, aligned, find_attention, holds, is_inside, numbered
-from keras_headmask.retrofit.graph import new_inputs, rewire
+from keras_headmask.retrofit.graph import HeadMaskInputs, new_inputs, rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,
     attention_inside,
@@ -175,6 +175,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
     unregistered: dict[str, type] = {}
     for layer in _keras.layers_of(model):
         cls = getattr(type(layer), "_stock_class", type(layer))
+        cls = getattr(cls, "_whole_class", cls)  # (of a pruned layer)
         name = cls.__name__
         is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
             ("keras.", "keras_hub.")
@@ -207,7 +208,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
 
 def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
     """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
-    layers, twins = (_keras.layers_inside(model) for model in (source, target))
+    layers, twins = _with_state(source), _with_state(target)
     if list(map(type, layers)) != list(map(type, twins)):
         return
     target.trainable = source.trainable
@@ -220,6 +221,12 @@ def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
     for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
+
+
+def _with_state(model: keras.Model) -> list[keras.Layer]:
+    """The layers inside, but those that a rule adds: a config may put them in another place."""
+    added = HeadMaskInputs, keras.layers.InputLayer
+    return [x for x in _keras.layers_inside(model) if not isinstance(x, added)]
 
 
 def _check_tracked(found: Found) -> None:
@@ -243,7 +250,7 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
 
 def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
     """State outside the weights: what layers derive from them, and vocabularies."""
-    for layer, twin in zip(_keras.layers_of(source), _keras.layers_of(target), strict=False):
+    for layer, twin in zip(_with_state(source), _with_state(target), strict=False):
         if type(layer) is not type(twin):
             continue
         if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted

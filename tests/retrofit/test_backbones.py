@@ -4,6 +4,7 @@ import backbones
 import keras
 import numpy as np
 import pytest
+from backbone_calls import called, data, randomised
 from contract import numpy
 from fresh import run_fresh
 
@@ -11,39 +12,6 @@ import keras_headmask as hm
 
 keras_hub = pytest.importorskip("keras_hub")
 NAMES = [entry.name for entry in backbones.COVERED]
-
-
-def data(model):
-    """Eight tokens (or as many as a picture, or a sound, has) for each input of `model`."""
-    rng = np.random.default_rng(1)
-    made = {}
-    for tensor in model.inputs:
-        if tensor.name.endswith("token_ids"):
-            made[tensor.name] = rng.integers(2, 28, (2, 8)).astype("int32")
-        elif tensor.name.endswith("padding_mask"):
-            made[tensor.name] = np.array([[1] * 8, [1] * 6 + [0] * 2], "int32")
-        elif tensor.name == "segment_ids":
-            made[tensor.name] = np.array([[0] * 5 + [1] * 3] * 2, "int32")
-        elif tensor.name == "encoder_features":
-            made[tensor.name] = rng.normal(size=(2, 16, 4)).astype("float32")
-        else:
-            made[tensor.name] = rng.normal(size=(2, *tensor.shape[1:])).astype("float32")
-    return made
-
-
-def called(model, given):
-    outputs = model(given if isinstance(model.input, dict) else next(iter(given.values())))
-    outputs = outputs if isinstance(outputs, dict) else {"only": outputs}
-    return {name: numpy(value) for name, value in outputs.items()}
-
-
-def randomised(model):
-    """Larger weights than a fresh model has, so that what leaks is seen."""
-    rng = np.random.default_rng(2)
-    for weight in model.weights:
-        if "float" in keras.backend.standardize_dtype(weight.dtype):
-            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.2)
-    return model
 
 
 @pytest.fixture(scope="module")

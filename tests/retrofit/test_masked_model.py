@@ -48,6 +48,21 @@ def test_without_a_copy_the_model_itself_is_masked(rule):
     np.testing.assert_array_equal(numpy(cut(TOKENS)), expected)
 
 
+def test_a_copy_of_a_masked_model_has_its_state():
+    """A rule that reads inputs adds layers, which stand in another place in the copy."""
+    x = keras.Input((None, 8))
+    y = layers.Normalization(name="normal")(Block(name="first")(Block(name="second")(x)))
+    stock = keras.Model(x, y)
+    stock.get_layer("normal").adapt(normal(4, 7, 8, seed=1))
+    stock.get_layer("second").attention.query_dense.trainable = False
+    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("ids")}), add_inputs=True)
+    again = hm.unmasked(masked)
+    assert not again.get_layer("second").attention.query_dense.trainable
+    assert again.get_layer("first").attention.query_dense.trainable
+    given = normal(2, 7, 8)
+    np.testing.assert_allclose(numpy(again(given)), numpy(stock(given)), rtol=0, atol=1e-5)
+
+
 def test_a_model_that_cannot_be_copied():
     class Secret(layers.Layer):
         def __init__(self, secret):

@@ -36,16 +36,20 @@ from keras_headmask.rules.registration import register_spec
 __version__ = "0.2.0"
 
 __all__ = [
+    "Ablation",
     "Bounds",
     "Chunk",
     "Explanation",
     "ExportReport",
     "Finding",
     "Full",
+    "HeadReport",
     "InputType",
     "KeyFlag",
     "KeyIn",
     "Keys",
+    "Leak",
+    "LeakReport",
     "MaskInput",
     "MaskSpec",
     "Nothing",
@@ -66,31 +70,37 @@ __all__ = [
     "Tiles",
     "Tiling",
     "Window",
+    "ablate_heads",
     "alibi",
     "and_masks",
     "apply_head_masks",
+    "attention_probabilities",
     "cache_bytes",
     "dense_scope",
     "dot_product_attention",
     "draw",
     "explain",
     "export_saved_model",
+    "find_leaks",
     "from_additive",
     "from_torch",
     "head_layout",
     "lint",
     "make_mask",
     "mask_specs",
+    "measure_heads",
     "not_mask",
     "or_masks",
     "plot",
     "plot_attention",
+    "prune_heads",
     "reach",
     "recipes",
     "register_spec",
     "relative_position_bias",
     "schema",
     "summary_masks",
+    "testing",
     "to_additive",
     "unmasked",
     "write_serving_config",
@@ -104,6 +114,14 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.generation.cache_size import cache_bytes
+    from keras_headmask.heads import testing
+    from keras_headmask.heads.ablation import Ablation, ablate_heads
+    from keras_headmask.heads.head_report import HeadReport
+    from keras_headmask.heads.leak_report import Leak, LeakReport
+    from keras_headmask.heads.leaks import find_leaks
+    from keras_headmask.heads.measures import measure_heads
+    from keras_headmask.heads.probabilities import attention_probabilities
+    from keras_headmask.heads.prune import prune_heads
     from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
@@ -131,6 +149,14 @@ _HOMES = {
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
     "generation.cache_size": "cache_bytes",
+    "heads": "testing",
+    "heads.ablation": "Ablation ablate_heads",
+    "heads.head_report": "HeadReport",
+    "heads.leak_report": "Leak LeakReport",
+    "heads.leaks": "find_leaks",
+    "heads.measures": "measure_heads",
+    "heads.probabilities": "attention_probabilities",
+    "heads.prune": "prune_heads",
     "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",
@@ -149,6 +175,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split
 def __getattr__(name: str) -> object:
     if name in _HOME_OF:
         home = importlib.import_module(f"{__name__}.{_HOME_OF[name]}")
+        if not hasattr(home, name):  # a module of that folder
+            importlib.import_module(f"{home.__name__}.{name}")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
     if (call := config.RECIPES.get(name)) is not None:
@@ -162,7 +190,7 @@ def __dir__() -> list[str]:
 
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
-    for module in ("layers.grouped_query", "layers.multi_head", "generation.causal_lm"):
+    for module in ("generation.causal_lm", "heads.pruned_layer"):
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
 

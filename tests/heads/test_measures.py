@@ -156,7 +156,7 @@ def padded_tail(name):
         ("attention_mask", {}, "`attention_mask`"),
         ("is_real", {"padding": "is_real"}, "`is_real`"),
         ("other", {"padding": LONG != 0}, "`padding`"),
-        ("other", {"padding": LONG % 3 > 0}, "`padding`"),  # it hides ids that others have
+        ("other", {"padding": (np.arange(21) + 0 * LONG) % 3 > 0}, "`padding`"),
         ("nothing", {}, "none known"),
     ],
 )

@@ -493,6 +493,16 @@ def over_two_axes():
     return keras.Model(x, attention(x, x))
 
 
+@pytest.mark.parametrize("function", [attention_probabilities, measure_heads])
+def test_attention_out_of_reach_is_left_out_by_name_alone(function):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = Block(name="known")(layers.Embedding(12, 8)(ids))
+    model = keras.Model(ids, Handwritten(name="attention")(x))
+    with pytest.raises(ValueError, match="To leave it as it is, name the others in `layers`"):
+        function(model, LONG)
+    function(model, LONG, layers="known")
+
+
 class Pools(Block):
     """Its queries are every second token; that of one sequence nobody can see."""
 

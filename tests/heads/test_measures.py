@@ -156,7 +156,7 @@ def padded_tail(name):
         ("attention_mask", {}, "`attention_mask`"),
         ("is_real", {"padding": "is_real"}, "`is_real`"),
         ("other", {"padding": LONG != 0}, "`padding`"),
-        ("other", {"padding": LONG % 3 > 0}, "`padding`"),  # it hides ids that others have
+        ("other", {"padding": (np.arange(21) + 0 * LONG) % 3 > 0}, "`padding`"),
         ("nothing", {}, "none known"),
     ],
 )
@@ -491,6 +491,16 @@ def over_two_axes():
     x = keras.Input((4, 5, 8))
     attention = layers.MultiHeadAttention(2, 4, attention_axes=(1, 2), name="attention")
     return keras.Model(x, attention(x, x))
+
+
+@pytest.mark.parametrize("function", [attention_probabilities, measure_heads])
+def test_attention_out_of_reach_is_left_out_by_name_alone(function):
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = Block(name="known")(layers.Embedding(12, 8)(ids))
+    model = keras.Model(ids, Handwritten(name="attention")(x))
+    with pytest.raises(ValueError, match="To leave it as it is, name the others in `layers`"):
+        function(model, LONG)
+    function(model, LONG, layers="known")
 
 
 class Pools(Block):

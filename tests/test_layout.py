@@ -248,8 +248,9 @@ def test_private_names_of_keras_and_tensorflow_stand_in_one_folder(module):
 
 def test_no_module_is_named_like_a_public_function():
     names = {module.split(".")[-1] for module in MODULES}
-    assert names & set(hm.__all__) <= {"recipes"}  # which is the module itself
+    assert names & set(hm.__all__) <= {"recipes", "testing"}  # which are the modules themselves
     assert hm.recipes.__name__ == "keras_headmask.rules.recipes"
+    assert hm.testing.__name__ == "keras_headmask.heads.testing"
 
 
 def test_public_names_exist_once_each_and_sorted():

@@ -60,8 +60,8 @@ def leaks(
     if pathlib.Path(model).is_dir():
         if given is None or spec is None:
             raise ValueError(
-                f"'{model}' is a folder, and a SavedModel needs --rule and --inputs: its layers "
-                "cannot be read."
+                f"'{model}' is a folder, and a SavedModel needs --rule and --inputs: it has "
+                "no layers to read."
             )
         loaded: Any = model
     else:

@@ -104,7 +104,7 @@ class Ablation:
             text: A JSON text.
 
         Raises:
-            ValueError: if `text` is none of `to_json`.
+            ValueError: if `to_json` did not write `text`.
         """
         try:
             found = json.loads(text)

@@ -47,7 +47,7 @@ class LeakReport:
         pairs: How many pairs are hidden: an output must not depend on an input position.
         examples: The number of examples; each was changed to see if others notice.
         first_layer: The first layer whose output changed where it must not, for the first leak
-            found; `None` if nothing leaked or the layers cannot be seen.
+            found; `None` if nothing leaked or no layers are seen.
         left_out: What was not looked at, and why.
         hidden: Which pairs are hidden, for the first input and output: boolean
             `(batch, output positions, input positions)`.
@@ -91,6 +91,12 @@ class LeakReport:
         Needs matplotlib: `pip install matplotlib`. It shows the first input and output, and all
         examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell
         is a tile of positions.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ImportError: without matplotlib.
         """
         from keras_headmask.look import panels, plotting
 
@@ -103,7 +109,11 @@ class LeakReport:
         return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, caption)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the pictures, as JSON has it; an infinite change is the text "NaN"."""
+        """The report as JSON has it, a dict without `hidden` and `change`; NaN is the text "NaN".
+
+        Returns:
+            A dict of plain values.
+        """
         names = ("tried", "pairs", "examples", "first_layer")
         leaks = [dataclasses.asdict(leak) for leak in self.leaks]
         for leak in leaks:

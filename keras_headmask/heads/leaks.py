@@ -41,7 +41,8 @@ def find_leaks(
             own position, too; one without an axis of positions on what any position may.
             By default, what the rules, causal masks and padding of the model's attention layers
             allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
-        tolerance: The largest change that is none, times the largest value of the output or 1.
+        tolerance: The largest change that does not count, over the largest value of the output
+            or 1.
 
     Returns:
         A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and
@@ -124,7 +125,7 @@ class _Search:
                 "that reads these: the `input` of a spec is its name."
             )
         if rule is None:
-            why = "the layers of a SavedModel cannot be read"
+            why = "a SavedModel has no layers to read"
             if model is not None:
                 why = reaches.why_not_by_layers(model, self.found) or ""
             if why:

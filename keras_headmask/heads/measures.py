@@ -75,7 +75,7 @@ def measure_heads(
     Raises:
         TypeError: if `model` is not a Keras model, or for `inputs` or ids of another kind.
         ValueError: if attention is out of reach or not self-attention; if there are no texts, or
-            all have fewer than 2 tokens or the same one; if ids or padding cannot be found or do
+            all have fewer than 2 tokens or the same one; if ids or padding are not found or do
             not fit.
 
     Measures: Clark et al. 2019, "What Does BERT Look At?"; Olsson et al. 2022, "In-context Learning
@@ -225,7 +225,7 @@ class _Measuring:
         if self.reads_ids and len(self.ids) < 2:
             raise ValueError(
                 f"All token ids are equal ({self.ids.pop()}), so each token repeats all others and "
-                "heads cannot be told apart. Pass texts of several words, or in `token_ids` the "
+                "nothing sets heads apart. Pass texts of several words, or in `token_ids` the "
                 "input that holds the ids."
             )
         return HeadReport(

@@ -24,7 +24,6 @@ from keras_headmask.retrofit.wrap import add_rule, mask, unmask
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import Full
 
 
 def prune_heads(model: keras.Model) -> keras.Model:
@@ -146,7 +145,7 @@ def _heads_off(entry: AttentionLayer) -> set[int]:
 
 
 def _why_not(layer: Any, heads: _Kept, calls: "_Calls") -> str | None:
-    """Why a layer cannot be pruned to `heads`; `None` if it can."""
+    """Why pruning a layer to `heads` is not possible; `None` if it is."""
     cls = getattr(type(layer), "_stock_class", type(layer))
     if cls not in pruned_layer.CLASSES:
         return f"the class {cls.__name__} has code of its own, which may count on all heads"
@@ -211,7 +210,7 @@ def _renumbered(spec: MaskSpec, heads: list[int]) -> MaskSpec:
     rules = [spec.for_head(head) for head in heads]
     if len(set(rules)) == 1:
         return rules[0]
-    return PerHead({head: rule for head, rule in enumerate(rules) if rule != Full()})
+    return PerHead({head: rule for head, rule in enumerate(rules) if rule.constant is not True})
 
 
 def _prune(layer: Any, heads: _Kept) -> None:

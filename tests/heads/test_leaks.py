@@ -405,7 +405,7 @@ def test_what_is_shipped(tmp_path):
         assert bool(report) is not mask
         assert report.first_layer is None
         assert report.tried == report.pairs == 30
-    with pytest.raises(ValueError, match="the layers of a SavedModel cannot be read"):
+    with pytest.raises(ValueError, match="a SavedModel has no layers to read"):
         find_leaks(tmp_path / "open", FLOATS)
     with pytest.raises(ValueError, match=r"has the inputs \['features'\]. Received: \['a', 'b'\]"):
         find_leaks(tmp_path / "open", {"a": FLOATS, "b": FLOATS}, rule=CAUSAL)

@@ -24,7 +24,6 @@ from keras_headmask.retrofit.wrap import add_rule, mask, unmask
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import Full
 
 
 def prune_heads(model: keras.Model) -> keras.Model:
@@ -211,7 +210,7 @@ def _renumbered(spec: MaskSpec, heads: list[int]) -> MaskSpec:
     rules = [spec.for_head(head) for head in heads]
     if len(set(rules)) == 1:
         return rules[0]
-    return PerHead({head: rule for head, rule in enumerate(rules) if rule != Full()})
+    return PerHead({head: rule for head, rule in enumerate(rules) if not rule.constant})
 
 
 def _prune(layer: Any, heads: _Kept) -> None:

@@ -7,14 +7,14 @@ import json
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
+from keras_headmask.heads.progress import Progress
 from keras_headmask.look import plotting
 from keras_headmask.retrofit.find import AttentionLayer, aligned, find_attention
 from keras_headmask.retrofit.rule import spec_of
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Head = tuple[int, int]  # its layer, and its number in there
 Off = tuple[Head, ...]  # the heads that are switched off, in order
-
-_PATIENCE = 3  # seconds without a progress bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,12 +218,12 @@ class _Sweep:
         self.values = {(): own, **saved}
         every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
         count = 1 if not greedy else min(len(every), steps or len(every))
-        progress = _progress(sum(len(every) - step for step in range(count)))
+        bar = Progress(sum(len(every) - step for step in range(count)), "runs")
         for _ in range(count):
             left = [head for head in every if head not in self.order]
             for head in left:
                 self._measure(_sorted((*self.order, head)))
-                next(progress)
+                bar.step()
             if greedy:
                 metrics = [self.values[_sorted((*self.order, head))] for head in left]
                 best = max(metrics) if higher else min(metrics)
@@ -309,14 +307,3 @@ def _finite(value: Any, of: str) -> float:
             "dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and NaN."
         )
     return number
-
-
-def _progress(total: int) -> Iterator[None]:
-    """One `next` for each head; shows a bar once it takes more than seconds."""
-    bar, start = None, time.monotonic()
-    for done in range(1, total + 1):
-        if bar is None and time.monotonic() - start > _PATIENCE:
-            bar = keras.utils.Progbar(total, unit_name="head")
-        if bar is not None:
-            bar.update(done)
-        yield

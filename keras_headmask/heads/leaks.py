@@ -1,7 +1,5 @@
 """`hm.find_leaks`: change what must not matter, and watch the outputs."""
 
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,12 +8,12 @@ import numpy as np
 from keras_headmask.heads import probes, reaches
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Arrays, Probe, Subject
+from keras_headmask.heads.progress import Progress
 from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
 Masks = dict[tuple[int | None, int], list[np.ndarray]]  # by output and input positions
-_SECONDS = 3  # before there is a progress bar
 
 
 def find_leaks(
@@ -193,7 +191,7 @@ class _Search:
                 self.pairs[name, output] = _Pairs(pairs)
         probed = list(self._columns())
         total = self.batch * (self.batch > 1) + len(probed)
-        bar, leaks = _Progress(total), []
+        bar, leaks = Progress(total, "changes"), []
         for example in range(self.batch if self.batch > 1 else 0):
             leaks += self._across(example)
             bar.step()
@@ -335,21 +333,6 @@ class _Search:
                 change = float(moved[at, row])
                 leaks.append(Leak(name, example, column, output, at, there, change))
         return leaks
-
-
-class _Progress:
-    """A bar on standard error, for a person, where a search takes more than seconds."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.start = total, 0, time.monotonic()
-        self.is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
-
-    def step(self) -> None:
-        self.done += 1
-        if self.is_seen and time.monotonic() - self.start > _SECONDS:
-            bar = "=" * (30 * self.done // self.total)
-            end = "\n" if self.done == self.total else ""
-            print(f"\r[{bar:30}] {self.done} of {self.total}", end=end, file=sys.stderr, flush=True)
 
 
 def _batch_of(given: Arrays) -> int:

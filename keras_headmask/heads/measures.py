@@ -11,6 +11,7 @@ from keras_headmask.heads import texts
 from keras_headmask.heads.head_report import HeadReport
 from keras_headmask.heads.pairs import Sums, Text, patterns
 from keras_headmask.heads.probabilities import forward, in_numpy
+from keras_headmask.heads.progress import Progress
 from keras_headmask.retrofit.find import AttentionLayer, find_attention
 from keras_headmask.retrofit.select import select
 from keras_headmask.rules import evaluation, fields
@@ -105,8 +106,10 @@ def measure_heads(
         {k: v for k, v in given.items() if k not in beside},
     )
     batches, count = texts.in_batches(inputs, beside, batch_size)
-    for batch, of_batch in texts.with_progress(batches, count, progress):
+    bar = Progress(count, "batches", progress)
+    for batch, of_batch in batches:
         measuring.add(batch, of_batch)
+        bar.step()
     return measuring.report()
 
 

@@ -1,7 +1,6 @@
 """Texts in batches: which positions are real tokens, and their ids."""
 
 import operator
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +11,6 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention.lost_masks import marks_padding
 
-_SECONDS = 3  # before there is a progress bar
 _IDS = ("token_ids", "input_ids", "ids")
 
 
@@ -58,19 +56,6 @@ def in_batches(
 
 def _is_nest(inputs: Any) -> bool:
     return hasattr(inputs, "shape") or isinstance(inputs, (Mapping, list, tuple))
-
-
-def with_progress(batches: Iterable[Any], count: int | None, wanted: bool) -> Iterator[Any]:
-    """The batches; a progress bar appears when they take more than some seconds."""
-    start, bar, number = time.monotonic(), None, 0
-    for number, batch in enumerate(batches, 1):
-        yield batch
-        if bar is None and wanted and time.monotonic() - start > _SECONDS:
-            bar = keras.utils.Progbar(count, unit_name="batch")
-        if bar is not None and number != count:
-            bar.update(number)
-    if bar is not None:
-        bar.update(number, finalize=True)
 
 
 def by_name(model: keras.Model, inputs: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import pytest
 from contract import normal, numpy, random_biases
 
 import keras_headmask as hm
-from keras_headmask.heads import ablation
 from keras_headmask.heads.ablation import Ablation, ablate_heads
 
 DATA = normal(2, 6, 8)
@@ -208,15 +207,6 @@ def test_a_heat_map():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("heads", "layers")
     assert image.get_clim() == (-0.25, 0.25)  # so that white is 0
     assert ax.figure.get_suptitle() == "Change of the metric, 0.5, with one head switched off"
-
-
-@once
-def test_a_bar_where_it_takes_more_than_seconds(monkeypatch, capsys):
-    assert list(ablation._progress(3)) == [None] * 3
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(ablation, "_PATIENCE", -1)
-    assert list(ablation._progress(3)) == [None] * 3
-    assert "3/3" in capsys.readouterr().out
 
 
 @once

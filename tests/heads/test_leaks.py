@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 
 import keras
 import numpy as np
@@ -14,7 +13,7 @@ from keras import layers, ops
 from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
-from keras_headmask.heads import leaks, reaches
+from keras_headmask.heads import reaches
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.heads.testing import assert_no_leaks
 from keras_headmask.retrofit.find import find_attention
@@ -372,16 +371,6 @@ def test_a_report_prints_and_saves_itself():
         assert_no_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL)
     with pytest.raises(AssertionError, match="Nothing was tried"):
         assert_no_leaks(floats(MeanOverTime()), FLOATS[:1], rule=hm.Full())
-
-
-def test_a_bar_shows_where_it_takes_long(monkeypatch, capsys):
-    model = floats(causal())
-    find_leaks(model, FLOATS)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(leaks, "_SECONDS", 0)
-    monkeypatch.setitem(sys.modules, "ipykernel", None)
-    find_leaks(model, FLOATS)
-    assert capsys.readouterr().err.endswith("] 7 of 7\n")
 
 
 @pytest.mark.tensorflow

@@ -15,7 +15,6 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.heads import measures
-from keras_headmask.heads import texts as of_texts
 from keras_headmask.heads.measures import measure_heads
 from keras_headmask.heads.probabilities import attention_probabilities
 
@@ -401,17 +400,6 @@ def test_pictures_of_measures():
     )
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("heads", "layers")
     assert scale.get_ylabel() == "positions"
-
-
-def test_a_progress_bar_comes_after_some_seconds(monkeypatch, capsys):
-    model = one_layer()
-    measure_heads(model, LONG, batch_size=2)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setattr(of_texts, "_SECONDS", -1)
-    measure_heads(model, LONG, batch_size=2)
-    assert "3/3" in capsys.readouterr().out
-    measure_heads(model, LONG, batch_size=2, progress=False)
-    assert capsys.readouterr().out == ""
 
 
 MEMORY = """

@@ -67,23 +67,27 @@ class LeakReport:
         return bool(self.leaks)
 
     def __str__(self) -> str:
-        others = self.examples * (self.examples - 1)
-        tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
-        tried += f", and {others} of {others} pairs of examples." if others else "."
-        count = len(self.leaks)
-        lines = [f"{count} leak{'s' * (count != 1)}. {tried}" if count else f"No leaks. {tried}"]
         rows = [("input", "example", "position", "output", "example", "position", "change")]
         for leak in self.leaks[:_MOST_LINES]:
             numbers = f"{leak.output_example}", _or(leak.output_position, "-"), f"{leak.change:.2g}"
             position = _or(leak.position, "all")
             rows.append((leak.input, f"{leak.example}", position, leak.output, *numbers))
-        if count:
-            lines += aligned(rows)
-        if count > _MOST_LINES:
-            lines.append(f"... and {count - _MOST_LINES} more.")
-        if self.first_layer is not None:
-            lines.append(f"It shows first in the layer {self.first_layer}.")
-        return "\n".join([*lines, *self.left_out])
+        lines = aligned(rows) if self.leaks else []
+        if len(self.leaks) > _MOST_LINES:
+            lines.append(f"... and {len(self.leaks) - _MOST_LINES} more.")
+        first, *others = self._sentences()
+        return "\n".join([first, *lines, *others])
+
+    def _sentences(self) -> list[str]:
+        """What the report says beside the table of leaks: the first line stands above it."""
+        others = self.examples * (self.examples - 1)
+        tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
+        tried += f", and {others} of {others} pairs of examples." if others else "."
+        count = len(self.leaks)
+        found = f"{count} leak{'s' * (count != 1)}." if count else "No leaks."
+        where = self.first_layer
+        shows = [] if where is None else [f"It shows first in the layer {where}."]
+        return [f"{found} {tried}", *shows, *self.left_out]
 
     def plot(self) -> "Figure":
         """Leaks as red crosses between output and input positions; what is hidden is hatched.
@@ -105,8 +109,7 @@ class LeakReport:
         of_any: Any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
         hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
         drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
-        caption = str(self).split("\n")
-        return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, caption)
+        return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, self._sentences())
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it, a dict without `hidden` and `change`; NaN is the text "NaN".

@@ -85,6 +85,8 @@ class LeakReport:
         tried += f", and {others} of {others} pairs of examples." if others else "."
         count = len(self.leaks)
         found = f"{count} leak{'s' * (count != 1)}." if count else "No leaks."
+        if not self.pairs:
+            tried += " Nothing is hidden within a text: each output may depend on each position."
         where = self.first_layer
         shows = [] if where is None else [f"It shows first in the layer {where}."]
         return [f"{found} {tried}", *shows, *self.left_out]

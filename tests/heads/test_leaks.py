@@ -373,6 +373,14 @@ def test_a_report_prints_and_saves_itself():
         assert_no_leaks(floats(MeanOverTime()), FLOATS[:1], rule=hm.Full())
 
 
+def test_where_one_head_sees_everything_nothing_is_hidden():
+    of_one_head = hm.PerHead({0: CAUSAL})
+    attention = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=of_one_head)
+    report = find_leaks(floats(lambda x: attention(x, x)), FLOATS)
+    assert (report.pairs, report.tried) == (0, 0)
+    assert "Nothing is hidden within a text" in str(report)
+
+
 @pytest.mark.tensorflow
 def test_a_report_draws_itself():
     pytest.importorskip("matplotlib")

@@ -79,9 +79,9 @@ class Reader:
         if real is None:
             real = np.ones((count, seen[0].probabilities.shape[2]), bool)
         real = real != 0
-        return Batch(ids, real, self._layers(seen, ids, real))
+        return Batch(ids, real, self._of_layers(seen, ids, real))
 
-    def _layers(
+    def _of_layers(
         self, seen: list[Any], ids: np.ndarray | None, real: np.ndarray
     ) -> Iterator[tuple[str, np.ndarray]]:
         for number, (path, probabilities) in enumerate(in_numpy(seen)):

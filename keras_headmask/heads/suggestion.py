@@ -11,6 +11,7 @@ from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Full
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +29,8 @@ class Suggestion:
         computed: The share of the pairs of tokens that the rule allows, `(layers, heads)`.
         longest: The length of the longest text, in tokens.
         is_causal: Whether no attention went to a later token.
+        metrics: With `metric=`: that of the model itself, then of each model that was tried, with
+            one head more open each time.
     """
 
     specs: dict[str, tuple[MaskSpec, ...]]
@@ -37,6 +40,7 @@ class Suggestion:
     computed: np.ndarray
     longest: int
     is_causal: bool
+    metrics: tuple[float, ...] = ()
 
     @property
     def rules(self) -> dict[str, dict[str, Any]]:
@@ -75,7 +79,26 @@ class Suggestion:
             for i, (path, specs) in enumerate(self.specs.items())
             for head, spec in enumerate(specs)
         ]
-        return "\n".join(aligned(rows))
+        lines = aligned(rows)
+        if self.metrics:
+            own, *tried = self.metrics
+            last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
+            lines.append(f"The metric is {own:.4g}; {len(tried)} models were tried, {last}.")
+        return "\n".join(lines)
+
+    def opened(self, heads: "list[tuple[int, int]]") -> "Suggestion":
+        """The same with `Full()` for some heads.
+
+        Args:
+            heads: Pairs of a layer, counted as in `kept`, and a head.
+        """
+        specs = {path: list(of_layer) for path, of_layer in self.specs.items()}
+        kept, computed = self.kept.copy(), self.computed.copy()
+        for layer, head in heads:
+            specs[list(specs)[layer]][head] = Full()
+            kept[layer, head] = computed[layer, head] = 1.0
+        found = {path: tuple(of_layer) for path, of_layer in specs.items()}
+        return dataclasses.replace(self, specs=found, kept=kept, computed=computed)
 
     def plot(self) -> "Figure":
         """The share of pairs that each head computes, layers x heads: dark = much.
@@ -107,7 +130,8 @@ class Suggestion:
             name: [[None if np.isnan(x) else float(x) for x in row] for row in getattr(self, name)]
             for name in ("kept", "computed")
         }
-        return {"keep": self.keep, "rules": self.rules, **shares, "cache": self.cache}
+        found = {"keep": self.keep, "rules": self.rules, **shares, "cache": self.cache}
+        return found | {"metrics": list(self.metrics)}
 
 
 def _share(kept: float, computed: float) -> str:

@@ -1,5 +1,6 @@
 """Suggestions: heads made by rules give those rules back, and shares are those of loops."""
 
+import itertools
 import json
 
 import keras
@@ -40,7 +41,7 @@ def test_heads_made_by_rules_give_them_back():
     found = suggest_rules(masked, IDS, keep=1.0, end_ids=END, special_ids=SPECIAL)
     for specs in found.specs.values():
         assert list(specs) == FAMILY
-    again = hm.apply_head_masks(masked, found.rules, existing="replace")
+    again = hm.apply_head_masks(masked, found.rules, existing="and")
     np.testing.assert_array_equal(numpy(again(IDS)), numpy(masked(IDS)))
 
 
@@ -53,7 +54,7 @@ def test_kept_and_computed_are_those_of_loops():
     for head, spec in enumerate(found.specs["attention_0"]):
         kept, pairs = 0.0, 0
         for text, of_text in zip(IDS, probabilities[:, head], strict=True):
-            given = {name: text[None] for name in spec.inputs}
+            given = dict.fromkeys(spec.inputs, text[None])
             mask = numpy(hm.make_mask(spec, 24, 24, 1, given))[0, 0]
             for i in range(24):
                 for j in range(24):
@@ -67,7 +68,7 @@ def test_kept_and_computed_are_those_of_loops():
 def test_less_to_keep_is_no_more_to_compute():
     model = model_of(4, 2)
     shares = [suggest_rules(model, IDS, keep=keep).computed for keep in (0.5, 0.8, 0.95, 1.0)]
-    for less, more in zip(shares, shares[1:], strict=False):
+    for less, more in itertools.pairwise(shares):
         assert (less <= more).all()
     assert (shares[-1] == 1).all()
 
@@ -109,6 +110,58 @@ def test_rules_are_plain_json_by_layer():
     assert "head 0  Full()" in str(found)
 
 
+# --- By a metric ---------------------------------------------------------------------------------
+
+
+def limited_heads(model):
+    """How many heads see less than everything: a metric that is known beforehand."""
+    found = hm.mask_specs(model)
+    specs = [spec.for_head(head) for spec in found.values() for head in range(3)]
+    return sum(spec != hm.Full() for spec in specs)
+
+
+def test_heads_that_lost_most_are_opened_until_the_metric_is_near():
+    model = model_of(3, 2)
+    cheap = suggest_rules(model, IDS, keep=0.5)
+    assert (cheap.computed < 1).all()  # all six heads
+    found = suggest_rules(model, IDS, keep=0.5, metric=limited_heads, tolerance=2, better="lower")
+    assert found.metrics == (0, 6, 5, 4, 3, 2)
+    opened = np.argwhere((cheap.computed < 1) & (found.computed == 1))
+    assert len(opened) == 4
+    assert cheap.kept[found.computed == 1].max() <= cheap.kept[found.computed < 1].min()
+    assert "5 models were tried, the last 2" in str(found)
+
+
+def test_where_nothing_helps_all_heads_are_open():
+    model = model_of(2)
+    found = suggest_rules(model, IDS, keep=0.5, metric=lambda tried: float(tried is model))
+    assert found.metrics == (1, 0, 0)
+    assert (found.computed == 1).all()
+    assert found.rules == {"0": hm.Full().get_config()}
+
+
+def test_an_interrupted_search_goes_on(tmp_path):
+    model, file, runs = model_of(3, 2), tmp_path / "metrics.json", []
+
+    def metric(tried):
+        runs.append(tried)
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        return limited_heads(tried)
+
+    more = {"keep": 0.5, "tolerance": 2, "better": "lower", "save_to": file}
+    with pytest.raises(KeyboardInterrupt):
+        suggest_rules(model, IDS, metric=metric, **more)
+    found = suggest_rules(model, IDS, metric=metric, **more)
+    assert len(runs) == 4 + 3
+    assert found.metrics == (0, 6, 5, 4, 3, 2)
+    with pytest.raises(ValueError, match="of another model, other texts"):
+        suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="no file of `suggest_rules`"):
+        suggest_rules(model, IDS, metric=metric, **more)
+
+
 @pytest.mark.tensorflow
 def test_a_picture():
     pytest.importorskip("matplotlib")
@@ -123,6 +176,8 @@ def test_a_picture():
         (IDS, {"keep": 0}, ValueError, "above 0"),
         (IDS, {"keep": 1.5}, ValueError, "keep"),
         (IDS, {"sinks": 0}, ValueError, "sinks"),
+        (IDS, {"better": "more"}, ValueError, "`better` must be"),
+        (IDS, {"metric": lambda model: None}, ValueError, "one finite number"),
         (np.ones((2, 5), "int32"), {}, ValueError, "All token ids are equal"),
         (IDS[:0], {}, ValueError, "texts"),
         (IDS[:, :1], {}, ValueError, "at least 2 tokens"),

@@ -67,6 +67,7 @@ __all__ = [
     "Sampling",
     "Sides",
     "Span",
+    "Suggestion",
     "Tiles",
     "Tiling",
     "Window",
@@ -99,6 +100,7 @@ __all__ = [
     "register_spec",
     "relative_position_bias",
     "schema",
+    "suggest_rules",
     "summary_masks",
     "testing",
     "to_additive",
@@ -122,6 +124,8 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.heads.measures import measure_heads
     from keras_headmask.heads.probabilities import attention_probabilities
     from keras_headmask.heads.prune import prune_heads
+    from keras_headmask.heads.suggest import suggest_rules
+    from keras_headmask.heads.suggestion import Suggestion
     from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
@@ -157,6 +161,8 @@ _HOMES = {
     "heads.measures": "measure_heads",
     "heads.probabilities": "attention_probabilities",
     "heads.prune": "prune_heads",
+    "heads.suggest": "suggest_rules",
+    "heads.suggestion": "Suggestion",
     "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",

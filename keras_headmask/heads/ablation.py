@@ -1,7 +1,6 @@
 """What each head is worth: a metric with the head switched off (Michel et al. 2019)."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from keras_headmask.heads import sweeps
 from keras_headmask.heads.progress import Progress
 from keras_headmask.look import plotting
-from keras_headmask.retrofit.find import AttentionLayer, aligned, find_attention
-from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.find import aligned, find_attention
 from keras_headmask.retrofit.select import select
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
@@ -199,7 +198,7 @@ class _Sweep:
         self.model, self.metric = model, metric
         self.entries = [found.known[number] for number in select(found, layers)]
         self.file = None if save_to is None else Path(save_to)
-        self.digest = _digest(model, self.entries)
+        self.digest = sweeps.digest(model, self.entries)
         self.values: dict[Off, float] = {}
         self.order: tuple[Head, ...] = ()
 
@@ -209,7 +208,7 @@ class _Sweep:
         return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
 
     def run(self, greedy: bool, higher: bool, steps: int | None) -> None:
-        own, saved = _finite(self.metric(self.model), "the model itself"), self._saved()
+        own, saved = sweeps.finite(self.metric(self.model), "the model itself"), self._saved()
         if not math.isclose(saved.get((), own), own, rel_tol=1e-3, abs_tol=1e-9):
             raise ValueError(
                 f"{self.file} is of another metric, or of other data: there the model's own is "
@@ -236,7 +235,7 @@ class _Sweep:
             # compiled before would go on without the change, and it would take about as long.
             names = ", ".join(f"head {head} of layer {layer}" for layer, head in off)
             value = self.metric(self._without(off))
-            self.values[off] = _finite(value, f"the model without {names}")
+            self.values[off] = sweeps.finite(value, f"the model without {names}")
             self._save()
 
     def _without(self, off: Off) -> keras.Model:
@@ -263,11 +262,8 @@ class _Sweep:
         return saved.values
 
     def _save(self) -> None:
-        """Write the file as a whole, so that an interrupt leaves it as it was."""
         if self.file is not None:
-            written = self.file.with_name(f"{self.file.name}.{os.getpid()}")
-            written.write_text(self.result().to_json(), encoding="utf-8")
-            os.replace(written, self.file)
+            sweeps.write_whole(self.file, self.result().to_json())
 
 
 def _sorted(heads: Sequence[Head]) -> Off:
@@ -281,29 +277,3 @@ def _head(text: str) -> Head:
 
 def _change(x: float) -> str:
     return "?" if math.isnan(x) else f"{x:+.3g}"
-
-
-def _digest(model: keras.Model, entries: Sequence[AttentionLayer]) -> str:
-    """Of all that a value depends on, apart from the metric."""
-    specs = [spec_of(entry.layer) for entry in entries]
-    rules = [None if spec is None else spec.get_config() for spec in specs]
-    parts = [
-        (entry.path, entry.num_heads, rule) for entry, rule in zip(entries, rules, strict=True)
-    ]
-    digest = hashlib.sha256(json.dumps(parts).encode())
-    for weight in model.weights:
-        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(weight)).tobytes())
-    return digest.hexdigest()
-
-
-def _finite(value: Any, of: str) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(
-            f"`metric` must return one finite number. Received for {of}: {value!r}. Of a list or "
-            "dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and NaN."
-        )
-    return number

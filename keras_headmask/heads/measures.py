@@ -1,19 +1,15 @@
 """`hm.measure_heads`: what each head attends to, over many texts."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.heads import texts
 from keras_headmask.heads.head_report import HeadReport
 from keras_headmask.heads.pairs import Sums, Text, patterns
-from keras_headmask.heads.probabilities import forward, in_numpy
 from keras_headmask.heads.progress import Progress
-from keras_headmask.retrofit.find import AttentionLayer, find_attention
-from keras_headmask.retrofit.select import select
+from keras_headmask.heads.reading import Batch, Reader
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -94,110 +90,38 @@ def measure_heads(
     >>> print(report.roles())
     attention  head 0  previous token
     """
-    fields.whole_number(batch_size, "batch_size", at_least=1)
-    entries = _self_attention(model, layers)
-    given = {"token_ids": token_ids, "padding": padding}
-    beside = {k: v for k, v in given.items() if v is not None and not isinstance(v, str)}
-    measuring = _Measuring(
-        model,
-        entries,
-        None if end_ids is None else SameSentence(end_ids),
-        () if special_ids is None else fields.id_tuple(special_ids, "special_ids"),
-        {k: v for k, v in given.items() if k not in beside},
-    )
-    batches, count = texts.in_batches(inputs, beside, batch_size)
-    bar = Progress(count, "batches", progress)
-    for batch, of_batch in batches:
-        measuring.add(batch, of_batch)
+    special = () if special_ids is None else fields.id_tuple(special_ids, "special_ids")
+    sentences = None if end_ids is None else SameSentence(end_ids)
+    reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
+    measuring = _Measuring(reader, sentences, special)
+    bar = Progress(reader.count, "batches", progress)
+    given = {"end_ids": end_ids, "special_ids": special_ids}
+    for batch in reader.read(tuple(k for k, v in given.items() if v is not None)):
+        measuring.add(batch)
         bar.step()
     return measuring.report()
 
 
-def _self_attention(model: keras.Model, layers: Any) -> list[AttentionLayer]:
-    found = find_attention(model)
-    entries = [found.known[number] for number in select(found, layers)]
-    if others := [entry for entry in entries if entry.kind == "cross"]:
-        raise ValueError(
-            f"The layer {others[0]} attends to another sequence; heads are measured within one. "
-            "Leave it out of `layers`, or use `attention_probabilities`."
-        )
-    return entries
-
-
 class _Measuring:
-    """Adds up batches. `given`: the names of the inputs with token ids and padding, or `None`."""
+    """Adds up batches."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        entries: list[AttentionLayer],
-        sentences: MaskSpec | None,
-        special_ids: tuple[int, ...],
-        given: Mapping[str, str | None],
-    ):
-        self.model, self.entries, self.given = model, entries, given
-        self.sentences, self.special_ids = sentences, special_ids
+    def __init__(self, reader: Reader, sentences: MaskSpec | None, special_ids: tuple[int, ...]):
+        self.reader, self.sentences, self.special_ids = reader, sentences, special_ids
         self.sums: dict[str, Sums] = {}  # by path of the layer
         self.measures: tuple[str, ...] = ()
-        self.texts = self.tokens = self.longest = 0
-        self.ids: set[int] = set()  # some of those that were seen
-        self.reads_ids, self.padding = False, "none known"
 
-    def add(self, inputs: Any, beside: Mapping[str, Any]) -> None:
-        """Measure one batch; `beside`: arrays of token ids and padding."""
-        from keras_headmask.retrofit.observe import called  # needs all of retrofit/
-
-        count = next((int(x.shape[0]) for x in keras.tree.flatten(inputs)), 0)
-        if not count:
-            shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
-            raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")
-        ids, real = self._ids_and_padding(inputs, beside, count)
-        masks: list[Any] = []  # Keras' own, of each call of the first layer
-        with called(self.entries[0].layer, lambda given: masks.append(given.get("query_mask"))):
-            seen = forward(self.model, self.entries, inputs)
-        if real is None and masks and masks[0] is not None:
-            self.padding = "the Keras mask"
-            real = texts.as_array(masks[0], "the Keras mask", count)
+    def add(self, batch: Batch) -> None:
+        """Measure one batch."""
         of_texts: list[Text] = []
-        for path, probabilities in in_numpy(seen):
-            number, heads, length, _ = probabilities.shape
-            real = np.ones((number, length), bool) if real is None else real != 0
-            _check_fits(path, probabilities, ids, real)
-            of_texts = of_texts or self._prepared(ids, real)
+        for path, probabilities in batch.layers:
+            of_texts = of_texts or self._prepared(batch.ids, batch.real)
             if path not in self.sums:
-                self.sums[path] = Sums(heads, len(self.measures))
+                self.sums[path] = Sums(probabilities.shape[1], len(self.measures))
             for of_text, text in zip(probabilities, of_texts, strict=True):
                 self.sums[path].add(of_text, text)
 
-    def _ids_and_padding(
-        self, inputs: Any, beside: Mapping[str, Any], count: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        named = texts.by_name(self.model, inputs)
-        arrays = dict(beside)
-        of_ids = None
-        if "token_ids" not in beside:
-            of_ids = texts.named_ids(named, self.given["token_ids"])
-            arrays["token_ids"] = None if of_ids is None else named[of_ids]
-        if "padding" not in beside:
-            name = texts.named_padding(named, self.given["padding"], of_ids)
-            arrays["padding"] = None if name is None else named[name]
-            self.padding = self.padding if name is None else f"`{name}`"
-        else:
-            self.padding = "`padding`"
-        self.reads_ids = arrays["token_ids"] is not None
-        if not self.reads_ids and (self.sentences is not None or self.special_ids):
-            raise ValueError(
-                "`end_ids` and `special_ids` are looked for among token ids, and no input holds "
-                f"them: {sorted(named)}. Pass `token_ids`, the name of an input or an array."
-            )
-        ids, real = (
-            None if arrays[key] is None else texts.as_array(arrays[key], key, count)
-            for key in ("token_ids", "padding")
-        )
-        return ids, real
-
     def _prepared(self, ids: np.ndarray | None, real: np.ndarray) -> list[Text]:
-        """The texts of a batch, which are counted."""
+        """The texts of a batch."""
         (count, length), same = real.shape, None
         if self.sentences is not None:
             mask = evaluation.make_mask(self.sentences, length, length, 1, {"token_ids": ids})
@@ -209,37 +133,18 @@ class _Measuring:
             found = patterns(real[i], of_ids, of_sentences, self.special_ids)
             self.measures = tuple(found)
             of_texts.append(Text(real[i], found))
-        self.texts += count
-        self.tokens += int(real.sum())
-        self.longest = max(self.longest, int(real.sum(1).max()))
-        if ids is not None and len(self.ids) < 2:
-            self.ids.update(np.unique(ids[real])[:2].tolist())
         return of_texts
 
     def report(self) -> HeadReport:
-        if not self.texts:
-            raise ValueError("`inputs` holds no texts: nothing was measured. Pass some.")
-        if self.longest < 2:
-            raise ValueError(
-                "Heads are measured on texts of at least 2 tokens. Received: "
-                f"{self.texts} texts, the longest of {self.longest} (padding: {self.padding}). "
-                "Pass longer ones, or in `padding` what is true at real tokens."
-            )
-        if self.reads_ids and len(self.ids) < 2:
-            raise ValueError(
-                f"All token ids are equal ({self.ids.pop()}), so each token repeats all others and "
-                "nothing sets heads apart. Pass texts of several words, or in `token_ids` the "
-                "input that holds the ids."
-            )
         return HeadReport(
             layers=tuple(self.sums),
             heads=tuple(len(sums.queries) for sums in self.sums.values()),
             scores=self._of_layers("measured", (*self.measures, "distance", "entropy")),
             even=self._of_layers("even", self.measures),
             most=self._of_layers("most", self.measures),
-            texts=self.texts,
-            tokens=self.tokens,
-            padding=self.padding,
+            texts=self.reader.texts,
+            tokens=self.reader.tokens,
+            padding=self.reader.padding,
             left_out=self._left_out(),
         )
 
@@ -258,22 +163,3 @@ class _Measuring:
         why["sentence"] = "pass `end_ids`, the ids of the tokens that end a sentence."
         why["special"] = "pass `special_ids`, such as BERT's (101, 102)."
         return {name: text for name, text in why.items() if name not in self.measures}
-
-
-def _check_fits(
-    path: str, probabilities: np.ndarray, ids: np.ndarray | None, real: np.ndarray
-) -> None:
-    """Raise unless the layer attends within the texts whose ids and padding are known."""
-    count, _, queries, keys = probabilities.shape
-    if queries != keys:
-        raise ValueError(
-            f"The layer '{path}' attends from {queries} queries to {keys} keys: not within one "
-            "sequence. Name the others in `layers`."
-        )
-    for name, array in (("token_ids", ids), ("padding", real)):
-        if array is not None and array.shape != (count, queries):
-            raise ValueError(
-                f"`{name}` must have a value for each position of the layer '{path}', shape "
-                f"{(count, queries)}. Received: shape {array.shape}. Pass another input or array "
-                f"in `{name}`, or name other layers in `layers`."
-            )

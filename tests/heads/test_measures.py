@@ -14,7 +14,7 @@ from small_models import TOKENS, Block, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.heads import measures
+from keras_headmask.heads import reading
 from keras_headmask.heads.measures import measure_heads
 from keras_headmask.heads.probabilities import attention_probabilities
 
@@ -441,8 +441,8 @@ def test_one_layer_of_one_batch_is_held_at_a_time(monkeypatch):
             yield path, held[-1]()
             most = max(most, sum(ref() is not None for ref in held))
 
-    probabilities_in_numpy = measures.in_numpy
-    monkeypatch.setattr(measures, "in_numpy", counted)
+    probabilities_in_numpy = reading.in_numpy
+    monkeypatch.setattr(reading, "in_numpy", counted)
     measure_heads(stack(3), LONG, batch_size=1)
     assert (len(held), most) == (15, 1)
 

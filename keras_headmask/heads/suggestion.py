@@ -1,0 +1,138 @@
+"""The rules that texts suggest, as a value that prints, draws and saves itself."""
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from keras import ops
+
+from keras_headmask.retrofit.find import aligned
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Full
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Suggestion:
+    """A rule for each head, with what it keeps and computes on the texts.
+
+    Attributes:
+        specs: By the path of the layer, the rule of each head.
+        numbers: By path, the number by which `apply_head_masks` names the layer, if it has one.
+        keep: The share of attention that was to be kept.
+        kept: The share that is kept, `(layers, heads)`; NaN where a layer has fewer heads.
+        computed: The share of the pairs of tokens that the rule allows, `(layers, heads)`.
+        longest: The length of the longest text, in tokens.
+        is_causal: Whether no attention went to a later token.
+        metrics: With `metric=`: that of the model itself, then of each model that was tried, with
+            one head more open each time.
+    """
+
+    specs: dict[str, tuple[MaskSpec, ...]]
+    numbers: dict[str, int | None]
+    keep: float
+    kept: np.ndarray
+    computed: np.ndarray
+    longest: int
+    is_causal: bool
+    metrics: tuple[float, ...] = ()
+
+    @property
+    def rules(self) -> dict[str, dict[str, Any]]:
+        """The rules as plain JSON, by layer: what `apply_head_masks` takes."""
+        found = {}
+        for path, specs in self.specs.items():
+            number = self.numbers[path]
+            name = f"^{re.escape(path)}$" if number is None else str(number)
+            by_spec: dict[MaskSpec, list[int]] = {}
+            for head, spec in enumerate(specs):
+                by_spec.setdefault(spec, []).append(head)
+            rule = PerHead({tuple(heads): spec for spec, heads in by_spec.items()})
+            found[name] = (specs[0] if len(by_spec) == 1 else rule).get_config()
+        return found
+
+    @property
+    def cache(self) -> float | None:
+        """The share of a cache's bytes that heads need at the longest text; `None` if not causal.
+
+        By positions: a rule that reads ids counts as all.
+        """
+        if not self.is_causal:
+            return None
+        return float(np.mean([self._held(x) for specs in self.specs.values() for x in specs]))
+
+    def _held(self, spec: MaskSpec) -> float:
+        """Of the keys, those that the last query sees."""
+        if spec.inputs:
+            return 1.0
+        last = evaluation.make_mask(spec, 1, self.longest, 1, query_offset=self.longest - 1)
+        return float(ops.convert_to_numpy(last).mean())
+
+    def __str__(self) -> str:
+        rows = [
+            (path, f"head {head}", str(spec), _share(self.kept[i, head], self.computed[i, head]))
+            for i, (path, specs) in enumerate(self.specs.items())
+            for head, spec in enumerate(specs)
+        ]
+        lines = aligned(rows)
+        if self.metrics:
+            own, *tried = self.metrics
+            last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
+            lines.append(f"The metric is {own:.4g}; {len(tried)} models were tried, {last}.")
+        return "\n".join(lines)
+
+    def opened(self, heads: "list[tuple[int, int]]") -> "Suggestion":
+        """The same with `Full()` for some heads.
+
+        Args:
+            heads: Pairs of a layer, counted as in `kept`, and a head.
+        """
+        specs = {path: list(of_layer) for path, of_layer in self.specs.items()}
+        kept, computed = self.kept.copy(), self.computed.copy()
+        for layer, head in heads:
+            specs[list(specs)[layer]][head] = Full()
+            kept[layer, head] = computed[layer, head] = 1.0
+        found = {path: tuple(of_layer) for path, of_layer in specs.items()}
+        return dataclasses.replace(self, specs=found, kept=kept, computed=computed)
+
+    def plot(self) -> "Figure":
+        """The share of pairs that each head computes, layers x heads: dark = much.
+
+        Needs matplotlib: `pip install matplotlib`.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        from keras_headmask.look import panels, plotting
+
+        drawn = panels.Panels(
+            [panels.Panel((0,), self.computed)], 1, (1, 1), (None, None), query_offset=0
+        )
+        caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
+        figures = plotting.figures_module()
+        return figures.heads_figure(drawn, ["computed"], 1.0, "share of pairs", caption)
+
+    def to_json(self) -> dict[str, Any]:
+        """The suggestion as JSON has it; NaN is null.
+
+        Returns:
+            A dict of plain values.
+        """
+        shares = {
+            name: [[None if np.isnan(x) else float(x) for x in row] for row in getattr(self, name)]
+            for name in ("kept", "computed")
+        }
+        found = {"keep": self.keep, "rules": self.rules, **shares, "cache": self.cache}
+        return found | {"metrics": list(self.metrics)}
+
+
+def _share(kept: float, computed: float) -> str:
+    return f"keeps {kept:.2f}, computes {computed:.2f}"

@@ -1,0 +1,49 @@
+"""Metrics of many variants of a model: what they have in common."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.rule import spec_of
+
+
+def digest(model: keras.Model, entries: Sequence[AttentionLayer], more: Any = None) -> str:
+    """Of all that a value depends on, apart from the metric; `more` is plain JSON."""
+    specs = [spec_of(entry.layer) for entry in entries]
+    rules = [None if spec is None else spec.get_config() for spec in specs]
+    parts: list[Any] = [
+        (entry.path, entry.num_heads, rule) for entry, rule in zip(entries, rules, strict=True)
+    ]
+    made = hashlib.sha256(json.dumps(parts if more is None else [*parts, more]).encode())
+    for weight in model.weights:
+        made.update(np.ascontiguousarray(keras.ops.convert_to_numpy(weight)).tobytes())
+    return made.hexdigest()
+
+
+def finite(value: Any, of: str) -> float:
+    """`value` as a number; `of` says of which model it is the metric."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"`metric` must return one finite number. Received for {of}: {value!r}. Of a list or "
+            "dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and NaN."
+        )
+    return number
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file as a whole, so that an interrupt leaves it as it was."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")
+    written.write_text(text, encoding="utf-8")
+    os.replace(written, file)

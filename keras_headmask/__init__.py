@@ -112,12 +112,12 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.biases import alibi, relative_position_bias
     from keras_headmask.attention.tuning import dense_scope
-    from keras_headmask.devices import head_layout
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.ablation import Ablation, ablate_heads
+    from keras_headmask.heads.devices import head_layout
     from keras_headmask.heads.head_report import HeadReport
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
@@ -149,12 +149,12 @@ _HOMES = {
     "attention.api": "dot_product_attention",
     "attention.tuning": "dense_scope",
     "attention.biases": "alibi relative_position_bias",
-    "devices": "head_layout",
     "export.saved_model": "ExportReport export_saved_model",
     "export.tf_serving": "write_serving_config",
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.ablation": "Ablation ablate_heads",
+    "heads.devices": "head_layout",
     "heads.head_report": "HeadReport",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",
@@ -196,7 +196,7 @@ def __dir__() -> list[str]:
 
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
-    for module in ("generation.causal_lm", "heads.pruned_layer"):
+    for module in ("generation.causal_lm", "heads.pruned_layer"):  # (and layers, by them)
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
 

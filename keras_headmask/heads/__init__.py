@@ -1,1 +1,1 @@
-"""Know your heads: what leaks, what a head does, what it is worth, and what can go."""
+"""Heads: what leaks, what each does, what it is worth, what can go, and on which device it is."""

@@ -12,6 +12,7 @@ import decoders
 import keras
 import numpy as np
 import pytest
+from backbone_calls import randomised
 from contract import normal, numpy
 from decoders import FAMILIES
 from fresh import run_fresh
@@ -43,15 +44,6 @@ ALLOWED = np.array(
 )
 
 
-def lively(model, scale=0.3):
-    """Larger weights than a fresh model has, so that what leaks is seen."""
-    rng = np.random.default_rng(2)
-    for weight in model.weights:
-        if "float" in keras.backend.standardize_dtype(weight.dtype):
-            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * scale)
-    return model
-
-
 _made = {}
 
 
@@ -59,7 +51,7 @@ def models(family):
     """The stock model and the masked one, made once."""
     if family.name not in _made:
         keras.utils.set_random_seed(0)
-        stock = lively(getattr(keras_hub.models, family.backbone)(**family.arguments))
+        stock = randomised(getattr(keras_hub.models, family.backbone)(**family.arguments), 0.3)
         _made[family.name] = stock, hm.apply_head_masks(stock, RULE)
     return _made[family.name]
 
@@ -140,7 +132,7 @@ def test_gemmas_attention_without_a_backbone(monkeypatch):
         8, 4, 2, sliding_window_size=4, query_head_dim_normalize=False, logit_soft_cap=2.0, **more
     )
     x, mask = keras.Input((LENGTH, 64)), keras.Input((LENGTH, LENGTH), dtype="int32")
-    model = lively(keras.Model([x, mask], layer(x, attention_mask=mask)))
+    model = randomised(keras.Model([x, mask], layer(x, attention_mask=mask)), 0.3)
     given = normal(2, LENGTH, 64), np.ones((2, LENGTH, LENGTH), "int32")
     wanted = by_oracle(monkeypatch, model, given)
     masked = hm.apply_head_masks(model, RULE, copy=False)

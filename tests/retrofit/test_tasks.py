@@ -6,6 +6,7 @@ import types
 import keras
 import numpy as np
 import pytest
+from backbone_calls import randomised
 from contract import numpy
 from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
@@ -20,18 +21,9 @@ BY_SEGMENT = hm.PerHead({0: hm.SameSegment("sentence_ids")})
 LABELS = np.array([0, 1], "int32")
 
 
-def lively(model):
-    """Larger weights than a fresh model has, so that differences are seen."""
-    rng = np.random.default_rng(2)
-    for weight in model.weights:
-        if "float" in keras.backend.standardize_dtype(weight.dtype):
-            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.3)
-    return model
-
-
 def bert():
     keras.utils.set_random_seed(0)
-    return lively(keras_hub.models.BertBackbone(**TEXT | {"num_layers": 1}))
+    return randomised(keras_hub.models.BertBackbone(**TEXT | {"num_layers": 1}), 0.3)
 
 
 def features(**more):
@@ -189,7 +181,7 @@ TASKS = {"GPT2": ("GPT2Backbone", "GPT2CausalLM"), "OPT": ("OPTBackbone", "OPTCa
 
 def causal_lm(name):
     backbone, task = (getattr(keras_hub.models, part) for part in TASKS[name])
-    return task(backbone=lively(backbone(**TEXT)), preprocessor=None)
+    return task(backbone=randomised(backbone(**TEXT), 0.3), preprocessor=None)
 
 
 def generated(task, run_eagerly):
@@ -277,7 +269,7 @@ def test_a_class_that_returns_before_the_hook_is_refused(monkeypatch):
 
 @pytest.fixture(scope="module")
 def bart():
-    return lively(keras_hub.models.BartBackbone(**TEXT))
+    return randomised(keras_hub.models.BartBackbone(**TEXT), 0.3)
 
 
 def both_sides(**more):

@@ -29,10 +29,10 @@ def called(model, given):
     return {name: numpy(value) for name, value in outputs.items()}
 
 
-def randomised(model):
+def randomised(model, scale=0.2):
     """Larger weights than a fresh model has, so that what leaks is seen."""
     rng = np.random.default_rng(2)
     for weight in model.weights:
         if "float" in keras.backend.standardize_dtype(weight.dtype):
-            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.2)
+            weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * scale)
     return model

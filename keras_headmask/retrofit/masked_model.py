@@ -250,7 +250,8 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
 
 def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
     """State outside the weights: what layers derive from them, and vocabularies."""
-    for layer, twin in zip(_with_state(source), _with_state(target), strict=False):
+    pairs = zip([source, *_with_state(source)], [target, *_with_state(target)], strict=False)
+    for layer, twin in pairs:
         if type(layer) is not type(twin):
             continue
         if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted

@@ -88,23 +88,22 @@ class Ablation:
         title = f"Change of the metric, {self.values[()]:.4g}, with one head switched off"
         return plotting.figures_module().changes_figure(self.changes, title, self.paths)
 
-    def to_json(self) -> str:
-        """A JSON text, of which `from_json` makes the same value."""
+    def to_json(self) -> dict[str, Any]:
+        """The ablation as JSON has it, a dict of which `from_json` makes the same value."""
         values = {",".join(f"{i}-{j}" for i, j in off): x for off, x in self.values.items()}
-        return json.dumps(dataclasses.asdict(self) | {"values": values})
+        return dataclasses.asdict(self) | {"values": values}
 
     @classmethod
-    def from_json(cls, text: str) -> "Ablation":
-        """The value whose `to_json` is `text`.
+    def from_json(cls, found: Mapping[str, Any]) -> "Ablation":
+        """The value whose `to_json` is `found`.
 
         Args:
-            text: A JSON text.
+            found: What `to_json` gave, also after a file.
 
         Raises:
-            ValueError: if `to_json` did not write `text`.
+            ValueError: if `to_json` did not give it.
         """
         try:
-            found = json.loads(text)
             values = {
                 tuple(_head(part) for part in off.split(",") if part): float(value)
                 for off, value in found["values"].items()
@@ -114,8 +113,8 @@ class Ablation:
             return cls(found["model"], paths, num_heads, values, order)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"The text must be one that `Ablation.to_json` wrote, but fails to parse: "
-                f"{error!r}. Received: {text[:80]!r}."
+                f"`found` must be what `Ablation.to_json` gave. Received: {str(found)[:80]} "
+                f"({error!r})."
             ) from error
 
 
@@ -251,7 +250,7 @@ class _Sweep:
         if self.file is None or not self.file.is_file():
             return {}
         try:
-            saved = Ablation.from_json(self.file.read_text(encoding="utf-8"))
+            saved = Ablation.from_json(json.loads(self.file.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{self.file} (`save_to`): {error}") from error
         if saved.model != self.digest:
@@ -263,7 +262,7 @@ class _Sweep:
 
     def _save(self) -> None:
         if self.file is not None:
-            sweeps.write_whole(self.file, self.result().to_json())
+            sweeps.write_whole(self.file, json.dumps(self.result().to_json()))
 
 
 def _sorted(heads: Sequence[Head]) -> Off:

@@ -104,6 +104,7 @@ class _Search:
         self.masks_before = self._masks(given)
         self.first: tuple[Probe, np.ndarray] | None = None
         self.pairs: dict[tuple[str, str], _Pairs] = {}
+        self.embedded: dict[str, bool] = {}  # whether an embedding reads the ids of an input
 
     def _check(self) -> None:
         if self.batch == 0:
@@ -249,11 +250,9 @@ class _Search:
         return any((p.hidden & ~p.tried)[examples, :, column].any() for p in of_input)
 
     def _is_embedded(self, name: str) -> bool:
-        if not hasattr(self, "_embedded"):
-            self._embedded: dict[str, bool] = {}
-        if name not in self._embedded:
-            self._embedded[name] = probes.reads_by_embedding(self.subject, name, self.given)
-        return self._embedded[name]
+        if name not in self.embedded:
+            self.embedded[name] = probes.reads_by_embedding(self.subject, name, self.given)
+        return self.embedded[name]
 
     def _try(self, probe: Probe, column: int) -> None:
         """Run the model on a probe, unless it may change whatever is hidden."""

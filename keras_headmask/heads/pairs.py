@@ -12,6 +12,18 @@ _SHARES = (
 )
 
 
+def shares(probabilities: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of one text, `(heads, T, T)`: shares of the attention that goes to real tokens.
+
+    And which queries have any, `(heads, T)`: the shares of others, and of padding, are 0.
+    """
+    p = np.where(real, probabilities, 0)
+    total = p.sum(-1)
+    sees = (total > 0) & real
+    p *= np.where(sees, 1 / np.where(sees, total, 1), 0).astype(p.dtype)[..., None]
+    return p, sees
+
+
 class Sums:
     """Sums over queries, for each head of a layer, in float64."""
 
@@ -23,10 +35,7 @@ class Sums:
 
     def add(self, probabilities: np.ndarray, text: "Text") -> None:
         """Of one text, `(heads, queries, keys)`."""
-        p = np.where(text.real, probabilities, 0).astype("float64")
-        total = p.sum(-1)
-        sees = (total > 0) & text.real
-        p *= np.where(sees, 1 / np.where(sees, total, 1), 0)[..., None]
+        p, sees = shares(probabilities.astype("float64"), text.real)
         logarithms = np.log(p, out=np.zeros_like(p), where=p > 0)
         entropy = -np.einsum("hts,hts->h", p, logarithms)
         flat = p.reshape(len(p), -1)

@@ -13,6 +13,7 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.heads import texts
 from keras_headmask.retrofit.find import walk
 
 Arrays = dict[str, np.ndarray]
@@ -44,7 +45,7 @@ class Probe(NamedTuple):
 def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     """A model or the path of a SavedModel, and its inputs as arrays by name."""
     if isinstance(model, (str, os.PathLike)):
-        given = arrays_of(inputs)
+        given = _arrays(None, inputs)
         return _of_saved_model(pathlib.Path(model), given), given
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -53,7 +54,7 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
         )
     graph = _keras.functional_of(model)
     names = [x.name for x in graph.inputs] if isinstance(graph, _keras.Functional) else []
-    given = arrays_of(inputs, names)
+    given = _arrays(model, inputs)
 
     def pack(arrays: Arrays) -> Any:
         is_by_name = isinstance(inputs, Mapping)
@@ -61,7 +62,7 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
             return keras.tree.pack_sequence_as(graph.input, [arrays[name] for name in names])
         if is_by_name:
             return dict(arrays)
-        return list(arrays.values()) if _is_several(inputs) else next(iter(arrays.values()))
+        return list(arrays.values()) if texts.is_several(inputs) else next(iter(arrays.values()))
 
     def call(arrays: Arrays) -> Arrays:
         return arrays_of_outputs(model(pack(arrays), training=False))
@@ -69,18 +70,8 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     return Subject(model, call, pack), given
 
 
-def arrays_of(inputs: Any, names: list[str] | None = None) -> Arrays:
-    """Inputs by name: the keys of a dict, else the names of the model's inputs."""
-    if isinstance(inputs, Mapping):
-        return {name: _array(x) for name, x in inputs.items()}
-    listed = list(inputs) if _is_several(inputs) else [inputs]
-    if names is None or len(names) != len(listed):
-        names = [f"input {i}" if len(listed) > 1 else "input" for i in range(len(listed))]
-    return dict(zip(names, map(_array, listed), strict=True))
-
-
-def _is_several(inputs: Any) -> bool:
-    return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
+def _arrays(model: Any, inputs: Any) -> Arrays:
+    return {name: _array(x) for name, x in texts.by_name(model, inputs).items()}
 
 
 def _array(value: Any) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.heads import sweeps
+from keras_headmask.heads.pairs import shares
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.reading import Batch, Reader
 from keras_headmask.heads.suggestion import Suggestion
@@ -180,10 +181,7 @@ class _Counted:
 
     @staticmethod
     def _add_text(layer: _Layer, probabilities: np.ndarray, text: _Pairs, real: Any) -> None:
-        p = np.where(real, probabilities, 0)
-        total = p.sum(-1)
-        sees = (total > 0) & real
-        p *= np.where(sees, 1 / np.where(sees, total, 1), 0)[..., None]
+        p, sees = shares(probabilities, real)
         layer.queries += sees.sum(1)
         layer.kept += p.reshape(len(p), -1) @ text.masks.T.astype(p.dtype)
         layer.is_causal &= not np.triu(p, 1).any()
@@ -198,9 +196,9 @@ class _Counted:
             costs = counts / counts[self.family.index(Full())]
             # A head that sees nothing keeps all that it has.
             seen = np.where(layer.queries > 0, layer.queries, 1)[:, None]
-            shares = np.where(layer.queries[:, None] > 0, layer.kept / seen, 1.0)
+            kept_by_rule = np.where(layer.queries[:, None] > 0, layer.kept / seen, 1.0)
             of_heads = []
-            for head, share in enumerate(shares):
+            for head, share in enumerate(kept_by_rule):
                 # (Sums of float32 shares that are 1 may be a little less.)
                 able = np.flatnonzero(share >= keep - 1e-5)
                 best = min(able, key=lambda rule: (costs[rule], rule))

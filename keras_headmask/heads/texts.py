@@ -58,15 +58,20 @@ def _is_nest(inputs: Any) -> bool:
     return hasattr(inputs, "shape") or isinstance(inputs, (Mapping, list, tuple))
 
 
-def by_name(model: keras.Model, inputs: Any) -> dict[str, Any]:
-    """The inputs by the names of the dict, or of the model."""
+def by_name(model: Any, inputs: Any) -> dict[str, Any]:
+    """The inputs by the names of the dict, or of the model, if that has a graph."""
     if isinstance(inputs, Mapping):
         return dict(inputs)
-    values = keras.tree.flatten(inputs)
+    values = list(inputs) if is_several(inputs) else [inputs]
     names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
     if len(names) != len(values):
         names = [f"inputs[{i}]" for i in range(len(values))]
     return dict(zip(names, values, strict=True))
+
+
+def is_several(inputs: Any) -> bool:
+    """Whether it is a list of arrays, and not one array as a list."""
+    return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
 
 
 def named_ids(given: Mapping[str, Any], name: str | None) -> str | None:

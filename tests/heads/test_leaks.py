@@ -299,7 +299,7 @@ def test_a_token_between_may_decide_what_a_query_sees():
 
 
 def paths(masks, query, key):
-    """Whether there is a way from a key to a query, over layers and heads, by loops."""
+    """Whether a path leads from a key to a query, over layers and heads, by loops."""
     batch_of_one = [mask[0] for mask in masks]
     heads = [range(len(mask)) for mask in batch_of_one]
     length = batch_of_one[0].shape[-1]
@@ -314,7 +314,7 @@ def paths(masks, query, key):
 
 @settings(strategies.MANY, max_examples=15)
 @given(st.lists(strategies.arrays(st.booleans(), (1, 2, 3, 3), "bool"), min_size=1, max_size=3))
-def test_composition_is_the_ways_through_the_layers(masks):
+def test_composition_is_the_paths_through_the_layers(masks):
     expected = [[paths(masks, q, k) for k in range(3)] for q in range(3)]
     assert reaches.composed(masks)[0].tolist() == expected
 

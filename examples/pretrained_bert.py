@@ -280,7 +280,7 @@ def fine_tune(backbone, train, test, epochs):
 
 
 paragraphs = read_paragraphs()
-paragraphs = paragraphs[:30] if options.quick else paragraphs[:700]
+paragraphs = paragraphs[:12] if options.quick else paragraphs[:700]
 length, epochs = (32, 1) if options.quick else (64, 2)
 held_out = len(paragraphs) // 5
 train, test = (

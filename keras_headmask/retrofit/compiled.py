@@ -6,7 +6,6 @@ Not found are what `jax.jit` and `torch.compile` made, a concrete function kept 
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -47,15 +46,16 @@ def traced(layers: list[keras.Layer]) -> list[str]:
     """The names of the functions whose traces read weights of `layers`."""
     if keras.backend.backend() != "tensorflow":
         return []
-    gc.collect()  # reference cycles live until a collection
+    if found := _reading(layers):
+        gc.collect()  # reference cycles live until a collection: some may be gone
+        found = _reading(layers)
+    return found
+
+
+def _reading(layers: list[keras.Layer]) -> list[str]:
     weights = {id(weight.value) for layer in layers for weight in layer.weights}
-    return sorted(
-        {
-            f.name
-            for f in _alive(_keras.function_type())
-            if not _is_of_keras(f) and _reads(f, weights)
-        }
-    )
+    functions = [f for f in _alive(_keras.function_type()) if not _is_of_keras(f)]
+    return sorted({f.name for f in functions if _reads(f, weights)})
 
 
 def _is_of_keras(function: Any) -> bool:
@@ -72,9 +72,15 @@ def _reads(function: Any, weights: set[int]) -> bool:
     return False
 
 
-def _alive(kind: type) -> Iterator[Any]:
-    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something.)
-    return (x for x in gc.get_objects() if issubclass(type(x), kind))
+def _alive(kind: type) -> list[Any]:
+    # (By the type: `isinstance` reads `__class__`, at which lazy objects load something. There are
+    # millions of objects, and few classes.)
+    kinds = _with_subclasses(kind)
+    return [x for x in gc.get_objects() if type(x) in kinds]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_with_subclasses(below) for below in kind.__subclasses__()))
 
 
 def graph_being_built() -> Any:

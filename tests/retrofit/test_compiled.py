@@ -1,5 +1,7 @@
 """`copy=False` on a model that something compiled before: nothing goes on without the rule."""
 
+import gc
+
 import keras
 import pytest
 from contract import numpy
@@ -73,6 +75,22 @@ def test_a_model_that_a_tf_function_has_traced_is_refused(existing):
     del old_step
     in_place = hm.apply_head_masks(model, CHUNK, existing=existing, copy=False)
     assert_close(numpy(in_place(TOKENS)), numpy(copied(TOKENS)), depth=3)
+
+
+@pytest.mark.tensorflow
+def test_a_function_that_is_gone_is_no_reason_to_refuse():
+    import tensorflow as tf
+
+    model = one_layer()
+    step = tf.function(lambda ids: model(ids))
+    step(TOKENS)
+    step.itself = step  # a cycle, which only a collection frees
+    gc.disable()
+    del step
+    try:
+        assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.tensorflow

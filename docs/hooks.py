@@ -34,6 +34,7 @@ TUTORIALS = (
     "multi_head_from_scratch",
     "sentence_heads",
     "pretrained_bert",
+    "know_your_heads",
     "two_berts",
     "longformer_heads",
     "streaming_heads",

@@ -99,7 +99,7 @@ def _collected_once():
 
 
 def _out_of_the_collectors_sight():
-    """`apply_head_masks` collects garbage. Over all that stays it would double the tests' time."""
+    """`apply_head_masks` looks through all objects. All that stays would double the tests' time."""
     gc.collect()
     gc.freeze()
 

@@ -152,7 +152,8 @@ def ablate_heads(
         `.to_json()`; `print` shows a table.
 
     Raises:
-        TypeError: if `model` is not a Keras model, or `steps` is not a whole number.
+        TypeError: if `model` is not a Keras model, `metric` no function, or `steps` no whole
+            number.
         ValueError: if `metric` returns no finite number, `better` or `steps` is not valid or given
             without `greedy`, the file is of another model or metric, or `apply_head_masks` refuses
             the model.
@@ -173,6 +174,7 @@ def ablate_heads(
     if steps is not None and not greedy:
         raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
     steps = None if steps is None else whole_number(steps, "steps", at_least=1)
+    sweeps.check_metric(metric)
     sweep = _Sweep(model, metric, layers, save_to)
     try:
         sweep.run(greedy, better == "higher", steps)

@@ -10,6 +10,7 @@ from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Arrays, Probe, Subject
 from keras_headmask.heads.progress import Progress
 from keras_headmask.retrofit.find import Found, find_attention
+from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
@@ -47,8 +48,9 @@ def find_leaks(
         `to_json()`.
 
     Raises:
-        TypeError: for a `model` or `rule` of another kind.
-        ValueError: if the layers do not say what is allowed, or for inputs with nothing to change.
+        TypeError: for a `model`, `rule` or `tolerance` of another kind.
+        ValueError: if the layers do not say what is allowed, for inputs with nothing to change, or
+            if `tolerance` is below 0 or not finite.
 
     What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
     (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745).
@@ -67,6 +69,7 @@ def find_leaks(
     """
     if rule is not None:
         check_spec(rule, "rule", "hm.find_leaks(model, inputs, rule=SPEC)")
+    tolerance = fields.not_negative(tolerance, "tolerance")
     subject, given = probes.subject_of(model, inputs)
     return _Search(subject, given, rule, tolerance).report()
 

@@ -101,6 +101,9 @@ def suggest_rules(
     fields.whole_number(sinks, "sinks", at_least=1)
     if better not in ("higher", "lower"):
         raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
+    tolerance = fields.not_negative(tolerance, "tolerance")
+    if metric is not None:
+        sweeps.check_metric(metric)
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
     bar, counted = Progress(reader.count, "batches", progress), _Counted(family)

@@ -28,6 +28,14 @@ def digest(model: keras.Model, entries: Sequence[AttentionLayer], more: Any = No
     return made.hexdigest()
 
 
+def check_metric(metric: Any) -> None:
+    if not callable(metric):
+        raise TypeError(
+            "`metric` must be a function of a model that returns a number, such as `lambda model: "
+            f"model.evaluate(x, y)[1]`. Received: {metric!r}."
+        )
+
+
 def finite(value: Any, of: str) -> float:
     """`value` as a number; `of` says of which model it is the metric."""
     try:

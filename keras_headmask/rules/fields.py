@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 import operator
 import typing
@@ -96,6 +97,14 @@ def fraction(value: Any, field: str) -> float:
         fail(TypeError, field, f"`{field}` must be a number from 0 to 1. Received: {value!r}.")
     if not 0 <= float(value) <= 1:
         fail(ValueError, field, f"`{field}` must lie between 0 and 1. Received: {value!r}.")
+    return float(value)
+
+
+def not_negative(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        fail(TypeError, field, f"`{field}` must be a number from 0 on. Received: {value!r}.")
+    if not 0 <= float(value) < math.inf:
+        fail(ValueError, field, f"`{field}` must be finite and from 0 on. Received: {value!r}.")
     return float(value)
 
 

@@ -243,6 +243,7 @@ def test_metrics_are_numbers_of_any_kind(model):
         ({"steps": 0, "greedy": True}, ValueError, "`steps` must be at least 1"),
         ({"steps": 1.5, "greedy": True}, TypeError, "`steps` must be a whole number"),
         ({"layers": 2}, ValueError, "no self-attention layer 2"),
+        ({"metric": "accuracy"}, TypeError, "`metric` must be a function.*Received: 'accuracy'"),
         ({"model": 3}, TypeError, "`model` must be a Keras model. Received: 3"),
     ],
 )

@@ -450,6 +450,11 @@ def test_other_kinds_are_errors():
         find_leaks(len, FLOATS)
     with pytest.raises(TypeError, match="`rule` must be"):
         find_leaks(one_layer(), TOKENS, rule="causal")
+    with pytest.raises(TypeError, match="`tolerance` must be a number from 0 on"):
+        find_leaks(one_layer(), TOKENS, tolerance="1")
+    for tolerance in (-1, np.nan, np.inf):
+        with pytest.raises(ValueError, match="`tolerance` must be finite and from 0 on"):
+            find_leaks(one_layer(), TOKENS, tolerance=tolerance)
     pooled = keras.Sequential([keras.Input((6, 8)), layers.GlobalAveragePooling1D()])
     with pytest.raises(ValueError, match="No output has an axis of positions"):
         find_leaks(pooled, FLOATS)

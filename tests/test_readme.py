@@ -19,7 +19,7 @@ def test_snippets(tmp_path, monkeypatch):
     for package in snippets.needed(README):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    assert snippets.run(README) == 2
+    assert snippets.run(README) == 1
 
 
 def test_it_is_short():

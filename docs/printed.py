@@ -20,7 +20,9 @@ import jupytext
 ROOT = Path(__file__).parents[1]
 # What a terminal does with colours and with lines that write over themselves; and TensorFlow's log,
 # which a terminal gets on another stream.
-NOT_TOLD = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|^.*\r(?!\n)|^INFO:tensorflow:.*\n", re.MULTILINE)
+NOT_TOLD = re.compile(
+    r"\x1b\[[0-9;]*[A-Za-z]|^.*\r(?!\n)|^(?:INFO|WARNING):tensorflow:.*\n", re.MULTILINE
+)
 
 
 def printed_by(script: Path) -> list[str]:

@@ -52,6 +52,21 @@ def leads_somewhere(page, link):
     return anchor in map(anchor_of, headings)
 
 
+def test_its_table_of_heads_is_what_the_tutorial_printed():
+    printed = json.loads((ROOT / "docs/printed/know_your_heads.json").read_text("utf-8"))["printed"]
+    row = re.compile(r"^(no rule|keep|all heads).*? +(\d\.\d\d) +\d\.\d{3} +(\d\.\d{3}) ", re.M)
+    found = row.findall("\n".join(printed))
+    for name, line in (
+        ("keep", "| a rule suggested for each head |"),
+        ("all heads", "| one window for all heads |"),
+    ):
+        ranks = [rank for kind, _, rank in found if kind in ("no rule", name)]
+        shown = line + "".join(f" {rank} |" for rank in (ranks[0], *reversed(ranks[1:])))
+        assert shown in README.read_text("utf-8").splitlines()
+    shares = [share for kind, share, _ in found if kind == "keep"]
+    assert f" | 1 | {' | '.join(reversed(shares))} |" in README.read_text("utf-8")
+
+
 def anchor_of(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 

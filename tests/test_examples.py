@@ -150,7 +150,7 @@ def test_know_your_heads(tmp_path):
     assert all(accuracy <= mrr for _, accuracy, mrr in table)
 
     whole, pruned = rows(output, r"^(?:whole|pruned) +([\d.]+) +([\d.]+) +([\d.]+) +\d+$")
-    # Of two layers of 12 heads, 4 heads: 32 columns of 3 kernels and biases, 32 rows of the last.
+    # Of one layer of 12 heads, 4 heads: 32 columns of 3 kernels and biases, 32 rows of the last.
     assert whole[0] - pruned[0] == pytest.approx(4 * 32 * (4 * 384 + 3) / 1e6, abs=0.01)
     for size in (1, 2):  # in MB, of float32
         assert whole[size] - pruned[size] == pytest.approx(4 * (whole[0] - pruned[0]), abs=0.15)

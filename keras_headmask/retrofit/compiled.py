@@ -80,7 +80,8 @@ def _alive(kind: type) -> list[Any]:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_with_subclasses(below) for below in kind.__subclasses__()))
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*(_with_subclasses(each) for each in below))
 
 
 def graph_being_built() -> Any:

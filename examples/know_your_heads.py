@@ -71,7 +71,7 @@ def show(figure, name):
 """
 ## A measure that counts
 
-A passage is a run of paragraphs of one help topic, up to 256 tokens; a query is one of its
+A passage is a run of paragraphs of one help topic, up to 256 tokens; queries are three of its
 sentences, of eight words or more. The encoder turns each into a vector, the mean over its tokens,
 and passages are ranked by their cosine with the query. Accuracy is the share of queries whose own
 passage ranks first. The mean reciprocal rank (MRR) gives half a point for the second place, a third
@@ -284,8 +284,8 @@ nearly all pairs are allowed. That a rule gains 0.014 is two standard errors: do
 
 In time little is won, since what is hidden is skipped in tiles, and 256 tokens have few of them.
 Only the cheapest suggestion takes less than no rule (0.89 of its time; the others 1.04 and 1.05),
-and one window takes less than a suggestion of as many pairs. Longer texts
-[win more](../docs/performance.md).
+and one window takes less than a suggestion of as many pairs. Longer texts win more (see
+`docs/performance.md`).
 
 ## What is a head worth?
 

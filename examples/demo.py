@@ -124,24 +124,15 @@ def outside(features):
     return other & is_word[:, None] & is_word[None, :]
 
 
-def stock_scores(features):
-    """Attention `(heads, T, T)` of each layer of the model as it was."""
-    x = keras.Model(bert.input, bert.get_layer("embeddings_dropout").output)(features)
-    padding = features["padding_mask"]
-    for layer in bert.transformer_layers:
-        attention = layer._self_attention_layer  # of KerasHub's TransformerEncoder
-        mask = padding[:, None, :]
-        _, scores = attention(x, x, attention_mask=mask, return_attention_scores=True)
-        yield keras.ops.convert_to_numpy(scores)[0]
-        x = layer(x, padding_mask=padding)
-
-
 texts = [DRUMS, *read_texts(4 if options.quick else 24)]
 batches = [encode(text) for text in texts]
 with step(3, f"Measuring attention before, and drawing it ({len(texts)} texts of English prose)"):
     before = np.mean(
         [
-            [(scores[0] * outside(one)).sum(-1).mean() for scores in stock_scores(one)]
+            [
+                (probabilities[0, 0] * outside(one)).sum(-1).mean()
+                for probabilities in hm.attention_probabilities(bert, one).values()
+            ]
             for one in batches
         ],
         axis=0,

@@ -130,37 +130,13 @@ sentences](../docs/images/pretrained_bert_before.png)
 in the rows and columns of the first and the last token; everything else is
 hatched](../docs/images/pretrained_bert_after.png)
 
-How much of head 0's attention goes to other sentences, in each layer? That takes the attention of
-all layers, which a model of the same layers gives.
+How much of head 0's attention goes to other sentences, in each layer?
+`hm.attention_probabilities` gives what every layer attends to.
 """
 
 
 # %%
-class Scores(keras.layers.Layer):
-    """The attention `(batch, heads, T, T)` of a layer that stands elsewhere too."""
-
-    def __init__(self, attention, name):
-        super().__init__(name=name)
-        self.attention = attention
-
-    def call(self, x, padding_mask):
-        mask = padding_mask[:, None, :]  # (batch, 1, keys)
-        return self.attention(x, x, attention_mask=mask, return_attention_scores=True)[1]
-
-
-def with_scores(backbone):
-    """A model of the same layers that gives the attention of each."""
-    padding_mask = backbone.input["padding_mask"]
-    x = backbone.get_layer("embeddings_dropout").output
-    scores = []
-    for i, layer in enumerate(backbone.transformer_layers):
-        attention = layer._self_attention_layer  # of KerasHub's TransformerEncoder
-        scores.append(Scores(attention, f"scores_{i}")(x, padding_mask))
-        x = layer(x, padding_mask=padding_mask)
-    return keras.Model(backbone.input, scores)
-
-
-def mass_outside(scores_model, text):
+def mass_outside(backbone, text):
     """By layer: the share of head 0's attention that goes to other sentences, over all tokens."""
     features = encode([text], length=len(TOKENIZER.encode(text).ids))
     ids = features["token_ids"][0]
@@ -168,20 +144,13 @@ def mass_outside(scores_model, text):
     sentence = np.cumsum(ends) - ends  # the end token belongs to its sentence
     word = ~np.isin(ids, SPECIAL)
     outside = (sentence[:, None] != sentence[None, :]) & word[:, None] & word[None, :]
-    return [
-        float((keras.ops.convert_to_numpy(scores)[0, 0] * outside).sum(-1).mean())
-        for scores in scores_model(features)
-    ]
+    layers = hm.attention_probabilities(backbone, features).values()  # (batch, heads, T, T) each
+    return [float((probabilities[0, 0] * outside).sum(-1).mean()) for probabilities in layers]
 
 
-stock_scores = with_scores(stock)
-# In this model a layer stands twice, alone and inside a block, which a copy would tear apart: so
-# the rule goes onto the model itself, `copy=False`, made of weights of its own.
-own = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
-masked_scores = hm.apply_head_masks(with_scores(own), RULE, copy=False)
 leaks = {}
 for name, text in (("drums", DRUMS), ("paragraph", PARAGRAPH)):
-    before, after = (mass_outside(model, text) for model in (stock_scores, masked_scores))
+    before, after = (mass_outside(backbone, text) for backbone in (stock, masked))
     print(f"\nAttention of head 0 on other sentences, layers 0 to {len(before) - 1}: {name}")
     print("before  " + " ".join(f"{share:.4f}" for share in before))
     print("after   " + " ".join(f"{share:.4f}" for share in after))

@@ -155,7 +155,7 @@ def pack(sentences, tokenizer, length):
     return {"token_ids": token_ids, "sentence_ids": sentence_ids}
 
 
-sentences = read_sentences()[: 200 if options.quick else None]
+sentences = read_sentences()[: 100 if options.quick else None]
 train_sentences, test_sentences = hold_out(sentences)
 tokenizer = train_tokenizer(train_sentences, vocabulary_size)
 vocabulary_size = tokenizer.get_vocab_size()

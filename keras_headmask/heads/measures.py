@@ -95,8 +95,7 @@ def measure_heads(
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     measuring = _Measuring(reader, sentences, special)
     bar = Progress(reader.count, "batches", progress)
-    given = {"end_ids": end_ids, "special_ids": special_ids}
-    for batch in reader.read(tuple(k for k, v in given.items() if v is not None)):
+    for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         measuring.add(batch)
         bar.step()
     return measuring.report()

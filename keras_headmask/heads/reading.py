@@ -42,11 +42,18 @@ class Reader:
         self.texts = self.tokens = self.longest = 0
         self._some_ids: set[int] = set()
         self._reads_ids = False
+        self._wanted: dict[str, tuple[int, ...]] = {}
 
-    def read(self, needs_ids: tuple[str, ...] = ()) -> Iterator[Batch]:
-        """Each batch; `needs_ids`: the arguments whose ids are looked for in texts."""
+    def read(self, **wanted: Any) -> Iterator[Batch]:
+        """Each batch; `wanted`: ids, or `None`, by the argument in which they were passed."""
+        self._wanted = {k: fields.id_tuple(v, k) for k, v in wanted.items() if v is not None}
+        absent = dict(self._wanted)
         for inputs, beside in self.batches:
-            yield self._batch(inputs, beside, needs_ids)
+            batch = self._batch(inputs, beside)
+            yield batch
+            if absent and batch.ids is not None:
+                stand = batch.ids[batch.real]
+                absent = {k: v for k, v in absent.items() if not np.isin(stand, v).any()}
         if not self.texts:
             raise ValueError("`inputs` holds no texts: nothing was measured. Pass some.")
         if self.longest < 2:
@@ -61,15 +68,22 @@ class Reader:
                 "others and nothing sets heads apart. Pass texts of several words, or in "
                 "`token_ids` the input that holds the ids."
             )
+        if absent:
+            name, ids = next(iter(absent.items()))
+            raise ValueError(
+                f"`{name}` must stand in the texts. Received: {ids}, and {self.texts} texts "
+                "without any of them. Pass the ids of this model's tokenizer, or leave out "
+                f"`{name}`."
+            )
 
-    def _batch(self, inputs: Any, beside: Mapping[str, Any], needs_ids: tuple[str, ...]) -> Batch:
+    def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
         from keras_headmask.retrofit.observe import called  # needs all of retrofit/
 
         count = next((int(x.shape[0]) for x in keras.tree.flatten(inputs)), 0)
         if not count:
             shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
             raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")
-        ids, real = self._ids_and_padding(inputs, beside, count, needs_ids)
+        ids, real = self._ids_and_padding(inputs, beside, count)
         masks: list[Any] = []  # Keras' own, of each call of the first layer
         with called(self.entries[0].layer, lambda given: masks.append(given.get("query_mask"))):
             seen = forward(self.model, self.entries, inputs)
@@ -98,7 +112,7 @@ class Reader:
             self._some_ids.update(np.unique(ids[real])[:2].tolist())
 
     def _ids_and_padding(
-        self, inputs: Any, beside: Mapping[str, Any], count: int, needs_ids: tuple[str, ...]
+        self, inputs: Any, beside: Mapping[str, Any], count: int
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         named = texts.by_name(self.model, inputs)
         arrays = dict(beside)
@@ -113,9 +127,9 @@ class Reader:
         else:
             self.padding = "`padding`"
         self._reads_ids = arrays["token_ids"] is not None
-        if not self._reads_ids and needs_ids:
+        if self._wanted and not self._reads_ids:
             raise ValueError(
-                "`end_ids` and `special_ids` are looked for among token ids, and no input holds "
+                f"{texts.listed(self._wanted)} must stand among token ids, and no input holds "
                 f"them: {sorted(named)}. Pass `token_ids`, the name of an input or an array."
             )
         ids, real = (

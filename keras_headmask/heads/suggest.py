@@ -107,8 +107,7 @@ def suggest_rules(
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
     bar, counted = Progress(reader.count, "batches", progress), _Counted(family)
-    given = {"end_ids": end_ids, "special_ids": special_ids}
-    for batch in reader.read(tuple(k for k, v in given.items() if v is not None)):
+    for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         counted.add(batch)
         bar.step()
     numbers = {entry.path: number for number, entry in numbered(reader.found)}

@@ -573,6 +573,19 @@ EMPTY = np.zeros((0, 5), "int32")
         (LONG, {"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
         (LONG, {"special_ids": "x"}, TypeError, "`special_ids` must be token ids"),
         (LONG, {"end_ids": ()}, ValueError, "`end_ids` must hold at least one token id"),
+        (LONG, {"end_ids": 70}, ValueError, r"stand in the texts. Received: \(70,\), and 5 texts"),
+        (
+            LONG,
+            {"end_ids": LONG[0, 0], "special_ids": 70, "batch_size": 2},
+            ValueError,
+            "or leave out `special_ids`",
+        ),
+        (
+            np.array([[1, 2, 3, END]]),
+            {"end_ids": END, "padding": np.array([[1, 1, 1, 0]])},
+            ValueError,
+            "1 texts without any of them",
+        ),
     ],
 )
 def test_bad_input_is_refused(inputs, more, error, message):

@@ -183,6 +183,7 @@ def test_a_picture():
         (np.ones((2, 5), "int32"), {}, ValueError, "All token ids are equal"),
         (IDS[:0], {}, ValueError, "texts"),
         (IDS[:, :1], {}, ValueError, "at least 2 tokens"),
+        (IDS, {"end_ids": 99_999}, ValueError, "`end_ids` must stand in the texts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -232,7 +232,7 @@ def or_masks(*masks: Tensor | None) -> Mask | None:
         TypeError: for a float mask.
         ValueError: without any mask, for another rank, or an integer other than 0 and 1.
 
-    >>> print(ops.convert_to_numpy(or_masks(np.array([[True, False]]), np.array([[0, 0]]))))
+    >>> print(keras.ops.convert_to_numpy(or_masks(np.array([[True, False]]), np.array([[0, 0]]))))
     [[[[ True False]]]]
     """
     if not masks:
@@ -255,7 +255,7 @@ def not_mask(mask: Tensor) -> Mask:
         TypeError: for a float mask.
         ValueError: for `None`, another rank, or an integer other than 0 and 1.
 
-    >>> print(ops.convert_to_numpy(not_mask(np.array([[True, False]]))))
+    >>> print(keras.ops.convert_to_numpy(not_mask(np.array([[True, False]]))))
     [[[[False  True]]]]
     """
     if mask is None:
@@ -277,7 +277,7 @@ def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
         TypeError: for a `dtype` that is not a float, or a float mask.
         ValueError: for an integer other than 0 and 1.
 
-    >>> print(ops.convert_to_numpy(to_additive(np.array([[True, False]]))))
+    >>> print(keras.ops.convert_to_numpy(to_additive(np.array([[True, False]]))))
     [[ 0.e+00 -1.e+09]]
     """
     dtype = keras.backend.standardize_dtype(dtype)
@@ -305,7 +305,7 @@ def from_additive(bias: Tensor) -> Tensor:
         ValueError: for a value between, which is a bias, not a mask; where values are known (NumPy
             arrays and eager tensors).
 
-    >>> print(ops.convert_to_numpy(from_additive(np.array([[0.0, -np.inf, -1e9]]))))
+    >>> print(keras.ops.convert_to_numpy(from_additive(np.array([[0.0, -np.inf, -1e9]]))))
     [[ True False False]]
     """
     bias = as_tensor(bias)

@@ -1,6 +1,8 @@
 """Public names arrive on first use; what files name is registered by the import alone."""
 
 import ast
+import builtins
+import doctest
 import importlib
 import os
 import pathlib
@@ -42,6 +44,33 @@ def test_a_star_imports_all_names():
     given = {}
     exec("from keras_headmask import *", given)
     assert given.keys() >= set(hm.__all__)
+
+
+def _examples():
+    """Each public name, or member of one, whose docstring has an example."""
+    finder = doctest.DocTestFinder()
+    for name in hm.__all__:
+        for test in finder.find(getattr(hm, name), name, module=False, globs={}):
+            if test.examples:
+                own = test.name.rpartition(".")[2]
+                source = "".join(example.source for example in test.examples)
+                yield pytest.param(own, source, id=test.name)
+
+
+@pytest.mark.parametrize(("own", "source"), list(_examples()))
+def test_an_example_reads_what_it_imports_or_public_names(own, source):
+    """Copied from its page it runs: it reads no import of the module that it stands in."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+    known = {*bound, *dir(builtins), *hm.__all__, own, "keras", "np"}
+    assert not sorted({node.id for node in names} - known)
 
 
 # In this order: what is asked last imports more.

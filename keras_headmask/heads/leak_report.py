@@ -114,7 +114,9 @@ class LeakReport:
         return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, self._sentences())
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it, a dict without `hidden` and `change`; NaN is the text "NaN".
+        """The report as JSON has it, a dict without `hidden` and `change`.
+
+        An infinite change is the text "inf", since JSON has no such number.
 
         Returns:
             A dict of plain values.
@@ -122,7 +124,7 @@ class LeakReport:
         names = ("tried", "pairs", "examples", "first_layer")
         leaks = [dataclasses.asdict(leak) for leak in self.leaks]
         for leak in leaks:
-            leak["change"] = leak["change"] if math.isfinite(leak["change"]) else "NaN"
+            leak["change"] = leak["change"] if math.isfinite(leak["change"]) else "inf"
         found = {name: getattr(self, name) for name in names}
         return {"leaks": leaks, **found, "left_out": list(self.left_out)}
 

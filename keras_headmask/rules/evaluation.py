@@ -64,7 +64,7 @@ def make_mask(
 
     >>> from keras_headmask import Full, PerHead, Window
     >>> mask = make_mask(PerHead({0: Window(after=0)}, default=Full()), 2, 2, num_heads=3)
-    >>> print(ops.convert_to_numpy(mask[0, :2]).astype(int).tolist())
+    >>> print(keras.ops.convert_to_numpy(mask[0, :2]).astype(int).tolist())
     [[[1, 0], [1, 1]], [[1, 1], [1, 1]]]
     """
     check_spec(spec, "spec", "hm.make_mask(SPEC, queries, keys)")

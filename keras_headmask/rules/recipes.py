@@ -1,7 +1,7 @@
 """Well-known attention patterns, each a spec made of the leaves, to use, combine or read.
 
->>> from keras_headmask import draw
->>> print(draw(streaming(sinks=1, window=2), queries=5))
+>>> from keras_headmask import draw, recipes
+>>> print(draw(recipes.streaming(sinks=1, window=2), queries=5))
 1 0 0 0 0
 1 1 0 0 0
 1 1 1 0 0

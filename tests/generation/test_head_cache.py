@@ -104,7 +104,7 @@ def test_one_slot_is_all_or_nothing(recwarn):
     mask = ops.convert_to_tensor(np.array([True, False])[:, None, None, None])
     got = numpy(one_query.attention(query, query, value, mask, 1.0))
     np.testing.assert_array_equal(got[:, 0, 0, 0], [7, 0])
-    assert not recwarn.list
+    assert not [x for x in recwarn if "softmax" in str(x.message)]
 
 
 # --- Generation -----------------------------------------------------------------------------------

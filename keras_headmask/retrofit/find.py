@@ -151,10 +151,12 @@ class Survey:
             with seen.watching(layer), observers.rules_off():
                 operation.compute_output_spec(*tensors)
         except Exception:  # a layer that needs numbers may raise anything
+            # (Code that raises in a `call` of its own did not come to the hook that a rule needs.)
+            self.handwritten |= {id(x) for x in seen.unhooked() if _has_own_call(x)}
             return
         if seen.attends or any(softmaxes_among(seen.recorder.steps)):
             self.handwritten.add(id(layer))
-        self.handwritten |= {id(x) for x in seen.ran if id(x) not in seen.hooked}
+        self.handwritten |= set(map(id, seen.unhooked()))
         ran = [id(x) for x in seen.ran]
         self.on_two |= {x for x in ran if ran.count(x) > 1}
         if lost := [x.path for x in seen.weights if id(x) not in self._tracked]:
@@ -179,6 +181,10 @@ class _Seen:
         self.weights: list[Any] = []
         self.attends = False  # by an operation, outside of the attention layers
         self.recorder = recorder()  # of all operations
+
+    def unhooked(self) -> list[keras.Layer]:
+        """Attention layers that ran and did not compute where a rule is added."""
+        return [layer for layer in self.ran if id(layer) not in self.hooked]
 
     @contextlib.contextmanager
     def watching(self, root: keras.Layer) -> Iterator[None]:
@@ -211,6 +217,14 @@ def _runs_code_of_others(layer: Any) -> bool:
         isinstance(x, keras.layers.Lambda) or not _keras.is_own(x, "layers")
         for x in _keras.layers_of(layer)
     )
+
+
+def _has_own_call(layer: Any) -> bool:
+    """Whether a subclass of Keras' attention, out of Keras and this package, overrides `call`."""
+    home = next(cls for cls in type(layer).__mro__ if "call" in vars(cls))
+    is_known = home.__module__.partition(".")[0] in ("keras", "keras_headmask")
+    stock = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+    return isinstance(layer, stock) and not is_known
 
 
 def _follows(earlier: Any, later: Any) -> bool:

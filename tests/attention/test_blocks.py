@@ -24,9 +24,9 @@ def arrays_here():
 
         return _ARRAYS
     if keras.backend.backend() == "jax":
-        from keras_headmask.attention.jax.steps import _ARRAYS
+        from keras_headmask.attention.jax.steps import ARRAYS
 
-        return _ARRAYS
+        return ARRAYS
     from keras_headmask.attention.torch.flex import _arrays
 
     return _arrays("cpu")

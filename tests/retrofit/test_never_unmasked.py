@@ -248,6 +248,23 @@ class Wraps(layers.Layer):
         return self.inner(x, x) * keras.ops.softmax(x)
 
 
+class NeedsNumbers(layers.MultiHeadAttention):
+    """Attention of its own, which does not run for shapes alone."""
+
+    def call(self, query, value, key=None):
+        return query if float(keras.ops.sum(query)) > 0 else value
+
+    def compute_output_spec(self, query, value, key=None):
+        return keras.KerasTensor(query.shape, query.dtype)
+
+
+def test_a_subclass_with_a_call_that_fails_before_the_hook_is_told():
+    x = keras.Input((7, 8))
+    model = keras.Model(x, NeedsNumbers(2, 4)(x, x))
+    with pytest.raises(ValueError, match=r"NeedsNumbers.*are out of reach"):
+        hm.apply_head_masks(model, CHUNK)
+
+
 def test_attention_beside_that_of_an_inner_layer_is_told():
     x = keras.Input((7, 8))
     model = keras.Model(x, Mixer()(x))

@@ -140,20 +140,28 @@ class _Search:
         """How many positions each output has; `None` for one without."""
         lengths = {self.given[name].shape[1] for name in self.names}
         rows: dict[str, int | None] = {}
+        shorter = probes.outputs_on_less(self.subject, self.given, lengths)
         for name, x in self.before.items():
-            has_positions = x.ndim > 1 and x.shape[1] in lengths
-            if has_positions and len(x) == self.batch:
+            has_positions = x.ndim > 1 and x.shape[1] in lengths and len(x) == self.batch
+            if has_positions and shorter is not None:
+                has_positions = shorter[name].shape[1] < x.shape[1]
+            elif has_positions and x.ndim == 2:  # of one length: they may as well be features
+                has_positions = self.rule is not None
+                self.left_out += [
+                    f"The output {name!r}, {x.shape}, was taken to have the input's positions."
+                ] * has_positions
+            if has_positions:
                 rows[name] = x.shape[1]
             elif self.rule is not None and x.ndim and len(x) == self.batch:
                 rows[name] = None
             else:
                 self.left_out.append(
-                    f"The output {name!r}, {x.shape}, has no axis of the input's positions: pass "
-                    "`rule` to include it."
+                    f"The output {name!r}, {x.shape}, has no axis that is known to be the input's "
+                    "positions: pass `rule` to include it."
                 )
         if not rows:
             raise ValueError(
-                f"No output has an axis of positions: {_shapes(self.before)} from "
+                f"No output has an axis known to be positions: {_shapes(self.before)} from "
                 f"{_shapes(self.given)}. Pass `rule`: such an output may depend on what any "
                 "position may."
             )

@@ -75,7 +75,12 @@ def _arrays(model: Any, inputs: Any) -> Arrays:
 
 
 def _array(value: Any) -> np.ndarray:
-    return ops.convert_to_numpy(value) if hasattr(value, "device") else np.asarray(value)
+    try:
+        return ops.convert_to_numpy(value) if hasattr(value, "device") else np.asarray(value)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(
+            f"`inputs` must be arrays. Received: {value!r}. Pad them to one length."
+        ) from error
 
 
 def arrays_of_outputs(outputs: Any) -> Arrays:
@@ -164,8 +169,10 @@ def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
         ids, index = np.unique(values, return_inverse=True)
         other = ids[(index.reshape(values.shape) + 1 + draw) % len(ids)]
     else:
-        rng, size = np.random.default_rng(draw), np.nanstd(values.astype("float32")) or 1.0
-        other = values + (size * (1 + draw) * rng.normal(size=values.shape)).astype(values.dtype)
+        finite = values[np.isfinite(values)].astype("float64")
+        size = (finite.std() if finite.size else 0.0) or 1.0
+        noise = size * (1 + draw) * np.random.default_rng(draw).normal(size=values.shape)
+        other = np.where(np.isfinite(values), values, 0) + noise.astype(values.dtype)
     return np.where(places, other, values)
 
 
@@ -252,6 +259,24 @@ def difference(before: np.ndarray, after: np.ndarray, positions: bool) -> np.nda
     moved = np.where(np.isnan(moved), np.inf, moved)
     rows = before.shape[1] if positions else 1
     return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)
+
+
+def outputs_on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | None:
+    """The outputs on inputs without their last position; `None` if their length is fixed.
+
+    An axis as long as the inputs has their positions if it gets shorter with them; else it may be
+    one of features.
+    """
+    less = {}
+    for name, x in given.items():
+        axes = x.shape[1:3] if x.dtype.kind == "b" else x.shape[1:2]  # (pairs, in a mask)
+        cut = (slice(-1) if size in lengths else slice(None) for size in axes)
+        less[name] = x[(slice(None), *cut)]
+    try:
+        outputs = subject.call(less)
+    except Exception:  # whatever the model, or a signature, has against it
+        return None
+    return outputs
 
 
 def first_shown(

@@ -201,7 +201,37 @@ def test_padding_of_an_output_without_positions():
     assert found == {(0, 6, "all"), (1, 5, "all"), (1, 6, "all")}
     assert report.leaks[0].output_position is None
     assert not find_leaks(keras.Model([ids, padding], ops.sum(x * weights, 1)), inputs, rule=rule)
-    assert "The output 'all', (2, 8), has no axis of the input's" in str(find_leaks(model, inputs))
+    assert "The output 'all', (2, 8), has no axis that is known" in str(find_leaks(model, inputs))
+
+
+@pytest.mark.parametrize("length", [None, 8])
+def test_as_many_features_as_positions(length):
+    """An axis of 8 features is not taken for the 8 positions of the input."""
+    values = np.random.default_rng(1).normal(size=(2, 8, 8)).astype("float32")
+    x = keras.Input((length, 8), name="features")
+    attended = causal()(x)
+    pooled = layers.GlobalAveragePooling1D()(attended)
+    report = find_leaks(keras.Model(x, {"pooled": pooled, "all": attended}), values)
+    assert not report
+    assert "The output 'pooled', (2, 8), has no axis that is known" in str(report)
+    with pytest.raises(ValueError, match="No output has an axis known to be positions"):
+        find_leaks(keras.Model(x, pooled), values)
+    # By a rule an output is left out no more. Of a fixed length it is taken for positions, and the
+    # report says so; otherwise it may depend on what any position may.
+    report = find_leaks(keras.Model(x, pooled), values, rule=CAUSAL)
+    assert bool(report) == ("was taken to have the input's positions" in str(report))
+    assert bool(report) == (length is not None)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_not_finite_is_replaced_by_numbers(wrong):
+    """Keras' additive mask lets NaN through (0 * NaN); this package's attention does not."""
+    values = FLOATS.copy()
+    values[0, 4] = wrong
+    x = keras.Input((6, 8))
+    assert find_leaks(keras.Model(x, causal()(x)), values)
+    ours = hm.PerHeadMaskedMultiHeadAttention(2, 3, mask_spec=CAUSAL)
+    assert not find_leaks(keras.Model(x, ours(x, x)), values)
 
 
 class Subclassed(keras.Model):
@@ -455,6 +485,8 @@ def test_other_kinds_are_errors():
     for tolerance in (-1, np.nan, np.inf):
         with pytest.raises(ValueError, match="`tolerance` must be finite and from 0 on"):
             find_leaks(one_layer(), TOKENS, tolerance=tolerance)
+    with pytest.raises(ValueError, match=r"must be arrays. Received: \[\[1, 2\], \[3\]\]. Pad"):
+        find_leaks(one_layer(), [[1, 2], [3]])
     pooled = keras.Sequential([keras.Input((6, 8)), layers.GlobalAveragePooling1D()])
-    with pytest.raises(ValueError, match="No output has an axis of positions"):
+    with pytest.raises(ValueError, match="No output has an axis known to be positions"):
         find_leaks(pooled, FLOATS)

@@ -77,19 +77,15 @@ class Reader:
             )
 
     def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
-        from keras_headmask.retrofit.observe import called  # needs all of retrofit/
-
         count = next((int(x.shape[0]) for x in keras.tree.flatten(inputs)), 0)
         if not count:
             shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
             raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")
         ids, real = self._ids_and_padding(inputs, beside, count)
-        masks: list[Any] = []  # Keras' own, of each call of the first layer
-        with called(self.entries[0].layer, lambda given: masks.append(given.get("query_mask"))):
-            seen = forward(self.model, self.entries, inputs)
-        if real is None and masks and masks[0] is not None:
+        seen = forward(self.model, self.entries, inputs)
+        if real is None and seen[0].query_mask is not None:
             self.padding = "the Keras mask"
-            real = texts.as_array(masks[0], "the Keras mask", count)
+            real = texts.as_array(seen[0].query_mask, "the Keras mask", count)
         if real is None:
             real = np.ones((count, seen[0].probabilities.shape[2]), bool)
         real = real != 0

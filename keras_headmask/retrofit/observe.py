@@ -100,9 +100,9 @@ def all_that_restricts(
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
-            stack.enter_context(called(entry.layer, functools.partial(check, entry)))
             see_it = functools.partial(see, entry)
             stack.enter_context(probabilities_seen(entry.layer, see_it))
+            stack.enter_context(called(entry.layer, functools.partial(check, entry)))
         stack.enter_context(without_remat(model))
         model(inputs, training=False)
     if wrong:
@@ -161,7 +161,10 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
 
 @contextlib.contextmanager
 def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call `see` with the arguments of each call of `layer`, by name, before it runs."""
+    """Call `see` with the arguments of each call of `layer`, by name, before it runs.
+
+    Enter this after `probabilities_seen`: where the hook is `call` itself, that one passes more.
+    """
     signature = inspect.signature(layer.call)
 
     def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -285,6 +288,7 @@ class Seen:
     path: str  # of the layer; with [1], [2], ... where it runs more than once
     probabilities: Any  # (B, H, T, S)
     allowed: Any  # by its rule, boolean (B or 1, H or 1, T, S); None without a rule
+    query_mask: Any  # that of Keras, (B, T), or None
 
 
 @contextlib.contextmanager
@@ -294,7 +298,8 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
     runs: dict[str, int] = {}
 
     def remember(given: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-        given.update({k: arguments.get(k) for k in ("mask_inputs", "query_offset")})
+        names = "mask_inputs", "query_offset", "query_mask"
+        given.update({k: arguments.get(k) for k in names})
 
     def see(
         entry: AttentionLayer, given: Any, arguments: Mapping[str, Any], probabilities: Any
@@ -303,15 +308,15 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
         if with_rules:
             allowed = _rules_allow(entry.layer, given, *ops.shape(probabilities)[2:])
         count = runs[entry.path] = runs.get(entry.path, -1) + 1
-        seen.append(Seen(f"{entry.path}[{count}]" if count else entry.path, probabilities, allowed))
+        path = f"{entry.path}[{count}]" if count else entry.path
+        seen.append(Seen(path, probabilities, allowed, given["query_mask"]))
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
             given: dict[str, Any] = {}
+            see_it = functools.partial(see, entry, given)
+            stack.enter_context(probabilities_seen(entry.layer, see_it))
             stack.enter_context(called(entry.layer, functools.partial(remember, given)))
-            stack.enter_context(
-                probabilities_seen(entry.layer, functools.partial(see, entry, given))
-            )
         yield seen
 
 

@@ -1,0 +1,33 @@
+"""KerasHub's decoders, whose attention has other hooks than Keras' own: all tools read it."""
+
+import numpy as np
+import pytest
+from decoders import FAMILIES
+
+import keras_headmask as hm
+
+keras_hub = pytest.importorskip("keras_hub")
+RULE = hm.PerHead({0: hm.Window(2, 0), 1: hm.Window(0, 0), 2: hm.Nothing()})
+IDS = np.random.default_rng(1).integers(2, 30, (2, 10)).astype("int32")
+TEXTS = {"token_ids": IDS, "padding_mask": np.ones((2, 10), "int32")}
+TEXTS["padding_mask"][1, 8:] = 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.every_day("Llama|Falcon|DeBERTa")  # one of each hook
+@pytest.mark.parametrize("rule", [None, RULE], ids=["stock", "masked"])
+def test_measured_and_sealed(family, rule):
+    model = getattr(keras_hub.models, family.backbone)(**family.arguments)
+    model = model if rule is None else hm.apply_head_masks(model, rule)
+    report = hm.find_leaks(model, TEXTS)
+    assert not report
+    assert report.tried == report.pairs > 0
+    found = hm.measure_heads(model, TEXTS, progress=False)
+    assert found.tokens == 18
+    for probabilities in hm.attention_probabilities(model, TEXTS).values():
+        sums = probabilities.sum(-1)[:, :, :8]  # of queries that are no padding
+        sees = np.ones(4) if rule is None else np.array([1, 1, 0, 1])
+        np.testing.assert_allclose(sums, np.broadcast_to(sees[:, None], sums.shape), atol=1e-5)
+    if rule is not None:
+        assert (found.scores["self"][:, 1] == 1).all()
+        assert np.isnan(found.scores["self"][:, 2]).all()

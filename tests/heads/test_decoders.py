@@ -1,5 +1,6 @@
 """KerasHub's decoders, whose attention has other hooks than Keras' own: all tools read it."""
 
+import keras
 import numpy as np
 import pytest
 from decoders import FAMILIES
@@ -20,7 +21,9 @@ def test_measured_and_sealed(family, rule):
     model = getattr(keras_hub.models, family.backbone)(**family.arguments)
     model = model if rule is None else hm.apply_head_masks(model, rule)
     report = hm.find_leaks(model, TEXTS)
-    assert not report
+    # A true leak: KerasHub's Qwen drops its sliding window where PyTorch's fused operation runs.
+    drops_window = keras.backend.backend() == "torch" and "Qwen" in family.name and rule is None
+    assert bool(report) == drops_window
     assert report.tried == report.pairs > 0
     found = hm.measure_heads(model, TEXTS, progress=False)
     assert found.tokens == 18

@@ -53,8 +53,8 @@ def find_leaks(
             if `tolerance` is below 0 or not finite.
 
     What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
-    (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745). This
-    function found that KerasHub 0.32's Qwen loses its sliding window on PyTorch.
+    (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745), or
+    the sliding window of KerasHub 0.32's Qwen, which its fused operation on JAX and PyTorch ignores.
 
     >>> import keras
     >>> from keras_headmask import Window

@@ -54,7 +54,7 @@ def find_leaks(
 
     What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
     (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745), or
-    the sliding window of KerasHub 0.32's Qwen, which its fused operation on JAX and PyTorch ignores.
+    the sliding window of KerasHub 0.32's Qwen, ignored by its fused operation (JAX, PyTorch).
 
     >>> import keras
     >>> from keras_headmask import Window

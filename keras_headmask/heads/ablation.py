@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -198,7 +197,7 @@ class _Sweep:
         found = find_attention(model)
         self.model, self.metric = model, metric
         self.entries = [found.known[number] for number in select(found, layers)]
-        self.file = None if save_to is None else Path(save_to)
+        self.file = sweeps.file_of(save_to)
         self.digest = sweeps.digest(model, self.entries)
         self.values: dict[Off, float] = {}
         self.order: tuple[Head, ...] = ()
@@ -209,12 +208,9 @@ class _Sweep:
         return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
 
     def run(self, greedy: bool, higher: bool, steps: int | None) -> None:
-        own, saved = sweeps.finite(self.metric(self.model), "the model itself"), self._saved()
-        if not math.isclose(saved.get((), own), own, rel_tol=1e-3, abs_tol=1e-9):
-            raise ValueError(
-                f"{self.file} is of another metric, or of other data: there the model's own is "
-                f"{saved[()]}, and now {own}. Pass another `save_to`, or delete the file."
-            )
+        saved = self._saved()
+        own = sweeps.finite(self.metric(self.model), "the model itself")
+        sweeps.check_own(self.file, saved.get((), own), own)
         self.values = {(): own, **saved}
         every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
         count = 1 if not greedy else min(len(every), steps or len(every))
@@ -254,7 +250,9 @@ class _Sweep:
         try:
             saved = Ablation.from_json(json.loads(self.file.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise ValueError(f"{self.file} (`save_to`): {error}") from error
+            raise ValueError(
+                f"{self.file} (`save_to`) is no file of `ablate_heads`: {error} Pass another."
+            ) from error
         if saved.model != self.digest:
             raise ValueError(
                 f"{self.file} is of another model, or of other layers: weights, rules and "

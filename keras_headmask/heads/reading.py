@@ -77,7 +77,7 @@ class Reader:
             )
 
     def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
-        count = next((int(x.shape[0]) for x in keras.tree.flatten(inputs)), 0)
+        count = int(texts.arrays_in(inputs)[0].shape[0])
         if not count:
             shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
             raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")

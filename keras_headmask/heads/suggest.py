@@ -104,6 +104,7 @@ def suggest_rules(
     tolerance = fields.not_negative(tolerance, "tolerance")
     if metric is not None:
         sweeps.check_metric(metric)
+    file = sweeps.file_of(save_to)
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
     bar, counted = Progress(reader.count, "batches", progress), _Counted(family)
@@ -114,7 +115,6 @@ def suggest_rules(
     found = counted.suggestion(keep, numbers, reader.longest)
     if metric is None:
         return found
-    file = None if save_to is None else Path(save_to)
     digest = sweeps.digest(model, reader.entries, found.rules)
     opening = _Opening(model, metric, found, file, digest)
     return opening.until(tolerance, better == "higher", progress)
@@ -227,14 +227,20 @@ class _Opening:
 
     def until(self, tolerance: float, higher: bool, progress: bool) -> Suggestion:
         """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
-        own = self._value(0, self.model, "the model itself")
+        own = sweeps.finite(self.metric(self.model), "the model itself")
+        if self.values:
+            sweeps.check_own(self.file, self.values[0], own)
+        else:
+            self._keep(own)
         limited = [(i, j) for i, j in np.argwhere(self.found.computed < 1).tolist()]
         order = sorted(limited, key=lambda at: (self.found.kept[at], at))
         bar = Progress(len(order), "models", progress)
         # (With all of them open it is the model itself.)
         for count in range(len(order)):
             suggestion = self.found.opened(order[:count])
-            value = self._value(count + 1, suggestion, f"the model with {count} heads opened")
+            if count + 1 == len(self.values):
+                self._measure(suggestion, f"the model with {count} heads opened")
+            value = self.values[count + 1]
             bar.step()
             if (own - value if higher else value - own) <= tolerance:
                 return self._result(suggestion, count + 2)
@@ -243,17 +249,17 @@ class _Opening:
     def _result(self, suggestion: Suggestion, count: int) -> Suggestion:
         return dataclasses.replace(suggestion, metrics=tuple(self.values[:count]))
 
-    def _value(self, number: int, of: Any, said: str) -> float:
+    def _measure(self, suggestion: Suggestion, said: str) -> None:
         from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
 
-        if number == len(self.values):
-            if isinstance(of, Suggestion):
-                of = apply_head_masks(self.model, of.rules, existing="and")
-            self.values.append(sweeps.finite(self.metric(of), said))
-            if self.file is not None:
-                text = json.dumps({"model": self.digest, "metrics": self.values})
-                sweeps.write_whole(self.file, text)
-        return self.values[number]
+        tried = apply_head_masks(self.model, suggestion.rules, existing="and")
+        self._keep(sweeps.finite(self.metric(tried), said))
+
+    def _keep(self, value: float) -> None:
+        self.values.append(value)
+        if self.file is not None:
+            text = json.dumps({"model": self.digest, "metrics": self.values})
+            sweeps.write_whole(self.file, text)
 
     def _saved(self) -> list[float]:
         if self.file is None or not self.file.is_file():

@@ -50,6 +50,28 @@ def finite(value: Any, of: str) -> float:
     return number
 
 
+def file_of(save_to: Any) -> Path | None:
+    """`save_to` as a path; raises unless a file may stand there."""
+    if save_to is None:
+        return None
+    file = Path(save_to)
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(
+            "`save_to` must be a file, there or not yet, in a folder that is there. Received: "
+            f"{str(save_to)!r}."
+        )
+    return file
+
+
+def check_own(file: Path | None, saved: float, own: float) -> None:
+    """Raise if a saved metric of the model itself is not what it is now."""
+    if not math.isclose(saved, own, rel_tol=1e-3, abs_tol=1e-9):
+        raise ValueError(
+            f"{file} is of another metric, or of other data: there the model's own is {saved}, "
+            f"and now {own}. Pass another `save_to`, or delete the file."
+        )
+
+
 def write_whole(file: Path, text: str) -> None:
     """Write a file as a whole, so that an interrupt leaves it as it was."""
     written = file.with_name(f"{file.name}.{os.getpid()}")

@@ -19,7 +19,7 @@ def in_batches(
 ) -> tuple[Iterable[tuple[Any, Mapping[str, Any]]], int | None]:
     """Batches of `inputs` and of the arrays `beside` them; and how many, if that is known."""
     if not _is_nest(inputs):
-        if not hasattr(inputs, "__iter__"):
+        if not hasattr(inputs, "__iter__") or isinstance(inputs, (str, bytes)):
             raise TypeError(
                 "`inputs` must be what the model is called on, or an iterable of batches of that. "
                 f"Received: {inputs!r}."
@@ -31,13 +31,7 @@ def in_batches(
             )
         # As `fit` reads them: of a tuple, the first are the inputs.
         return ((x[0] if isinstance(x, tuple) else x, beside) for x in inputs), None
-    leaves = keras.tree.flatten((inputs, dict(beside)))
-    wrong = [type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
-    if wrong or not leaves:
-        raise TypeError(
-            "`inputs` must hold arrays whose first axis counts texts. "
-            f"Received: {wrong[0] if wrong else 'nothing'} in it. Use np.array(...)."
-        )
+    leaves = arrays_in((inputs, dict(beside)))
     lengths = {int(x.shape[0]) for x in leaves}
     if len(lengths) != 1:
         raise ValueError(
@@ -52,6 +46,18 @@ def in_batches(
             yield keras.tree.map_structure(operator.itemgetter(part), (inputs, dict(beside)))
 
     return parts(), -(-texts // size)
+
+
+def arrays_in(inputs: Any) -> list[Any]:
+    """All arrays of a nest; raises for what is none."""
+    leaves = keras.tree.flatten(inputs)
+    wrong = [type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
+    if wrong or not leaves:
+        raise TypeError(
+            "`inputs` must hold arrays whose first axis counts texts. "
+            f"Received: {wrong[0] if wrong else 'nothing'} in it. Use np.array(...)."
+        )
+    return leaves
 
 
 def _is_nest(inputs: Any) -> bool:

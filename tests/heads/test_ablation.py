@@ -164,8 +164,11 @@ def test_a_file_of_another_sweep(model, tmp_path):
     assert file.read_text() == kept
     for text in ("{", "[]", '{"values": {"a": 1}}', json.dumps({"values": {}, "paths": []})):
         file.write_text(text)
-        with pytest.raises(ValueError, match=r"ablation.json .`save_to`.: "):
+        with pytest.raises(ValueError, match=r"ablation.json .`save_to`. is no file of"):
             ablate_heads(model, metric, layers=0, save_to=file)
+    for wrong in (tmp_path, tmp_path / "missing" / "ablation.json"):
+        with pytest.raises(ValueError, match="`save_to` must be a file, there or not yet, in a fo"):
+            ablate_heads(model, metric, save_to=wrong)
 
 
 # --- The value ------------------------------------------------------------------------------------

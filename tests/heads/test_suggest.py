@@ -153,10 +153,12 @@ def test_an_interrupted_search_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         suggest_rules(model, IDS, metric=metric, **more)
     found = suggest_rules(model, IDS, metric=metric, **more)
-    assert len(runs) == 4 + 3
+    assert len(runs) == 4 + 1 + 3  # the model's own again, and what was left
     assert found.metrics == (0, 6, 5, 4, 3, 2)
     with pytest.raises(ValueError, match="of another model, other texts"):
         suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
+    with pytest.raises(ValueError, match=r"metrics.json is of another metric"):
+        suggest_rules(model, IDS, metric=lambda model: 7, **more)
     file.write_text("[]")
     with pytest.raises(ValueError, match="no file of `suggest_rules`"):
         suggest_rules(model, IDS, metric=metric, **more)
@@ -182,6 +184,7 @@ def test_a_picture():
         (IDS, {"metric": lambda model: None}, ValueError, "one finite number"),
         (np.ones((2, 5), "int32"), {}, ValueError, "All token ids are equal"),
         (IDS[:0], {}, ValueError, "texts"),
+        (IDS, {"metric": len, "save_to": "."}, ValueError, "`save_to` must be a file"),
         (IDS[:, :1], {}, ValueError, "at least 2 tokens"),
         (IDS, {"end_ids": 99_999}, ValueError, "`end_ids` must stand in the texts"),
     ],

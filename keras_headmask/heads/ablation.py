@@ -144,7 +144,7 @@ def ablate_heads(
         better: Which metric is better, "higher" or "lower"; for `greedy`.
         steps: How many heads `greedy` switches off, at least 1; `None` for all.
         save_to: A JSON file, written after each run of `metric`. If it is there already, what it
-            holds is not measured again.
+            holds is not measured again, but for the metric of the model itself.
 
     Returns:
         An `Ablation`: `.changes`, `(layers, heads)`, `.order` and `.steps` of `greedy`, `.plot()`,

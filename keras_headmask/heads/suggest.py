@@ -71,7 +71,7 @@ def suggest_rules(
         tolerance: How much worse the metric may be than the model's own.
         better: Which metric is better, "higher" or "lower".
         save_to: A JSON file, written after each run of `metric`. If it is there already, what it
-            holds is not measured again.
+            holds is not measured again, but for the metric of the model itself.
         progress: As in `measure_heads`.
 
     Returns:

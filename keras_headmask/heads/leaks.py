@@ -40,8 +40,8 @@ def find_leaks(
             own position, too; one without an axis of positions on what any position may.
             By default, what the rules, causal masks and padding of the model's attention layers
             allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
-        tolerance: The largest change that does not count, over the largest value of the output
-            or 1.
+        tolerance: The largest change of a feature that does not count, over the largest value that
+            the feature has.
 
     Returns:
         A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and
@@ -49,8 +49,9 @@ def find_leaks(
 
     Raises:
         TypeError: for a `model`, `rule` or `tolerance` of another kind.
-        ValueError: if the layers do not say what is allowed, for inputs with nothing to change, or
-            if `tolerance` is below 0 or not finite.
+        ValueError: if the layers do not say what is allowed, for inputs with nothing to change, a
+            model whose outputs on the same inputs differ, or if `tolerance` is below 0 or not
+            finite.
 
     What leaks is often a mask that a model has and loses: Keras' causal mask under dropout
     (keras#23038), or RoFormer, BigBird and RemBert in transformers 5.9 (transformers#48745), or
@@ -97,6 +98,10 @@ class _Search:
         self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
         self._check()
         self.before = subject.call(given)
+        again = probes.again(subject, given)
+        self.paddings = reaches.named_for_padding(given) or again.masked_ids
+        self.row_masks = again.masks
+        self._check_runs(again.outputs)
         self.left_out: list[str] = [
             f"The input {name!r} was kept within an example: {probes.why_kept(x)}."
             for name, x in given.items()
@@ -113,7 +118,8 @@ class _Search:
     def _check(self) -> None:
         if self.batch == 0:
             raise ValueError(
-                f"`inputs` must hold at least one example. Received: {_shapes(self.given)}."
+                "`inputs` must hold at least one example, each input of shape (batch, length) or "
+                f"(batch, length, features). Received: {_shapes(self.given)}."
             )
         if not self.names:
             raise ValueError(
@@ -135,6 +141,23 @@ class _Search:
                 raise ValueError(
                     f"Cannot tell what the outputs may depend on: {why}. Pass it as `rule`, a spec "
                     "between output and input positions, such as `rule=hm.recipes.causal()`."
+                )
+
+    def _check_runs(self, again: Arrays) -> None:
+        """Raise for a model that cannot be compared, or where inputs disagree on padding."""
+        for name, x in self.before.items():
+            if probes.difference(x, again[name], False, self._limit(name, False)).any():
+                raise ValueError(
+                    f"The output {name!r} differs in two runs on the same inputs: the model keeps "
+                    "a state or draws random numbers. Leaks show where all else stays the same."
+                )
+        of_lengths: dict[int, np.ndarray] = {}
+        for name in self.paddings if self.rule is None else ():
+            real = self.given[name] != 0
+            if (of_lengths.setdefault(real.shape[1], real) != real).any():
+                raise ValueError(
+                    f"The inputs {self.paddings} mark padding at other positions. Pass as `rule` "
+                    "what the outputs may depend on, or search the models of each input."
                 )
 
     def _outputs(self) -> dict[str, int | None]:
@@ -186,8 +209,9 @@ class _Search:
         (length,) = columns
         packed = self.subject.pack(given)
         try:
+            real = reaches.padding_of(self.paddings, given, length)
             masks = reaches.by_layers(
-                self.subject.model, self.found.known, packed, given, self.batch, length
+                self.subject.model, self.found.known, packed, real, self.batch, length
             )
         except ValueError as error:
             raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
@@ -195,13 +219,10 @@ class _Search:
 
     def report(self) -> LeakReport:
         hidden = {key: ~reaches.composed(masks) for key, masks in self.masks_before.items()}
-        real = reaches.padding_of(self.subject.model, self.given)
         for name in self.names:
             for output, rows in self.rows.items():
                 pairs = hidden[rows, self.given[name].shape[1]].copy()
-                if real is not None and real.shape[1] == rows:
-                    pairs &= real[:, :, None]
-                self.pairs[name, output] = _Pairs(pairs)
+                self.pairs[name, output] = _Pairs(pairs & self._real(output, self.given)[..., None])
         probed = list(self._columns())
         total = self.batch * (self.batch > 1) + len(probed)
         bar, leaks = Progress(total, "changes"), []
@@ -278,8 +299,10 @@ class _Search:
             after = self.subject.call(probe.given)
         for output, hidden in tried.items():
             pairs, before = self.pairs[probe.name, output], self.before[output]
-            moved = probes.difference(before, after[output], self.rows[output] is not None)
-            moved = np.where(hidden & (moved > self._limit(output)), moved, 0.0)
+            positions = self.rows[output] is not None
+            limit = self._limit(output, positions)
+            moved = probes.difference(before, after[output], positions, limit)
+            moved = np.where(hidden, moved, 0.0)
             # What is NaN whatever it reads shows nothing.
             shows = ~np.isnan(before).reshape((*hidden.shape, -1)).all(-1)
             pairs.tried[:, :, column] |= hidden & shows
@@ -294,12 +317,20 @@ class _Search:
         may = reaches.may_change(probe.places, self.masks_before[key], masks[key])
         hidden = self.pairs[probe.name, output].hidden[:, :, column] & ~may
         hidden &= probe.places.any(1, keepdims=True)  # in the examples that are changed
-        real = reaches.padding_of(self.subject.model, probe.given)
-        return hidden & real if real is not None and real.shape == hidden.shape else hidden
+        return hidden & self._real(output, probe.given)
 
-    def _limit(self, output: str) -> float:
-        values = self.before[output]
-        return self.tolerance * max(1.0, np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    def _real(self, output: str, given: Arrays) -> np.ndarray:
+        """Which rows of an output are no padding, `(batch, rows)`, or true for all."""
+        rows = self.rows[output]
+        if rows is None:
+            return np.ones((self.batch, 1), bool)
+        real = reaches.padding_of(self.paddings, given, rows)
+        real = np.ones((self.batch, rows), bool) if real is None else real
+        mask = self.row_masks.get(output)
+        return real & mask if mask is not None and mask.shape == real.shape else real
+
+    def _limit(self, output: str, positions: bool) -> np.ndarray:
+        return self.tolerance * probes.largest(self.before[output], positions)
 
     def _found(self, name: str, output: str, pairs: _Pairs) -> Iterator[Leak]:
         for example, row, column in np.argwhere(pairs.change > 0).tolist():
@@ -331,12 +362,12 @@ class _Search:
     ) -> list[Leak]:
         after, leaks = self.subject.call(given), []
         for output, rows in self.rows.items():
-            moved = probes.difference(self.before[output], after[output], rows is not None)
-            real = reaches.padding_of(self.subject.model, self.given)
-            if real is not None and real.shape == moved.shape:
-                moved = np.where(real, moved, 0.0)
+            positions = rows is not None
+            limit = self._limit(output, positions)
+            moved = probes.difference(self.before[output], after[output], positions, limit)
+            moved = np.where(self._real(output, self.given), moved, 0.0)
             moved[example] = 0.0
-            wrong = moved > self._limit(output)
+            wrong = moved > 0
             if wrong.any() and self.first is None and name:
                 self.first = Probe(name, given, wrong), wrong
             for at, row in np.argwhere(wrong).tolist():
@@ -348,8 +379,6 @@ class _Search:
 
 def _batch_of(given: Arrays) -> int:
     """The number of examples: the largest first axis, since some inputs may serve all examples."""
-    if not given:
-        raise ValueError("`inputs` must hold the inputs of the model. Received none.")
     sizes = [x.shape[0] for x in given.values() if x.ndim > 1]
     return 0 if 0 in sizes else max(sizes, default=0)
 

@@ -1,6 +1,7 @@
 """Inputs of a model that are changed at some positions, and what the outputs make of it."""
 
 import contextlib
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -45,8 +46,7 @@ class Probe(NamedTuple):
 def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     """A model or the path of a SavedModel, and its inputs as arrays by name."""
     if isinstance(model, (str, os.PathLike)):
-        given = _arrays(None, inputs)
-        return _of_saved_model(pathlib.Path(model), given), given
+        return _of_saved_model(pathlib.Path(model), inputs)
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`model` must be a Keras model, or the path of a SavedModel such as 'served/1'. "
@@ -71,7 +71,13 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
 
 
 def _arrays(model: Any, inputs: Any) -> Arrays:
-    return {name: _array(x) for name, x in texts.by_name(model, inputs).items()}
+    given = {name: _array(x) for name, x in texts.by_name(model, inputs).items()}
+    if not given or any(not x.ndim for x in given.values()):
+        raise TypeError(
+            "`inputs` must hold arrays, (batch, length) or (batch, length, features), in a dict or "
+            f"list where the model has several inputs. Received: {inputs!r}."
+        )
+    return given
 
 
 def _array(value: Any) -> np.ndarray:
@@ -85,14 +91,19 @@ def _array(value: Any) -> np.ndarray:
 
 def arrays_of_outputs(outputs: Any) -> Arrays:
     """Numbers by name, in float64, in which each output dtype but int64 is exact."""
-    if not isinstance(outputs, Mapping):
-        flat = keras.tree.flatten(outputs)
-        outputs = {f"output {i}" if len(flat) > 1 else "output": x for i, x in enumerate(flat)}
-    arrays = {name: np.asarray(ops.convert_to_numpy(x)) for name, x in outputs.items()}
+    arrays = {k: np.asarray(ops.convert_to_numpy(x)) for k, x in _by_name(outputs).items()}
     return {name: x.astype("float64") for name, x in arrays.items() if x.dtype.kind not in "OSU"}
 
 
-def _of_saved_model(path: pathlib.Path, given: Arrays) -> Subject:
+def _by_name(outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, Mapping):
+        return dict(outputs)
+    flat = keras.tree.flatten(outputs)
+    return {f"output {i}" if len(flat) > 1 else "output": x for i, x in enumerate(flat)}
+
+
+def _of_saved_model(path: pathlib.Path, inputs: Any) -> tuple[Subject, Arrays]:
+    """A signature of it, and the inputs as arrays by its names."""
     if not (path / "saved_model.pb").is_file():
         raise ValueError(
             f"'{path}' is not the folder of a SavedModel: it holds no saved_model.pb. Pass the "
@@ -112,25 +123,28 @@ def _of_saved_model(path: pathlib.Path, given: Arrays) -> Subject:
         next((x for x in ("serving_default", "serve") if x in names), names[0])
     ]
     wanted = function.structured_input_signature[1]
-    if len(wanted) == len(given) == 1:
-        named = dict(zip(given, wanted, strict=True))
-    else:
-        named = {name: name for name in given}
-    if set(named.values()) != set(wanted):
+    if len(wanted) == 1 and not isinstance(inputs, Mapping):
+        inputs = dict.fromkeys(wanted, inputs)
+    given = _arrays(None, inputs)
+    if set(given) != set(wanted):
         raise ValueError(
             f"The SavedModel '{path}' has the inputs {sorted(wanted)}. Received: {sorted(given)}. "
             "Pass a dict of arrays by these names."
         )
+    for name, x in given.items():
+        if not wanted[name].shape.is_compatible_with(x.shape):
+            raise ValueError(
+                f"The input {name!r} of the SavedModel '{path}' has the shape "
+                f"{tuple(wanted[name].shape)}. Received: {x.shape}."
+            )
 
     def call(arrays: Arrays) -> Arrays:
-        made = function(
-            **{named[k]: tf.constant(x, wanted[named[k]].dtype) for k, x in arrays.items()}
-        )
+        made = function(**{name: tf.constant(x, wanted[name].dtype) for name, x in arrays.items()})
         made = {name: x.numpy() for name, x in made.items()}
         return {k: x.astype("float64") for k, x in made.items() if x.dtype.kind not in "OSU"}
 
     call.loaded = loaded  # type: ignore[attr-defined]  # the function alone does not keep it
-    return Subject(None, call, dict)
+    return Subject(None, call, dict), given
 
 
 # --- What is changed ------------------------------------------------------------------------------
@@ -154,7 +168,13 @@ def why_kept(values: np.ndarray) -> str:
 
 def _other_values(values: np.ndarray) -> int:
     """How many values can take the place of one: the ids that the inputs have are valid."""
-    return len(np.unique(values)) - 1 if values.dtype.kind in "iub" else 2**31
+    return len(np.unique(values)) - 1 if _are_ids(values) else 2**31
+
+
+def _are_ids(values: np.ndarray) -> bool:
+    """Whether they are ids or flags; Keras' own inputs hold ids as floats, if no dtype is said."""
+    are_whole = values.ndim == 2 and np.isfinite(values).all() and (values % 1 == 0).all()
+    return values.dtype.kind in "iub" or bool(are_whole)
 
 
 def draws(values: np.ndarray, most: int) -> int:
@@ -165,12 +185,13 @@ def draws(values: np.ndarray, most: int) -> int:
 def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
     """`values` with others at `places`, boolean `(batch, length)`; each draw has its own."""
     places = places.reshape(places.shape + (1,) * (values.ndim - 2))
-    if values.dtype.kind in "iub":
+    if _are_ids(values):
         ids, index = np.unique(values, return_inverse=True)
         other = ids[(index.reshape(values.shape) + 1 + draw) % len(ids)]
     else:
         finite = values[np.isfinite(values)].astype("float64")
-        size = (finite.std() if finite.size else 0.0) or 1.0
+        largest = np.abs(finite).max(initial=0.0)
+        size = max(finite.std() if finite.size else 0.0, 1e-4 * largest) or 1.0
         noise = size * (1 + draw) * np.random.default_rng(draw).normal(size=values.shape)
         other = np.where(np.isfinite(values), values, 0) + noise.astype(values.dtype)
     return np.where(places, other, values)
@@ -243,10 +264,22 @@ def _changed(probe: Probe, see: Callable[[Any], Any] | None = None) -> Callable:
 # --- What the outputs make of it ------------------------------------------------------------------
 
 
-def difference(before: np.ndarray, after: np.ndarray, positions: bool) -> np.ndarray:
+def largest(values: np.ndarray, positions: bool) -> np.ndarray:
+    """The largest value of each feature of an output, that changes are compared with.
+
+    Of one that is nearly always 0, a thousandth of what is usual.
+    """
+    axes = tuple(range(values.ndim - 1 if values.ndim > 1 + positions else values.ndim))
+    found = np.abs(np.where(np.isfinite(values), values, 0)).max(axes, initial=0.0)
+    return np.maximum(found, 1e-3 * np.median(found)) if found.size else found
+
+
+def difference(
+    before: np.ndarray, after: np.ndarray, positions: bool, limit: np.ndarray | float = 0.0
+) -> np.ndarray:
     """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
 
-    A change to NaN or from NaN is infinite.
+    Changes up to `limit`, of each feature, count as 0; one to NaN or from NaN is infinite.
     """
     if before.shape != after.shape:
         raise ValueError(
@@ -257,8 +290,50 @@ def difference(before: np.ndarray, after: np.ndarray, positions: bool) -> np.nda
         moved = np.where(before == after, 0.0, np.abs(after - before))
     moved = np.where(np.isnan(before) & np.isnan(after), 0.0, moved)
     moved = np.where(np.isnan(moved), np.inf, moved)
+    moved = np.where(moved > limit, moved, 0.0)
     rows = before.shape[1] if positions else 1
     return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)
+
+
+class Again(NamedTuple):
+    """What a second run on the same inputs shows.
+
+    `masks`: Keras' masks of the outputs, `(batch, T)`. `masked_ids`: inputs whose id 0 an embedding
+    takes for padding.
+    """
+
+    outputs: Arrays
+    masks: Arrays
+    masked_ids: list[str]
+
+
+def again(subject: Subject, given: Arrays) -> Again:
+    """Run the model once more."""
+    if subject.model is None:
+        return Again(subject.call(given), {}, [])
+    read: list[np.ndarray] = []
+
+    def see(usual: Callable, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        read.append(ops.convert_to_numpy(ids))
+        return usual(ids, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for layer in _embeddings(subject.model):
+            if layer.mask_zero:
+                stack.enter_context(observers.overriding(layer, "call", see))
+        made = subject.model(subject.pack(given), training=False)
+    of_outputs = keras.tree.map_structure(lambda x: getattr(x, "_keras_mask", None), made)
+    masks = {
+        name: ops.convert_to_numpy(mask) != 0
+        for name, mask in _by_name(of_outputs).items()
+        if mask is not None and len(mask.shape) == 2
+    }
+    ids = [name for name, x in given.items() if any(map(functools.partial(_same, x), read))]
+    return Again(arrays_of_outputs(made), masks, ids)
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.ndim == 2 and one.shape == other.shape and bool((one == other).all())
 
 
 def outputs_on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | None:
@@ -288,8 +363,8 @@ def first_shown(
     usual, other = _outputs_of_layers(subject, before), _outputs_of_layers(subject, None, probe)
     for (path, one), (_, two) in zip(usual, other, strict=False):
         if one.shape == two.shape and one.shape[:2] == rows.shape:
-            limit = tolerance * max(1.0, np.abs(one[np.isfinite(one)]).max(initial=0.0))
-            if (difference(one, two, True) > limit)[rows].any():
+            limit = tolerance * largest(one, True)
+            if difference(one, two, True, limit)[rows].any():
                 return path
     return None
 

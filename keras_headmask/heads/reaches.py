@@ -86,7 +86,7 @@ def by_layers(
     model: keras.Model,
     entries: list[AttentionLayer],
     inputs: Any,
-    given: Arrays,
+    is_real: np.ndarray | None,
     batch: int,
     length: int,
 ) -> list[np.ndarray]:
@@ -95,7 +95,7 @@ def by_layers(
     Args:
         model: A model whose attention layers are `entries`.
         inputs: What the model is called on.
-        given: The same as arrays by name.
+        is_real: Which positions are no padding, `(B, T)`, or `None`.
         batch: The number of examples.
         length: The number of positions.
 
@@ -104,7 +104,7 @@ def by_layers(
     """
     from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
 
-    own, is_real = np.eye(length, dtype=bool), padding_of(model, given)
+    own = np.eye(length, dtype=bool)
     masks = []
     for mask in all_that_restricts(model, entries, inputs):
         if mask.shape[2:] != own.shape:
@@ -115,25 +115,21 @@ def by_layers(
         if is_real is not None:
             mask = mask & is_real[:, None, None, :]
         masks.append(np.broadcast_to(mask | own, (batch, *mask.shape[1:])))
-    return masks or [np.broadcast_to(own, (batch, 1, length, length))]
+    return masks
 
 
-def padding_of(model: Any, given: Arrays) -> np.ndarray | None:
-    """Which positions are real tokens, `(B, T)`: by inputs of that name, or where ids are masked.
+def padding_of(names: Sequence[str], given: Arrays, length: int) -> np.ndarray | None:
+    """Which of `length` positions are real tokens, `(B, T)`, by the inputs that say it.
 
-    `None` if nothing says it. Of several, that of the first.
+    `None` if none is as long. What one of several takes for padding is padding.
     """
-    pairs = {name: x for name, x in given.items() if x.ndim == 2}
-    for name, x in pairs.items():
-        if marks_padding(name):
-            return x != 0
-    layers = _keras.layers_of(model) if isinstance(model, keras.Layer) else ()
-    if any(getattr(layer, "mask_zero", False) for layer in layers):
-        ids = [name for name, x in pairs.items() if x.dtype.kind in "iu"]
-        for name in ids:
-            if "token_ids" in name or len(ids) == 1:
-                return pairs[name] != 0
-    return None
+    found = [given[name] != 0 for name in names if given[name].shape[1:] == (length,)]
+    return np.logical_and.reduce(np.broadcast_arrays(*found)) if found else None
+
+
+def named_for_padding(given: Arrays) -> list[str]:
+    """The inputs that mark padding by their names."""
+    return [name for name, x in given.items() if x.ndim == 2 and marks_padding(name)]
 
 
 def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
@@ -151,7 +147,7 @@ def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
         is_apart = isinstance(layer, keras.layers.TimeDistributed)
         if folders & _MIXING and not is_apart:
             return f"the layer '{layer.name}' ({type(layer).__name__}) mixes positions"
-    return None
+    return None if found.known else "the model has no attention layer, which would say it"
 
 
 def _behind_positions(model: keras.Model) -> list[Any]:

@@ -29,5 +29,5 @@ def assert_no_leaks(
     report = find_leaks(model, inputs, rule, tolerance)
     if report:
         raise AssertionError(str(report))
-    if not report.tried and report.examples < 2:
+    if not report.tried:
         raise AssertionError(f"Nothing was tried, so nothing is proven. {report}")

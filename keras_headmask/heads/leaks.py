@@ -144,7 +144,7 @@ class _Search:
                 )
 
     def _check_runs(self, again: Arrays) -> None:
-        """Raise for a model that cannot be compared, or where inputs disagree on padding."""
+        """Raise for a model that changes by itself, or where inputs disagree on padding."""
         for name, x in self.before.items():
             if probes.difference(x, again[name], False, self._limit(name, False)).any():
                 raise ValueError(

@@ -322,7 +322,7 @@ def again(subject: Subject, given: Arrays) -> Again:
             if layer.mask_zero:
                 stack.enter_context(observers.overriding(layer, "call", see))
         made = subject.model(subject.pack(given), training=False)
-    of_outputs = keras.tree.map_structure(lambda x: getattr(x, "_keras_mask", None), made)
+    of_outputs = keras.tree.map_structure(_keras.get_keras_mask, made)
     masks = {
         name: ops.convert_to_numpy(mask) != 0
         for name, mask in _by_name(of_outputs).items()

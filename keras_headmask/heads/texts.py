@@ -49,7 +49,7 @@ def in_batches(
 
 
 def arrays_in(inputs: Any) -> list[Any]:
-    """All arrays of a nest; raises for what is none."""
+    """All arrays of a nest; raises for other values."""
     leaves = keras.tree.flatten(inputs)
     wrong = [type(x).__name__ for x in leaves if not getattr(x, "shape", ())]
     if wrong or not leaves:

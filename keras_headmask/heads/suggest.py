@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,6 +164,7 @@ class _Counted:
             if not of_texts:
                 of_texts = list(self._of_texts(batch))
                 self.pairs += sum(text.counts for text in of_texts)
+            path = re.sub(r"\[\d+\]$", "", path)  # all runs of a layer obey its one rule
             layer = self.layers.setdefault(path, _Layer(probabilities.shape[1], len(self.family)))
             for of_text, text, real in zip(probabilities, of_texts, batch.real, strict=True):
                 self._add_text(layer, of_text, text, real)

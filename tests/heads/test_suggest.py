@@ -140,6 +140,18 @@ def test_where_nothing_helps_all_heads_are_open():
     assert found.rules == {"0": hm.Full().get_config()}
 
 
+def test_a_layer_that_runs_twice_has_one_rule():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = keras.layers.Embedding(60, 8)(ids)
+    attention = keras.layers.MultiHeadAttention(2, 4, name="twice")
+    x += attention(x, x)
+    model = keras.Model(ids, x + attention(x, x))
+    masked = hm.apply_head_masks(model, hm.PerHead({0: hm.Window(1, 1)}))
+    found = suggest_rules(masked, IDS, keep=1.0)
+    assert found.specs == {"twice": (hm.Window(1, 1), hm.Full())}
+    assert hm.mask_specs(hm.apply_head_masks(model, found.rules)).keys() == {"twice"}
+
+
 def test_an_interrupted_search_goes_on(tmp_path):
     model, file, runs = model_of(3, 2), tmp_path / "metrics.json", []
 

@@ -51,7 +51,8 @@ def suggest_rules(
 
     What a rule costs is the share of the pairs of tokens that it allows. Where two allow as many,
     as a window as long as the texts and `Full()`, the plainer one is taken: texts show nothing
-    beyond their length.
+    beyond their length. In a causal layer that is `Window(after=0)`, so that its future stays
+    closed in a model without that layer's mask, too.
 
     Attention kept says what a head looks at, and not what that is worth. With `metric`, a function
     of a model, the masked model is measured, and heads are opened (`Full()`), one more each time,
@@ -124,7 +125,8 @@ def suggest_rules(
 def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
     """The rules to choose from; of those that cost as much, the first is taken."""
     itself = Window(0, 0)
-    yield from (Nothing(), itself, Window(1, 0) & ~itself, Full(), Window(after=0))
+    # (In a causal layer the last two cost as much, and the first of them is safe elsewhere, too.)
+    yield from (Nothing(), itself, Window(1, 0) & ~itself, Window(after=0), Full())
     if end_ids is not None:
         yield SameSentence(end_ids)
         if special_ids is not None:

@@ -90,11 +90,13 @@ def test_a_causal_model_counts_what_looks_back_and_has_a_cache():
     masked = hm.apply_head_masks(model_of(3, causal=True), rule)
     found = suggest_rules(masked, IDS, keep=1.0)
     assert found.is_causal
-    assert found.specs["attention_0"][1:] == (hm.Window(4, 0), hm.Full())
+    assert found.specs["attention_0"][1:] == (hm.Window(4, 0), hm.Window(after=0))
     assert found.computed[0, 2] == 1
     assert found.computed[0, 1] == (24 * 5 - 10) / (24 * 25 / 2)
     assert found.cache == pytest.approx((5 / 24 + 5 / 24 + 1) / 3)
     assert suggest_rules(model_of(2), IDS).cache is None
+    by_rule = hm.apply_head_masks(model_of(2), hm.Window(after=0))
+    assert set(suggest_rules(by_rule, IDS, keep=1.0).specs["attention_0"]) == {hm.Window(after=0)}
 
 
 def test_rules_are_plain_json_by_layer():

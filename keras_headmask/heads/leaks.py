@@ -101,7 +101,8 @@ class _Search:
         again = probes.again(subject, given)
         self.paddings = reaches.named_for_padding(given) or again.masked_ids
         self.row_masks = again.masks
-        self._check_runs(again.outputs)
+        self._check_same(again.outputs)
+        self._check_paddings()
         self.left_out: list[str] = [
             f"The input {name!r} was kept within an example: {probes.why_kept(x)}."
             for name, x in given.items()
@@ -143,14 +144,17 @@ class _Search:
                     "between output and input positions, such as `rule=hm.recipes.causal()`."
                 )
 
-    def _check_runs(self, again: Arrays) -> None:
-        """Raise for a model that changes by itself, or where inputs disagree on padding."""
+    def _check_same(self, again: Arrays) -> None:
+        """Raise for a model that changes by itself."""
         for name, x in self.before.items():
             if probes.difference(x, again[name], False, self._limit(name, False)).any():
                 raise ValueError(
                     f"The output {name!r} differs in two runs on the same inputs: the model keeps "
                     "a state or draws random numbers. Leaks show where all else stays the same."
                 )
+
+    def _check_paddings(self) -> None:
+        """Raise where inputs disagree on padding, and no rule says whose counts."""
         of_lengths: dict[int, np.ndarray] = {}
         for name in self.paddings if self.rule is None else ():
             real = self.given[name] != 0
@@ -330,7 +334,7 @@ class _Search:
         return real & mask if mask is not None and mask.shape == real.shape else real
 
     def _limit(self, output: str, positions: bool) -> np.ndarray:
-        return self.tolerance * probes.largest(self.before[output], positions)
+        return self.tolerance * probes.scales(self.before[output], positions)
 
     def _found(self, name: str, output: str, pairs: _Pairs) -> Iterator[Leak]:
         for example, row, column in np.argwhere(pairs.change > 0).tolist():

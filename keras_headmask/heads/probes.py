@@ -173,8 +173,9 @@ def _other_values(values: np.ndarray) -> int:
 
 def _are_ids(values: np.ndarray) -> bool:
     """Whether they are ids or flags; Keras' own inputs hold ids as floats, if no dtype is said."""
-    are_whole = values.ndim == 2 and np.isfinite(values).all() and (values % 1 == 0).all()
-    return values.dtype.kind in "iub" or bool(are_whole)
+    if values.dtype.kind in "iub":
+        return True
+    return values.ndim == 2 and bool((np.isfinite(values) & (values == np.round(values))).all())
 
 
 def draws(values: np.ndarray, most: int) -> int:
@@ -190,8 +191,8 @@ def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
         other = ids[(index.reshape(values.shape) + 1 + draw) % len(ids)]
     else:
         finite = values[np.isfinite(values)].astype("float64")
-        largest = np.abs(finite).max(initial=0.0)
-        size = max(finite.std() if finite.size else 0.0, 1e-4 * largest) or 1.0
+        spread = finite.std() if finite.size else 0.0
+        size = max(spread, 1e-4 * np.abs(finite).max(initial=0.0)) or 1.0
         noise = size * (1 + draw) * np.random.default_rng(draw).normal(size=values.shape)
         other = np.where(np.isfinite(values), values, 0) + noise.astype(values.dtype)
     return np.where(places, other, values)
@@ -264,7 +265,7 @@ def _changed(probe: Probe, see: Callable[[Any], Any] | None = None) -> Callable:
 # --- What the outputs make of it ------------------------------------------------------------------
 
 
-def largest(values: np.ndarray, positions: bool) -> np.ndarray:
+def scales(values: np.ndarray, positions: bool) -> np.ndarray:
     """The largest value of each feature of an output, that changes are compared with.
 
     Of one that is nearly always 0, a thousandth of what is usual.
@@ -363,7 +364,7 @@ def first_shown(
     usual, other = _outputs_of_layers(subject, before), _outputs_of_layers(subject, None, probe)
     for (path, one), (_, two) in zip(usual, other, strict=False):
         if one.shape == two.shape and one.shape[:2] == rows.shape:
-            limit = tolerance * largest(one, True)
+            limit = tolerance * scales(one, True)
             if difference(one, two, True, limit)[rows].any():
                 return path
     return None

@@ -100,7 +100,7 @@ def by_layers(
         length: The number of positions.
 
     Raises:
-        ValueError: if a layer attends to another number of positions.
+        ValueError: if no layer runs, or one attends to another number of positions.
     """
     from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
 
@@ -115,6 +115,8 @@ def by_layers(
         if is_real is not None:
             mask = mask & is_real[:, None, None, :]
         masks.append(np.broadcast_to(mask | own, (batch, *mask.shape[1:])))
+    if not masks:
+        raise ValueError(f"None of the attention layers {[x.path for x in entries]} ran.")
     return masks
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,12 +108,12 @@ def suggest_rules(
     file = sweeps.file_of(save_to)
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
-    bar, counted = Progress(reader.count, "batches", progress), _Counted(family)
+    counted = _Counted(family, {entry.path: number for number, entry in numbered(reader.found)})
+    bar = Progress(reader.count, "batches", progress)
     for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         counted.add(batch)
         bar.step()
-    numbers = {entry.path: number for number, entry in numbered(reader.found)}
-    found = counted.suggestion(keep, numbers, reader.longest)
+    found = counted.suggestion(keep, reader.longest)
     if metric is None:
         return found
     digest = sweeps.digest(model, reader.entries, found.rules)
@@ -155,8 +154,8 @@ class _Pairs(NamedTuple):
 class _Counted:
     """Adds up batches."""
 
-    def __init__(self, family: list[MaskSpec]):
-        self.family = family
+    def __init__(self, family: list[MaskSpec], numbers: dict[str, int | None]):
+        self.family, self.numbers = family, numbers  # by the path of each layer
         self.layers: dict[str, _Layer] = {}
         self.pairs = np.zeros((len(family), 2))
 
@@ -166,7 +165,8 @@ class _Counted:
             if not of_texts:
                 of_texts = list(self._of_texts(batch))
                 self.pairs += sum(text.counts for text in of_texts)
-            path = re.sub(r"\[\d+\]$", "", path)  # all runs of a layer obey its one rule
+            if path not in self.numbers:  # "path[1]": all runs of a layer obey its one rule
+                path = path.rpartition("[")[0]
             layer = self.layers.setdefault(path, _Layer(probabilities.shape[1], len(self.family)))
             for of_text, text, real in zip(probabilities, of_texts, batch.real, strict=True):
                 self._add_text(layer, of_text, text, real)
@@ -192,7 +192,7 @@ class _Counted:
         layer.kept += p.reshape(len(p), -1) @ text.masks.T.astype(p.dtype)
         layer.is_causal &= not np.triu(p, 1).any()
 
-    def suggestion(self, keep: float, numbers: dict[str, int | None], longest: int) -> Suggestion:
+    def suggestion(self, keep: float, longest: int) -> Suggestion:
         heads = max(len(layer.queries) for layer in self.layers.values())
         rules: dict[str, tuple[MaskSpec, ...]] = {}
         kept, computed = np.full((2, len(self.layers), heads), np.nan)
@@ -211,7 +211,7 @@ class _Counted:
                 of_heads.append(self.family[best])
                 kept[i, head], computed[i, head] = min(share[best], 1.0), costs[best]
             rules[path] = tuple(of_heads)
-        return Suggestion(rules, numbers, keep, kept, computed, longest, is_causal)
+        return Suggestion(rules, self.numbers, keep, kept, computed, longest, is_causal)
 
 
 class _Opening:

@@ -500,6 +500,25 @@ def test_other_kinds_are_errors():
             find_leaks(one_layer(), inputs)
 
 
+class InTrainingAlone(keras.Model):
+    """Its attention does not run when it serves."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 3)
+
+    def call(self, x, training=False):
+        return self.attention(x, x) if training else 2 * x
+
+
+def test_attention_that_does_not_run_says_nothing():
+    model = InTrainingAlone()
+    model(FLOATS, training=True)
+    with pytest.raises(ValueError, match=r"None of the attention layers .* ran. Pass as `rule`"):
+        find_leaks(model, FLOATS)
+    assert not find_leaks(model, FLOATS, rule=hm.Window(0, 0))
+
+
 def test_a_model_that_changes_by_itself_is_an_error():
     x = keras.Input(batch_shape=(2, 6, 8))
     model = keras.Model(x, layers.GRU(4, return_sequences=True, stateful=True)(x))

@@ -622,8 +622,9 @@ def test_a_layer_with_more_keys_than_queries_is_refused():
     x = keras.Input((None, 8))
     attention = layers.MultiHeadAttention(2, 4, name="attention")
     model = keras.Model(x, Pools(attention, name="own")(x))
-    # (PyTorch has numbers for lengths when the model is made, and knows it then.)
-    refused = "attends from 10 queries to 20 keys|attends to another sequence"
+    refused = "attends from 10 queries to 20 keys"
+    if keras.backend.backend() != "tensorflow":  # lengths have numbers when the model is made
+        refused = "attends to another sequence"
     with pytest.raises(ValueError, match=refused):
         measure_heads(model, np.ones((2, 20, 8)), layers="own")
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from keras_headmask.heads import probes, reaches
 from keras_headmask.heads.leak_report import Leak, LeakReport
-from keras_headmask.heads.probes import Arrays, Probe, Subject
+from keras_headmask.heads.probes import Probe
 from keras_headmask.heads.progress import Progress
+from keras_headmask.heads.subject import Arrays, Subject, subject_of
 from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -72,7 +73,7 @@ def find_leaks(
     if rule is not None:
         check_spec(rule, "rule", "hm.find_leaks(model, inputs, rule=SPEC)")
     tolerance = fields.not_negative(tolerance, "tolerance")
-    subject, given = probes.subject_of(model, inputs)
+    subject, given = subject_of(model, inputs)
     return _Search(subject, given, rule, tolerance).report()
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import os
-import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -14,18 +12,8 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.lost_masks import marks_padding
-from keras_headmask.heads import texts
+from keras_headmask.heads.subject import Arrays, Subject, arrays_of_outputs, outputs_by_name
 from keras_headmask.retrofit.find import walk
-
-Arrays = dict[str, np.ndarray]
-
-
-class Subject(NamedTuple):
-    """What is tried: a Keras model, or a signature of a SavedModel (`model` is `None`)."""
-
-    model: keras.Model | None
-    call: Callable[[Arrays], Arrays]
-    pack: Callable[[Arrays], Any]  # as the model takes them
 
 
 class Probe(NamedTuple):
@@ -38,113 +26,6 @@ class Probe(NamedTuple):
     given: Arrays
     places: np.ndarray
     in_embeddings: bool = False
-
-
-# --- What is tried --------------------------------------------------------------------------------
-
-
-def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
-    """A model or the path of a SavedModel, and its inputs as arrays by name."""
-    if isinstance(model, (str, os.PathLike)):
-        return _of_saved_model(pathlib.Path(model), inputs)
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a Keras model, or the path of a SavedModel such as 'served/1'. "
-            f"Received: {model!r}."
-        )
-    graph = _keras.functional_of(model)
-    names = [x.name for x in graph.inputs] if isinstance(graph, _keras.Functional) else []
-    given = _arrays(model, inputs)
-
-    def pack(arrays: Arrays) -> Any:
-        is_by_name = isinstance(inputs, Mapping)
-        if is_by_name and set(names) == set(arrays) and not isinstance(graph.input, Mapping):
-            return keras.tree.pack_sequence_as(graph.input, [arrays[name] for name in names])
-        if is_by_name:
-            return dict(arrays)
-        return list(arrays.values()) if texts.is_several(inputs) else next(iter(arrays.values()))
-
-    def call(arrays: Arrays) -> Arrays:
-        return arrays_of_outputs(model(pack(arrays), training=False))
-
-    return Subject(model, call, pack), given
-
-
-def _arrays(model: Any, inputs: Any) -> Arrays:
-    given = {name: _array(x) for name, x in texts.by_name(model, inputs).items()}
-    if not given or any(not x.ndim for x in given.values()):
-        raise TypeError(
-            "`inputs` must hold arrays, (batch, length) or (batch, length, features), in a dict or "
-            f"list where the model has several inputs. Received: {inputs!r}."
-        )
-    return given
-
-
-def _array(value: Any) -> np.ndarray:
-    try:
-        return ops.convert_to_numpy(value) if hasattr(value, "device") else np.asarray(value)
-    except ValueError as error:  # lists of several lengths
-        raise ValueError(
-            f"`inputs` must be arrays. Received: {value!r}. Pad them to one length."
-        ) from error
-
-
-def arrays_of_outputs(outputs: Any) -> Arrays:
-    """Numbers by name, in float64, in which each output dtype but int64 is exact."""
-    arrays = {k: np.asarray(ops.convert_to_numpy(x)) for k, x in _by_name(outputs).items()}
-    return {name: x.astype("float64") for name, x in arrays.items() if x.dtype.kind not in "OSU"}
-
-
-def _by_name(outputs: Any) -> dict[str, Any]:
-    if isinstance(outputs, Mapping):
-        return dict(outputs)
-    flat = keras.tree.flatten(outputs)
-    return {f"output {i}" if len(flat) > 1 else "output": x for i, x in enumerate(flat)}
-
-
-def _of_saved_model(path: pathlib.Path, inputs: Any) -> tuple[Subject, Arrays]:
-    """A signature of it, and the inputs as arrays by its names."""
-    if not (path / "saved_model.pb").is_file():
-        raise ValueError(
-            f"'{path}' is not the folder of a SavedModel: it holds no saved_model.pb. Pass the "
-            "folder of one version, such as 'served/1'; load a .keras file by "
-            "`keras.saving.load_model`, and pass the model."
-        )
-    import tensorflow as tf
-
-    loaded = tf.saved_model.load(str(path))
-    names = list(loaded.signatures)
-    if not names:
-        raise ValueError(
-            f"The SavedModel '{path}' has no signatures, so nothing says how to call it. Write it "
-            "by `hm.export_saved_model` or `model.export`."
-        )
-    function = loaded.signatures[
-        next((x for x in ("serving_default", "serve") if x in names), names[0])
-    ]
-    wanted = function.structured_input_signature[1]
-    if len(wanted) == 1 and not isinstance(inputs, Mapping):
-        inputs = dict.fromkeys(wanted, inputs)
-    given = _arrays(None, inputs)
-    if set(given) != set(wanted):
-        raise ValueError(
-            f"The SavedModel '{path}' has the inputs {sorted(wanted)}. Received: {sorted(given)}. "
-            "Pass a dict of arrays by these names."
-        )
-    for name, x in given.items():
-        if not wanted[name].shape.is_compatible_with(x.shape):
-            raise ValueError(
-                f"The input {name!r} of the SavedModel '{path}' has the shape "
-                f"{tuple(wanted[name].shape)}. Received: {x.shape}."
-            )
-
-    def call(arrays: Arrays) -> Arrays:
-        made = function(**{name: tf.constant(x, wanted[name].dtype) for name, x in arrays.items()})
-        made = {name: x.numpy() for name, x in made.items()}
-        return {k: x.astype("float64") for k, x in made.items() if x.dtype.kind not in "OSU"}
-
-    call.loaded = loaded  # type: ignore[attr-defined]  # the function alone does not keep it
-    return Subject(None, call, dict), given
 
 
 # --- What is changed ------------------------------------------------------------------------------
@@ -326,7 +207,7 @@ def again(subject: Subject, given: Arrays) -> Again:
     of_outputs = keras.tree.map_structure(_keras.get_keras_mask, made)
     masks = {
         name: ops.convert_to_numpy(mask) != 0
-        for name, mask in _by_name(of_outputs).items()
+        for name, mask in outputs_by_name(of_outputs).items()
         if mask is not None and len(mask.shape) == 2
     }
     ids = [name for name, x in given.items() if any(map(functools.partial(_same, x), read))]

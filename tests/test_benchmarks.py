@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_the_table_of_a_page_is_replaced(quick, tmp_path):
     assert text.startswith(f"before\n{report.START}\n| case |")
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text
-    assert text.count("BERT-large layer") == 2
+    assert re.findall(r"^\| (.+?) \|", text, re.M) == ["case", *(x.case for x in report.GOALS)]
 
 
 @long

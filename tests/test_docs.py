@@ -84,6 +84,14 @@ def test_every_public_name_is_explained_on_a_page():
     assert [name for name in hm.__all__ if name not in internal and name not in text] == []
 
 
+def test_every_public_name_is_in_the_reference():
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    named = set(
+        re.findall(r"^::: keras_headmask\.(\S+)$", "".join(map(Path.read_text, pages)), re.M)
+    )
+    assert set(hm.__all__) - named == set()
+
+
 def test_every_kind_is_in_the_language_table():
     kinds = {c for c in config.KINDS.values() if c.__module__.startswith("keras_headmask.")}
     _, _, table = PAGES["concepts"].partition("## The whole language")

@@ -82,6 +82,27 @@ def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.parametrize("shape", [(3, 1, 1, 11), (3, 4, 11, 1)])
+def test_an_axis_of_1_is_not_cut_where_each_example_has_its_own_tiles(tiny, shape):
+    """Documents of one example at a time, and of it a mask for all queries, or for all keys."""
+    import tensorflow as tf
+
+    spec = hm.MaskInput("m") & hm.SameSegment("ids")
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (3, 11)).astype("int32"))
+    qkv, mask = operands(3, 11, 11, 4), np.random.default_rng(1).random(shape) < 0.7
+    open_axes = [None, shape[1], *(size if size == 1 else None for size in shape[2:])]
+
+    @tf.function(
+        input_signature=[tf.TensorSpec(open_axes, "bool"), tf.TensorSpec([None, None], "int32")]
+    )
+    def call(mask, ids):
+        free = [tf.ensure_shape(tf.concat([x], 0), [None, None, *x.shape[2:]]) for x in qkv]
+        return attend(free, spec, {"m": mask, "ids": ids})
+
+    close(call(mask, ids), attend(qkv, spec, {"m": mask, "ids": ids}, tiled=False))
+
+
+@pytest.mark.tensorflow
 def test_a_tensor_as_offset(tiny):
     import tensorflow as tf
 

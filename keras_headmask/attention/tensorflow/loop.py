@@ -306,7 +306,9 @@ def _over_tiles(
             if not found.of_examples or tensor.shape[0] == 1:
                 return tensor
             here, one = ([1] + [rest] * (tensor.shape.rank - 1) for rest in (0, -1))
-            return tf.slice(tensor, tf.minimum(example, tf.shape(tensor) - 1) * here, one)
+            own = tf.slice(tensor, tf.minimum(example, tf.shape(tensor) - 1) * here, one)
+            own.set_shape([1, *tensor.shape[1:]])  # an axis of size 1 is not cut into tiles
+            return own
 
         def runs_of(tensor: Tensor, are_heads_first: bool = True) -> Tensor:
             if are_heads_first:

@@ -736,6 +736,25 @@ def test_layers_inside_layers():
     assert list(_keras.sublayers(_keras.made_by(ops.relu(keras.Input((3,))))[0])) == []
 
 
+@relies_on("compile_alike", breaks="a metric of `ablate_heads` could not call `evaluate`")
+def test_a_model_is_compiled_as_another():
+    def squares(true, made):
+        return ops.square(true - made)
+
+    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
+    _keras.compile_alike(*models)
+    assert not models[1].compiled
+    metric = keras.metrics.MeanAbsoluteError()
+    models[0].compile(keras.optimizers.SGD(0.5), squares, metrics=[metric], run_eagerly=True)
+    _keras.compile_alike(*models)
+    models[1].fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+    assert models[1].loss is squares
+    assert models[1].run_eagerly
+    assert float(models[1].optimizer.learning_rate) == 0.5
+    assert int(models[0].optimizer.iterations) == 0
+    assert "mean_absolute_error" in models[1].get_metrics_result()
+
+
 @relies_on("set_policy", breaks="`export_saved_model(precision=...)` would compute as before")
 def test_a_policy_is_an_attribute():
     layer = keras.layers.Dense(2, dtype="float32")

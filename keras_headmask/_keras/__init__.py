@@ -331,6 +331,22 @@ def run_anew(graph: Functional, call: Any) -> Any:
     return outputs
 
 
+def compile_alike(model: keras.Model, other: keras.Model) -> None:
+    """Compile `other` as `model` is, if that is; with the same losses and metrics.
+
+    (Public is only the config, which cannot be read where a loss is any function.)
+    """
+    if not model.compiled:
+        return
+    if type(model).compile_from_config is not keras.Model.compile_from_config:
+        other.compile_from_config(model.get_compile_config())
+        return
+    arguments = dict(model._compile_config.config)
+    if (optimizer := arguments["optimizer"]) is not None:  # its variables stand for those of one
+        arguments["optimizer"] = type(optimizer).from_config(optimizer.get_config())
+    keras.Model.compile(other, **arguments)
+
+
 def track(model: Functional, layer: Any) -> None:
     """Let `model` hold a layer that its graph has got."""
     model._tracker.track(layer)

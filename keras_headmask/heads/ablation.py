@@ -109,6 +109,7 @@ class Ablation:
             }
             paths, num_heads = tuple(found["paths"]), tuple(found["num_heads"])
             order = tuple((layer, head) for layer, head in found["order"])
+            _check(num_heads, values, order)
             return cls(found["model"], paths, num_heads, values, order)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -129,9 +130,10 @@ def ablate_heads(
     """Measure what each head is worth: the metric with the head switched off (Michel et al. 2019).
 
     A head that is switched off sees nothing (`Nothing()`), beside the rules that the model has, so
-    it adds nothing to its layer's output. `metric` gets a copy of the model for each head, and
-    `model` stays as it is. A sweep that is interrupted, or whose metric raises, keeps what it has:
-    in `save_to`, and as the attribute `ablation` of the exception.
+    it adds nothing to its layer's output. `metric` gets copies, one for each head and one without
+    a change, compiled as `model` is; `model` stays as it is. A sweep that is interrupted, or whose
+    metric raises, keeps what it has: in `save_to`, and as the attribute `ablation` of the
+    exception.
 
     Args:
         model: A model that `apply_head_masks` takes.
@@ -180,9 +182,7 @@ def ablate_heads(
     except BaseException as error:
         if sweep.values:
             vars(error)["ablation"] = sweep.result()
-            where = (
-                "." if save_to is None else f", and in {save_to}, from which a new call goes on."
-            )
+            where = f", and in {save_to}, from which a new call goes on." if sweep.is_saved else "."
             error.add_note(
                 f"What was measured before is in the attribute `ablation` of this exception{where}"
             )
@@ -200,6 +200,7 @@ class _Sweep:
         self.file = sweeps.file_of(save_to)
         self.digest = sweeps.digest(model, self.entries)
         self.values: dict[Off, float] = {}
+        self.is_saved = False  # all of them
         self.order: tuple[Head, ...] = ()
 
     def result(self) -> Ablation:
@@ -209,9 +210,10 @@ class _Sweep:
 
     def run(self, greedy: bool, higher: bool, steps: int | None) -> None:
         saved = self._saved()
-        own = sweeps.finite(self.metric(self.model), "the model itself")
+        own = sweeps.finite(self.metric(sweeps.variant(self.model)), "the model itself")
         sweeps.check_own(self.file, saved.get((), own), own)
         self.values = {(): own, **saved}
+        self._save()
         every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
         count = 1 if not greedy else min(len(every), steps or len(every))
         bar = Progress(sum(len(every) - step for step in range(count)), "runs")
@@ -236,13 +238,11 @@ class _Sweep:
             self._save()
 
     def _without(self, off: Off) -> keras.Model:
-        from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
-
         rules = {}
         for layer, heads in itertools.groupby(off, key=lambda head: head[0]):
             path = f"^{re.escape(self.entries[layer].path)}$"
             rules[path] = PerHead({tuple(head for _, head in heads): Nothing()})
-        return apply_head_masks(self.model, rules, existing="and")
+        return sweeps.variant(self.model, rules)
 
     def _saved(self) -> Mapping[Off, float]:
         if self.file is None or not self.file.is_file():
@@ -262,7 +262,18 @@ class _Sweep:
 
     def _save(self) -> None:
         if self.file is not None:
+            self.is_saved = False
             sweeps.write_whole(self.file, json.dumps(self.result().to_json()))
+            self.is_saved = True
+
+
+def _check(num_heads: Sequence[int], values: Mapping[Off, float], order: Off) -> None:
+    """Raise unless there are such heads, and each value is finite."""
+    for layer, head in itertools.chain(order, *values):
+        if not (0 <= layer < len(num_heads) and 0 <= head < num_heads[layer]):
+            raise ValueError(f"there is no head {head} of layer {layer}")
+    if wrong := [value for value in values.values() if not math.isfinite(value)]:
+        raise ValueError(f"a metric is {wrong[0]}")
 
 
 def _sorted(heads: Sequence[Head]) -> Off:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from keras_headmask.heads import texts
 from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import fields
 
@@ -108,7 +109,7 @@ class HeadReport:
         return round((score - even) / (most - even), 5) if most - even > 1e-9 else -math.inf
 
     def __str__(self) -> str:
-        lines = [f"{self.texts:,} texts of {self.tokens:,} tokens; padding: {self.padding}."]
+        lines = [f"{texts.counted(self.texts)} of {self.tokens:,} tokens; padding: {self.padding}."]
         roles, rows = self.roles(), []
         for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
             for head in range(heads):

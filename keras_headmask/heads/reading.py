@@ -56,10 +56,11 @@ class Reader:
                 absent = {k: v for k, v in absent.items() if not np.isin(stand, v).any()}
         if not self.texts:
             raise ValueError("`inputs` holds no texts: nothing was measured. Pass some.")
+        count = texts.counted(self.texts)
         if self.longest < 2:
             raise ValueError(
                 "Heads are measured on texts of at least 2 tokens. Received: "
-                f"{self.texts} texts, the longest of {self.longest} (padding: {self.padding}). "
+                f"{count}, the longest of {self.longest} (padding: {self.padding}). "
                 "Pass longer ones, or in `padding` what is true at real tokens."
             )
         if self._reads_ids and len(self._some_ids) < 2:
@@ -71,16 +72,17 @@ class Reader:
         if absent:
             name, ids = next(iter(absent.items()))
             raise ValueError(
-                f"`{name}` must stand in the texts. Received: {ids}, and {self.texts} texts "
+                f"`{name}` must stand in the texts. Received: {ids}, and {count} "
                 "without any of them. Pass the ids of this model's tokenizer, or leave out "
                 f"`{name}`."
             )
 
     def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
         count = int(texts.arrays_in(inputs)[0].shape[0])
-        if not count:
+        if any(0 in x.shape[:2] for x in texts.arrays_in(inputs)):
             shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
-            raise ValueError(f"`inputs` has a batch without texts: {shapes}. Leave it out.")
+            missing = "tokens" if count else "texts"
+            raise ValueError(f"`inputs` has a batch without {missing}: {shapes}. Leave it out.")
         ids, real = self._ids_and_padding(inputs, beside, count)
         seen = forward(self.model, self.entries, inputs)
         if real is None and seen[0].query_mask is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def suggest_rules(
     Attention kept says what a head looks at, and not what that is worth. With `metric`, a function
     of a model, the masked model is measured, and heads are opened (`Full()`), one more each time,
     those that lost most attention first, until the metric is within `tolerance` of the model's own.
-    That takes up to one run of `metric` for each head.
+    That takes up to one run of `metric` for each head. It gets copies, compiled as `model` is.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -231,7 +232,7 @@ class _Opening:
 
     def until(self, tolerance: float, higher: bool, progress: bool) -> Suggestion:
         """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
-        own = sweeps.finite(self.metric(self.model), "the model itself")
+        own = sweeps.finite(self.metric(sweeps.variant(self.model)), "the model itself")
         if self.values:
             sweeps.check_own(self.file, self.values[0], own)
         else:
@@ -254,9 +255,7 @@ class _Opening:
         return dataclasses.replace(suggestion, metrics=tuple(self.values[:count]))
 
     def _measure(self, suggestion: Suggestion, said: str) -> None:
-        from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
-
-        tried = apply_head_masks(self.model, suggestion.rules, existing="and")
+        tried = sweeps.variant(self.model, suggestion.rules)
         self._keep(sweeps.finite(self.metric(tried), said))
 
     def _keep(self, value: float) -> None:
@@ -271,6 +270,8 @@ class _Opening:
         try:
             found = json.loads(self.file.read_text(encoding="utf-8"))
             digest, values = found["model"], [float(x) for x in found["metrics"]]
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"the metrics {values} are not all finite")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.file} (`save_to`) is no file of `suggest_rules`: {error!r}. Pass another."

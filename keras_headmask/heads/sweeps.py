@@ -4,14 +4,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask import _keras
+from keras_headmask.retrofit.find import AttentionLayer, find_attention
 from keras_headmask.retrofit.rule import spec_of
 
 
@@ -36,11 +37,24 @@ def check_metric(metric: Any) -> None:
         )
 
 
+def variant(model: keras.Model, rules: Mapping[str, Any] | None = None) -> keras.Model:
+    """What a metric gets: a copy of `model`, with `rules` beside its own, and compiled as it is."""
+    from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+    from keras_headmask.retrofit.masked_model import copied
+
+    if rules:
+        made = apply_head_masks(model, rules, existing="and")
+    else:
+        made = copied(model, find_attention(model))
+    _keras.compile_alike(model, made)
+    return made
+
+
 def finite(value: Any, of: str) -> float:
     """`value` as a number; `of` says of which model it is the metric."""
     try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(

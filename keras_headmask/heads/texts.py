@@ -138,3 +138,8 @@ def as_array(values: Any, name: str, texts: int) -> np.ndarray:
 
 def listed(names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)
+
+
+def counted(texts: int) -> str:
+    """ "1 text", "1,000 texts"."""
+    return f"{texts:,} text{'s' * (texts != 1)}"

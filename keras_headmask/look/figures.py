@@ -96,7 +96,7 @@ def attention_figure(
     norm = PowerNorm(0.5, vmin=0, vmax=most)  # the root spreads the many small probabilities
     crosses: list[Artist] = []
     for ax, panel, hidden, leak in zip(axes, drawn.panels, ~allowed, outside, strict=True):
-        ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+        _hatch(ax)
         cells = np.ma.array(panel.cells, mask=hidden & ~leak)
         image = _image(ax, cells, drawn, cmap=_SHADES, norm=norm)
         if leak.any():
@@ -113,9 +113,10 @@ def attention_figure(
 def heads_figure(
     drawn: Panels, titles: Sequence[str], most: float, shown_is: str, caption: Sequence[str]
 ) -> Picture:
-    """A panel for each measure of heads, layers downward and heads to the right; `nan` is empty."""
+    """A panel for each measure, layers downward and heads to the right; NaN is hatched."""
     figure, axes = _grid(drawn, caption, beside=0.9)
     for ax, panel, title in zip(axes, drawn.panels, titles, strict=True):
+        _hatch(ax)
         cells = np.ma.masked_invalid(panel.cells)
         image = _image(ax, cells, drawn, cmap=_SHADES, vmin=0, vmax=most)
         ax.set_title(title, fontsize=_TITLE)
@@ -140,7 +141,7 @@ def leaks_figure(
 ) -> Picture:
     """How much outputs change with inputs; what must not matter is hatched, leaks are crossed."""
     figure, (ax,) = _grid(drawn, caption)
-    ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+    _hatch(ax)
     cells = np.ma.array(np.zeros(allowed.shape[1:]), mask=~allowed[0])
     _image(ax, cells, drawn, cmap=ListedColormap([COLOURS[Coverage.ALL]]).with_extremes(bad="none"))
     handles: list[Artist] = [
@@ -253,12 +254,17 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
         figure.legend(handles=handles, loc="lower left", ncols=count, fontsize=_TEXT, frameon=False)
 
 
+def _hatch(ax: Axes) -> None:
+    """Hatch the ground, which shows where cells are masked."""
+    ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+
+
 def changes_figure(values: np.ndarray, title: str, paths: Sequence[str]) -> Picture:
     """A heat map of `values`, `(layers, heads)`: orange below 0, blue above; NaN is hatched."""
     rows = [f"{number} {path}" for number, path in enumerate(paths)]
     drawn = Panels([Panel((0,), values)], 1, (1, 1), (rows, None), query_offset=0)
     figure, (ax,) = _grid(drawn, [title], beside=0.9)
-    ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
+    _hatch(ax)
     cells = np.ma.masked_invalid(values)
     most = max(float(np.abs(cells).max()), 1e-9) if cells.count() else 1.0
     image = _image(ax, cells, drawn, cmap=_BELOW_AND_ABOVE, vmin=-most, vmax=most)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import statistics
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,11 +50,11 @@ def read_duo_attention(folder: str | os.PathLike[str]) -> DuoAttentionFiles:
     return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file, asked)), *sizes)
 
 
-def read_retrieval_scores(file: str | os.PathLike[str]) -> list[list[float]]:
-    """A row for each layer, in it the mean of the numbers of each query head."""
+def read_retrieval_scores(file: str | os.PathLike[str]) -> list[list[Fraction]]:
+    """A row for each layer, in it the mean of the numbers of each query head, as decimals."""
     file = Path(file)
     asked = "`file` must be one of `head_score/*.json` of github.com/nightdessert/Retrieval_Head."
-    means: dict[tuple[int, int], float] = {}
+    means: dict[tuple[int, int], Fraction] = {}
     for key, scores in _json_object(file, _text(file, asked)).items():
         at = _HEAD.fullmatch(key)
         if at is None:
@@ -74,15 +75,19 @@ def read_retrieval_scores(file: str | os.PathLike[str]) -> list[list[float]]:
     return [[means[layer, head] for head in range(heads)] for layer in range(layers)]
 
 
-def _mean(file: Path, key: str, scores: Any) -> float:
-    """The exact mean, so that no list of equal numbers falls below them."""
+def decimal(number: float) -> Fraction:
+    """What a float prints as, exactly: a third of 0.3 is 0.1, which no floats say."""
+    return Fraction(str(number))
+
+
+def _mean(file: Path, key: str, scores: Any) -> Fraction:
     numbers = scores if isinstance(scores, list) else []
     if not numbers or not all(type(x) in (int, float) and abs(x) < math.inf for x in numbers):
         raise ValueError(
             f'{file}: the numbers of head "{key}" must be a list of finite numbers, at least one. '
             f"Found: {str(scores)[:80]}."
         )
-    return statistics.mean(numbers)
+    return statistics.mean(map(decimal, numbers))
 
 
 def _text(file: Path, asked: str) -> str:

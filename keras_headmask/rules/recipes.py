@@ -322,7 +322,8 @@ def retrieval_heads(
             f"{num_layers} layers of {num_heads} (`num_layers`, `num_heads`)."
         )
     rules: dict[str, MaskSpec] = published.ByLayer()
+    least = published.decimal(threshold)
     for layer, row in enumerate(scores):
-        named = {head: rule for head, score in enumerate(row) if score < threshold}
+        named = {head: rule for head, score in enumerate(row) if score < least}
         rules[str(layer)] = PerHead(named) if named else Full()
     return rules

@@ -1,6 +1,8 @@
 """What a head is worth is what the metric says of a model without it."""
 
+import gc
 import json
+import weakref
 
 import keras
 import numpy as np
@@ -23,6 +25,21 @@ def decoder(names=("first", "second")):
         x = x + attention(x, x, use_causal_mask=True)
         random_biases(attention)
     return keras.Model(inputs, x)
+
+
+def classifier():
+    """Compiled with a loss and a metric that no config names, and an optimizer with a state."""
+
+    def farthest(true, predicted):
+        return keras.ops.max(keras.ops.abs(true - predicted))
+
+    x = inputs = keras.Input((6, 8))
+    attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
+    model = keras.Model(inputs, keras.layers.Dense(1)(attention(x, x)))
+    random_biases(attention)
+    model.compile("adam", lambda true, made: 2 * (true - made) ** 2, metrics=["mae", farthest])
+    model.fit(DATA, np.ones((2, 6, 1)), verbose=0)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +105,58 @@ def test_a_compiled_model_is_compiled_anew(model):
     np.testing.assert_allclose(found.changes[0], ablate_heads(model, metric).changes[0, :2], 1e-4)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_copies_evaluate_as_the_model_does(number):
+    """The loss, Keras' metric and one of its own; by what the outputs are."""
+    model, true, copies = classifier(), np.ones((2, 6, 1)), []
+
+    def evaluated(model):
+        copies.append(weakref.ref(model))
+        return model.evaluate(DATA, true, verbose=0)[number]
+
+    def by_hand(model):
+        moved = np.abs(numpy(model(DATA)) - true)
+        return 2 * (moved**2).mean(), moved.mean(), moved.max()
+
+    found = ablate_heads(model, evaluated)
+    np.testing.assert_allclose(found.values[()], by_hand(model)[number], rtol=1e-5)
+    for head in range(2):
+        alone = hm.apply_head_masks(model, hm.PerHead({head: hm.Nothing()}))
+        np.testing.assert_allclose(found.values[(0, head),], by_hand(alone)[number], rtol=1e-5)
+    gc.collect()
+    assert [copy() for copy in copies] == [None] * 3  # the losses and metrics keep none of them
+
+
+def test_a_metric_that_trains_its_model_trains_a_copy():
+    model = classifier()
+    before, steps = model.get_weights(), int(model.optimizer.iterations)
+
+    def trained(model):
+        model.fit(DATA, np.zeros((2, 6, 1)), verbose=0)
+        return metric(model)
+
+    assert np.isfinite(ablate_heads(model, trained).changes).all()
+    assert all(map(np.array_equal, model.get_weights(), before))
+    assert int(model.optimizer.iterations) == steps
+
+
+def test_a_model_that_compiles_itself_from_a_config_compiles_its_copies_so():
+    made = []
+
+    @keras.saving.register_keras_serializable("tests_of_ablation")
+    class Own(keras.Model):
+        def compile_from_config(self, config):
+            made.append(self)
+            super().compile_from_config(config)
+
+    x = keras.Input((6, 8))
+    model = Own(x, keras.layers.MultiHeadAttention(2, 4)(x, x))
+    model.compile("sgd", "mse")
+    ablate_heads(model, lambda model: model.evaluate(DATA, DATA, verbose=0))
+    assert len(made) == 3
+    assert model not in made
+
+
 @once
 @pytest.mark.parametrize("better", ["higher", "lower"])
 def test_greedy_takes_the_best_each_time(model, better):
@@ -149,6 +218,44 @@ def test_a_sweep_that_ends_early_keeps_what_it_has(model, tmp_path, error):
     ablate_heads(model, again, save_to=str(file), greedy=True, steps=1)
     assert again.runs == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ablation.json"]
+
+
+@once
+def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch):
+    file = tmp_path / "ablation.json"
+    with pytest.raises(RuntimeError) as raised:
+        ablate_heads(model, Counted(RuntimeError(), at=2), save_to=file)
+    assert json.loads(file.read_text())["values"].keys() == {""}  # its own, before any head
+    assert str(file) in raised.value.__notes__[0]
+
+    def full(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("keras_headmask.heads.sweeps.write_whole", full)
+    with pytest.raises(OSError, match="full") as raised:
+        ablate_heads(model, metric, save_to=file)
+    assert raised.value.__notes__[0].endswith("in the attribute `ablation` of this exception.")
+
+
+@once
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"values": {"": 1.0, "0-0": np.nan}}, "a metric is nan"),
+        ({"values": {"": 1.0, "0-99": 1.0}}, "there is no head 99 of layer 0"),
+        ({"values": {"": 1.0, "2-0": 1.0}}, "there is no head 0 of layer 2"),
+        ({"values": {"": 1.0, "0-0,0--1": 1.0}}, "not enough values to unpack|too many values"),
+        ({"order": [[1, 3]]}, "there is no head 3 of layer 1"),
+        ({"order": [[-1, 0]]}, "there is no head 0 of layer -1"),
+    ],
+    ids=str,
+)
+def test_a_file_with_what_cannot_be(model, tmp_path, wrong, why):
+    file = tmp_path / "ablation.json"
+    ablate_heads(model, metric, save_to=file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(ValueError, match=rf"ablation.json .`save_to`. is no file of.*({why})"):
+        ablate_heads(model, metric, save_to=file)
 
 
 @once
@@ -216,7 +323,11 @@ def test_a_heat_map():
 
 
 @once
-@pytest.mark.parametrize("value", [None, np.nan, np.inf, [0.5, 0.9], {"loss": 1.0}, "0.5"], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [None, np.nan, np.inf, [0.5, 0.9], {"loss": 1.0}, "0.5", b"3", 10**400],
+    ids=lambda x: repr(x)[:12],
+)
 def test_a_metric_that_is_no_finite_number(model, value):
     with pytest.raises(
         ValueError, match=r"one finite number. Received for the model itself: .* pic"

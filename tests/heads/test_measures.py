@@ -367,6 +367,7 @@ def test_a_report_prints_as_a_table():
     assert lines[2].endswith("previous token")
     assert lines[-1] == "No special: pass `special_ids`, such as BERT's (101, 102)."
     assert len(lines) == 7
+    assert str(measure_heads(one_layer(), LONG[:1])).startswith("1 text of ")
 
 
 def test_of_many_heads_those_with_a_role_are_printed():
@@ -400,6 +401,8 @@ def test_pictures_of_measures():
     )
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("heads", "layers")
     assert scale.get_ylabel() == "positions"
+    assert ax.patch.get_hatch()  # shows where a layer has fewer heads
+    assert ax.images[0].cmap.get_bad()[3] == 0
 
 
 MEMORY = """
@@ -554,6 +557,7 @@ EMPTY = np.zeros((0, 5), "int32")
         ([[]], {}, TypeError, "`inputs` must hold arrays whose first axis counts texts"),
         (iter(()), {}, ValueError, "`inputs` holds no texts"),
         (iter([LONG, EMPTY]), {}, ValueError, r"a batch without texts: \(0, 5\)"),
+        (LONG[:, :0], {}, ValueError, r"a batch without tokens: \(5, 0\)"),
         (3, {}, TypeError, "an iterable of batches of that. Received: 3"),
         ([[1, 2]], {}, TypeError, "arrays whose first axis counts texts. Received: int"),
         (np.full((2, 9), 4), {}, ValueError, r"All token ids are equal \(4\)"),
@@ -586,7 +590,7 @@ EMPTY = np.zeros((0, 5), "int32")
             np.array([[1, 2, 3, END]]),
             {"end_ids": END, "padding": np.array([[1, 1, 1, 0]])},
             ValueError,
-            "1 texts without any of them",
+            "1 text without any of them",
         ),
     ],
 )

@@ -136,7 +136,8 @@ def test_heads_that_lost_most_are_opened_until_the_metric_is_near():
 
 def test_where_nothing_helps_all_heads_are_open():
     model = model_of(2)
-    found = suggest_rules(model, IDS, keep=0.5, metric=lambda tried: float(tried is model))
+    metrics = iter([1, 0, 0])
+    found = suggest_rules(model, IDS, keep=0.5, metric=lambda tried: next(metrics))
     assert found.metrics == (1, 0, 0)
     assert (found.computed == 1).all()
     assert found.rules == {"0": hm.Full().get_config()}
@@ -173,9 +174,24 @@ def test_an_interrupted_search_goes_on(tmp_path):
         suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
     with pytest.raises(ValueError, match=r"metrics.json is of another metric"):
         suggest_rules(model, IDS, metric=lambda model: 7, **more)
-    file.write_text("[]")
-    with pytest.raises(ValueError, match="no file of `suggest_rules`"):
-        suggest_rules(model, IDS, metric=metric, **more)
+    for wrong in ("[]", file.read_text().replace("6", "NaN", 1).replace("6.0", "NaN")):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=r"metrics.json .* no file of `suggest_rules`"):
+            suggest_rules(model, IDS, metric=metric, **more)
+
+
+def test_copies_that_a_metric_gets_are_compiled_as_the_model_is():
+    model = model_of(2)
+    model.compile("sgd", lambda true, made: (true - made) ** 2)
+    true = numpy(model(IDS)) + 1
+
+    def loss(tried):
+        assert tried is not model
+        return tried.evaluate(IDS, true, verbose=0)
+
+    found = suggest_rules(model, IDS, keep=0.5, metric=loss, better="lower", tolerance=1e9)
+    assert found.metrics[0] == pytest.approx(1, rel=1e-5)
+    assert len(found.metrics) == 2
 
 
 @pytest.mark.tensorflow

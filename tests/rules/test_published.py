@@ -201,12 +201,23 @@ def test_heads_below_the_threshold_stream(scores):
     assert set(retrieval_heads(scores, threshold=0).values()) == {hm.Full()}
 
 
+@pytest.mark.parametrize("numbers", [[0.3, 0, 0], [0.1] * 3, [0.2, 0.1, 0.0], [0.7] + [0] * 6])
+def test_means_are_of_decimals(tmp_path, numbers):
+    """As NumPy has it, 0.3 / 3 is below 0.1."""
+    file = tmp_path / "scores.json"
+    file.write_text(json.dumps({"0-0": numbers}))
+    for threshold in (0.1, np.float64(0.1)):
+        rules = retrieval_heads(file, num_layers=1, num_heads=1, threshold=threshold)
+        assert rules == {"0": hm.Full()}
+
+
 @FEW
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
 def test_means_are_numpys(tmp_path_factory, numbers):
     file = tmp_path_factory.getbasetemp() / "one.json"
     file.write_text(json.dumps({"0-0": numbers}))
-    np.testing.assert_allclose(published.read_retrieval_scores(file), [[np.mean(numbers)]])
+    means = np.array(published.read_retrieval_scores(file), float)
+    np.testing.assert_allclose(means, [[np.mean(numbers)]])
     # Equal numbers do not fall below themselves.
     file.write_text(json.dumps({"0-0": [numbers[0]] * 7}))
     rules = retrieval_heads(file, num_layers=1, num_heads=1, threshold=numbers[0])

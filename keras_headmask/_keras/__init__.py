@@ -334,7 +334,7 @@ def run_anew(graph: Functional, call: Any) -> Any:
 def compile_alike(model: keras.Model, other: keras.Model) -> None:
     """Compile `other` as `model` is, if that is; with the same losses and metrics.
 
-    (Public is only the config, which cannot be read where a loss is any function.)
+    (Public is the config alone, and no function is read back from it that is not registered.)
     """
     if not model.compiled:
         return

@@ -1,6 +1,6 @@
 """`hm.find_leaks`: change what must not matter, and watch the outputs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ from keras_headmask.heads import probes, reaches
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Probe
 from keras_headmask.heads.progress import Progress
-from keras_headmask.heads.subject import Arrays, Subject, subject_of
+from keras_headmask.heads.subject import Arrays, Subject, batch_of, shapes, subject_of
 from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -30,12 +30,14 @@ def find_leaks(
     Masks and flags are kept while positions change. Where another id changes what is allowed, as
     the end of a sentence does, a pair counts only if it is hidden before and after; where no id
     keeps it hidden, what an embedding layer makes of the id is changed. Outputs at padding matter
-    to nobody. The report says how many of the hidden pairs were tried.
+    to nobody, nor do those at positions that see nothing and that none sees. The report says how
+    many of the hidden pairs were tried.
 
     Args:
         model: A Keras model, or the folder of a SavedModel, such as "served/1".
         inputs: What the model is called on: arrays, in a dict or list where it has several inputs.
-            `(batch, length)` or `(batch, length, features)`, with at least 2 different ids.
+            `(batch, length)` or `(batch, length, features)`, with at least 2 different ids. Floats
+            `(batch, n)` of a fixed n, beside inputs of any length, are features of an example.
         rule: What outputs may depend on: a spec whose queries are output positions and whose keys
             are input positions. It reads inputs of the model by name. Each output may depend on its
             own position, too; one without an axis of positions on what any position may.
@@ -94,8 +96,8 @@ class _Search:
 
     def __init__(self, subject: Subject, given: Arrays, rule: MaskSpec | None, tolerance: float):
         self.subject, self.given, self.rule, self.tolerance = subject, given, rule, tolerance
-        self.batch = _batch_of(given)
-        self.names = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
+        self.batch = batch_of(given)
+        self.names = probes.changeable(given, subject.lengths, self.batch)
         self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
         self._check()
         self.before = subject.call(given)
@@ -113,6 +115,7 @@ class _Search:
         heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
         self.heads = max(heads, default=None)
         self.masks_before = self._masks(given)
+        self.unused = {r: reaches.unused(x) for (r, c), x in self._seen(given).items() if r == c}
         self.first: tuple[Probe, np.ndarray] | None = None
         self.pairs: dict[tuple[str, str], _Pairs] = {}
         self.embedded: dict[str, bool] = {}  # whether an embedding reads the ids of an input
@@ -121,12 +124,12 @@ class _Search:
         if self.batch == 0:
             raise ValueError(
                 "`inputs` must hold at least one example, each input of shape (batch, length) or "
-                f"(batch, length, features). Received: {_shapes(self.given)}."
+                f"(batch, length, features). Received: {shapes(self.given)}."
             )
         if not self.names:
             raise ValueError(
                 "`inputs` hold nothing to change: ids are replaced by other ids that an input "
-                f"holds, and masks are kept. Received: {_shapes(self.given)}. Pass examples with "
+                f"holds, and masks are kept. Received: {shapes(self.given)}. Pass examples with "
                 "several ids, or floats, of shape (batch, length) or (batch, length, features)."
             )
         model, rule = self.subject.model, self.rule
@@ -174,8 +177,8 @@ class _Search:
             has_positions = x.ndim > 1 and x.shape[1] in lengths and len(x) == self.batch
             if has_positions and shorter is not None:
                 has_positions = shorter[name].shape[1] < x.shape[1]
-            elif has_positions and x.ndim == 2:  # of one length: they may as well be features
-                has_positions = self.rule is not None
+            elif has_positions and (x.ndim == 2 or (x.ndim > 3 and x.shape[2] in lengths)):
+                has_positions = self.rule is not None  # of one length: perhaps features, or heads
                 self.left_out += [
                     f"The output {name!r}, {x.shape}, was taken to have the input's positions."
                 ] * has_positions
@@ -190,13 +193,20 @@ class _Search:
                 )
         if not rows:
             raise ValueError(
-                f"No output has an axis known to be positions: {_shapes(self.before)} from "
-                f"{_shapes(self.given)}. Pass `rule`: such an output may depend on what any "
+                f"No output has an axis known to be positions: {shapes(self.before)} from "
+                f"{shapes(self.given)}. Pass `rule`: such an output may depend on what any "
                 "position may."
             )
         return rows
 
     def _masks(self, given: Arrays) -> Masks:
+        """As `_seen`, and each position sees itself."""
+        return {
+            (rows, columns): masks if rows is None else reaches.with_own(masks)
+            for (rows, columns), masks in self._seen(given).items()
+        }
+
+    def _seen(self, given: Arrays) -> Masks:
         """The masks between each number of output positions and of input positions."""
         columns = {given[name].shape[1] for name in self.names}
         if self.rule is not None:
@@ -331,6 +341,7 @@ class _Search:
             return np.ones((self.batch, 1), bool)
         real = reaches.padding_of(self.paddings, given, rows)
         real = np.ones((self.batch, rows), bool) if real is None else real
+        real = real & ~self.unused.get(rows, np.zeros((1, 1), bool))
         mask = self.row_masks.get(output)
         return real & mask if mask is not None and mask.shape == real.shape else real
 
@@ -380,13 +391,3 @@ class _Search:
                 change = float(moved[at, row])
                 leaks.append(Leak(name, example, column, output, at, there, change))
         return leaks
-
-
-def _batch_of(given: Arrays) -> int:
-    """The number of examples: the largest first axis, since some inputs may serve all examples."""
-    sizes = [x.shape[0] for x in given.values() if x.ndim > 1]
-    return 0 if 0 in sizes else max(sizes, default=0)
-
-
-def _shapes(arrays: Mapping[str, np.ndarray]) -> str:
-    return ", ".join(f"{name!r}: {x.dtype} {x.shape}" for name, x in arrays.items())

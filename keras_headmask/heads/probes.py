@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -31,7 +31,22 @@ class Probe(NamedTuple):
 # --- What is changed ------------------------------------------------------------------------------
 
 
-def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
+def changeable(given: Arrays, lengths: Mapping[str, int | None], batch: int) -> list[str]:
+    """The inputs whose positions are changed; `lengths` are those that a model declares.
+
+    Numbers of a fixed length are features, where other inputs may have any length.
+    """
+    able = [name for name, values in given.items() if _is_changeable(name, values, batch)]
+    if all(lengths.get(name) for name in able):
+        return able
+    return [name for name in able if not (lengths.get(name) and _may_be_features(given[name]))]
+
+
+def _may_be_features(values: np.ndarray) -> bool:
+    return values.ndim == 2 and not _are_ids(values)
+
+
+def _is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
     """Whether positions of an input are changed: not of masks, nor where one id is all there is."""
     has_positions = values.ndim >= 2 and len(values) == batch and values.shape[1] > 0
     is_mask = values.dtype.kind == "b" or marks_padding(name)
@@ -44,7 +59,9 @@ def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
 def why_kept(values: np.ndarray) -> str:
     """Why positions of an input that is not changeable were not changed."""
     is_one = values.size > 0 and (values == values.flat[0]).all()
-    return "all its values are equal" if is_one else "it is a mask, or holds no numbers by position"
+    if is_one:
+        return "all its values are equal"
+    return "it is a mask, or holds no numbers by position"
 
 
 def _other_values(values: np.ndarray) -> int:
@@ -227,8 +244,11 @@ def outputs_on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Array
     less = {}
     for name, x in given.items():
         axes = x.shape[1:3] if x.dtype.kind == "b" else x.shape[1:2]  # (pairs, in a mask)
+        axes = () if subject.lengths.get(name) else axes
         cut = (slice(-1) if size in lengths else slice(None) for size in axes)
         less[name] = x[(slice(None), *cut)]
+    if all(less[name].shape == x.shape for name, x in given.items()):
+        return None
     try:
         outputs = subject.call(less)
     except Exception:  # whatever the model, or a signature, has against it

@@ -28,7 +28,7 @@ _MIXING = {"convolutional", "pooling", "rnn"}
 def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
     """What each output may depend on, `(B, T, S)`, by the masks of layers in forward order.
 
-    A mask is boolean `(B, H, T, S)`, with what a position keeps.
+    A mask is boolean `(B, H, T, S)`, with what a position keeps (`with_own`).
 
     >>> window = np.tri(4, dtype=bool) & ~np.tri(4, k=-2, dtype=bool)
     >>> print(composed([window[None, None]] * 2)[0].astype(int))
@@ -41,6 +41,18 @@ def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
     for mask in masks[1:]:
         reach = mask.any(1).astype("float32") @ reach.astype("float32") > 0
     return reach
+
+
+def with_own(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`masks`, and each position sees itself."""
+    return [mask | np.eye(mask.shape[2], mask.shape[3], dtype=bool) for mask in masks]
+
+
+def unused(masks: Sequence[np.ndarray]) -> np.ndarray:
+    """Positions that see nothing and that none sees, `(B, T)`: those of padding, if not all are."""
+    used = [mask.any((1, 3)) | mask.any((1, 2)) for mask in masks]
+    found = ~np.logical_or.reduce(used)
+    return found & ~found.all(1, keepdims=True)
 
 
 def may_change(
@@ -74,9 +86,7 @@ def by_rule(
     queries = columns if rows is None else rows
     mask = ops.convert_to_numpy(make_mask(rule, queries, columns, heads, inputs))
     made: Any = np.broadcast_to(mask.any(1, keepdims=True), (batch, 1, queries, columns))
-    return [
-        made.any(2, keepdims=True) if rows is None else made | np.eye(rows, columns, dtype=bool)
-    ]
+    return [made.any(2, keepdims=True) if rows is None else made]
 
 
 # --- By layers ------------------------------------------------------------------------------------
@@ -104,17 +114,16 @@ def by_layers(
     """
     from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
 
-    own = np.eye(length, dtype=bool)
     masks = []
     for mask in all_that_restricts(model, entries, inputs):
-        if mask.shape[2:] != own.shape:
+        if mask.shape[2:] != (length, length):
             raise ValueError(
                 f"Attention has {mask.shape[2]} queries and {mask.shape[3]} keys, and the inputs "
                 f"{length} positions."
             )
         if is_real is not None:
             mask = mask & is_real[:, None, None, :]
-        masks.append(np.broadcast_to(mask | own, (batch, *mask.shape[1:])))
+        masks.append(np.broadcast_to(mask, (batch, *mask.shape[1:])))
     if not masks:
         raise ValueError(f"None of the attention layers {[x.path for x in entries]} ran.")
     return masks

@@ -21,6 +21,7 @@ class Subject(NamedTuple):
     model: keras.Model | None
     call: Callable[[Arrays], Arrays]
     pack: Callable[[Arrays], Any]  # as the model takes them
+    lengths: Mapping[str, int | None]  # the second axis of each input, as it is declared
 
 
 def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
@@ -47,7 +48,12 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     def call(arrays: Arrays) -> Arrays:
         return arrays_of_outputs(model(pack(arrays), training=False))
 
-    return Subject(model, call, pack), given
+    declared = {x.name: x.shape for x in graph.inputs} if names else {}
+    return Subject(model, call, pack, _lengths(declared)), given
+
+
+def _lengths(shapes: Mapping[str, Any]) -> dict[str, int | None]:
+    return {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
 
 
 def _arrays(model: Any, inputs: Any) -> Arrays:
@@ -124,4 +130,15 @@ def _of_saved_model(path: pathlib.Path, inputs: Any) -> tuple[Subject, Arrays]:
         return {k: x.astype("float64") for k, x in made.items() if x.dtype.kind not in "OSU"}
 
     call.loaded = loaded  # type: ignore[attr-defined]  # the function alone does not keep it
-    return Subject(None, call, dict), given
+    declared = {name: spec.shape.as_list() for name, spec in wanted.items() if spec.shape.rank}
+    return Subject(None, call, dict, _lengths(declared)), given
+
+
+def batch_of(given: Arrays) -> int:
+    """The number of examples: the largest first axis, since some inputs may serve all examples."""
+    sizes = [x.shape[0] for x in given.values() if x.ndim > 1]
+    return 0 if 0 in sizes else max(sizes, default=0)
+
+
+def shapes(arrays: Arrays) -> str:
+    return ", ".join(f"{name!r}: {x.dtype} {x.shape}" for name, x in arrays.items())

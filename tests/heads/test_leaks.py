@@ -224,6 +224,31 @@ def test_as_many_features_as_positions(length):
     assert bool(report) == (length is not None)
 
 
+def test_as_many_heads_as_positions():
+    """Probabilities `(batch, heads, queries, keys)` of a model of fixed length."""
+    x = keras.Input((4, 8))
+    attention = layers.MultiHeadAttention(4, 3)
+    outputs = attention(x, x, use_causal_mask=True, return_attention_scores=True)
+    report = find_leaks(keras.Model(x, outputs), FLOATS[:, :4])
+    assert not report
+    assert "The output 'output 1', (2, 4, 4, 4), has no axis that is known" in str(report)
+
+
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("rule", [None, CAUSAL], ids=["layers", "rule"])
+def test_features_of_a_text_have_no_positions(count, rule):
+    """`(batch, count)` beside ids of any length; where there are as many, too."""
+    ids, features = keras.Input((None,), dtype="int32", name="ids"), keras.Input((count,), name="f")
+    x = layers.Embedding(10, 8)(ids) + layers.Dense(8)(features)[:, None]
+    given = {"ids": IDS, "f": np.random.default_rng(0).normal(size=(2, count))}
+    report = find_leaks(keras.Model([ids, features], x + causal()(x)), given, rule=rule)
+    assert not report
+    assert report.tried == report.pairs == 2 * 21
+    assert "The input 'f' was kept within an example" in str(report)
+    model = keras.Model([ids, features], x + layers.MultiHeadAttention(2, 3)(x, x))
+    assert find_leaks(model, given, rule=CAUSAL).pairs == 2 * 21
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_is_replaced_by_numbers(wrong):
     """Keras' additive mask lets NaN through (0 * NaN); this package's attention does not."""
@@ -568,6 +593,35 @@ def test_rows_that_keras_masks_are_padding():
     values[0, 4:] = 0
     masked = layers.Masking()(x)
     assert not find_leaks(keras.Model(x, causal()(masked)), values)
+
+
+@pytest.mark.parametrize("rule", [None, hm.KeyFlag("keep") & hm.QueryFlag("keep")])
+def test_what_takes_no_part_is_padding_whatever_its_name(rule):
+    """Stock attention makes something of all keys for a query that sees none."""
+    ids, keep = (
+        keras.Input((None,), dtype=d, name=n) for d, n in (("int32", "ids"), ("bool", "keep"))
+    )
+    x = layers.Embedding(10, 8)(ids)
+    of_pairs = ops.logical_and(keep[:, None], keep[:, :, None])
+    given = {"ids": IDS, "keep": np.arange(7) < np.array([[7], [4]])}
+
+    def found(mask):
+        y = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=mask)
+        return find_leaks(keras.Model([ids, keep], y), given, rule)
+
+    report = found(of_pairs)
+    assert not report
+    assert report.pairs == 4 * 3  # what real tokens must not see
+    if rule is not None:
+        leaks = found(keep[:, :, None]).leaks
+        assert {(x.example, x.output_position) for x in leaks} == {(1, row) for row in range(4)}
+        assert {leak.position for leak in leaks} == {4, 5, 6}
+
+
+def test_where_no_position_takes_part_all_are_tried():
+    attention = layers.MultiHeadAttention(2, 3)
+    report = find_leaks(floats(lambda x: attention(x, x)), FLOATS, rule=hm.Nothing())
+    assert len(report.leaks) == report.pairs == 2 * 30
 
 
 # --- How much is a change -------------------------------------------------------------------------

@@ -49,9 +49,10 @@ class LeakReport:
         first_layer: The first layer whose output changed where it must not, for the first leak
             found; `None` if nothing leaked or no layers are seen.
         left_out: What was not looked at, and why.
-        hidden: Which pairs are hidden, for the first input and output: boolean
+        hidden: Which pairs of `shown` are hidden: boolean
             `(batch, output positions, input positions)`.
         change: How much leaked between them, of the same shape; 0 where nothing did.
+        shown: The names of an input and an output: those of the largest leak, or the first.
     """
 
     leaks: tuple[Leak, ...]
@@ -62,6 +63,7 @@ class LeakReport:
     left_out: tuple[str, ...]
     hidden: np.ndarray
     change: np.ndarray
+    shown: tuple[str, str]
 
     def __bool__(self) -> bool:
         return bool(self.leaks)
@@ -86,7 +88,8 @@ class LeakReport:
         count = len(self.leaks)
         found = f"{count} leak{'s' * (count != 1)}." if count else "No leaks."
         if not self.pairs:
-            tried += " Nothing is hidden within a text: each output may depend on each position."
+            tried += " Nothing is hidden within a text: each output may depend on each position"
+            tried += ", but at padding."
         where = self.first_layer
         shows = [] if where is None else [f"It shows first in the layer {where}."]
         return [f"{found} {tried}", *shows, *self.left_out]
@@ -94,7 +97,7 @@ class LeakReport:
     def plot(self) -> "Figure":
         """Leaks as red crosses between output and input positions; what is hidden is hatched.
 
-        Needs matplotlib: `pip install matplotlib`. It shows the first input and output, and all
+        Needs matplotlib: `pip install matplotlib`. It shows the input and output `shown`, and all
         examples as one: a pair is hidden if it is so in any example. From 129 positions on, a cell
         is a tile of positions.
 
@@ -111,7 +114,8 @@ class LeakReport:
         of_any: Any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
         hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
         drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
-        return plotting.figures_module().leaks_figure(drawn, ~hidden, leaks, self._sentences())
+        figures = plotting.figures_module()
+        return figures.leaks_figure(drawn, ~hidden, leaks, self.shown, self._sentences())
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it, a dict without `hidden` and `change`.

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.heads import probes, reaches
+from keras_headmask.heads import outputs, probes, reaches
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Probe
 from keras_headmask.heads.progress import Progress
@@ -15,7 +15,7 @@ from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
-Masks = dict[tuple[int | None, int], list[np.ndarray]]  # by output and input positions
+Masks = dict[tuple[str, int], list[np.ndarray]]  # by output and the positions of an input
 
 
 def find_leaks(
@@ -97,7 +97,10 @@ class _Search:
     def __init__(self, subject: Subject, given: Arrays, rule: MaskSpec | None, tolerance: float):
         self.subject, self.given, self.rule, self.tolerance = subject, given, rule, tolerance
         self.batch = batch_of(given)
-        self.names = probes.changeable(given, subject.lengths, self.batch)
+        lengths = subject.lengths if None in subject.lengths.values() else {}
+        fixed = {name for name, x in given.items() if x.ndim > 1 and lengths.get(name)}
+        able = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
+        self.names = [name for name in able if name not in fixed]
         self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
         self._check()
         self.before = subject.call(given)
@@ -107,15 +110,18 @@ class _Search:
         self._check_same(again.outputs)
         self._check_paddings()
         self.left_out: list[str] = [
-            f"The input {name!r} was kept within an example: {probes.why_kept(x)}."
-            for name, x in given.items()
-            if name not in self.names and x.ndim > 1
+            f"The input {n!r} was kept within an example: {probes.why_kept(x, n in fixed)}."
+            for n, x in given.items()
+            if n not in self.names and x.ndim > 1
         ]
-        self.rows = self._outputs()
+        self.rows, said = outputs.positions_of(subject, given, self.before, self.names, rule)
+        self.left_out += said
+        self.behind = {} if subject.model is None else reaches.behind_outputs(subject.model)
         heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
         self.heads = max(heads, default=None)
         self.masks_before = self._masks(given)
-        self.unused = {r: reaches.unused(x) for (r, c), x in self._seen(given).items() if r == c}
+        self.unused: dict[str, np.ndarray] = {}
+        self._find_unused()
         self.first: tuple[Probe, np.ndarray] | None = None
         self.pairs: dict[tuple[str, str], _Pairs] = {}
         self.embedded: dict[str, bool] = {}  # whether an embedding reads the ids of an input
@@ -151,7 +157,7 @@ class _Search:
     def _check_same(self, again: Arrays) -> None:
         """Raise for a model that changes by itself."""
         for name, x in self.before.items():
-            if probes.difference(x, again[name], False, self._limit(name, False)).any():
+            if outputs.difference(x, again[name], False, self._limit(name, False)).any():
                 raise ValueError(
                     f"The output {name!r} differs in two runs on the same inputs: the model keeps "
                     "a state or draws random numbers. Leaks show where all else stays the same."
@@ -168,51 +174,31 @@ class _Search:
                     "what the outputs may depend on, or search the models of each input."
                 )
 
-    def _outputs(self) -> dict[str, int | None]:
-        """How many positions each output has; `None` for one without."""
-        lengths = {self.given[name].shape[1] for name in self.names}
-        rows: dict[str, int | None] = {}
-        shorter = probes.outputs_on_less(self.subject, self.given, lengths)
-        for name, x in self.before.items():
-            has_positions = x.ndim > 1 and x.shape[1] in lengths and len(x) == self.batch
-            if has_positions and shorter is not None:
-                has_positions = shorter[name].shape[1] < x.shape[1]
-            elif has_positions and (x.ndim == 2 or (x.ndim > 3 and x.shape[2] in lengths)):
-                has_positions = self.rule is not None  # of one length: perhaps features, or heads
-                self.left_out += [
-                    f"The output {name!r}, {x.shape}, was taken to have the input's positions."
-                ] * has_positions
-            if has_positions:
-                rows[name] = x.shape[1]
-            elif self.rule is not None and x.ndim and len(x) == self.batch:
-                rows[name] = None
-            else:
+    def _find_unused(self) -> None:
+        """Positions that take no part in what layers see are padding, if no rule says otherwise."""
+        for (output, _), masks in self._seen(self.given).items() if self.rule is None else ():
+            unused = reaches.unused(masks)
+            if count := int((unused & self._real(output, self.given)).sum()):
                 self.left_out.append(
-                    f"The output {name!r}, {x.shape}, has no axis that is known to be the input's "
-                    "positions: pass `rule` to include it."
+                    f"Of the output {output!r} {count} positions were taken for padding: they see "
+                    "nothing, and none sees them."
                 )
-        if not rows:
-            raise ValueError(
-                f"No output has an axis known to be positions: {shapes(self.before)} from "
-                f"{shapes(self.given)}. Pass `rule`: such an output may depend on what any "
-                "position may."
-            )
-        return rows
+            self.unused[output] = unused
 
     def _masks(self, given: Arrays) -> Masks:
         """As `_seen`, and each position sees itself."""
         return {
-            (rows, columns): masks if rows is None else reaches.with_own(masks)
-            for (rows, columns), masks in self._seen(given).items()
+            (output, columns): masks if self.rows[output] is None else reaches.with_own(masks)
+            for (output, columns), masks in self._seen(given).items()
         }
 
     def _seen(self, given: Arrays) -> Masks:
-        """The masks between each number of output positions and of input positions."""
+        """What each output sees of inputs with so many positions, by layers."""
         columns = {given[name].shape[1] for name in self.names}
         if self.rule is not None:
             return {
-                (r, c): reaches.by_rule(self.rule, self.heads, given, self.batch, r, c)
-                for r in set(self.rows.values())
+                (x, c): reaches.by_rule(self.rule, self.heads, given, self.batch, rows, c)
+                for x, rows in self.rows.items()
                 for c in columns
             }
         assert self.subject.model is not None
@@ -225,18 +211,27 @@ class _Search:
         packed = self.subject.pack(given)
         try:
             real = reaches.padding_of(self.paddings, given, length)
-            masks = reaches.by_layers(
+            by_layers = reaches.by_layers(
                 self.subject.model, self.found.known, packed, real, self.batch, length
             )
         except ValueError as error:
             raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
-        return {(length, length): masks}
+        nothing = [np.zeros((self.batch, 1, length, length), bool)]
+        return {
+            (output, length): [
+                mask
+                for layer, mask in by_layers
+                if id(layer) in self.behind.get(output, {id(layer)})
+            ]
+            or nothing
+            for output in self.rows
+        }
 
     def report(self) -> LeakReport:
         hidden = {key: ~reaches.composed(masks) for key, masks in self.masks_before.items()}
         for name in self.names:
-            for output, rows in self.rows.items():
-                pairs = hidden[rows, self.given[name].shape[1]].copy()
+            for output in self.rows:
+                pairs = hidden[output, self.given[name].shape[1]].copy()
                 self.pairs[name, output] = _Pairs(pairs & self._real(output, self.given)[..., None])
         probed = list(self._columns())
         total = self.batch * (self.batch > 1) + len(probed)
@@ -259,7 +254,7 @@ class _Search:
             probe, wrong = self.first
             args = self.subject, probe, self.given, wrong, self.tolerance
             where = probes.first_shown(*args)
-        shown = next(iter(self.pairs.values()))
+        shown = max(self.pairs, key=lambda key: self.pairs[key].change.max(initial=0.0))
         return LeakReport(
             tuple(leaks),
             tried=sum(int(p.tried.sum()) for p in self.pairs.values()),
@@ -267,8 +262,9 @@ class _Search:
             examples=self.batch,
             first_layer=where,
             left_out=tuple(self.left_out),
-            hidden=shown.hidden,
-            change=shown.change,
+            hidden=self.pairs[shown].hidden,
+            change=self.pairs[shown].change,
+            shown=shown,
         )
 
     def _columns(self) -> Iterator[tuple[str, int]]:
@@ -316,7 +312,7 @@ class _Search:
             pairs, before = self.pairs[probe.name, output], self.before[output]
             positions = self.rows[output] is not None
             limit = self._limit(output, positions)
-            moved = probes.difference(before, after[output], positions, limit)
+            moved = outputs.difference(before, after[output], positions, limit)
             moved = np.where(hidden, moved, 0.0)
             # What is NaN whatever it reads shows nothing.
             shows = ~np.isnan(before).reshape((*hidden.shape, -1)).all(-1)
@@ -328,7 +324,7 @@ class _Search:
 
     def _tried(self, probe: Probe, column: int, output: str, masks: Masks) -> np.ndarray:
         """Where an output must not change, `(batch, rows)`, before the probe and with it."""
-        key = self.rows[output], probe.places.shape[1]
+        key = output, probe.places.shape[1]
         may = reaches.may_change(probe.places, self.masks_before[key], masks[key])
         hidden = self.pairs[probe.name, output].hidden[:, :, column] & ~may
         hidden &= probe.places.any(1, keepdims=True)  # in the examples that are changed
@@ -341,12 +337,12 @@ class _Search:
             return np.ones((self.batch, 1), bool)
         real = reaches.padding_of(self.paddings, given, rows)
         real = np.ones((self.batch, rows), bool) if real is None else real
-        real = real & ~self.unused.get(rows, np.zeros((1, 1), bool))
+        real = real & ~self.unused.get(output, np.zeros((1, 1), bool))
         mask = self.row_masks.get(output)
         return real & mask if mask is not None and mask.shape == real.shape else real
 
     def _limit(self, output: str, positions: bool) -> np.ndarray:
-        return self.tolerance * probes.scales(self.before[output], positions)
+        return self.tolerance * outputs.scales(self.before[output], positions)
 
     def _found(self, name: str, output: str, pairs: _Pairs) -> Iterator[Leak]:
         for example, row, column in np.argwhere(pairs.change > 0).tolist():
@@ -366,9 +362,10 @@ class _Search:
             for name, values in self.given.items():
                 if other[name] is values:
                     continue
-                for column in range(values.shape[1]):
+                for column in range(values.shape[1]) if values.ndim > 1 else [None]:
                     one = values.copy()
-                    one[example, column] = other[name][example, column]
+                    at = example if column is None else (example, column)
+                    one[at] = other[name][at]
                     single += self._seen_elsewhere(self.given | {name: one}, name, example, column)
             return single or self._seen_elsewhere(other, "all inputs", example, None)
         return []
@@ -380,7 +377,7 @@ class _Search:
         for output, rows in self.rows.items():
             positions = rows is not None
             limit = self._limit(output, positions)
-            moved = probes.difference(self.before[output], after[output], positions, limit)
+            moved = outputs.difference(self.before[output], after[output], positions, limit)
             moved = np.where(self._real(output, self.given), moved, 0.0)
             moved[example] = 0.0
             wrong = moved > 0

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -12,6 +12,7 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.heads import outputs
 from keras_headmask.heads.subject import Arrays, Subject, arrays_of_outputs, outputs_by_name
 from keras_headmask.retrofit.find import walk
 
@@ -31,22 +32,7 @@ class Probe(NamedTuple):
 # --- What is changed ------------------------------------------------------------------------------
 
 
-def changeable(given: Arrays, lengths: Mapping[str, int | None], batch: int) -> list[str]:
-    """The inputs whose positions are changed; `lengths` are those that a model declares.
-
-    Numbers of a fixed length are features, where other inputs may have any length.
-    """
-    able = [name for name, values in given.items() if _is_changeable(name, values, batch)]
-    if all(lengths.get(name) for name in able):
-        return able
-    return [name for name in able if not (lengths.get(name) and _may_be_features(given[name]))]
-
-
-def _may_be_features(values: np.ndarray) -> bool:
-    return values.ndim == 2 and not _are_ids(values)
-
-
-def _is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
+def is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
     """Whether positions of an input are changed: not of masks, nor where one id is all there is."""
     has_positions = values.ndim >= 2 and len(values) == batch and values.shape[1] > 0
     is_mask = values.dtype.kind == "b" or marks_padding(name)
@@ -56,8 +42,10 @@ def _is_changeable(name: str, values: np.ndarray, batch: int) -> bool:
     return has_positions and is_number and not is_mask and _other_values(values) > 0
 
 
-def why_kept(values: np.ndarray) -> str:
-    """Why positions of an input that is not changeable were not changed."""
+def why_kept(values: np.ndarray, is_fixed: bool) -> str:
+    """Why positions of an input were not changed."""
+    if is_fixed:
+        return "it has a fixed length where others may have any, so it holds no positions"
     is_one = values.size > 0 and (values == values.flat[0]).all()
     if is_one:
         return "all its values are equal"
@@ -88,21 +76,31 @@ def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
         ids, index = np.unique(values, return_inverse=True)
         other = ids[(index.reshape(values.shape) + 1 + draw) % len(ids)]
     else:
-        finite = values[np.isfinite(values)].astype("float64")
-        spread = finite.std() if finite.size else 0.0
-        size = max(spread, 1e-4 * np.abs(finite).max(initial=0.0)) or 1.0
-        noise = size * (1 + draw) * np.random.default_rng(draw).normal(size=values.shape)
-        other = np.where(np.isfinite(values), values, 0) + noise.astype(values.dtype)
+        other = _moved(np.where(np.isfinite(values), values, 0), draw)
     return np.where(places, other, values)
+
+
+def _moved(values: np.ndarray, draw: int) -> np.ndarray:
+    """Floats that other positions hold, so that each stays what its column may be.
+
+    Where these are the same, noise as large as the values is added.
+    """
+    of_places = values.astype("float64").reshape((*values.shape[:2], -1))
+    of_places = of_places.reshape((-1, of_places.shape[-1]))
+    other = np.roll(of_places, 1 + draw % max(len(of_places) - 1, 1), 0)
+    spread = max(of_places.std(), 1e-4 * np.abs(of_places).max(initial=0.0)) or 1.0
+    noise = spread * (1 + draw) * np.random.default_rng(draw).normal(size=of_places.shape)
+    is_same = np.isclose(other, of_places, rtol=1e-3, atol=1e-3 * spread).all(-1, keepdims=True)
+    return np.where(is_same, of_places + noise, other).astype(values.dtype).reshape(values.shape)
 
 
 def another_example(given: Arrays, example: int, batch: int, draw: int) -> Arrays:
     """`given` with other values in one example, in masks and flags too."""
     rng, changed = np.random.default_rng([example, draw]), dict(given)
     for name, values in given.items():
-        if values.ndim < 2 or len(values) != batch or values.dtype.kind in "OSU":
+        if not values.ndim or len(values) != batch or values.dtype.kind in "OSU":
             continue
-        places = np.zeros((batch, values.shape[1]), bool)
+        places = np.zeros(values.shape[:2], bool)
         places[example] = True
         if values.dtype.kind == "b" or set(np.unique(values)) <= {0, 1}:
             other = rng.permuted(values[example] == 0).astype(values.dtype)
@@ -160,38 +158,7 @@ def _changed(probe: Probe, see: Callable[[Any], Any] | None = None) -> Callable:
     return embedded
 
 
-# --- What the outputs make of it ------------------------------------------------------------------
-
-
-def scales(values: np.ndarray, positions: bool) -> np.ndarray:
-    """The largest value of each feature of an output, that changes are compared with.
-
-    Of one that is nearly always 0, a thousandth of what is usual.
-    """
-    axes = tuple(range(values.ndim - 1 if values.ndim > 1 + positions else values.ndim))
-    found = np.abs(np.where(np.isfinite(values), values, 0)).max(axes, initial=0.0)
-    return np.maximum(found, 1e-3 * np.median(found)) if found.size else found
-
-
-def difference(
-    before: np.ndarray, after: np.ndarray, positions: bool, limit: np.ndarray | float = 0.0
-) -> np.ndarray:
-    """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
-
-    Changes up to `limit`, of each feature, count as 0; one to NaN or from NaN is infinite.
-    """
-    if before.shape != after.shape:
-        raise ValueError(
-            f"The shape of an output depends on the values of inputs: {before.shape} and "
-            f"{after.shape}. Leaks are looked for in outputs of one shape."
-        )
-    with np.errstate(invalid="ignore"):
-        moved = np.where(before == after, 0.0, np.abs(after - before))
-    moved = np.where(np.isnan(before) & np.isnan(after), 0.0, moved)
-    moved = np.where(np.isnan(moved), np.inf, moved)
-    moved = np.where(moved > limit, moved, 0.0)
-    rows = before.shape[1] if positions else 1
-    return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)
+# --- A model that runs on it ----------------------------------------------------------------------
 
 
 class Again(NamedTuple):
@@ -235,27 +202,6 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
     return one.ndim == 2 and one.shape == other.shape and bool((one == other).all())
 
 
-def outputs_on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | None:
-    """The outputs on inputs without their last position; `None` if their length is fixed.
-
-    An axis as long as the inputs has their positions if it gets shorter with them; else it may be
-    one of features.
-    """
-    less = {}
-    for name, x in given.items():
-        axes = x.shape[1:3] if x.dtype.kind == "b" else x.shape[1:2]  # (pairs, in a mask)
-        axes = () if subject.lengths.get(name) else axes
-        cut = (slice(-1) if size in lengths else slice(None) for size in axes)
-        less[name] = x[(slice(None), *cut)]
-    if all(less[name].shape == x.shape for name, x in given.items()):
-        return None
-    try:
-        outputs = subject.call(less)
-    except Exception:  # whatever the model, or a signature, has against it
-        return None
-    return outputs
-
-
 def first_shown(
     subject: Subject, probe: Probe, before: Arrays, rows: np.ndarray, tolerance: float
 ) -> str | None:
@@ -265,8 +211,8 @@ def first_shown(
     usual, other = _outputs_of_layers(subject, before), _outputs_of_layers(subject, None, probe)
     for (path, one), (_, two) in zip(usual, other, strict=False):
         if one.shape == two.shape and one.shape[:2] == rows.shape:
-            limit = tolerance * scales(one, True)
-            if difference(one, two, True, limit)[rows].any():
+            limit = tolerance * outputs.scales(one, True)
+            if outputs.difference(one, two, True, limit)[rows].any():
                 return path
     return None
 

@@ -14,6 +14,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.heads.subject import outputs_by_name
 from keras_headmask.retrofit.find import AttentionLayer, Found
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
@@ -50,9 +51,8 @@ def with_own(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def unused(masks: Sequence[np.ndarray]) -> np.ndarray:
     """Positions that see nothing and that none sees, `(B, T)`: those of padding, if not all are."""
-    used = [mask.any((1, 3)) | mask.any((1, 2)) for mask in masks]
-    found = ~np.logical_or.reduce(used)
-    return found & ~found.all(1, keepdims=True)
+    found = ~np.logical_or.reduce([mask.any((1, 3)) | mask.any((1, 2)) for mask in masks])
+    return found & ~found.all()
 
 
 def may_change(
@@ -99,8 +99,8 @@ def by_layers(
     is_real: np.ndarray | None,
     batch: int,
     length: int,
-) -> list[np.ndarray]:
-    """The mask of each attention layer as it runs, with the padding of the model's inputs.
+) -> list[tuple[Any, np.ndarray]]:
+    """Each attention layer as it runs with its mask, and the padding of the model's inputs.
 
     Args:
         model: A model whose attention layers are `entries`.
@@ -115,7 +115,7 @@ def by_layers(
     from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
 
     masks = []
-    for mask in all_that_restricts(model, entries, inputs):
+    for layer, mask in all_that_restricts(model, entries, inputs):
         if mask.shape[2:] != (length, length):
             raise ValueError(
                 f"Attention has {mask.shape[2]} queries and {mask.shape[3]} keys, and the inputs "
@@ -123,7 +123,7 @@ def by_layers(
             )
         if is_real is not None:
             mask = mask & is_real[:, None, None, :]
-        masks.append(np.broadcast_to(mask, (batch, *mask.shape[1:])))
+        masks.append((layer, np.broadcast_to(mask, (batch, *mask.shape[1:]))))
     if not masks:
         raise ValueError(f"None of the attention layers {[x.path for x in entries]} ran.")
     return masks
@@ -132,10 +132,10 @@ def by_layers(
 def padding_of(names: Sequence[str], given: Arrays, length: int) -> np.ndarray | None:
     """Which of `length` positions are real tokens, `(B, T)`, by the inputs that say it.
 
-    `None` if none is as long. What one of several takes for padding is padding.
+    `None` if none is as long. What each of several takes for padding is padding.
     """
     found = [given[name] != 0 for name in names if given[name].shape[1:] == (length,)]
-    return np.logical_and.reduce(np.broadcast_arrays(*found)) if found else None
+    return np.logical_or.reduce(np.broadcast_arrays(*found)) if found else None
 
 
 def named_for_padding(given: Arrays) -> list[str]:
@@ -161,12 +161,27 @@ def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
     return None if found.known else "the model has no attention layer, which would say it"
 
 
+def behind_outputs(model: keras.Model) -> dict[str, set[int]]:
+    """The ids of the layers that each output is made of, by its name; nothing without a graph."""
+    graph = _keras.functional_of(model)
+    if not isinstance(graph, _keras.Functional):
+        return {}
+    return {
+        name: {id(layer) for layer in _behind([tensor])}
+        for name, tensor in outputs_by_name(graph.output).items()
+    }
+
+
 def _behind_positions(model: keras.Model) -> list[Any]:
     """The layers that outputs with an axis of positions are made of; all without a graph."""
     graph = _keras.functional_of(model)
     if not isinstance(graph, _keras.Functional):
         return list(_keras.layers_of(model))
-    waiting = [x for x in graph.outputs if len(x.shape) > 2 or None in x.shape[1:]]
+    return _behind([x for x in graph.outputs if len(x.shape) > 2 or None in x.shape[1:]])
+
+
+def _behind(waiting: list[Any]) -> list[Any]:
+    """The layers that tensors are made of, and those inside of them."""
     found, seen = {}, set()
     while waiting:
         tensor = waiting.pop()

@@ -49,6 +49,8 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
         return arrays_of_outputs(model(pack(arrays), training=False))
 
     declared = {x.name: x.shape for x in graph.inputs} if names else {}
+    if names and isinstance(graph.input, Mapping):
+        declared = {name: x.shape for name, x in graph.input.items() if hasattr(x, "shape")}
     return Subject(model, call, pack, _lengths(declared)), given
 
 
@@ -77,15 +79,18 @@ def _array(value: Any) -> np.ndarray:
 
 def arrays_of_outputs(outputs: Any) -> Arrays:
     """Numbers by name, in float64, in which each output dtype but int64 is exact."""
-    arrays = {k: np.asarray(ops.convert_to_numpy(x)) for k, x in outputs_by_name(outputs).items()}
+    named = {k: x for k, x in outputs_by_name(outputs).items() if x is not None}
+    arrays = {k: np.asarray(ops.convert_to_numpy(x)) for k, x in named.items()}
     return {name: x.astype("float64") for name, x in arrays.items() if x.dtype.kind not in "OSU"}
 
 
 def outputs_by_name(outputs: Any) -> dict[str, Any]:
-    if isinstance(outputs, Mapping):
-        return dict(outputs)
-    flat = keras.tree.flatten(outputs)
-    return {f"output {i}" if len(flat) > 1 else "output": x for i, x in enumerate(flat)}
+    """The outputs by the keys of a dict, or by their number; those inside of a nest as "a/0"."""
+    flat = keras.tree.flatten_with_path(outputs)
+    if len(flat) == 1 and not isinstance(outputs, Mapping):
+        return {"output": flat[0][1]}
+    before = "" if isinstance(outputs, Mapping) else "output "
+    return {before + "/".join(map(str, path)): x for path, x in flat}
 
 
 def _of_saved_model(path: pathlib.Path, inputs: Any) -> tuple[Subject, Arrays]:

@@ -137,7 +137,11 @@ def _scale(figure: Picture, axes: Sequence[Axes], image: AxesImage, shown_is: st
 
 
 def leaks_figure(
-    drawn: Panels, allowed: np.ndarray, leaks: np.ndarray, caption: Sequence[str]
+    drawn: Panels,
+    allowed: np.ndarray,
+    leaks: np.ndarray,
+    names: tuple[str, str],
+    caption: Sequence[str],
 ) -> Picture:
     """How much outputs change with inputs; what must not matter is hatched, leaks are crossed."""
     figure, (ax,) = _grid(drawn, caption)
@@ -151,8 +155,8 @@ def leaks_figure(
     if leaks.any():
         y, x = (np.argwhere(leaks[0]) * drawn.tile + np.subtract(drawn.tile, 1) / 2).T
         handles += ax.plot(x, y, "x", color=_ALARM, ms=4, mew=1, label="leaks")
-    ax.set_ylabel("output positions", fontsize=_TEXT)
-    ax.set_xlabel("input positions", fontsize=_TEXT)
+    ax.set_ylabel(f"positions of the output '{names[1]}'", fontsize=_TEXT)
+    ax.set_xlabel(f"positions of the input '{names[0]}'", fontsize=_TEXT)
     _legend(figure, handles)
     return figure
 

@@ -75,13 +75,13 @@ def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
 
 def all_that_restricts(
     model: keras.Model, entries: list[AttentionLayer], inputs: Any
-) -> list[np.ndarray]:
-    """What each run of the layers of `entries` allows, `(B or 1, H or 1, T, S)`, in their order.
+) -> list[tuple[keras.Layer, np.ndarray]]:
+    """Each run of the layers of `entries`, and what it allows, `(B or 1, H or 1, T, S)`.
 
     `model` runs once on `inputs`, as in inference. A layer whose kind is unclear must attend to its
     own sequence in this run.
     """
-    found: list[np.ndarray] = []
+    found: list[tuple[keras.Layer, np.ndarray]] = []
     wrong: list[str] = []  # (Keras rewrites errors that are raised inside of a call)
 
     def check(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def all_that_restricts(
         elif graph_being_built() is not None:
             wrong.append(f"The attention layer {entry} runs in a `tf.function` of its own.")
         else:
-            found.append(_allowed(entry.layer, probabilities.shape, arguments))
+            found.append((entry.layer, _allowed(entry.layer, probabilities.shape, arguments)))
 
     with contextlib.ExitStack() as stack:
         for entry in entries:

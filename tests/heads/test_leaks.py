@@ -224,6 +224,107 @@ def test_as_many_features_as_positions(length):
     assert bool(report) == (length is not None)
 
 
+def causal_and_open():
+    """Ids, and what causal attention and open attention make of them."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    x = layers.Embedding(10, 8)(ids)
+    return ids, x + causal()(x), x + layers.MultiHeadAttention(2, 3)(x, x)
+
+
+@pytest.mark.parametrize("part", [slice(-1), slice(1, None)], ids=str)
+def test_by_a_rule_outputs_of_another_length_are_searched(part):
+    """Row i of such an output is query i."""
+    ids, sealed, opened = causal_and_open()
+    outputs = {"hidden": sealed, "logits": opened[:, part]}
+    report = find_leaks(keras.Model(ids, outputs), IDS, rule=CAUSAL)
+    assert report.pairs == 2 * (21 + 21)
+    assert {leak.output for leak in report.leaks} == {"logits"}
+    assert len(report.leaks) == 2 * 21
+    assert report.shown == ("ids", "logits")
+    if part == slice(-1):
+        assert not find_leaks(keras.Model(ids, sealed[:, part]), IDS, rule=CAUSAL)
+
+
+def test_by_a_rule_what_has_no_positions_is_said():
+    ids, sealed, _ = causal_and_open()
+    outputs = {"hidden": sealed, "first": sealed[:, :1], "turned": ops.transpose(sealed, (0, 2, 1))}
+    report = find_leaks(keras.Model(ids, outputs), IDS, rule=CAUSAL)
+    for which in ("'first', (2, 1, 8)", "'turned', (2, 8, 7)"):
+        assert f"The output {which}, was taken to have no positions" in str(report)
+
+
+def test_attention_that_an_output_is_not_made_of_allows_it_nothing():
+    ids, sealed, opened = causal_and_open()
+    leaking = sealed + 0.1 * ops.mean(opened, 1, keepdims=True)
+    pooled = ops.mean(layers.MultiHeadAttention(2, 3)(sealed, sealed), 1)
+    assert len(find_leaks(keras.Model(ids, leaking), IDS, rule=CAUSAL).leaks) == 42
+    x = layers.Embedding(10, 8)(ids)
+    mixed = x + causal()(x) + 0.1 * ops.mean(x, 1, keepdims=True)
+    for outputs in ({"main": mixed, "pooled": pooled}, {"main": mixed, "open": opened}):
+        report = find_leaks(keras.Model(ids, outputs), IDS)
+        assert {leak.output for leak in report.leaks} == {"main"}
+        assert len(report.leaks) == 42
+
+
+@pytest.mark.parametrize("rule", [None, CAUSAL], ids=["layers", "rule"])
+def test_outputs_in_nests_and_numbers(rule):
+    ids, sealed, opened = causal_and_open()
+    outputs = {"a": {"b": sealed, "c": [opened]}, "loss": ops.mean(sealed)}
+    report = find_leaks(keras.Model(ids, outputs), IDS, rule=rule)
+    assert {leak.output for leak in report.leaks} == (set() if rule is None else {"a/c/0"})
+    assert "The output 'loss', (), was left out" in str(report)
+    with pytest.raises(ValueError, match="No output has an axis known to be positions: 'output'"):
+        find_leaks(keras.Model(ids, ops.mean(sealed)), IDS, rule=rule)
+
+
+def test_pairs_of_positions_are_no_positions():
+    ids, sealed, _ = causal_and_open()
+    pairs = sealed[:, :, None] + sealed[:, None]
+    report = find_leaks(keras.Model(ids, [sealed, pairs]), IDS)
+    assert not report
+    assert "The output 'output 1', (2, 7, 7, 8), has no axis that is known" in str(report)
+
+
+@pytest.mark.parametrize("masked", ["encoder", "decoder"])
+def test_padding_of_another_input_hides_no_outputs(masked):
+    """By a rule nobody says whose padding it is: what all inputs take for padding is."""
+    ids, sealed, opened = causal_and_open()
+    names = [f"{name}_padding_mask" for name in ("encoder", "decoder")]
+    flags = {name: keras.Input((None,), dtype="bool", name=name) for name in names}
+    read = ops.cast(ops.logical_or(*flags.values()), "float32")[..., None]
+    given = {"ids": IDS, **{name: np.ones((2, 7), bool) for name in names}}
+    given[f"{masked}_padding_mask"][:, 3:] = False
+    for outputs, pairs in ((sealed, 0), (opened, 42)):
+        model = keras.Model({"ids": ids, **flags}, outputs + 0 * read)
+        assert len(find_leaks(model, given, rule=CAUSAL).leaks) == pairs
+
+
+def test_an_input_with_a_number_for_each_example():
+    ids, sealed, _ = causal_and_open()
+    weight = keras.Input((), name="weight")
+    given = {"ids": IDS, "weight": np.array([1.0, 2.0], "float32")}
+    assert not find_leaks(keras.Model([ids, weight], sealed * weight[:, None, None]), given)
+    report = find_leaks(keras.Model([ids, weight], sealed * ops.mean(weight)), given)
+    assert {leak.input for leak in report.leaks} == {"weight"}
+    assert {(leak.example, leak.position, leak.output_example) for leak in report.leaks} == {
+        (0, None, 1),
+        (1, None, 0),
+    }
+
+
+def test_floats_stay_what_their_columns_may_be():
+    """A logarithm of numbers above 0, and a category that an embedding reads."""
+    x = keras.Input((None, 3))
+    kind = layers.Embedding(4, 8)(ops.cast(x[..., 2], "int32"))
+    read = kind + layers.Dense(8)(ops.log(x[..., :2]))
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.random((2, 6, 2)) + 0.01, rng.integers(0, 4, (2, 6, 1))], -1)
+    report = find_leaks(keras.Model(x, read + causal()(read)), values)
+    assert not report
+    assert report.tried == report.pairs
+    assert find_leaks(keras.Model(x, read + ops.mean(read, 1, keepdims=True)), values, rule=CAUSAL)
+
+
 def test_as_many_heads_as_positions():
     """Probabilities `(batch, heads, queries, keys)` of a model of fixed length."""
     x = keras.Input((4, 8))
@@ -234,19 +335,24 @@ def test_as_many_heads_as_positions():
     assert "The output 'output 1', (2, 4, 4, 4), has no axis that is known" in str(report)
 
 
-@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("values", [FLOATS[:, 0, :3], FLOATS[:, 0, :7], np.eye(7)[:2], IDS[:, :1]])
 @pytest.mark.parametrize("rule", [None, CAUSAL], ids=["layers", "rule"])
-def test_features_of_a_text_have_no_positions(count, rule):
+def test_features_of_a_text_have_no_positions(values, rule):
     """`(batch, count)` beside ids of any length; where there are as many, too."""
-    ids, features = keras.Input((None,), dtype="int32", name="ids"), keras.Input((count,), name="f")
-    x = layers.Embedding(10, 8)(ids) + layers.Dense(8)(features)[:, None]
-    given = {"ids": IDS, "f": np.random.default_rng(0).normal(size=(2, count))}
-    report = find_leaks(keras.Model([ids, features], x + causal()(x)), given, rule=rule)
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    features = keras.Input(values.shape[1:], dtype=str(values.dtype), name="f")
+    x = layers.Embedding(10, 8)(ids)
+    x += layers.Dense(8)(ops.cast(features, "float32"))[:, None]
+    given = {"tokens": IDS, "features": values}  # by other names than those of the inputs
+    inputs = {"tokens": ids, "features": features}
+    report = find_leaks(keras.Model(inputs, x + causal()(x)), given, rule=rule)
     assert not report
     assert report.tried == report.pairs == 2 * 21
-    assert "The input 'f' was kept within an example" in str(report)
-    model = keras.Model([ids, features], x + layers.MultiHeadAttention(2, 3)(x, x))
+    assert "The input 'features' was kept within an example: it has a fixed length" in str(report)
+    model = keras.Model(inputs, x + layers.MultiHeadAttention(2, 3)(x, x))
     assert find_leaks(model, given, rule=CAUSAL).pairs == 2 * 21
+    with pytest.raises(ValueError, match="`inputs` hold nothing to change"):
+        find_leaks(model, given | {"tokens": 0 * IDS + 3}, rule=CAUSAL)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -396,7 +502,9 @@ def test_windows_compose():
     window = hm.Window(1, 1)
     model = hm.apply_head_masks(stack(2), window)
     entries = find_attention(model).known
-    masks = reaches.by_layers(model, entries, IDS, None, 2, 7)
+    found = reaches.by_layers(model, entries, IDS, None, 2, 7)
+    assert [layer for layer, _ in found] == [entry.layer for entry in entries]
+    masks = reaches.with_own([mask for _, mask in found])
     i, j = np.indices((7, 7))
     assert len(masks) == 2
     assert (reaches.composed(masks) == (abs(i - j) <= 2)).all()
@@ -442,7 +550,8 @@ def test_a_report_draws_itself():
     pytest.importorskip("matplotlib")
     figure = find_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL).plot()
     (ax,) = figure.axes
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("input positions", "output positions")
+    assert ax.get_xlabel() == "positions of the input 'features'"
+    assert ax.get_ylabel() == "positions of the output 'output'"
     crosses = {tuple(map(float, xy)) for line in ax.lines for xy in line.get_xydata()}
     assert crosses == {(j, i) for i in range(6) for j in range(i + 1, 6)}
 
@@ -595,27 +704,29 @@ def test_rows_that_keras_masks_are_padding():
     assert not find_leaks(keras.Model(x, causal()(masked)), values)
 
 
-@pytest.mark.parametrize("rule", [None, hm.KeyFlag("keep") & hm.QueryFlag("keep")])
-def test_what_takes_no_part_is_padding_whatever_its_name(rule):
+@pytest.mark.parametrize("real", [(7, 4), (4, 0)], ids=str)
+def test_what_takes_no_part_is_padding_whatever_its_name(real):
     """Stock attention makes something of all keys for a query that sees none."""
     ids, keep = (
         keras.Input((None,), dtype=d, name=n) for d, n in (("int32", "ids"), ("bool", "keep"))
     )
     x = layers.Embedding(10, 8)(ids)
     of_pairs = ops.logical_and(keep[:, None], keep[:, :, None])
-    given = {"ids": IDS, "keep": np.arange(7) < np.array([[7], [4]])}
+    given = {"ids": IDS, "keep": np.arange(7) < np.array(real)[:, None]}
 
-    def found(mask):
-        y = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=mask)
-        return find_leaks(keras.Model([ids, keep], y), given, rule)
-
-    report = found(of_pairs)
+    y = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=of_pairs)
+    report = find_leaks(keras.Model([ids, keep], y), given)
     assert not report
-    assert report.pairs == 4 * 3  # what real tokens must not see
-    if rule is not None:
-        leaks = found(keep[:, :, None]).leaks
-        assert {(x.example, x.output_position) for x in leaks} == {(1, row) for row in range(4)}
-        assert {leak.position for leak in leaks} == {4, 5, 6}
+    assert report.pairs == sum(size * (7 - size) for size in real)  # what real tokens must not see
+    unused = 14 - sum(real)
+    assert f"{unused} positions were taken for padding: they see nothing" in str(report)
+    # A rule says what it says, of those positions too.
+    report = find_leaks(
+        keras.Model([ids, keep], y), given, hm.KeyFlag("keep") & hm.QueryFlag("keep")
+    )
+    assert {(x.example, x.output_position) for x in report.leaks} == {
+        (example, row) for example in range(2) for row in range(real[example], 7)
+    }
 
 
 def test_where_no_position_takes_part_all_are_tried():

@@ -1,0 +1,117 @@
+"""Outputs of a model whose leaks are searched: which have positions, and how far they moved."""
+
+import numpy as np
+
+from keras_headmask.heads.subject import Arrays, Subject, batch_of, shapes
+from keras_headmask.rules.base import MaskSpec
+
+
+def positions_of(
+    subject: Subject, given: Arrays, before: Arrays, names: list[str], rule: MaskSpec | None
+) -> tuple[dict[str, int | None], list[str]]:
+    """How many positions each output has, `None` for one without; and what is to be said of some.
+
+    Args:
+        subject, given, before: What is tried, its inputs, and the outputs on these.
+        names: The inputs whose positions are changed.
+        rule: What the outputs may depend on, if it was passed; without it, outputs that have no
+            positions are left out.
+
+    Raises:
+        ValueError: if no output is left.
+    """
+    lengths = {given[name].shape[1] for name in names}
+    shorter = _on_less(subject, given, lengths)
+    rows: dict[str, int | None] = {}
+    said = []
+    for name, x in before.items():
+        which = f"The output {name!r}, {x.shape},"
+        if not x.ndim or len(x) != batch_of(given):
+            said.append(f"{which} was left out: its first axis does not count the examples.")
+            continue
+        is_as_long = x.ndim > 1 and x.shape[1] in lengths
+        if shorter is not None:
+            # By a rule on positions alone it may have any number of them.
+            may_differ = rule is not None and not rule.inputs
+            gets_shorter = [a < b for a, b in zip(shorter[name].shape, x.shape, strict=True)]
+            has_positions = gets_shorter[1:2] == [True] and (is_as_long or may_differ)
+            has_positions &= rule is not None or not any(gets_shorter[2:])  # else it has pairs
+        else:  # of one length, so that what is as long may be features or heads
+            is_unclear = x.ndim == 2 or bool(lengths & set(x.shape[2:]))
+            has_positions = is_as_long and not (is_unclear and rule is None and x.ndim != 3)
+            if has_positions and is_unclear:
+                said.append(f"{which} was taken to have the input's positions.")
+        if has_positions:
+            rows[name] = x.shape[1]
+        elif rule is not None:
+            rows[name] = None
+            said.append(
+                f"{which} was taken to have no positions: it may depend on what any position may."
+            )
+        else:
+            said.append(
+                f"{which} has no axis that is known to be the input's positions: pass `rule` to "
+                "include it."
+            )
+    if not rows:
+        way_out = "Pass `rule`: such an output may depend on what any position may."
+        if rule is not None:
+            way_out = "The first axis of one at least must count the examples."
+        raise ValueError(
+            f"No output has an axis known to be positions: {shapes(before)} from {shapes(given)}. "
+            f"{way_out}"
+        )
+    return rows, said
+
+
+def _on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | None:
+    """The outputs on inputs without their last position; `None` if their length is fixed.
+
+    An axis as long as the inputs has their positions if it gets shorter with them; else it may be
+    one of features.
+    """
+    less = {}
+    for name, x in given.items():
+        axes = x.shape[1:3] if x.dtype.kind == "b" else x.shape[1:2]  # (pairs, in a mask)
+        axes = () if subject.lengths.get(name) else axes
+        cut = (slice(-1) if size in lengths else slice(None) for size in axes)
+        less[name] = x[(slice(None), *cut)]
+    if all(less[name].shape == x.shape for name, x in given.items()):
+        return None
+    try:
+        outputs = subject.call(less)
+    except Exception:  # whatever the model, or a signature, has against it
+        return None
+    return outputs
+
+
+def scales(values: np.ndarray, positions: bool) -> np.ndarray:
+    """The largest value of each feature of an output, that changes are compared with.
+
+    Of one that is nearly always 0, a thousandth of what is usual.
+    """
+    axes = tuple(range(values.ndim - 1 if values.ndim > 1 + positions else values.ndim))
+    found = np.abs(np.where(np.isfinite(values), values, 0)).max(axes, initial=0.0)
+    return np.maximum(found, 1e-3 * np.median(found)) if found.size else found
+
+
+def difference(
+    before: np.ndarray, after: np.ndarray, positions: bool, limit: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
+
+    Changes up to `limit`, of each feature, count as 0; one to NaN or from NaN is infinite.
+    """
+    if before.shape != after.shape:
+        raise ValueError(
+            f"The shape of an output depends on the values of inputs: {before.shape} and "
+            f"{after.shape}. Leaks are looked for in outputs of one shape."
+        )
+    before, after = np.atleast_1d(before, after)
+    with np.errstate(invalid="ignore"):
+        moved = np.where(before == after, 0.0, np.abs(after - before))
+    moved = np.where(np.isnan(before) & np.isnan(after), 0.0, moved)
+    moved = np.where(np.isnan(moved), np.inf, moved)
+    moved = np.where(moved > limit, moved, 0.0)
+    rows = before.shape[1] if positions else 1
+    return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)

@@ -48,7 +48,7 @@ def leaks(
     """Change what must not matter to MODEL, and see if outputs change.
 
     MODEL may also be the folder of a SavedModel; it needs --rule and --inputs. Without --inputs,
-    random ones are made up. Exit code 1 if something leaks.
+    random ones are made up. Exit code 1 if something leaks, or nothing could be tried.
 
     \b
     keras-headmask leaks masked.keras
@@ -72,7 +72,7 @@ def leaks(
 
     report = find_leaks(loaded, _as_int32(given), spec, tolerance)
     text = "\n".join(map(in_one_line, str(report).split("\n")))
-    return Answer(text, report.to_json(), FOUND if report else 0)
+    return Answer(text, report.to_json(), FOUND if report or not report.tried else 0)
 
 
 def _made_up(

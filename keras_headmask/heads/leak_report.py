@@ -90,6 +90,8 @@ class LeakReport:
         if not self.pairs:
             tried += " Nothing is hidden within a text: each output may depend on each position"
             tried += ", but at padding."
+        if not self.tried and not count:
+            tried += " Nothing was tried, so nothing is proven."
         where = self.first_layer
         shows = [] if where is None else [f"It shows first in the layer {where}."]
         return [f"{found} {tried}", *shows, *self.left_out]

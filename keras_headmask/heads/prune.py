@@ -24,14 +24,19 @@ from keras_headmask.retrofit.wrap import add_rule, mask, unmask
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.positions import Keys
 
 
 def prune_heads(model: keras.Model) -> keras.Model:
     """`model` without the weights of heads whose rule is `Nothing()`: same outputs, fewer weights.
 
     The other heads keep their order and get new numbers, in their rules too. A layer whose rules
-    hide nothing any more becomes a stock layer without a rule. What the result is saved to loads
-    with the smaller weights. (`import keras_headmask` before loading a file.)
+    hide nothing any more becomes a stock layer without a rule, if no call of it has a mask that may
+    hide all keys from a query. Else its rule becomes `Keys(0)`, all keys: under a rule such a query
+    has context 0, where stock Keras gives it the mean of all values. What the result is saved to
+    loads with the smaller weights. (`import keras_headmask` before loading a file.)
+
+    (In a text that is padding alone, a layer without a rule gives that mean, too.)
 
     A layer keeps one head, if all are off: its first, under `Nothing()`. The query heads of a key
     head go with it where all of them are off; and where each of the other key heads has some that
@@ -42,10 +47,6 @@ def prune_heads(model: keras.Model) -> keras.Model:
     with `hm.alibi`, whose slopes go by the number of heads; under a `MaskInput`; whose
     probabilities are read; that is called with a mask or a bias for each head; of which no call was
     seen, as in a subclassed model.
-
-    A row of queries that may attend to no key at all, such as padding, has context 0 under a rule,
-    and in stock Keras the mean of all values: there, and only there, a layer that loses its rule
-    gives other outputs.
 
     Args:
         model: Any Keras model, with rules by `apply_head_masks` or with layers such as
@@ -72,7 +73,8 @@ def prune_heads(model: keras.Model) -> keras.Model:
     (288, 148)
     """
     found = find_attention(model)
-    kept, left = _plan(model, found.known)
+    calls = _Calls(model)
+    kept, left = _plan(model, found.known, calls)
     if not kept:
         raise ValueError(_nothing_to_prune(model, left))
     if left:
@@ -80,8 +82,9 @@ def prune_heads(model: keras.Model) -> keras.Model:
         warnings.warn(f"Some heads under Nothing() are not pruned.\n{lines}", stacklevel=2)
     twin = copied(model, found)
     layers = attention(twin)
+    whole = attention(model)
     for place, heads in kept.items():
-        _prune(layers[place], heads)
+        _prune(layers[place], heads, id(whole[place]) in calls.hiding_rows)
     pruned = [layers[place] for place in kept]
     for layer in list(_keras.layers_of(twin)):
         inside = attention(layer)
@@ -115,10 +118,11 @@ class _Kept(NamedTuple):
         return cls(sorted(head for key in keys for head in groups[key][:size]), keys)
 
 
-def _plan(model: keras.Model, known: list[AttentionLayer]) -> tuple[dict[int, _Kept], list[str]]:
+def _plan(
+    model: keras.Model, known: list[AttentionLayer], calls: "_Calls"
+) -> tuple[dict[int, _Kept], list[str]]:
     """What layers keep, by their places among all attention; and what is not pruned, and why."""
     places = {id(layer): place for place, layer in enumerate(attention(model))}
-    calls = _Calls(model)
     kept: dict[int, _Kept] = {}
     left = []
     for entry in known:
@@ -182,10 +186,15 @@ def _why_not_weights(layer: Any) -> str | None:
 
 
 class _Calls(Survey):
-    """Whether a call of an attention layer, by id, has something for each head: what, or `None`."""
+    """What calls of attention layers have.
+
+    `by_head`: something for each head, by the id of the layer: what, or `None`. `hiding_rows`: the
+    ids of layers that have a mask by which some queries of a text may see no key, and others some.
+    """
 
     def __init__(self, model: keras.Model):
         self.by_head: dict[int, str | None] = {}
+        self.hiding_rows: set[int] = set()
         super().__init__(model)
 
     def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
@@ -199,6 +208,11 @@ class _Calls(Survey):
             has_heads = len(shape) > (3 if name == "attention_mask" else 2)
             if has_heads and shape[-3] != 1:
                 found = f"it is called with an `{name}` that has a row for each head"
+            if len(shape) > 1 and shape[-2] != 1 and name == "attention_mask":
+                self.hiding_rows.add(id(layer))
+        of_query = given.get("query_mask"), _keras.get_keras_mask(given.get("query"))
+        if any(mask is not None for mask in of_query):
+            self.hiding_rows.add(id(layer))
         self.by_head[id(layer)] = found
 
 
@@ -213,18 +227,18 @@ def _renumbered(spec: MaskSpec, heads: list[int]) -> MaskSpec:
     return PerHead({head: rule for head, rule in enumerate(rules) if rule.constant is not True})
 
 
-def _prune(layer: Any, heads: _Kept) -> None:
+def _prune(layer: Any, heads: _Kept, stays_masked: bool) -> None:
     """Take all heads but `heads` out of an attention layer, and out of its rules."""
-    rules = [_fewer(rule, heads.queries) for rule in all_rules(layer)]
+    rules, own = _fewer(layer, heads.queries, stays_masked)
     unmask(layer)
     arguments: dict[str, Any] = {"num_heads": len(heads.queries)}
     if _keras.is_grouped(layer):
         sizes = len(heads.queries), len(heads.keys)
         arguments = dict(zip(("num_query_heads", "num_key_value_heads"), sizes, strict=True))
     if isinstance(layer, MaskedAttention):
-        own, bias = layer.mask_spec, layer.logit_options.position_bias
+        bias = layer.logit_options.position_bias
         if own is not None:
-            arguments["mask_spec"] = _renumbered(own, heads.queries).get_config()
+            arguments["mask_spec"] = own.get_config()
         if bias is not None:
             arguments["position_bias"] = bias.get_config() | {"num_heads": len(heads.queries)}
     pruned_layer.keep_heads(layer, arguments, *heads)
@@ -233,8 +247,23 @@ def _prune(layer: Any, heads: _Kept) -> None:
             add_rule(layer, layer, rule)
 
 
-def _fewer(rule: LayerRule, heads: list[int]) -> LayerRule:
-    return dataclasses.replace(rule, spec=_renumbered(rule.spec, heads), num_heads=len(heads))
+def _fewer(
+    layer: Any, heads: list[int], stays_masked: bool
+) -> tuple[list[LayerRule], MaskSpec | None]:
+    """The rules of a layer and the one of its own, for `heads`; one that restricts, if it must."""
+    rules = [
+        dataclasses.replace(rule, spec=_renumbered(rule.spec, heads), num_heads=len(heads))
+        for rule in all_rules(layer)
+    ]
+    own = layer.mask_spec if isinstance(layer, MaskedAttention) else None
+    own = None if own is None else _renumbered(own, heads)
+    specs = [rule.spec for rule in rules] + ([] if own is None else [own])
+    if stays_masked and all(spec.constant is True for spec in specs):
+        if own is not None:
+            own = Keys(0)
+        else:
+            rules[0] = dataclasses.replace(rules[0], spec=Keys(0))
+    return rules, own
 
 
 def _prune_around(layer: Any, inside: list[keras.Layer]) -> None:
@@ -254,7 +283,7 @@ def _nothing_to_prune(model: keras.Model, left: list[str]) -> str:
         lines = "\n".join(left)
         return (
             f"None of the heads of '{model.name}' under Nothing() can be pruned:\n{lines}\nMend "
-            "that, or keep the masked model: its outputs are those of a pruned one."
+            "that where you can, or keep the masked model: its outputs are those of a pruned one."
         )
     return (
         f"No head of '{model.name}' has the rule Nothing(), so there is nothing to prune. Switch "

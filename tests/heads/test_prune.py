@@ -14,7 +14,7 @@ from contract import GROUPED, MULTI_HEAD, normal, numpy, random_biases
 from fresh import run_fresh
 from hypothesis import given
 from hypothesis import strategies as st
-from keras import layers
+from keras import layers, ops
 from small_models import TOKENS, Block, stack
 from strategies import FEW, positional_leaves
 from tolerance import assert_close
@@ -165,15 +165,47 @@ def test_a_layer_whose_rule_hides_nothing_any_more_is_stock():
     assert hm.mask_specs(pruned) == {}
 
 
-def test_a_row_without_keys_is_that_of_stock_where_no_rule_is_left():
+def of_rows(own):
+    """A layer with a mask by which row 3 sees nothing."""
     x, mask = keras.Input((5, 6)), keras.Input((5, 5), dtype="bool")
-    layer = layers.MultiHeadAttention(4, 3, name="attention")
-    model = keras.Model([x, mask], layer(x, x, attention_mask=mask))
-    masked, pruned = masked_and_pruned(model, hm.PerHead({0: OFF}))
+    cls = hm.PerHeadMaskedMultiHeadAttention if own else layers.MultiHeadAttention
+    layer = cls(4, 3, name="attention", **({"mask_spec": hm.PerHead({0: OFF})} if own else {}))
     sees = np.ones((2, 5, 5), bool)
     sees[:, 1, 2:] = sees[:, 3] = False
-    differ = abs(numpy(pruned([X, sees])) - numpy(masked([X, sees]))).max(axis=(0, 2)) > 1e-5
-    assert differ.tolist() == [False, False, False, True, False]
+    return keras.Model([x, mask], layer(x, x, attention_mask=mask)), [X, sees]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["retrofit", "own"])
+def test_a_row_without_keys_keeps_its_output(own, tmp_path):
+    """A rule that allows all keys stays: stock Keras gives such a row the mean of all values."""
+    model, given = of_rows(own)
+    masked = model if own else hm.apply_head_masks(model, hm.PerHead({0: OFF}))
+    pruned = hm.prune_heads(masked)
+    assert_close(numpy(pruned(given)), numpy(masked(given)))
+    pruned.save(tmp_path / "pruned.keras")
+    loaded = keras.saving.load_model(tmp_path / "pruned.keras")
+    assert_close(numpy(loaded(given)), numpy(masked(given)))
+    assert [str(x) for x in hm.mask_specs(pruned).values()] == ["Keys(0)"]
+
+
+@pytest.mark.parametrize("padding", ["mask_zero", "masking", "query_mask"])
+def test_padding_that_later_layers_attend_to_keeps_its_output(padding):
+    """Keras' mask ends at `Add`, so the second layer sees what the first made of padding."""
+    ids = np.array([[3, 4, 5, 6, 0, 0, 0], [3, 9, 9, 2, 2, 1, 0]])
+    if padding == "mask_zero":
+        inputs, given = keras.Input((None,), dtype="int32"), ids
+        x = layers.Embedding(10, 6, mask_zero=True)(inputs)
+    else:
+        inputs, given = keras.Input((7, 6)), np.where(ids[..., None] > 0, normal(2, 7, 6), 0)
+        x = layers.Masking()(inputs) if padding == "masking" else inputs
+    more = {"query_mask": ops.any(x != 0, -1)} if padding == "query_mask" else {}
+    x = ops.add(x, layers.MultiHeadAttention(4, 3, name="first")(x, x, **more))
+    model = keras.Model(inputs, x + layers.MultiHeadAttention(4, 3, name="second")(x, x))
+    randomised(model)
+    masked = hm.apply_head_masks(model, {"first": hm.PerHead({0: OFF})})
+    pruned = hm.prune_heads(masked)
+    assert_close(numpy(pruned(given)), numpy(masked(given)))
+    assert hm.mask_specs(pruned) == {"first": hm.Keys(0)}
 
 
 def test_rules_that_meet_in_one_layer_are_each_renumbered():

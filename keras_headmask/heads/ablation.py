@@ -126,6 +126,7 @@ def ablate_heads(
     better: str = "higher",
     steps: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
+    progress: bool = True,
 ) -> Ablation:
     """Measure what each head is worth: the metric with the head switched off (Michel et al. 2019).
 
@@ -147,6 +148,7 @@ def ablate_heads(
         steps: How many heads `greedy` switches off, at least 1; `None` for all.
         save_to: A JSON file, written after each run of `metric`. If it is there already, what it
             holds is not measured again, but for the metric of the model itself.
+        progress: Whether a progress bar may appear, after 3 seconds.
 
     Returns:
         An `Ablation`: `.changes`, `(layers, heads)`, `.order` and `.steps` of `greedy`, `.plot()`,
@@ -178,14 +180,11 @@ def ablate_heads(
     sweeps.check_metric(metric)
     sweep = _Sweep(model, metric, layers, save_to)
     try:
-        sweep.run(greedy, better == "higher", steps)
+        sweep.run(greedy, better == "higher", steps, progress)
     except BaseException as error:
         if sweep.values:
-            vars(error)["ablation"] = sweep.result()
-            where = f", and in {save_to}, from which a new call goes on." if sweep.is_saved else "."
-            error.add_note(
-                f"What was measured before is in the attribute `ablation` of this exception{where}"
-            )
+            file = sweep.file if sweep.is_saved else None
+            sweeps.keep_with(error, "ablation", sweep.result(), file)
         raise
     return sweep.result()
 
@@ -208,7 +207,7 @@ class _Sweep:
         num_heads = tuple(entry.num_heads for entry in self.entries)
         return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
 
-    def run(self, greedy: bool, higher: bool, steps: int | None) -> None:
+    def run(self, greedy: bool, higher: bool, steps: int | None, progress: bool) -> None:
         saved = self._saved()
         own = sweeps.finite(self.metric(sweeps.variant(self.model)), "the model itself")
         sweeps.check_own(self.file, saved.get((), own), own)
@@ -216,7 +215,7 @@ class _Sweep:
         self._save()
         every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
         count = 1 if not greedy else min(len(every), steps or len(every))
-        bar = Progress(sum(len(every) - step for step in range(count)), "runs")
+        bar = Progress(sum(len(every) - step for step in range(count)), "runs", progress)
         for _ in range(count):
             left = [head for head in every if head not in self.order]
             for head in left:
@@ -268,10 +267,14 @@ class _Sweep:
 
 
 def _check(num_heads: Sequence[int], values: Mapping[Off, float], order: Off) -> None:
-    """Raise unless there are such heads, and each value is finite."""
+    """Raise unless there are such heads, each value is finite, and none is missing."""
     for layer, head in itertools.chain(order, *values):
         if not (0 <= layer < len(num_heads) and 0 <= head < num_heads[layer]):
             raise ValueError(f"there is no head {head} of layer {layer}")
+    if () not in values:
+        raise ValueError("the metric of the model itself is missing")
+    if missing := {_sorted(order[: i + 1]) for i in range(len(order))} - values.keys():
+        raise ValueError(f"the metric without {min(missing)} is missing")
     if wrong := [value for value in values.values() if not math.isfinite(value)]:
         raise ValueError(f"a metric is {wrong[0]}")
 

@@ -141,8 +141,8 @@ class HeadReport:
         from keras_headmask.look import panels, plotting
 
         if measure is not None and measure not in self.scores:
-            why = self.left_out.get(measure, f"Measured were {list(self.scores)}.")
-            raise ValueError(f"There is no measure {measure!r}. {why}")
+            why = self.left_out.get(measure, f"measured were {list(self.scores)}.")
+            raise ValueError(f"There is no measure {measure!r}: {why}")
         measures = list(self.most) if measure is None else [measure]
         shown = [panels.Panel((0,), self.scores[name]) for name in measures]
         drawn = panels.Panels(shown, 1, (1, 1), (None, None), 0)

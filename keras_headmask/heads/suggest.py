@@ -49,15 +49,18 @@ def suggest_rules(
     4, ... tokens behind the query, or on both sides; such a window and the first `sinks` tokens;
     the query's own sentence, alone or with special tokens; all that is behind; and `Full()`.
 
-    What a rule costs is the share of the pairs of tokens that it allows. Where two allow as many,
+    What a rule costs is the share of the pairs of tokens that it allows, in a causal layer of those
+    that do not look ahead. Where two allow as many,
     as a window as long as the texts and `Full()`, the plainer one is taken: texts show nothing
     beyond their length. In a causal layer that is `Window(after=0)`, so that its future stays
     closed in a model without that layer's mask, too.
 
     Attention kept says what a head looks at, and not what that is worth. With `metric`, a function
-    of a model, the masked model is measured, and heads are opened (`Full()`), one more each time,
-    those that lost most attention first, until the metric is within `tolerance` of the model's own.
-    That takes up to one run of `metric` for each head. It gets copies, compiled as `model` is.
+    of a model, the masked model is measured, and heads are opened (`Full()`; in a causal layer
+    `Window(after=0)`), one more each time, those that lost most attention first, until the metric
+    is within `tolerance` of the model's own. That takes up to one run of `metric` for each head. It
+    gets copies, compiled as `model` is. A search that is interrupted, or whose metric raises, keeps
+    what it has: in `save_to`, and as the attribute `suggestion` of the exception.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -119,7 +122,13 @@ def suggest_rules(
         return found
     digest = sweeps.digest(model, reader.entries, found.rules)
     opening = _Opening(model, metric, found, file, digest)
-    return opening.until(tolerance, better == "higher", progress)
+    try:
+        return opening.until(tolerance, better == "higher", progress)
+    except BaseException as error:
+        if opening.values:
+            partial = dataclasses.replace(found, metrics=tuple(opening.values))
+            sweeps.keep_with(error, "suggestion", partial, file if opening.is_saved else None)
+        raise
 
 
 def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
@@ -197,7 +206,7 @@ class _Counted:
         heads = max(len(layer.queries) for layer in self.layers.values())
         rules: dict[str, tuple[MaskSpec, ...]] = {}
         kept, computed = np.full((2, len(self.layers), heads), np.nan)
-        is_causal = all(layer.is_causal for layer in self.layers.values())
+        causal = tuple(layer.is_causal for layer in self.layers.values())
         for i, (path, layer) in enumerate(self.layers.items()):
             counts = self.pairs[:, int(layer.is_causal)]
             costs = counts / counts[self.family.index(Full())]
@@ -212,7 +221,7 @@ class _Counted:
                 of_heads.append(self.family[best])
                 kept[i, head], computed[i, head] = min(share[best], 1.0), costs[best]
             rules[path] = tuple(of_heads)
-        return Suggestion(rules, self.numbers, keep, kept, computed, longest, is_causal)
+        return Suggestion(rules, self.numbers, keep, kept, computed, longest, causal)
 
 
 class _Opening:
@@ -229,6 +238,7 @@ class _Opening:
         self.model, self.metric, self.found = model, metric, found
         self.file, self.digest = file, digest
         self.values: list[float] = self._saved()
+        self.is_saved = bool(self.values)  # all of them
 
     def until(self, tolerance: float, higher: bool, progress: bool) -> Suggestion:
         """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
@@ -261,8 +271,10 @@ class _Opening:
     def _keep(self, value: float) -> None:
         self.values.append(value)
         if self.file is not None:
+            self.is_saved = False
             text = json.dumps({"model": self.digest, "metrics": self.values})
             sweeps.write_whole(self.file, text)
+            self.is_saved = True
 
     def _saved(self) -> list[float]:
         if self.file is None or not self.file.is_file():

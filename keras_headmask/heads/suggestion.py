@@ -11,7 +11,7 @@ from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import Full
+from keras_headmask.rules.positions import Full, Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,9 +26,10 @@ class Suggestion:
         numbers: By path, the number by which `apply_head_masks` names the layer, if it has one.
         keep: The share of attention that was to be kept.
         kept: The share that is kept, `(layers, heads)`; NaN where a layer has fewer heads.
-        computed: The share of the pairs of tokens that the rule allows, `(layers, heads)`.
+        computed: The share that the rule allows of the pairs of tokens, `(layers, heads)`; in a
+            causal layer of those pairs that do not look ahead.
         longest: The length of the longest text, in tokens.
-        is_causal: Whether no attention went to a later token.
+        causal: By layer, whether no attention went to a later token.
         metrics: With `metric=`: that of the model itself, then of each model that was tried, with
             one head more open each time.
     """
@@ -39,7 +40,7 @@ class Suggestion:
     kept: np.ndarray
     computed: np.ndarray
     longest: int
-    is_causal: bool
+    causal: tuple[bool, ...]
     metrics: tuple[float, ...] = ()
 
     @property
@@ -58,11 +59,13 @@ class Suggestion:
 
     @property
     def cache(self) -> float | None:
-        """The share of a cache's bytes that heads need at the longest text; `None` if not causal.
+        """The share of a cache's bytes that heads need at the longest text.
+
+        `None` unless all layers are causal.
 
         By positions: a rule that reads ids counts as all.
         """
-        if not self.is_causal:
+        if not all(self.causal):
             return None
         return float(np.mean([self._held(x) for specs in self.specs.values() for x in specs]))
 
@@ -87,15 +90,24 @@ class Suggestion:
         return "\n".join(lines)
 
     def opened(self, heads: "list[tuple[int, int]]") -> "Suggestion":
-        """The same with `Full()` for some heads.
+        """The same with `Full()` for some heads; in a causal layer with `Window(after=0)`.
 
         Args:
             heads: Pairs of a layer, counted as in `kept`, and a head.
+
+        Raises:
+            ValueError: if there is no such head.
         """
+        for layer, head in heads:
+            if not (
+                0 <= layer < len(self.specs) and 0 <= head < len([*self.specs.values()][layer])
+            ):
+                raise ValueError(f"There is no head {head} of layer {layer}: {[*self.specs]}.")
         specs = {path: list(of_layer) for path, of_layer in self.specs.items()}
         kept, computed = self.kept.copy(), self.computed.copy()
         for layer, head in heads:
-            specs[list(specs)[layer]][head] = Full()
+            open_to_all = Window(after=0) if self.causal[layer] else Full()
+            specs[list(specs)[layer]][head] = open_to_all
             kept[layer, head] = computed[layer, head] = 1.0
         found = {path: tuple(of_layer) for path, of_layer in specs.items()}
         return dataclasses.replace(self, specs=found, kept=kept, computed=computed)
@@ -118,7 +130,8 @@ class Suggestion:
         )
         caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
         figures = plotting.figures_module()
-        return figures.heads_figure(drawn, ["computed"], 1.0, "share of pairs", caption)
+        title = "computed" + ", of pairs that do not look ahead" * any(self.causal)
+        return figures.heads_figure(drawn, [title], 1.0, "share of pairs", caption)
 
     def to_json(self) -> dict[str, Any]:
         """The suggestion as JSON has it; NaN is null.

@@ -77,6 +77,15 @@ def file_of(save_to: Any) -> Path | None:
     return file
 
 
+def keep_with(error: BaseException, name: str, result: Any, file: Path | None) -> None:
+    """Let an exception that ends a sweep hold what was measured, as `file` does, and say so."""
+    vars(error)[name] = result
+    where = "." if file is None else f", and in {file}, from which a new call goes on."
+    error.add_note(
+        f"What was measured before is in the attribute `{name}` of this exception{where}"
+    )
+
+
 def check_own(file: Path | None, saved: float, own: float) -> None:
     """Raise if a saved metric of the model itself is not what it is now."""
     if not math.isclose(saved, own, rel_tol=1e-3, abs_tol=1e-9):

@@ -75,6 +75,16 @@ def by_name(model: Any, inputs: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
+def check_count(model: Any, named: Mapping[str, Any]) -> None:
+    """Raise for a list of another length than the model's inputs: perhaps of batches."""
+    names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
+    if names and len(named) > len(names):
+        raise ValueError(
+            f"The model has the inputs {names}. Received: {len(named)} arrays in `inputs`. Pass "
+            "one array for each input, or batches as an iterator, `iter([batch, ...])`."
+        )
+
+
 def is_several(inputs: Any) -> bool:
     """Whether it is a list of arrays, and not one array as a list."""
     return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
@@ -105,7 +115,7 @@ def named_padding(given: Mapping[str, Any], name: str | None, ids: str | None) -
     """The input that is true at real tokens: `name`, or one that is named so."""
     if name is not None:
         return _checked(given, name, "padding")
-    found = [key for key in given if marks_padding(key)]
+    found = [key for key, x in given.items() if marks_padding(key) and len(x.shape) == 2]
     if len(found) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
         found = [key for key in found if ids and key == ids.replace("token_ids", "padding_mask")]
         if not found:

@@ -270,7 +270,8 @@ def changes_figure(values: np.ndarray, title: str, paths: Sequence[str]) -> Pict
     figure, (ax,) = _grid(drawn, [title], beside=0.9)
     _hatch(ax)
     cells = np.ma.masked_invalid(values)
-    most = max(float(np.abs(cells).max()), 1e-9) if cells.count() else 1.0
+    most = float(np.abs(cells).max()) if cells.count() else 0.0
+    most = most or 1.0
     image = _image(ax, cells, drawn, cmap=_BELOW_AND_ABOVE, vmin=-most, vmax=most)
     ax.set(ylabel="layers", xlabel="heads")
     _scale(figure, [ax], image, "")

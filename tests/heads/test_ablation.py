@@ -1,5 +1,6 @@
 """What a head is worth is what the metric says of a model without it."""
 
+import dataclasses
 import gc
 import json
 import weakref
@@ -246,6 +247,8 @@ def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch)
         ({"values": {"": 1.0, "2-0": 1.0}}, "there is no head 0 of layer 2"),
         ({"values": {"": 1.0, "0-0,0--1": 1.0}}, "not enough values to unpack|too many values"),
         ({"order": [[1, 3]]}, "there is no head 3 of layer 1"),
+        ({"values": {"0-0": 1.0}}, "the metric of the model itself is missing"),
+        ({"order": [[0, 1], [1, 2]]}, "the metric without .*0, 1.*1, 2.* is missing"),
         ({"order": [[-1, 0]]}, "there is no head 0 of layer -1"),
     ],
     ids=str,
@@ -313,6 +316,8 @@ def test_json_and_back():
 @once
 def test_a_heat_map():
     pytest.importorskip("matplotlib")
+    nothing = dataclasses.replace(FOUND, values=dict.fromkeys(FOUND.values, 0.5))
+    assert nothing.plot().axes[0].images[0].get_clim() == (-1, 1)
     ax, _ = FOUND.plot().axes
     (image,) = ax.images
     np.testing.assert_array_equal(image.get_array().filled(np.nan), FOUND.changes)

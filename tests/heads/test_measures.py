@@ -228,7 +228,7 @@ def test_measures_that_need_ids_are_left_out_without_them():
     assert set(report.scores).isdisjoint(report.left_out)
     assert "No induction: no input holds token ids. Pass `token_ids`" in str(report)
     assert "sentence" in measure_heads(model, values, END, token_ids=LONG[:2, :20]).scores
-    with pytest.raises(ValueError, match=r"There is no measure 'sentence'. pass `end_ids`"):
+    with pytest.raises(ValueError, match=r"There is no measure 'sentence': pass `end_ids`"):
         report.plot("sentence")
 
 
@@ -356,6 +356,18 @@ def test_a_head_that_sees_nothing_has_nan():
     assert list(np.isnan(report.scores["self"][0])) == [False, True, False, False]
     assert 1 not in report.roles(0.0).get("attention", {})
     assert json.loads(json.dumps(report.to_json(), allow_nan=False))["scores"]["self"][0][1] is None
+
+
+def test_a_mask_of_pairs_marks_no_padding():
+    """`attention_mask` as stock attention takes it, `(batch, queries, keys)`."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    pairs = keras.Input((None, None), dtype="bool", name="attention_mask")
+    x = layers.Embedding(12, 8)(ids)
+    model = keras.Model([ids, pairs], layers.MultiHeadAttention(2, 4)(x, x, attention_mask=pairs))
+    of_pairs = np.broadcast_to(np.tri(LONG.shape[1], dtype=bool), (len(LONG), *[LONG.shape[1]] * 2))
+    report = measure_heads(model, [LONG, of_pairs])
+    assert (report.padding, report.tokens) == ("none known", LONG.size)
+    assert_close(report.scores["next"], np.zeros((1, 2)))
 
 
 def test_a_report_prints_as_a_table():
@@ -559,6 +571,7 @@ EMPTY = np.zeros((0, 5), "int32")
         (iter([LONG, EMPTY]), {}, ValueError, r"a batch without texts: \(0, 5\)"),
         (LONG[:, :0], {}, ValueError, r"a batch without tokens: \(5, 0\)"),
         (3, {}, TypeError, "an iterable of batches of that. Received: 3"),
+        ([LONG, LONG], {}, ValueError, r"Received: 2 arrays in `inputs`. Pass one.*or batches as"),
         ([[1, 2]], {}, TypeError, "arrays whose first axis counts texts. Received: int"),
         (np.full((2, 9), 4), {}, ValueError, r"All token ids are equal \(4\)"),
         (LONG[:, :1], {}, ValueError, "at least 2 tokens. Received: 5 texts, the longest of 1"),
@@ -640,5 +653,5 @@ def test_a_threshold_is_a_share():
 
 def test_a_measure_must_be_there():
     report = measure_heads(one_layer(), LONG)
-    with pytest.raises(ValueError, match=r"There is no measure 'nearness'. Measured were"):
+    with pytest.raises(ValueError, match=r"There is no measure 'nearness': measured were"):
         report.plot("nearness")

@@ -89,7 +89,7 @@ def test_a_causal_model_counts_what_looks_back_and_has_a_cache():
     rule = hm.PerHead({0: hm.Window(3, 3) & hm.Window(after=0), 1: hm.Window(4, 0)})
     masked = hm.apply_head_masks(model_of(3, causal=True), rule)
     found = suggest_rules(masked, IDS, keep=1.0)
-    assert found.is_causal
+    assert found.causal == (True,) * len(found.specs)
     assert found.specs["attention_0"][1:] == (hm.Window(4, 0), hm.Window(after=0))
     assert found.computed[0, 2] == 1
     assert found.computed[0, 1] == (24 * 5 - 10) / (24 * 25 / 2)
@@ -134,6 +134,35 @@ def test_heads_that_lost_most_are_opened_until_the_metric_is_near():
     assert "5 models were tried, the last 2" in str(found)
 
 
+def test_an_interrupt_without_a_file_or_without_a_metric():
+    def fails(model):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError) as raised:
+        suggest_rules(model_of(2), IDS, keep=0.5, metric=fails)
+    assert not hasattr(raised.value, "suggestion")  # nothing was measured
+    values = iter([1.0])
+    with pytest.raises(StopIteration) as raised:
+        suggest_rules(model_of(2), IDS, keep=0.5, metric=lambda model: next(values))
+    assert raised.value.suggestion.metrics == (1,)
+    assert raised.value.__notes__[0].endswith("attribute `suggestion` of this exception.")
+
+
+def test_a_head_of_a_causal_layer_is_opened_to_what_is_behind():
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(60, 8)(ids)
+    x += layers.MultiHeadAttention(2, 4, name="causal")(x, x, use_causal_mask=True)
+    model = keras.Model(ids, x + layers.MultiHeadAttention(2, 4, name="open")(x, x))
+    values = itertools.chain([1], itertools.repeat(0))
+    found = suggest_rules(model, IDS, keep=0.5, metric=lambda tried: next(values))
+    assert found.causal == (True, False)
+    assert found.specs == {"causal": (hm.Window(after=0),) * 2, "open": (hm.Full(),) * 2}
+    assert (found.computed == 1).all()
+    for head in ((2, 0), (0, 2), (0, -1)):
+        with pytest.raises(ValueError, match=rf"There is no head {head[1]} of layer {head[0]}"):
+            found.opened([head])
+
+
 def test_where_nothing_helps_all_heads_are_open():
     model = model_of(2)
     metrics = iter([1, 0, 0])
@@ -165,8 +194,14 @@ def test_an_interrupted_search_goes_on(tmp_path):
         return limited_heads(tried)
 
     more = {"keep": 0.5, "tolerance": 2, "better": "lower", "save_to": file}
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         suggest_rules(model, IDS, metric=metric, **more)
+    partial = raised.value.suggestion
+    assert partial.metrics == (0, 6, 5)
+    assert partial.rules == suggest_rules(model, IDS, keep=0.5).rules
+    (note,) = raised.value.__notes__
+    assert "in the attribute `suggestion` of this exception, and in" in note
+    assert str(file) in note
     found = suggest_rules(model, IDS, metric=metric, **more)
     assert len(runs) == 4 + 1 + 3  # the model's own again, and what was left
     assert found.metrics == (0, 6, 5, 4, 3, 2)

@@ -45,9 +45,11 @@ def positions_of(
             rows[name] = x.shape[1]
         elif rule is not None:
             rows[name] = None
-            said.append(
-                f"{which} was taken to have no positions: it may depend on what any position may."
-            )
+            if x.ndim > 2:  # (examples x features have none)
+                said.append(
+                    f"{which} was taken to have no positions: it may depend on what any position "
+                    "may."
+                )
         else:
             said.append(
                 f"{which} has no axis that is known to be the input's positions: pass `rule` to "

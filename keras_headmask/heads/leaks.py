@@ -36,8 +36,8 @@ def find_leaks(
     Args:
         model: A Keras model, or the folder of a SavedModel, such as "served/1".
         inputs: What the model is called on: arrays, in a dict or list where it has several inputs.
-            `(batch, length)` or `(batch, length, features)`, with at least 2 different ids. Floats
-            `(batch, n)` of a fixed n, beside inputs of any length, are features of an example.
+            `(batch, length)` or `(batch, length, features)`, with at least 2 different ids. One of
+            a fixed length, beside others of any, holds features of an example and no positions.
         rule: What outputs may depend on: a spec whose queries are output positions and whose keys
             are input positions. It reads inputs of the model by name. Each output may depend on its
             own position, too; one without an axis of positions on what any position may.

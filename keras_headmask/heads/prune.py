@@ -30,13 +30,13 @@ from keras_headmask.rules.positions import Keys
 def prune_heads(model: keras.Model) -> keras.Model:
     """`model` without the weights of heads whose rule is `Nothing()`: same outputs, fewer weights.
 
-    The other heads keep their order and get new numbers, in their rules too. A layer whose rules
-    hide nothing any more becomes a stock layer without a rule, if no call of it has a mask that may
-    hide all keys from a query. Else its rule becomes `Keys(0)`, all keys: under a rule such a query
-    has context 0, where stock Keras gives it the mean of all values. What the result is saved to
-    loads with the smaller weights. (`import keras_headmask` before loading a file.)
+    The other heads keep their order and get new numbers, in their rules too. What the result is
+    saved to loads with the smaller weights. (`import keras_headmask` before loading a file.)
 
-    (In a text that is padding alone, a layer without a rule gives that mean, too.)
+    A layer whose rules hide nothing any more becomes a stock layer without a rule, if no mask hides
+    all keys from single queries. Else its rule becomes `Keys(0)`, all keys: under a rule such a
+    query has context 0, where stock Keras gives it the mean of all values. (So does a stock layer
+    in a text that is padding alone.)
 
     A layer keeps one head, if all are off: its first, under `Nothing()`. The query heads of a key
     head go with it where all of them are off; and where each of the other key heads has some that
@@ -84,7 +84,7 @@ def prune_heads(model: keras.Model) -> keras.Model:
     layers = attention(twin)
     whole = attention(model)
     for place, heads in kept.items():
-        _prune(layers[place], heads, id(whole[place]) in calls.hiding_rows)
+        _prune(layers[place], heads, calls.may_hide_rows(whole[place]))
     pruned = [layers[place] for place in kept]
     for layer in list(_keras.layers_of(twin)):
         inside = attention(layer)
@@ -186,16 +186,20 @@ def _why_not_weights(layer: Any) -> str | None:
 
 
 class _Calls(Survey):
-    """What calls of attention layers have.
-
-    `by_head`: something for each head, by the id of the layer: what, or `None`. `hiding_rows`: the
-    ids of layers that have a mask by which some queries of a text may see no key, and others some.
-    """
+    """What calls of attention layers have: `by_head`, something for each head, or `None`."""
 
     def __init__(self, model: keras.Model):
         self.by_head: dict[int, str | None] = {}
-        self.hiding_rows: set[int] = set()
+        self._with_rows: set[int] = set()  # called with a mask that has a row for each query
+        self._masks = any(map(_makes_mask, _keras.layers_of(model)))
         super().__init__(model)
+
+    def may_hide_rows(self, layer: keras.Layer) -> bool:
+        """Whether a mask may hide all keys from some queries of a text, and not from others.
+
+        Keras' masks go into layers and nested models, where no call shows them.
+        """
+        return self._masks or id(layer) in self._with_rows
 
     def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
         super()._seen(layer, args, kwargs)
@@ -209,11 +213,16 @@ class _Calls(Survey):
             if has_heads and shape[-3] != 1:
                 found = f"it is called with an `{name}` that has a row for each head"
             if len(shape) > 1 and shape[-2] != 1 and name == "attention_mask":
-                self.hiding_rows.add(id(layer))
+                self._with_rows.add(id(layer))
         of_query = given.get("query_mask"), _keras.get_keras_mask(given.get("query"))
         if any(mask is not None for mask in of_query):
-            self.hiding_rows.add(id(layer))
+            self._with_rows.add(id(layer))
         self.by_head[id(layer)] = found
+
+
+def _makes_mask(layer: Any) -> bool:
+    """Whether it is one of Keras' layers that make a mask of what they read."""
+    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
 
 
 # --- A layer with fewer heads --------------------------------------------------------------------

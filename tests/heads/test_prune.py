@@ -188,6 +188,24 @@ def test_a_row_without_keys_keeps_its_output(own, tmp_path):
     assert [str(x) for x in hm.mask_specs(pruned).values()] == ["Keys(0)"]
 
 
+@pytest.mark.parametrize("around", ["layer", "model"])
+def test_padding_keeps_its_output_inside_of_layers_and_models(around):
+    """No call shows the Keras mask there."""
+    ids = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(12, 8, mask_zero=True)(ids)
+    if around == "model":
+        y = keras.Input((None, 8))
+        x = keras.Model(y, y + layers.MultiHeadAttention(4, 2, name="first")(y, y))(x)
+    else:
+        x = Block(name="block")(x)
+    model = keras.Model(ids, x + layers.MultiHeadAttention(4, 2, name="second")(x, x))
+    randomised(model)
+    masked, pruned = masked_and_pruned(model, {"0": hm.PerHead({0: OFF})})
+    assert_close(numpy(pruned(TOKENS)), numpy(masked(TOKENS)))
+    (rule,) = hm.mask_specs(pruned).values()
+    assert rule == hm.Keys(0)
+
+
 @pytest.mark.parametrize("padding", ["mask_zero", "masking", "query_mask"])
 def test_padding_that_later_layers_attend_to_keeps_its_output(padding):
     """Keras' mask ends at `Add`, so the second layer sees what the first made of padding."""

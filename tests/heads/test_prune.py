@@ -188,6 +188,7 @@ def test_a_row_without_keys_keeps_its_output(own, tmp_path):
     assert [str(x) for x in hm.mask_specs(pruned).values()] == ["Keys(0)"]
 
 
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask attached")
 @pytest.mark.parametrize("around", ["layer", "model"])
 def test_padding_keeps_its_output_inside_of_layers_and_models(around):
     """No call shows the Keras mask there."""

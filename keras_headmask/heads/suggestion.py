@@ -129,9 +129,10 @@ class Suggestion:
             [panels.Panel((0,), self.computed)], 1, (1, 1), (None, None), query_offset=0
         )
         caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
+        if any(self.causal):
+            caption.append("Pairs of causal layers: those that do not look ahead")
         figures = plotting.figures_module()
-        title = "computed" + ", of pairs that do not look ahead" * any(self.causal)
-        return figures.heads_figure(drawn, [title], 1.0, "share of pairs", caption)
+        return figures.heads_figure(drawn, ["computed"], 1.0, "share of pairs", caption)
 
     def to_json(self) -> dict[str, Any]:
         """The suggestion as JSON has it; NaN is null.

@@ -119,9 +119,10 @@ class _Search:
         self.behind = {} if subject.model is None else reaches.behind_outputs(subject.model)
         heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
         self.heads = max(heads, default=None)
-        self.masks_before = self._masks(given)
+        seen = self._seen(given)
+        self.masks_before = self._with_own(seen)
         self.unused: dict[str, np.ndarray] = {}
-        self._find_unused()
+        self._find_unused(seen)
         self.first: tuple[Probe, np.ndarray] | None = None
         self.pairs: dict[tuple[str, str], _Pairs] = {}
         self.embedded: dict[str, bool] = {}  # whether an embedding reads the ids of an input
@@ -174,9 +175,9 @@ class _Search:
                     "what the outputs may depend on, or search the models of each input."
                 )
 
-    def _find_unused(self) -> None:
+    def _find_unused(self, seen: Masks) -> None:
         """Positions that take no part in what layers see are padding, if no rule says otherwise."""
-        for (output, _), masks in self._seen(self.given).items() if self.rule is None else ():
+        for (output, _), masks in seen.items() if self.rule is None else ():
             unused = reaches.unused(masks)
             if count := int((unused & self._real(output, self.given)).sum()):
                 self.left_out.append(
@@ -185,22 +186,23 @@ class _Search:
                 )
             self.unused[output] = unused
 
-    def _masks(self, given: Arrays) -> Masks:
-        """As `_seen`, and each position sees itself."""
+    def _with_own(self, seen: Masks) -> Masks:
+        """`seen`, and each position sees itself."""
         return {
             (output, columns): masks if self.rows[output] is None else reaches.with_own(masks)
-            for (output, columns), masks in self._seen(given).items()
+            for (output, columns), masks in seen.items()
         }
 
     def _seen(self, given: Arrays) -> Masks:
         """What each output sees of inputs with so many positions, by layers."""
         columns = {given[name].shape[1] for name in self.names}
         if self.rule is not None:
-            return {
-                (x, c): reaches.by_rule(self.rule, self.heads, given, self.batch, rows, c)
-                for x, rows in self.rows.items()
+            by_sizes = {
+                (r, c): reaches.by_rule(self.rule, self.heads, given, self.batch, r, c)
+                for r in set(self.rows.values())
                 for c in columns
             }
+            return {(x, c): by_sizes[r, c] for x, r in self.rows.items() for c in columns}
         assert self.subject.model is not None
         if len(columns) > 1:
             raise ValueError(
@@ -302,7 +304,9 @@ class _Search:
         """Run the model on a probe, unless it may change whatever is hidden."""
         reads_it = self.rule is None or probe.name in self.rule.inputs
         is_moved = reads_it and not probe.in_embeddings
-        masks = self._masks(probe.given) if is_moved else self.masks_before
+        masks = self.masks_before
+        if is_moved:
+            masks = self._with_own(self._seen(probe.given))
         tried = {output: self._tried(probe, column, output, masks) for output in self.rows}
         if not any(pairs.any() for pairs in tried.values()):
             return

@@ -48,9 +48,11 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     def call(arrays: Arrays) -> Arrays:
         return arrays_of_outputs(model(pack(arrays), training=False))
 
-    declared = {x.name: x.shape for x in graph.inputs} if names else {}
-    if names and isinstance(graph.input, Mapping):
-        declared = {name: x.shape for name, x in graph.input.items() if hasattr(x, "shape")}
+    declared: dict[str, Any] = {}
+    if names:
+        by_key = isinstance(graph.input, Mapping)
+        tensors = graph.input if by_key else dict(zip(names, graph.inputs, strict=True))
+        declared = {name: x.shape for name, x in tensors.items() if hasattr(x, "shape")}
     return Subject(model, call, pack, _lengths(declared)), given
 
 

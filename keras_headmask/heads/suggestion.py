@@ -98,18 +98,14 @@ class Suggestion:
         Raises:
             ValueError: if there is no such head.
         """
-        for layer, head in heads:
-            if not (
-                0 <= layer < len(self.specs) and 0 <= head < len([*self.specs.values()][layer])
-            ):
-                raise ValueError(f"There is no head {head} of layer {layer}: {[*self.specs]}.")
-        specs = {path: list(of_layer) for path, of_layer in self.specs.items()}
+        specs = [list(of_layer) for of_layer in self.specs.values()]
         kept, computed = self.kept.copy(), self.computed.copy()
         for layer, head in heads:
-            open_to_all = Window(after=0) if self.causal[layer] else Full()
-            specs[list(specs)[layer]][head] = open_to_all
+            if not (0 <= layer < len(specs) and 0 <= head < len(specs[layer])):
+                raise ValueError(f"There is no head {head} of layer {layer}: {[*self.specs]}.")
+            specs[layer][head] = Window(after=0) if self.causal[layer] else Full()
             kept[layer, head] = computed[layer, head] = 1.0
-        found = {path: tuple(of_layer) for path, of_layer in specs.items()}
+        found = dict(zip(self.specs, map(tuple, specs), strict=True))
         return dataclasses.replace(self, specs=found, kept=kept, computed=computed)
 
     def plot(self) -> "Figure":

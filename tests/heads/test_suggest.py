@@ -209,7 +209,8 @@ def test_an_interrupted_search_goes_on(tmp_path):
         suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
     with pytest.raises(ValueError, match=r"metrics.json is of another metric"):
         suggest_rules(model, IDS, metric=lambda model: 7, **more)
-    for wrong in ("[]", file.read_text().replace("6", "NaN", 1).replace("6.0", "NaN")):
+    not_finite = json.loads(file.read_text()) | {"metrics": [0, float("nan")]}
+    for wrong in ("[]", json.dumps(not_finite)):
         file.write_text(wrong)
         with pytest.raises(ValueError, match=r"metrics.json .* no file of `suggest_rules`"):
             suggest_rules(model, IDS, metric=metric, **more)

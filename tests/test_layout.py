@@ -255,8 +255,3 @@ def test_no_module_is_named_like_a_public_function():
 def test_public_names_exist_once_each_and_sorted():
     assert hm.__all__ == sorted(set(hm.__all__))
     assert all(hasattr(hm, name) for name in hm.__all__)
-
-
-@pytest.mark.parametrize("file", PACKAGE.rglob("*.py"), ids=lambda file: file.stem)
-def test_no_file_is_too_long_to_read_at_once(file):
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400

@@ -92,7 +92,6 @@ def as_bool(mask: Any, name: str = "mask") -> Tensor:
             "`keras.Input` for a mask needs dtype='bool'."
         )
     values = _values_at_hand(mask)
-    # (No `:=` here: AutoGraph, which reads this in a user's `tf.function`, does not know it.)
     odd = None if values is None else values[(values != 0) & (values != 1)]
     if odd is not None and odd.size:
         raise ValueError(

@@ -856,6 +856,14 @@ def traced(body, **kwargs):
     return answers[0]
 
 
+@relies_on("exempt_from_autograph", breaks="the first call in a `tf.function` would take seconds")
+@pytest.mark.tensorflow
+def test_autograph_leaves_the_package_alone():
+    from tensorflow.python.autograph.core import config
+
+    assert str(config.CONVERSION_RULES[0]) == "DoNotConvert rule for keras_headmask"
+
+
 @relies_on("in_xla", breaks="`jit_compile=True` would fail for rules at unknown lengths")
 def test_xla_is_told():
     assert not _keras.in_xla()

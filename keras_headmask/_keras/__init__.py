@@ -41,6 +41,7 @@ from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_
 from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
 from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
 from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
+from keras_headmask._keras.tensorflow import exempt_from_autograph as exempt_from_autograph
 from keras_headmask._keras.tensorflow import function_type as function_type
 from keras_headmask._keras.tensorflow import graph_of_function as graph_of_function
 from keras_headmask._keras.tensorflow import in_forward_mode as in_forward_mode
@@ -53,6 +54,9 @@ from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
 from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
 from keras_headmask._keras.tensorflow import traces as traces
 from keras_headmask._keras.tensorflow import unrecorded as unrecorded
+
+if keras.backend.backend() == "tensorflow":
+    exempt_from_autograph("keras_headmask")
 
 
 def traces_function() -> bool:

@@ -18,6 +18,17 @@ print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
 """
 
 
+def exempt_from_autograph(package: str) -> None:
+    """Let AutoGraph leave the functions of `package` as they are written, as it leaves Keras' own.
+
+    In a user's `tf.function` it would rewrite 200 of them before the first call, for seconds; and
+    `do_not_convert` would have to stand at each public function and at each layer's `call`.
+    """
+    from tensorflow.python.autograph.core import config
+
+    config.CONVERSION_RULES = (config.DoNotConvert(package), *config.CONVERSION_RULES)
+
+
 def custom_gradient(function: Callable) -> Callable:
     """`tf.custom_gradient` for a `function` of tensors, whose graph can be freed.
 

@@ -6,7 +6,7 @@ tensor for all layers, it gets one that has its shape and no heads; the keys the
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,21 +48,11 @@ else:
     _CausalLM = object
 
 
-def _as_written(method: Callable) -> Callable:
-    """`method`, which AutoGraph leaves as it is: to read all that runs in it takes seconds."""
-    if keras.backend.backend() != "tensorflow":
-        return method
-    import tensorflow as tf
-
-    return tf.autograph.experimental.do_not_convert(method)
-
-
 class _Generates(_CausalLM):
     """What a causal language model of KerasHub's does under rules, beside its own class."""
 
     _stock_class: type
 
-    @_as_written
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs[_TOKENS].shape[1]
         if not self.keeps_by_head() or length is None:

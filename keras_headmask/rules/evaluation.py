@@ -268,7 +268,7 @@ def bind(
         checks: list[Any] = []  # operations of a graph
         for name, kind in leaf.inputs.items():
             value = (mask_inputs or {})[name]
-            pair = as_pair(value)  # (AutoGraph reads this function, and no `:=`)
+            pair = as_pair(value)
             if kind.rank is None:
                 sides[name] = masks.lift(value)
             elif pair is not None:

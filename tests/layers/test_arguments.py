@@ -256,26 +256,6 @@ def test_an_additive_keras_mask_is_refused(kind, name):
     layer(np.ones((2, 8, 8), "float32"), **{name: (additive == 0).astype("int32")})
 
 
-@pytest.mark.tensorflow
-def test_autograph_reads_what_a_mask_runs_through(caplog):
-    import tensorflow as tf
-
-    @tf.function
-    def attend(x, mask):
-        return hm.dot_product_attention(x, x, x, mask=mask)
-
-    @tf.function
-    def obey(x, ids):
-        more = {"mask_inputs": {"s": ids}, "query_offset": 0}
-        return hm.dot_product_attention(x, x, x, mask_spec=hm.SameSegment("s"), **more)
-
-    with caplog.at_level("WARNING", logger="tensorflow"):
-        attend(tf.ones([1, 3, 1, 2]), tf.ones([3, 3], "int32"))
-        for length in (3, 300):
-            obey(tf.ones([1, length, 1, 2]), tf.zeros([1, length], "int32"))
-    assert "AutoGraph could not transform" not in caplog.text
-
-
 # --- What belongs elsewhere ---
 
 

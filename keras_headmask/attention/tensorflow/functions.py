@@ -23,7 +23,6 @@ def held() -> dict[tuple, Callable]:
     return functions
 
 
-@tf.autograph.experimental.do_not_convert
 def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
     """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
 

@@ -25,7 +25,6 @@ def shared(compute: Callable, is_called: bool = True) -> Callable:
     """
 
     @functools.wraps(compute)
-    @tf.autograph.experimental.do_not_convert
     def call(part: Any, *operands: Tensor) -> Tensor:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():

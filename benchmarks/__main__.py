@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--long", action="store_true", help="one layer, forward and a training step")
     add("--length", type=int, default=65536, help="positions for --long")
     add("--report", action="store_true", help="write the report again from the record in --out")
-    add("--page", type=Path, help="put the goal table into this page, docs/performance.md")
+    add("--page", type=Path, help="put the goal table into this page, docs/measurements.md")
     add("--worker", help=argparse.SUPPRESS)
     add("--json", help=argparse.SUPPRESS)
     return parser

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--repetitions", type=int, default=15, help="training steps that are timed, of each arm")
     add("--threads", type=int, default=os.cpu_count())
     add("--out", type=Path, default=RESULTS, help="folder of the two records")
-    add("--page", type=Path, help="put the table into this page, docs/performance.md")
+    add("--page", type=Path, help="put the table into this page, docs/measurements.md")
     add("--quick", action="store_true", help="tiny: the figures say nothing")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported

@@ -1,4 +1,4 @@
-"""A record becomes ratios, a Markdown report, plots, and the table in docs/performance.md."""
+"""A record becomes ratios, a Markdown report, plots, and the table in docs/measurements.md."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

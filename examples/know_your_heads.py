@@ -285,7 +285,7 @@ nearly all pairs are allowed. That a rule gains 0.014 is two standard errors: do
 In time little is won, since what is hidden is skipped in tiles, and 256 tokens have few of them.
 Only the cheapest suggestion takes less than no rule (0.89 of its time; the others 1.04 and 1.05),
 and one window takes less than a suggestion of as many pairs. Longer texts win more (see
-`docs/performance.md`).
+`docs/measurements.md`).
 
 ## What is a head worth?
 

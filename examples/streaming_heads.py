@@ -207,7 +207,7 @@ for name in models:
 
 # %% [markdown]
 """
-Longer texts gain more: `docs/performance.md` has 4,096 tokens, and the memory of the process.
+Longer texts gain more: `docs/measurements.md` has 4,096 tokens, and the memory of the process.
 `docs/generate.md` says what `generate()` does with rules that read ids, `docs/decoders.md` which
 models take a rule.
 """

@@ -104,7 +104,7 @@ def test_ratios_of_memory_and_exponents():
 @long
 def test_the_table_of_a_page_is_replaced(quick, tmp_path):
     _, record = quick
-    page = tmp_path / "performance.md"
+    page = tmp_path / "measurements.md"
     page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     for _ in range(2):  # the second time over its own table
         report.update_page(page, record)
@@ -117,7 +117,7 @@ def test_the_table_of_a_page_is_replaced(quick, tmp_path):
 
 @long
 def test_a_page_without_marks_is_left_alone(quick, tmp_path):
-    page = tmp_path / "performance.md"
+    page = tmp_path / "measurements.md"
     page.write_text("no marks")
     with pytest.raises(ValueError, match="benchmarks:start"):
         report.update_page(page, quick[1])
@@ -398,7 +398,7 @@ def test_a_language_model_does_not_see_what_it_predicts(arm):
 
 
 def test_the_page_shows_the_language_models_of_the_records():
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     shown = page.split(language_model.START)[1].split(language_model.END)[0].strip()
     assert shown == language_model.table(ROOT / "benchmarks" / "results")
 
@@ -413,7 +413,7 @@ def figures_of(name):
 
 
 def test_the_page_says_what_workers_were_measured_to_do():
-    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    page = " ".join((ROOT / "docs/measurements.md").read_text(encoding="utf-8").split())
     record = figures_of("workers_training")
     ratios = record["steps_per_second_ratios"]
     one_core = ratios["2 workers with a core each, over 1 worker with 1 core"]
@@ -425,7 +425,7 @@ def test_the_page_says_what_workers_were_measured_to_do():
 
 
 def test_the_page_says_what_packing_was_measured_to_gain():
-    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     record = figures_of("packing")
     speed, padding = record["tokens_per_second"], record["padding"]
     for row, name in (
@@ -442,7 +442,7 @@ def test_the_page_says_what_packing_was_measured_to_gain():
 
 
 def test_the_page_says_what_generation_was_measured_to_take():
-    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     for length, of_length in figures_of("generation")["lengths"].items():
         held, seconds = of_length["bytes"], of_length["seconds_per_token"]
         cells = [f"{int(length):,}", f"{held['cache_ratio']:.2f}"]
@@ -456,7 +456,7 @@ def test_the_page_says_what_generation_was_measured_to_take():
 
 
 def test_the_page_says_what_a_corpus_was_measured_to_take():
-    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     record = figures_of("corpus")
     assert f"{record['records']:,} paragraphs" in page
     assert max(record["differences"].values()) < 1e-4
@@ -464,3 +464,17 @@ def test_the_page_says_what_a_corpus_was_measured_to_take():
         speeds = (row[k] for k in ("records_per_second", "records_per_second_without_start"))
         of_all, without = (f"{x:.1f}" for x in speeds)
         assert f"| {name} | {of_all} | {row['start_seconds']:.0f} s | {without} |" in page
+
+
+def test_the_page_says_what_a_gpu_was_measured_to_take():
+    record = json.loads((RESULTS / "gpu/record.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    titles = {goal.ratio.split(" / ")[0]: goal.case for goal in report.GOALS}
+    for name, of_case in record["cases"].items():
+        torch, jax = (of_case[backend].get("seconds") for backend in ("torch", "jax"))
+        cells = [f"{torch['ours'] / torch['sdpa']:.0f}"]
+        for peer in ("jax.nn, xla", "jax.nn, cudnn"):
+            cells.append(f"{jax['ours'] / jax[peer]:.1f}" if jax else "no result in a minute")
+        assert f"| {titles[name]} | {' | '.join(cells)} |" in page
+        assert "ours, compiled" in of_case["torch"]["errors"]
+        assert all(x <= 0.016 for x in of_case["torch"]["differences"].values())

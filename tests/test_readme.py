@@ -71,7 +71,7 @@ def anchor_of(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])
 def test_its_speeds_are_those_of_the_record(page, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)  # `benchmarks` is no part of the installed package
     report = importlib.import_module("benchmarks.report")

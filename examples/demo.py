@@ -138,8 +138,15 @@ with step(3, f"Measuring attention before, and drawing it ({len(texts)} texts of
         axis=0,
     )
     tokens = tokenizer.encode(DRUMS).tokens
-    for name, model in (("before", bert), ("after", masked)):
-        figure = hm.plot_attention(model, batches[0], layer=0, heads=0, tokens=tokens)
+    figures = {
+        name: hm.plot_attention(model, batches[0], layer=0, heads=0, tokens=tokens)
+        for name, model in (("before", bert), ("after", masked))
+    }
+    images = [image for figure in figures.values() for ax in figure.axes for image in ax.images]
+    most = max(image.norm.vmax for image in images)
+    for image in images:
+        image.set_clim(0, most)  # one scale of colours, so that the two can be compared
+    for name, figure in figures.items():
         figure.savefig(options.out / f"demo_{name}.png")
 
 with step(4, "Saving it as .keras and reloading it"):

@@ -61,6 +61,14 @@ def test_minutes_are_those_of_a_processor(path):
 
 
 @pytest.mark.tensorflow
+def assert_equal_scales(*pictures):
+    """The numbers beside the panels are the same; captions above them differ."""
+    beside = [matplotlib_image.imread(picture)[:, -80:, :3] for picture in pictures]
+    lowest = [np.flatnonzero((part < 1).any((1, 2)))[-1] for part in beside]
+    scales = [part[end - 480 : end + 1] for part, end in zip(beside, lowest, strict=True)]
+    np.testing.assert_array_equal(*scales)
+
+
 def test_demo(tmp_path):
     """It says what it will do, shows progress and the leak, and nothing of devices."""
     pytest.importorskip("keras_hub")
@@ -81,6 +89,7 @@ def test_demo(tmp_path):
     assert all(float(difference) < 1e-5 for difference in differences)
     for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
         assert (tmp_path / name).is_file()
+    assert_equal_scales(tmp_path / "demo_before.png", tmp_path / "demo_after.png")
     for path in re.findall(r"^  ((?:examples|docs)/\S+)", run.stdout, re.M):
         assert (ROOT / path).is_file()
     assert "Look at" in run.stdout

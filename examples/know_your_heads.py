@@ -188,7 +188,7 @@ show(report.plot(), "measures")
 
 # %% [markdown]
 """
-![Ten panels, layers down and heads across: the share of attention that goes to the token itself,
+![Nine panels, layers down and heads across: the share of attention that goes to the token itself,
 the previous one, the next, and so on](../docs/images/know_your_heads_measures.png)
 
 ## Which rule would do?

@@ -54,7 +54,7 @@ the filling from every query. A decoder writes one word after the other, so a **
 (a *causal* mask) hides what comes after the query. A decoder that reads a padded batch needs
 **both**: a pair is allowed if one mask *and* the other allows it.
 
-Here a mask is a rule, of which any length and batch has its own mask; rules are combined by
+Here one writes a rule, which makes the mask for any length and batch; rules are combined by
 `& | ~`. Each head may have a rule of its own, so three heads show the three.
 """
 
@@ -128,7 +128,7 @@ print(hm.lint(~padding, queries=7, mask_inputs=inputs))
 ## Add before the softmax; do not multiply after it
 
 The softmax divides by the sum over *all* keys. What is multiplied by 0 afterwards has already had
-its share. Take four scores of which the last, the largest, belongs to a hidden key:
+its share. Take four scores (*logits*), of which the last, the largest, belongs to a hidden key:
 """
 
 # %%
@@ -311,7 +311,7 @@ print(f"largest weight on a hidden key {weights[..., hidden].max():g}")
 ## The row that sees nothing
 
 `Window(after=-1)`, keys strictly before the query, sounds harmless. The first query has no such
-key. What should its weights be? Ways differ:
+key. What should its weights be? Libraries differ:
 """
 
 # %%

@@ -3,9 +3,10 @@
 # One attention head that sees only its own sentence, trained on real text
 
 A small BERT-like model learns to fill in masked words. In every layer, head 0 may attend only
-within the sentence of the query; the other fifteen heads see the whole text. Beside it a twin,
-the same model without that rule, is trained on the same data. Then: both on held-out text, the model saved,
-reloaded and exported, and where "We" looks in "Drums, drums in the deep. We cannot get out. ...".
+within the sentence of the query; the other fifteen heads see the whole text. Beside it a twin, the
+same model without that rule, is trained on the same data. Then: both on held-out text, the model
+saved, reloaded and exported, and where "We" looks in "Drums, drums in the deep. We cannot get out.
+They are coming."
 
     pip install -e ".[examples]"
     python examples/sentence_heads.py            # 6 to 10 CPU minutes

@@ -146,7 +146,7 @@ dark](../docs/images/serve_bert_rule.png)
 
 The server has models as numbered versions in a folder. `hm.export_saved_model` writes the next one
 whole or not at all, and checks it first in a process that has not this package: does it compute
-what the model computes, and is the rule in it? Its report tells.
+what the model computes, and is the rule in it? Its report answers both.
 """
 
 

@@ -166,7 +166,7 @@ print(f"{len(np.unique(written[0, PROMPT:]))} different tokens")
 ## Time for a token
 
 A run of a few tokens is taken from a run of more, so the prompt's forward and the start are left
-out. Both go by KerasHub's own loop; stock's cache is one tensor that is put together anew at every
+out. Both go by KerasHub's own loop; its own cache is one tensor that is put together anew at every
 step, here only the new keys are written.
 """
 

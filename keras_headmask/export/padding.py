@@ -22,7 +22,13 @@ _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 
 def padded(interface: Interface) -> Interface:
-    """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs."""
+    """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs.
+
+    A length below 0 is 0, and one beyond the sequence is all of it: an error would fail the whole
+    batch in which a server puts the request, and could not see what the server has padded.
+    """
+    import tensorflow as tf
+
     from keras_headmask.retrofit.observe import keys_limited  # needs all of retrofit/
 
     first = next(name for name, x in interface.inputs.items() if x.is_sequence)
@@ -31,7 +37,8 @@ def padded(interface: Interface) -> Interface:
         given = dict(given)
         lengths = given.pop(LENGTHS)
         batch, length = ops.shape(given[first])[:2]
-        lengths = ops.reshape(lengths, (batch, 1))  # an error for one length and many examples
+        # One length for many examples is an error, in which this name stands.
+        lengths = tf.reshape(lengths, (batch, 1), "lengths_of_another_batch")
         live = ops.arange(length)[None, :] < lengths
         if PADDING in interface.inputs:
             given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))

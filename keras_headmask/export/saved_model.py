@@ -49,8 +49,8 @@ def export_saved_model(
       any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...; never XLA.
     - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. Positions past an example's length are
       not attended, and outputs there are 0: for servers that pad (TF Serving fills with each
-      tensor's first element). Left out, with the reason in the report, where anything but attention
-      could see the padding.
+      tensor's first element). A length below 0 is 0, one beyond the sequence is all of it. Left
+      out, with the reason in the report, where anything but attention could see the padding.
     - `serve_scores`, if asked for: probabilities, float32 `(batch, heads, queries, keys)`.
     - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
       its flags for XLA.
@@ -68,9 +68,10 @@ def export_saved_model(
         padded: Whether to add `serve_padded` where it is possible.
         xla_buckets: Pairs (batch, length).
         scores: `True` for all attention layers, or which, as `layers` of `apply_head_masks`.
-        warmup: Requests that TF Serving runs on loading: dicts of arrays by input name, or pairs
-            (batch, length). Needs tensorflow-serving-api. A request of more rows than the server's
-            `max_batch_size` keeps a server that batches from loading the version: a warning.
+        warmup: Requests that TF Serving runs on loading, in each signature but those for XLA: dicts
+            of arrays by input name, or pairs (batch, length). Needs tensorflow-serving-api. A
+            request of more rows than the server's `max_batch_size` keeps a server that batches from
+            loading the version: a warning.
         precision: `"float16"` or `"bfloat16"`: layers compute in it, except those of float64 and,
             in a model of mixed precision, those of float32. The softmax of attention, `Softmax`
             layers and layers that end in a softmax compute in float32; `keras.ops.softmax` in a
@@ -140,7 +141,7 @@ def export_saved_model(
                 with _timed(took, "write"):
                     signatures.write(interface, traced, folder)
                 extra.mkdir(exist_ok=True)
-                records = _records(interface, requests, "serve_padded" in asked)
+                records = _records(interface, requests, asked)
                 if records:
                     write_records(extra, records)
                 result = None
@@ -256,16 +257,16 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer],
 
 
 def _records(
-    interface: Interface, requests: Sequence[Arrays], is_padded: bool
+    interface: Interface, requests: Sequence[Arrays], asked: Iterable[str]
 ) -> list[tuple[str, Any]]:
     """Warm-up for the signatures that run anywhere: a failing one fails the whole version."""
     records = []
     for given in requests:
         answer(interface, given)  # raises what the model refuses
         tensors = as_tensors(interface, given)
-        records.append((signatures.DEFAULT, tensors))
-        if is_padded:
-            batch, length = samples.size_of(interface, given)
-            lengths = keras.ops.full((batch,), length, "int32")
-            records.append(("serve_padded", tensors | {padding.LENGTHS: lengths}))
+        batch, length = samples.size_of(interface, given)
+        lengths = {padding.LENGTHS: keras.ops.full((batch,), length, "int32")}
+        for name in asked:
+            if not name.startswith(signatures.XLA):
+                records.append((name, tensors | lengths if name == "serve_padded" else tensors))
     return records

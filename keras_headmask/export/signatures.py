@@ -45,8 +45,21 @@ def traced(name: str, signature: Interface) -> Any:
     """The concrete function of a signature."""
     import tensorflow as tf
 
+    def checked(given: Tensors) -> Tensors:
+        """Servers look at no shape: a node for each input does, and its name stands in the error.
+
+        (XLA would fill a smaller batch up, and answer with rows that nobody sent.)
+        """
+        shapes = {key: signature.inputs[key].shape for key in given}
+        return signature.call(
+            {
+                key: tf.ensure_shape(x, shapes[key], name=f"input_{key}_of_another_shape")
+                for key, x in given.items()
+            }
+        )
+
     jit_compile = True if name.startswith(XLA) else None
-    function = tf.function(signature.call, autograph=False, jit_compile=jit_compile)
+    function = tf.function(checked, autograph=False, jit_compile=jit_compile)
     with forward_only(), half_products():  # an accelerator may run it, whatever traces it
         return function.get_concrete_function(_specs(signature))
 

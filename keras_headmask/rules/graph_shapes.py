@@ -4,6 +4,7 @@
 and eager TensorFlow know them all.)
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,10 +46,14 @@ def checks(
         return []
     place = f"`mask_inputs[{name!r}]` has"
     if not isinstance(given, Sides):
-        axes = (0, "examples", sizes.batch), (2, "queries", sizes.queries), (3, "keys", sizes.keys)
+        axes = (
+            (0, "examples where the attention has", sizes.batch),
+            (2, "queries where the attention has", sizes.queries),
+            (3, "keys where the attention has", sizes.keys),
+        )
         return [
-            _check(given, axis, size, place, f"{counted} where the attention has", broadcasts=True)
-            for axis, counted, size in axes
+            _check(name, given, axis, size, place, between, broadcasts=True)
+            for axis, between, size in axes
             if given.shape[axis] != 1 and _is_open(given, axis, size)
         ]
     made = []
@@ -59,10 +64,10 @@ def checks(
         is_seen = side == "query" and "key" in read and tensor is given.key
         if not is_seen and _is_open(tensor, 0, sizes.batch):
             between = "examples where the batch has"
-            made.append(_check(tensor, 0, sizes.batch, place, between, hint=REPEAT))
+            made.append(_check(name, tensor, 0, sizes.batch, place, between, hint=REPEAT))
         if not (is_cut and side == "query") and _is_open(tensor, 1, length):
             between = "where the attention has"
-            made.append(_check(tensor, 1, length, f"{place} length", between, plural))
+            made.append(_check(name, tensor, 1, length, f"{place} length", between, plural))
     return made
 
 
@@ -176,6 +181,7 @@ def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
 
 
 def _check(
+    name: str,
     tensor: Tensor,
     axis: int,
     wanted: Length | None,
@@ -189,7 +195,9 @@ def _check(
     import tensorflow as tf
 
     shape = tf.shape(tensor)
-    size = tf.unstack(shape)[axis]
+    # Servers look at no rank. Of another one this node fails, and its name stands in the error.
+    named = re.sub(r"\W", "_", name, flags=re.ASCII)
+    size = tf.unstack(shape, name=f"mask_input_{named}_of_another_rank")[axis]
     fits = tf.equal(size, wanted)
     if broadcasts:
         fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"

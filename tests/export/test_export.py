@@ -79,14 +79,27 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     file = report.path / "assets.extra" / "tf_serving_warmup_requests"
     logs = [apis.PredictionLog.FromString(x.numpy()) for x in tf.data.TFRecordDataset(str(file))]
     requests = [log.predict_log.request for log in logs]
-    assert [r.model_spec.signature_name for r in requests] == [
-        "serving_default",
-        "serve_padded",
-    ] * 2
-    assert report.warmup_records == 4
+    names = ["serving_default", "serve_scores", "serve_padded"]
+    assert [r.model_spec.signature_name for r in requests] == names * 2
+    assert report.warmup_records == 6
     for request in requests:
         given = {k: tf.make_ndarray(v) for k, v in request.inputs.items()}
         served(report, signature=request.model_spec.signature_name, **given)
+
+
+@tensorflow_only
+@pytest.mark.parametrize("padded", [True, False])
+def test_every_signature_that_runs_anywhere_warms_up(padded, tmp_path):
+    apis = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
+    import tensorflow as tf
+
+    options = {"padded": padded, "scores": True, "xla_buckets": [(1, 5)], "warmup": [(1, 5)]}
+    report = hm.export_saved_model(ours(), tmp_path, check=False, **options)
+    file = report.path / "assets.extra" / "tf_serving_warmup_requests"
+    logs = [apis.PredictionLog.FromString(x.numpy()) for x in tf.data.TFRecordDataset(str(file))]
+    names = [log.predict_log.request.model_spec.signature_name for log in logs]
+    assert sorted(names) == sorted(set(report.signatures) - {"serve_xla_1x5"})
+    assert report.warmup_records == len(names)
 
 
 @tensorflow_only
@@ -213,7 +226,7 @@ def check_padded(report, inputs, whole):
                 continue
             assert_close(got[name][i : i + 1, :length], value, depth=3)
             assert not got[name][i, length:].any()
-    with pytest.raises(Exception, match="reshape"):  # and not one length for all
+    with pytest.raises(Exception, match="lengths_of_another_batch"):  # not one for all
         served(report, signature="serve_padded", lengths=lengths[:1], **padded)
 
 

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from export_models import server
 from keras_versions import takes_unread_inputs
 
 import keras_headmask as hm
@@ -71,6 +72,20 @@ def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(make, tmp_path):
                 message = "mask_input_of_another_shape"
             with pytest.raises(tf.errors.InvalidArgumentError, match=message):
                 call(ids, np.ones(shape, "int32"))
+
+
+@pytest.mark.parametrize("make", [_layer, pytest.param(_retrofitted, marks=takes_unread_inputs)])
+def test_ids_of_another_rank_are_named_where_a_server_passes_them_on(make, tmp_path):
+    import tensorflow as tf
+
+    make().export(str(tmp_path / "model"), verbose=False)
+    ids = np.ones((3, 6), "int32")
+    with server(tmp_path / "model") as ask:
+        assert ask("serving_default", ids=ids, seen=ids)
+        for shape in (), (3,), (3, 6, 1):
+            message = rf"equal 2, got shape \[{len(shape)}\][^$]*mask_input_seen_of_another_rank"
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                ask("serving_default", ids=ids, seen=np.ones(shape, "int32"))
 
 
 def _attention(rule, *given, query_offset=0):

@@ -95,6 +95,31 @@ def load(path):
     return tf.saved_model.load(str(path))
 
 
+@contextlib.contextmanager
+def server(path):
+    """Ask the signatures of a version as TensorFlow Serving does: it looks at no shape."""
+    import tensorflow as tf
+    from tensorflow.core.protobuf import config_pb2
+
+    with contextlib.closing(tf.compat.v1.Session(graph=tf.Graph())) as session:
+        with session.graph.as_default():
+            meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
+
+        @functools.cache
+        def run(signature, names):
+            of = meta.signature_def[signature]
+            feed = [of.inputs[name].name for name in names]
+            fetch = [of.outputs[name].name for name in of.outputs]
+            options = config_pb2.CallableOptions(feed=feed, fetch=fetch)
+            return session._make_callable_from_options(options)  # `session.run` looks at shapes
+
+        def ask(signature, **inputs):
+            answers = run(signature, tuple(inputs))(*inputs.values())
+            return dict(zip(meta.signature_def[signature].outputs, answers, strict=True))
+
+        yield ask
+
+
 def check_in_this_process(monkeypatch):
     """Run the script of the check here: a process of its own takes seconds to start."""
 

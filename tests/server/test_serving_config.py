@@ -123,6 +123,7 @@ def test_padding_only_with_serve_padded(base, unpadded):
     written = hm.write_serving_config(base, pad_variable_length_inputs=True)
     assert read_batching(written.batching).pad_variable_length_inputs is True
     assert "FIRST\n# element" in written.batching.read_text()
+    assert "another RANK than its signature says ENDS THE SERVER" in written.batching.read_text()
     with pytest.raises(ValueError, match="needs a signature `serve_padded` with an input"):
         hm.write_serving_config(unpadded, pad_variable_length_inputs=True)
     assert not list(unpadded.glob("*.*"))  # nothing was written

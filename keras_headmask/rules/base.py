@@ -77,7 +77,7 @@ class MaskSpec(FormerNames):
             inputs: By name, a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`.
 
         Returns:
-            A boolean tensor that broadcasts to `(batch, heads, queries, keys)`.
+            A boolean tensor of rank 2 or 4 that broadcasts to `(batch, heads, queries, keys)`.
 
         Raises:
             TypeError: for a class that does not define it.

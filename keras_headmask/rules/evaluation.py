@@ -295,6 +295,20 @@ def bind(
     return beside._replace(leaf_inputs=bound)
 
 
+def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:
+    """What `leaf.allowed` returned, which must be boolean."""
+    dtype = getattr(result, "dtype", None)
+    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    if name != "bool":
+        received = repr(result) if dtype is None else f"dtype {name}"
+        raise TypeError(
+            f"`{type(leaf).__name__}.allowed` must return a boolean tensor. Received: "
+            f"{received}. (`==` between symbolic Keras tensors compares objects: write "
+            "`~(a != b)`.)"
+        )
+    return result
+
+
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
     """What `rule`, free of `PerHead`, allows in one tile, for `heads`.
 
@@ -306,14 +320,17 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     def of_leaf(leaf: MaskSpec) -> Tensor:
         prepared = bound.leaf_inputs.get(leaf, {})
         inputs = {name: _cut(value, heads, cuts) for name, value in prepared.items()}
-        result = leaf.allowed(query_positions, key_positions, inputs)
-        dtype = None if isinstance(result, bool) else getattr(result, "dtype", None)
-        if dtype is None or keras.backend.standardize_dtype(dtype) != "bool":
-            received = repr(result) if dtype is None else f"dtype {dtype}"
-            raise TypeError(
-                f"`{type(leaf).__name__}.allowed` must return a boolean tensor. Received: "
-                f"{received}. (`==` between symbolic Keras tensors compares objects: write "
-                "`~(a != b)`.)"
+        result = checked_answer(leaf, leaf.allowed(query_positions, key_positions, inputs))
+        shape = tuple(result.shape)
+        tile = query_positions.shape[0], key_positions.shape[1]
+        lengths = (None, len(heads), *tile)[-len(shape) :]
+        if len(shape) not in (2, 4) or not all(map(masks.fits, shape, lengths)):
+            raise ValueError(
+                f"`{type(leaf).__name__}.allowed` must return a tensor of shape (queries or 1, "
+                "keys or 1) or (batch or 1, heads or 1, queries or 1, keys or 1), here of "
+                f"{tile[0]} queries and {tile[1]} keys. Received: shape {shape}. Compare "
+                "`query_positions` (queries, 1), `key_positions` (1, keys) and the sides of "
+                "`inputs` element-wise, which gives it."
             )
         return result
 

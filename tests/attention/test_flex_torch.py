@@ -105,6 +105,18 @@ def test_pairs_of_random_rules(case):
         assert bool(allowed(*place)) == bool(mask[example, 0, i, j])
 
 
+def test_an_answer_that_is_not_boolean_is_refused():
+    """As in `allowed_tile`: the numbers of an additive mask would count as True where it hides."""
+
+    class Additive(hm.MaskSpec):
+        def allowed(self, query_positions, key_positions, inputs):
+            return ops.where(query_positions >= key_positions, 0.0, -1e9)
+
+    allowed = flex.block_mask(part_of(Additive(), {}, 8, 8), 0, 8, 8).mask_mod
+    with pytest.raises(TypeError, match=r"`Additive\.allowed` must return a boolean.*float32"):
+        allowed(*map(torch.tensor, (0, 0, 1, 1)))
+
+
 # ---------------------------------------------------------------- which calls take it
 
 

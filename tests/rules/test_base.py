@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import operator
+import re
 
 import keras
 import numpy as np
@@ -398,10 +399,33 @@ def _returning(result):
     ("spec", "message"),
     [
         (_returning(lambda q, k: True), "`Wrong.allowed` must return a boolean tensor.*True"),
-        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype"),
+        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype int32"),
+        (
+            _returning(lambda q, k: np.ones((2, 2), object)),
+            "`Wrong.allowed` must return a boolean tensor. Received: dtype object",
+        ),
         (hm.MaskSpec(), "MaskSpec must define `allowed`"),
     ],
 )
 def test_a_rule_of_ones_own_that_is_wrong(spec, message):
     with pytest.raises(TypeError, match=message):
         hm.make_mask(spec, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("result", "shape"),
+    [
+        (lambda q, k: (q <= k)[None], (1, 2, 3)),  # examples, or heads?
+        (lambda q, k: (k >= 0)[0], (3,)),
+        (lambda q, k: np.True_, ()),
+        (lambda q, k: (q <= k)[:, :-1], (2, 2)),
+        (lambda q, k: keras.ops.transpose(q <= k), (3, 2)),
+        (lambda q, k: (q <= k)[None, None, None], (1, 1, 1, 2, 3)),
+        (lambda q, k: keras.ops.repeat((q <= k)[None, None], 2, 1), (1, 2, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("joined", [lambda spec: spec, lambda spec: spec & hm.Window(1, 1)])
+def test_an_answer_of_another_shape_than_the_tile_names_its_kind(result, shape, joined):
+    received = re.escape(f"of 2 queries and 3 keys. Received: shape {shape}")
+    with pytest.raises(ValueError, match=f"`Wrong.allowed` must return .*{received}"):
+        hm.make_mask(joined(_returning(result)), 2, 3)

@@ -14,6 +14,7 @@ from keras_headmask.attention.blocks import Arrays, across, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import checked_answer
 from keras_headmask.rules.protocol import Bound, Sides
 
 # What PyTorch's kernel needs, which it has for a CPU of this kind alone.
@@ -155,7 +156,8 @@ def _mask_mod(part: Part, query_offset: int) -> Any:
                 name: Sides(at(query, q), at(key, k))
                 for name, (query, key) in read.get(leaf, {}).items()
             }
-            return leaf.allowed(query_position, key_position, inputs)
+            result = leaf.allowed(query_position, key_position, inputs)
+            return checked_answer(leaf, result)
 
         query_position = (q + query_offset).to(torch.int32)
         key_position = k.to(torch.int32)

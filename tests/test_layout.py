@@ -31,7 +31,9 @@ ARROWS = {
     | {"server"},
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
-NEED_KERAS = {"rules.evaluation", "rules.graph_shapes", "rules.offsets"}
+NEED_KERAS = {
+    f"rules.{name}" for name in ("evaluation", "examples", "graph_shapes", "offsets", "spec_laws")
+}
 NEED_NUMPY = {"rules.blocks", "rules.coverage"} | NEED_KERAS
 
 

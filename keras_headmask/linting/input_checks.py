@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.linting.findings import Finding
-from keras_headmask.linting.subject import Subject, key_side, numbers_of, sides_of
+from keras_headmask.linting.subject import Subject, numbers_of
 from keras_headmask.masks import Mask
 from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.examples import key_side, sides_of
 
 
 def of_padding(

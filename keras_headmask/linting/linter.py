@@ -13,8 +13,9 @@ from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding as Finding
 from keras_headmask.linting.findings import Findings
-from keras_headmask.linting.subject import Subject, key_side
+from keras_headmask.linting.subject import Subject
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.examples import key_side
 
 
 def lint(
@@ -45,7 +46,7 @@ def lint(
         A list of `Finding`, errors first. Codes: `head-off`, `dead-rows`, `unseen-keys`,
         `clause-changes-nothing`, `equals-default`, `never-self`, `looks-inverted`,
         `padding-missing`, `input-never-read`, `full-cost`, `ids-collide`, `ids-absent`,
-        `open-side`, `not-checked`.
+        `open-side`, `unsound-kind`, `not-checked`.
 
     Raises:
         TypeError: if `rule` is neither a spec nor a model under a rule.

@@ -11,6 +11,7 @@ from keras import ops
 from keras_headmask.masks import Mask
 from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.examples import length_of
 from keras_headmask.rules.heads import head_groups
 
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
@@ -45,7 +46,8 @@ class Subject:
         for name, length in (("queries", queries), ("keys", keys)):
             if length is not None:
                 fields.whole_number(length, name, at_least=1)
-        of_queries, of_keys = (self._length(side) for side in (0, -1))
+        padded = None if padding is None else padding.shape[1]
+        of_queries, of_keys = (length_of(spec, self.given, side) or padded for side in (0, -1))
         readers = [leaf for leaf in leaves(spec) if leaf.inputs]
         self.unknown = [leaf for leaf in readers if not self.has(leaf)]
         most = int((_MOST_WORK / 2 ** min(len(readers), MOST_UNKNOWN)) ** 0.5)
@@ -63,16 +65,6 @@ class Subject:
                 "examples: what is wrong with a rule shows there, too."
             )
         self._values: dict[Any, np.ndarray] = {}
-
-    def _length(self, side: int) -> int | None:
-        """How many queries (side 0) or keys (side -1) the inputs speak of."""
-        for name, value in self.given.items():
-            tensor, is_whole = sides_of(value)[side], self.spec.inputs[name].rank is None
-            if tensor is not None and (is_whole or tensor.ndim == 2):
-                size = tensor.shape[-2 - side if is_whole else 1]
-                if size > 1 or not is_whole:
-                    return size
-        return None if self.padding is None else self.padding.shape[1]
 
     @property
     def self_attention(self) -> bool:
@@ -131,20 +123,6 @@ class Subject:
         for heads, part in parts:
             result[:, heads] = part
         return result
-
-
-def sides_of(value: Any) -> list[np.ndarray | None]:
-    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
-    pair = evaluation.as_pair(value)
-    sides = (value,) if pair is None else pair
-    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
-    return [None if side is None else np.asarray(side) for side in tensors]
-
-
-def key_side(value: Any) -> np.ndarray | None:
-    """The key side of a mask input, if it is `(batch, length)`."""
-    side = sides_of(value)[-1]
-    return None if side is None or side.ndim != 2 else side
 
 
 def numbers_of(flags: np.ndarray) -> tuple[int, ...]:

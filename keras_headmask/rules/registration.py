@@ -15,7 +15,9 @@ def register_spec(kind: str) -> Callable[[_Class], _Class]:
     """Class decorator: let a spec of your own join the language under a permanent name.
 
     The class must be a frozen dataclass that subclasses `MaskSpec`. Its fields are what is saved
-    and what is compared: specs with equal fields are one.
+    and what is compared: specs with equal fields are one. In a test of your own, let
+    `hm.testing.check_spec` try it: attention gets a kind wrong, in silence, that answers otherwise
+    for a tile than for the whole mask.
 
     Args:
         kind: The name under which the spec is saved, an identifier.

@@ -172,6 +172,12 @@ def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
 
 
 @every_leaf
+def test_a_leaf_and_its_twin_keep_every_law(leaf):
+    for spec in (leaf, twins(leaf)):
+        hm.testing.check_spec(spec, mask_inputs=inputs_of(spec, 24) or None)
+
+
+@every_leaf
 def test_a_twin_gets_the_same_samples(leaf):
     inputs = {name: signatures.Input((None, None), "int32") for name in leaf.inputs}
     interface = signatures.Interface(keras.Model(), inputs, None, None, {}, None)

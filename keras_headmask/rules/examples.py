@@ -1,0 +1,35 @@
+"""Examples of mask inputs, in NumPy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import as_pair
+
+
+def sides_of(value: Any) -> list[np.ndarray | None]:
+    """A mask input in NumPy: one tensor, or its sides of the queries and of the keys."""
+    pair = as_pair(value)
+    sides = (value,) if pair is None else pair
+    tensors = (ops.convert_to_numpy(side) if hasattr(side, "shape") else side for side in sides)
+    return [None if side is None else np.asarray(side) for side in tensors]
+
+
+def key_side(value: Any) -> np.ndarray | None:
+    """The key side of a mask input, if it is `(batch, length)`."""
+    side = sides_of(value)[-1]
+    return None if side is None or side.ndim != 2 else side
+
+
+def length_of(spec: MaskSpec, given: Mapping[str, Any], side: int) -> int | None:
+    """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
+    for name, kind in spec.inputs.items():
+        tensor = sides_of(given[name])[side] if name in given else None
+        if tensor is not None and (kind.rank is None or tensor.ndim == 2):
+            size = tensor.shape[-2 - side if kind.rank is None else 1]
+            if size > 1 or kind.rank is not None:
+                return size
+    return None

@@ -1,0 +1,188 @@
+"""What a kind of spec owes attention, tried on one spec: each answer against the whole mask.
+
+Attention asks a kind for tiles of any size, skips what `coverage` calls empty and forgets what lies
+outside of `looks_back`: a kind that breaks one of these laws gives wrong numbers, and no error.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from keras import ops
+
+from keras_headmask.masks import Tensor
+from keras_headmask.rules import evaluation
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.coverage import tile_grid
+from keras_headmask.rules.protocol import Bound, Cuts, Sides, Span
+
+_ELEMENT_WISE = (
+    "Each pair must follow from its `query_positions`, `key_positions` and `inputs` alone: nothing "
+    "counts from the corner of a tile, as `np.tril` does, or sums over keys. What needs whole "
+    "sequences belongs in `prepare`."
+)
+
+
+class Broken(NamedTuple):
+    """A law that a spec breaks: how it shows, and what to do."""
+
+    message: str
+    way_out: str
+
+
+class _Trial(NamedTuple):
+    """A leaf and its whole mask, `(B or 1, H or 1, T, S)`."""
+
+    leaf: MaskSpec
+    bound: Bound
+    heads: tuple[int, ...]
+    offset: int
+    whole: np.ndarray
+
+    def says(self, member: str, problem: str) -> str:
+        return f"`{type(self.leaf).__name__}.{member}` {problem}"
+
+
+def broken_in_json(spec: MaskSpec) -> Iterator[Broken]:
+    """How `spec` fails to come back from its JSON."""
+    try:
+        again = MaskSpec.from_config(json.loads(json.dumps(spec.get_config())))
+        problem = "" if again == spec else f"comes back as {again!r}"
+        if not problem and hash(again) != hash(spec):
+            problem = "comes back equal, but with another hash"
+    except Exception as error:  # of the kind's own code
+        problem = f"does not come back: {error}"
+    if problem:
+        way_out = "`get_config` must hold every field as a JSON value, and `from_fields` read it."
+        yield Broken(f"{spec!r}, saved as JSON and loaded, {problem}.", way_out)
+
+
+def broken_in_masks(
+    leaf: MaskSpec,
+    queries: int,
+    keys: int,
+    num_heads: int,
+    mask_inputs: Mapping[str, Any],
+    query_offset: int,
+) -> Iterator[Broken]:
+    """What a leaf answers against its whole mask, of these lengths and inputs, which are checked.
+
+    `mask_inputs` may hold more than the leaf reads.
+    """
+    bound = evaluation.bind(leaf, mask_inputs, queries, keys, query_offset)
+    heads = tuple(range(num_heads))
+    whole = ops.convert_to_numpy(evaluation.allowed_tile(leaf, bound, heads))
+    whole = np.broadcast_to(whole, (*whole.shape[:2], queries, keys))
+    trial = _Trial(leaf, bound, heads, query_offset, whole)
+    yield from _broken_promises(trial)
+    quarter, third = ([-(-size // n) for size in (queries, keys)] for n in (4, 3))
+    sizes = ((quarter[0], third[1]), (third[0], quarter[1]))
+    for tile in sizes:
+        yield from _broken_tiles(trial, *tile)
+    for tile in ((1, 1), (5, 7), *sizes):
+        yield from _broken_coverage(trial, *tile)
+
+
+def _broken_promises(trial: _Trial) -> Iterator[Broken]:
+    leaf, whole = trial.leaf, trial.whole
+    if leaf.constant is not None and (whole != leaf.constant).any():
+        problem = f"is {leaf.constant}, but the mask is not so everywhere."
+        yield Broken(trial.says("constant", problem), "Leave it out.")
+    opens = leaf.tiling.opens
+    if opens and (whole != whole.take([0], {"key": 2, "query": 3}[opens])).any():
+        problem = f"has opens={opens!r}, but a {opens} is open to some and not to all."
+        yield Broken(trial.says("tiling", problem), "Leave `opens` out.")
+    distance = np.arange(whole.shape[2])[:, None] + trial.offset - np.arange(whole.shape[3])
+    for hidden in (False, True):
+        reach = leaf.looks_back(hidden)
+        inside = (distance < 0) | (distance <= (np.inf if reach.before is None else reach.before))
+        for start, stop in reach.fixed:
+            inside[:, start:stop] = True
+        wrong = (whole != hidden) & ~inside
+        if wrong.any():
+            does = "forbids" if hidden else "allows"
+            problem = f"is {reach!r}, but the rule {does} {_first(wrong)}, which lies outside."
+            yield Broken(trial.says(f"looks_back(hidden={hidden})", problem), "Widen it.")
+
+
+def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:
+    """The first tile for which `allowed` says something else than for the whole mask."""
+    queries, keys = trial.whole.shape[2:]
+    for i, j in np.ndindex(-(-queries // tile_queries), -(-keys // tile_keys)):
+        rows = slice(i * tile_queries, min((i + 1) * tile_queries, queries))
+        columns = slice(j * tile_keys, min((j + 1) * tile_keys, keys))
+        expected = trial.whole[:, :, rows, columns]
+        cuts = Cuts(queries=_cut(rows), keys=_cut(columns))
+        where = f"for {_tile(rows, columns)} alone"
+        try:
+            tile = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
+            wrong = ops.convert_to_numpy(tile) != expected
+        except Exception as error:  # of the kind's own code
+            yield Broken(trial.says("allowed", f"fails {where}: {error}"), _ELEMENT_WISE)
+            return
+        if wrong.any():
+            is_allowed = expected[tuple(np.argwhere(np.broadcast_to(wrong, expected.shape))[0])]
+            problem = f"is not element-wise: {where} it {'forbids' if is_allowed else 'allows'} "
+            problem += f"{_first(wrong, rows.start, columns.start)}, but not in the whole mask."
+            yield Broken(trial.says("allowed", problem), _ELEMENT_WISE)
+            return
+
+
+def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:
+    """The first tile of which `coverage` says too much."""
+    whole, read = trial.whole, trial.bound.leaf_inputs.get(trial.leaf, {})
+    if not all(isinstance(value, Sides) for value in read.values()):
+        return  # nobody asks where a whole mask is read
+    queries, keys = whole.shape[2:]
+    rows, columns = np.arange(0, queries, tile_queries), np.arange(0, keys, tile_keys)
+    spans = {
+        name: Sides(_span(query, rows, 2), _span(key, columns, 1))
+        for name, (query, key) in read.items()
+    }
+    every, some = (
+        of.reduceat(of.reduceat(whole, rows, axis=2), columns, axis=3)
+        for of in (np.logical_and, np.logical_or)
+    )
+    tiles = tile_grid(queries, keys, tile_queries, tile_keys, trial.offset)
+    possible, certain = (np.asarray(x) for x in trial.leaf.coverage(tiles, spans))
+    too_little = some.any(1) & ~possible
+    too_much = ~every.all(1) & possible & certain
+    for wrong, said, fact in ((too_little, "no", "is"), (too_much, "every", "is not")):
+        if wrong.any():
+            i, j = np.argwhere(wrong)[0][-2:]
+            where = _tile(
+                slice(rows[i], min(rows[i] + tile_queries, queries)),
+                slice(columns[j], min(columns[j] + tile_keys, keys)),
+            )
+            problem = f"says that {said} pair of {where} is allowed, but one {fact}."
+            way_out = (
+                "`possible` must be True where any pair is allowed, `certain` only where every "
+            )
+            way_out += "one is. In doubt, say True and False."
+            yield Broken(trial.says("coverage", problem), way_out)
+            return
+
+
+def _span(values: Tensor | None, starts: np.ndarray, new_axis: int) -> Span | None:
+    """The least and greatest value of each tile, `(B, n, 1)` or `(B, 1, n)`; booleans as 0, 1."""
+    if values is None:
+        return None
+    numbers = ops.convert_to_numpy(values)
+    numbers = numbers.astype("int32") if numbers.dtype == bool else numbers
+    low, high = (of.reduceat(numbers, starts, axis=1) for of in (np.minimum, np.maximum))
+    return Span(np.expand_dims(low, new_axis), np.expand_dims(high, new_axis))
+
+
+def _cut(part: slice) -> Callable[[Tensor, int], Tensor]:
+    return lambda tensor, axis: tensor[(slice(None),) * axis + (part,)]
+
+
+def _tile(rows: slice, columns: slice) -> str:
+    return f"queries {rows.start} to {rows.stop - 1} and keys {columns.start} to {columns.stop - 1}"
+
+
+def _first(wrong: np.ndarray, row: int = 0, column: int = 0) -> str:
+    """The first pair of `wrong`, a part of the mask that begins at `row` and `column`."""
+    i, j = np.argwhere(wrong)[0][-2:]
+    return f"query {i + row} to see key {j + column}"

@@ -9,17 +9,20 @@ from keras_headmask.attention import blocks
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, numbers_of
-from keras_headmask.rules import words
+from keras_headmask.rules import config, words
 from keras_headmask.rules.algebra import joins
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import OpenSide
+from keras_headmask.rules.spec_laws import broken_in_json, broken_in_masks
 
 _MANY = 1024  # positions, to see what tiles skip
+_MOST_TRIED = 1024  # positions, to try a kind of a user's own
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of all pairs
 
 
 def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
     """`hidden`: sides of the query, "before" and "after", that masks beside the rule hide."""
+    yield from _own_kinds(subject)
     if len(subject.unknown) > MOST_UNKNOWN:
         parts = f"The rule has {len(subject.unknown)} parts that read inputs"
         message = f"{parts}, too many to try every answer of each."
@@ -33,6 +36,23 @@ def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[F
     yield from _clauses(subject)
     yield from _equal_to_default(subject)
     yield from _cost(subject)
+
+
+def _own_kinds(subject: Subject) -> Iterator[Finding]:
+    """Kinds of a user's own that break a law of `hm.testing.check_spec`."""
+    for leaf in leaves(subject.spec):
+        if config.is_built_in(type(leaf)):
+            continue
+        broken = list(broken_in_json(leaf)) if config.is_registered(type(leaf)) else []
+        most = None if leaf.inputs else _MOST_TRIED  # examples are tried whole
+        queries, keys = (
+            n if most is None else min(n, most) for n in (subject.queries, subject.keys)
+        )
+        if subject.has(leaf) and queries * keys <= _MOST_TRIED**2:
+            sizes = queries, keys, subject.heads
+            broken += broken_in_masks(leaf, *sizes, subject.given, subject.offset)
+        for message, way_out in broken[:1]:
+            yield Finding("error", "unsound-kind", message, way_out)
 
 
 def _dead(subject: Subject) -> Iterator[Finding]:

@@ -41,6 +41,10 @@ def is_registered(cls: Any) -> bool:
     return known is not None and _full_name(known) == _full_name(cls)
 
 
+def is_built_in(cls: Any) -> bool:
+    return cls.__module__.startswith(_OURS)
+
+
 def recipe(function: Callable) -> Callable:
     """Decorator: errors propose `function` to users who write its name as a text."""
     RECIPES[function.__name__] = f"hm.recipes.{_call(function)}"
@@ -65,7 +69,7 @@ def call_of(value: Any) -> str | None:
     if isinstance(value, str) and value in RECIPES:
         return RECIPES[value]
     for kind, cls in KINDS.items():
-        is_ours = cls.__module__.startswith(_OURS)
+        is_ours = is_built_in(cls)
         if value is cls or (is_ours and isinstance(value, str) and value in (kind, cls.__name__)):
             return ("hm." if is_ours else "") + _call(cls)
     return None

@@ -76,6 +76,23 @@ def test_recipes_used_as_meant(spec, inputs):
         assert [f for f in findings if f.severity != "info"] == [], str(findings)
 
 
+@hm.register_spec("test_lint_triangle")
+@dataclass(frozen=True)
+class Triangle(hm.MaskSpec):
+    """Right for the whole mask alone: each tile has a corner of its own."""
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return np.tril(np.ones((query_positions.shape[0], key_positions.shape[1]), bool))
+
+
+@hm.register_spec("test_lint_ids_triangle")
+@dataclass(frozen=True)
+class OfIds(Triangle):
+    @property
+    def inputs(self):
+        return {"x": hm.InputType()}
+
+
 OFF = hm.KeyFlag("x") & ~hm.KeyFlag("x")
 HALF = hm.PerHead({0: W(3, -1)})
 X = {"x": REAL}
@@ -171,6 +188,9 @@ PLANTED = [
         {"mask_inputs": {"token_ids": IDS}},
         ("info", "ids-absent", (), ()),
     ),
+    (hm.PerHead({1: Triangle()}), {}, ("error", "unsound-kind", (), ())),
+    (Triangle(), {"queries": 4}, ("error", "unsound-kind", (), ())),
+    (OfIds() & hm.Chunk(4), {"mask_inputs": X}, ("error", "unsound-kind", (), ())),
     (
         hm.SameSegment("a") | hm.SameSegment("b") | hm.SameSegment("c") | hm.SameSegment("d")
         | hm.SameSegment("e") | hm.SameSegment("f") | hm.SameSegment("g"),

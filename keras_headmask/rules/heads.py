@@ -23,12 +23,14 @@ def check_heads(spec: Any, num_heads: int) -> None:
             f"`num_heads` must be at most {_MOST_HEADS}. Received: {num_heads}. Pass the number of "
             "heads of the attention layer."
         )
-    exist = f"there are {num_heads} heads, numbered 0 to {num_heads - 1}"
+    exist, hint = f"there are {num_heads} heads, numbered 0 to {num_heads - 1}", ""
     if num_heads == 1:
-        exist = "there is one head, numbered 0"
+        exist, hint = "there is one head, numbered 0", " Pass `num_heads=` if there are more."
     for head in named_heads(spec):
         if head >= num_heads:
-            raise ValueError(f"The mask spec names head {head}, but {exist}. Received: {spec!r}.")
+            raise ValueError(
+                f"The mask spec names head {head}, but {exist}. Received: {spec!r}.{hint}"
+            )
 
 
 def head_groups(spec: Any, num_heads: int) -> list[tuple[Any, tuple[int, ...]]]:

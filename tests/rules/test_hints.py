@@ -41,6 +41,7 @@ NEAR = [
     (hm.Full, r"Call it: {}\.", r"hm\.Full\(\)"),
     (hm.SameSegment, r"Call it: {}\.", r"hm\.SameSegment\(input\)"),
     (hm.recipes.causal, r"Call it: {}\.", r"hm\.recipes\.causal\(\)"),
+    (lambda i, j: i >= j, r"`allowed` of a class under @hm.register_spec.*: {}\.", r"TheClass\(\)"),
     (np.ones((3, 3)), r"by MaskInput\(name\): {}\.", r"hm\.MaskInput\(name\)"),
 ]
 
@@ -224,7 +225,10 @@ def test_a_padding_mask_in_place_of_a_mask_of_pairs():
 
 
 def test_one_is_singular():
-    with pytest.raises(ValueError, match="names head 3, but there is one head, numbered 0"):
+    one = (
+        r"names head 3, but there is one head, numbered 0\. .* Pass `num_heads=` if there are more"
+    )
+    with pytest.raises(ValueError, match=one):
         hm.make_mask(hm.PerHead({3: hm.Full()}), 3, 3)
     pair = (IDS, np.ones((2, 3), "int32"))
     with pytest.raises(ValueError, match="has 1 example where the batch has 2"):

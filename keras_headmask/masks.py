@@ -7,6 +7,7 @@ inside `tf.function`.
 """
 
 import functools
+import warnings
 from typing import Any, TypeAlias
 
 import keras
@@ -115,23 +116,51 @@ def as_flags(values: Tensor) -> Tensor:
 
 def _values_at_hand(tensor: Tensor) -> np.ndarray | None:
     """The values of an eager tensor in the memory of the CPU, else `None`."""
-    if keras.backend.is_keras_tensor(tensor):
+    if not _is_eager(tensor):
         return None
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        at_hand = "CPU" in tensor.device
+    elif backend == "jax":
+        at_hand = all(d.platform == "cpu" for d in tensor.devices())
+    else:
+        at_hand = tensor.device.type == "cpu"
+    return known_values(tensor) if at_hand else None
+
+
+def _is_eager(tensor: Tensor) -> bool:
+    """Whether a tensor of the backend is neither symbolic nor a part of a trace."""
+    if keras.backend.is_keras_tensor(tensor):
+        return False
     backend = keras.backend.backend()
     if backend == "tensorflow":
         import tensorflow as tf
 
-        at_hand = hasattr(tensor, "numpy") and tf.executing_eagerly() and "CPU" in tensor.device
-    elif backend == "jax":
+        return hasattr(tensor, "numpy") and tf.executing_eagerly()
+    if backend == "jax":
         import jax
 
-        traced = isinstance(tensor, jax.core.Tracer)
-        at_hand = not traced and all(d.platform == "cpu" for d in tensor.devices())
-    else:
-        import torch
+        return not isinstance(tensor, jax.core.Tracer)
+    import torch
 
-        at_hand = tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-    return known_values(tensor) if at_hand else None
+    return not torch.compiler.is_compiling()
+
+
+def warn_of_heads(mask: Tensor, name: str, batch: int | None, heads: int) -> None:
+    """Warn once if the first axis of an eager mask of rank 3 may have been meant as the heads."""
+    if len(mask.shape) == 3 and 1 != mask.shape[0] == batch == heads and _is_eager(mask):
+        _warn_of_heads(name, heads)
+
+
+@functools.cache
+def _warn_of_heads(name: str, heads: int) -> None:
+    warnings.warn(
+        f"`{name}` of rank 3 is read as (batch, queries, keys), and there are as many heads as "
+        f"examples: {heads}. If its first axis is the heads, pass mask[None], of shape (1, heads, "
+        "queries, keys). If it is the batch, mask[:, None] says so without this warning.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def lift(mask: Any, name: str = "mask") -> Mask:
@@ -163,10 +192,7 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
         if not fits(size, wanted[axis]):
             hint = ""
             if len(shape) == 3:
-                hint = (
-                    " A mask of rank 3 is always (batch, queries, keys); to give each head its "
-                    "own, add the batch axis: mask[None] has shape (1, heads, queries, keys)."
-                )
+                hint = _hint_for_rank_3(shape[0], wanted["heads"])
             elif len(shape) == 2 and fits(shape[0], wanted["batch"]) and fits(shape[1], keys):
                 hint = " Pass it as `query_mask=`, or add" if name == "attention_mask" else " Add"
                 hint = f" A mask of shape (batch, keys) needs an axis of queries.{hint}"
@@ -177,6 +203,19 @@ def check_shape(mask: Tensor, name: str, *lengths: int | None) -> None:
                 f"`{name}` has {size} {counted} where the attention has {wanted[axis]} (1 "
                 f"broadcasts). Received: shape {shape}, read as ({', '.join(axes)}).{hint}"
             )
+
+
+def _hint_for_rank_3(size: int | None, heads: int | None) -> str:
+    hint = " A mask of rank 3 is always (batch, queries, keys)"
+    if size and heads and size > heads > 1 and size % heads == 0:
+        return (
+            f"{hint}. One of torch.nn.MultiheadAttention, (batch * heads, queries, keys), becomes "
+            f"one of rank 4 by hm.from_torch(mask, num_heads={heads}), where True hides."
+        )
+    return (
+        f"{hint}; to give each head its own, add the batch axis: mask[None] has shape (1, heads, "
+        "queries, keys)."
+    )
 
 
 def sizes(tensor: Tensor, dtype: str = "int32") -> list[Length]:

@@ -100,7 +100,9 @@ def dot_product_attention(
     batch, queries, heads, size = query.shape
     lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
     if mask is not None:
-        masks.check_shape(masks.as_bool(mask), "mask", *lengths)
+        as_given = masks.as_bool(mask)
+        masks.check_shape(as_given, "mask", *lengths)
+        masks.warn_of_heads(as_given, "mask", batch, heads)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
     changed = given_changes(lengths, bias, position_bias, logits_soft_cap, sinks)

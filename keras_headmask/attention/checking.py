@@ -12,6 +12,8 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
 
+# The first arguments of a layer's call.
+_TENSORS = ("query", "value", "key", "query_mask", "value_mask", "key_mask", "attention_mask")
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
 
 
@@ -56,13 +58,21 @@ def refuse_rule_by_position(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if a layer is called with its rule, or on ids in place of embeddings."""
+    """Raise if a layer is called with its rule, on ids, or with a dict in place of a tensor."""
     if "mask_spec" in kwargs or any(isinstance(x, MaskSpec) for x in (*args, *kwargs.values())):
         raise TypeError(
             "The call of a layer takes no rule. Pass the rule when you make the layer: "
             f"{name}(..., mask_spec=...)."
         )
-    query: Any = args[0] if args else kwargs.get("query")
+    given = {**dict(zip(_TENSORS, args, strict=False)), **kwargs}
+    for place in _TENSORS:
+        if isinstance(given.get(place), Mapping):
+            names = ", ".join(f"{name!r}: ..." for name in given[place])
+            raise TypeError(
+                f"`{place}` must be a tensor. Received: a dict of {list(given[place])}. What a "
+                f"rule reads is passed by name: layer(x, mask_inputs={{{names}}})."
+            )
+    query: Any = given.get("query")
     if len(getattr(query, "shape", None) or ()) == 2 and "int" in str(query.dtype):
         raise TypeError(
             "`query` must be embeddings, of shape (batch, length, size). Received: integers of "
@@ -120,6 +130,7 @@ def checked_call(
         masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
     if attention_mask is not None:
         masks.check_shape(attention_mask, "attention_mask", *lengths)
+        masks.warn_of_heads(attention_mask, "attention_mask", lengths.batch, num_heads)
     evaluation.check_inputs(spec, mask_inputs, lengths, offset)
     return offset
 

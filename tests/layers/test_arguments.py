@@ -11,6 +11,7 @@ from keras_versions import takes_unread_inputs
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask import masks
 
 BACKEND = keras.backend.backend()
 X, KEYS = normal(4, 2, 2, 3), normal(4, 5, 2, 3)
@@ -284,3 +285,69 @@ def test_ids_in_place_of_embeddings(kind):
             kind.layer(2, 4)(ids)
         with pytest.raises(TypeError, match="must be embeddings"):
             kind.layer(2, 4)(query=ids, value=ids)
+
+
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED])
+def test_mask_inputs_in_place_of_a_tensor(kind):
+    layer, x = kind.layer(2, 4, mask_spec=hm.SameSegment("ids")), normal(1, 5, 8)
+    given = {"ids": IDS}
+    for call, place in (
+        (lambda: layer(x, given), "value"),
+        (lambda: layer(x, x, given), "key"),
+        (lambda: layer(x, attention_mask=given), "attention_mask"),
+        (lambda: layer(keras.Input((5, 8)), {"ids": keras.Input((5,), dtype="int32")}), "value"),
+    ):
+        way_out = r"a dict of \['ids'\].*by name: layer\(x, mask_inputs=\{'ids': \.\.\.\}\)"
+        with pytest.raises(TypeError, match=f"`{place}` must be a tensor.*{way_out}"):
+            call()
+
+
+# --- Masks of rank 3 ---
+
+
+def by_functions(mask, batch=1):
+    x = normal(batch, 5, 2, 3)
+    return hm.dot_product_attention(x, x, x, mask=mask)
+
+
+def by_layers(mask, batch=1, kind=MULTI_HEAD):
+    return kind.layer(2, 4)(normal(batch, 5, 8), attention_mask=mask)
+
+
+@pytest.mark.parametrize("call", [by_functions, by_layers])
+def test_a_mask_of_all_heads_of_a_batch_is_one_of_torch(call):
+    """Heads of example after example, as `torch.nn.MultiheadAttention` takes them."""
+    with pytest.raises(ValueError, match=r"hm\.from_torch\(mask, num_heads=2\).*True hides"):
+        call(np.ones((6, 5, 5), bool), 3)
+    for size in (2, 3):
+        with pytest.raises(ValueError, match=r"mask\[None\]") as raised:
+            call(np.ones((size, 5, 5), bool), 5)
+        assert "from_torch" not in str(raised.value)
+
+
+@pytest.mark.parametrize("call", [by_functions, by_layers])
+def test_a_mask_for_each_example_or_each_head_warns_once(call):
+    masks._warn_of_heads.cache_clear()
+    mask = np.tril(np.ones((2, 5, 5), bool))
+    with pytest.warns(UserWarning, match=r"as many heads as examples.*mask\[None\].*mask\[:, None"):
+        call(mask, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(mask, 2)
+        masks._warn_of_heads.cache_clear()
+        call(mask[:, None], 2)
+        call(mask[None], 2)
+        call(mask[:1], 2)
+        call(mask[:1], 1)
+        call(np.ones((3, 5, 5), bool), 3)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="it computes eagerly")
+def test_a_graph_does_not_warn_of_as_many_heads_as_examples():
+    masks._warn_of_heads.cache_clear()
+    x, mask = keras.Input(batch_shape=(2, 5, 8)), keras.Input(batch_shape=(2, 5, 5), dtype="bool")
+    model = keras.Model([x, mask], MULTI_HEAD.layer(2, 4)(x, attention_mask=mask))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.compile(jit_compile=False)
+        model.predict([normal(2, 5, 8), np.ones((2, 5, 5), bool)], verbose=0)

@@ -83,17 +83,63 @@ def never_read(name: str, is_padding: bool) -> Finding:
     return Finding("warning", "input-never-read", message, way_out)
 
 
+def _looked_for(subject: Subject) -> Iterator[tuple[MaskSpec, str]]:
+    """Each leaf that looks for ids and has examples of them, and the name of these."""
+    for leaf in leaves(subject.spec):
+        if leaf.sampling.ids and subject.has(leaf) and len(leaf.inputs) == 1:
+            yield leaf, next(iter(leaf.inputs))
+
+
 def absent_ids(subject: Subject) -> Iterator[Finding]:
     """Ids that a rule looks for, and that the examples lack."""
-    for leaf in leaves(subject.spec):
-        wanted = leaf.sampling.ids
-        if wanted and subject.has(leaf) and len(leaf.inputs) == 1:
-            (name,) = leaf.inputs
-            sides = [side for side in sides_of(subject.given[name]) if side is not None]
-            if not any(np.isin(side, wanted).any() for side in sides):
-                message = f"None of the ids that {leaf!r} looks for occurs in the examples."
-                way_out = "Check the ids against the vocabulary of the tokenizer."
-                yield Finding("info", "ids-absent", message, way_out)
+    for leaf, name in _looked_for(subject):
+        sides = [side for side in sides_of(subject.given[name]) if side is not None]
+        if not any(np.isin(side, leaf.sampling.ids).any() for side in sides):
+            message = f"None of the ids that {leaf!r} looks for occurs in the examples."
+            way_out = "Check the ids against the vocabulary of the tokenizer."
+            yield Finding("info", "ids-absent", message, way_out)
+
+
+def ids_at_padding(subject: Subject, padding: np.ndarray | None, name: str) -> Iterator[Finding]:
+    """Ids that a rule looks for, and that occur at padding alone.
+
+    `padding` is true at real keys. Without one, ids that repeat at the end of sequences, and occur
+    nowhere else, are likely padding.
+    """
+    for leaf, read in _looked_for(subject):
+        ids = key_side(subject.given[read])
+        if ids is None or (leaf.tiling.opens and not _is_unnegated(subject, leaf)):
+            continue  # (~KeyIn of padding hides it.)
+        found = np.isin(ids, leaf.sampling.ids)
+        severity, where = "warning", f"only where `{name}` marks padding"
+        if padding is not None:
+            at_padding = ~padding
+        else:
+            at_padding = np.logical_and.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+            severity, where = "info", "only at the end of sequences, as padding does"
+            if at_padding.all(1).any() or not at_padding[:, -2:].all(1).any():
+                continue
+        if found.any() and found.shape == at_padding.shape and not (found & ~at_padding).any():
+            message = f"The ids that {leaf!r} looks for occur {where}."
+            way_out = (
+                "Check the ids against the vocabulary of the tokenizer. What hides padding is "
+            )
+            way_out += "a padding mask, or ~KeyIn(...)."
+            yield Finding(severity, "ids-at-padding", message, way_out)
+
+
+def _is_unnegated(subject: Subject, leaf: MaskSpec) -> bool:
+    """Whether `leaf` stands somewhere under no `~`, or under an even number of them."""
+    for rule, _ in subject.groups:
+        is_there, _ = rule.fold(
+            lambda spec: (spec == leaf, False),
+            lambda a, b: (a[0] or b[0], a[1] or b[1]),
+            lambda a, b: (a[0] or b[0], a[1] or b[1]),
+            lambda a: (a[1], a[0]),
+        )
+        if is_there:
+            return True
+    return False
 
 
 def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:

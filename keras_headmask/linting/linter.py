@@ -46,7 +46,7 @@ def lint(
         A list of `Finding`, errors first. Codes: `head-off`, `dead-rows`, `unseen-keys`,
         `clause-changes-nothing`, `equals-default`, `never-self`, `looks-inverted`,
         `padding-missing`, `input-never-read`, `full-cost`, `ids-collide`, `ids-absent`,
-        `open-side`, `unsound-kind`, `not-checked`.
+        `ids-at-padding`, `open-side`, `unsound-kind`, `not-checked`.
 
     Raises:
         TypeError: if `rule` is neither a spec nor a model under a rule.
@@ -91,6 +91,7 @@ def lint(
             f"{subject.keys} keys."
         )
     findings += [*odd, *input_checks.absent_ids(subject), *rule_checks.of_positions(subject)]
+    findings += input_checks.ids_at_padding(subject, padding, name)
     if padding is not None:
         findings += input_checks.of_padding(subject, padding, name, None)
     return Findings(findings)

@@ -69,8 +69,12 @@ def _of_a_layer(
     hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
     yield from rule_checks.of_positions(subject, hidden)
     if not layer.paddings:
+        yield from input_checks.ids_at_padding(subject, None, "")
         return
     seen = subject_of(queries, keys, layer.given)
+    for name, padding in layer.paddings.items():
+        if has_examples or not marks_padding(name):  # (Of made-up ids a mask shows nothing.)
+            yield from input_checks.ids_at_padding(seen, padding, name)
     of_each = [
         list(input_checks.of_padding(seen, padding, name, layer.outside))
         for name, padding in layer.paddings.items()

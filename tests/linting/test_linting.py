@@ -188,6 +188,16 @@ PLANTED = [
         {"mask_inputs": {"token_ids": IDS}},
         ("info", "ids-absent", (), ()),
     ),
+    (
+        hm.PerHead({0: hm.SameSentence(0)}),
+        {"mask_inputs": {"token_ids": IDS} | PAD},
+        ("warning", "ids-at-padding", (), ()),
+    ),
+    (
+        hm.QueryIn("token_ids", 0) | SELF,
+        {"mask_inputs": {"token_ids": IDS}},
+        ("info", "ids-at-padding", (), ()),
+    ),
     (hm.PerHead({1: Triangle()}), {}, ("error", "unsound-kind", (), ())),
     (Triangle(), {"queries": 4}, ("error", "unsound-kind", (), ())),
     (OfIds() & hm.Chunk(4), {"mask_inputs": X}, ("error", "unsound-kind", (), ())),
@@ -213,6 +223,26 @@ def test_every_code_is_planted_and_documented():
     source = "".join(Path(module.__file__).read_text() for module in modules)
     written = set(re.findall(r'"([a-z]+(?:-[a-z]+)+)"', source))
     assert {finding[1] for *_, finding in PLANTED} == documented == written
+
+
+@pytest.mark.parametrize("rule", [SENTENCES, hm.SameSentence((0, 9)), ~hm.KeyIn("token_ids", 0)])
+def test_no_id_is_taken_for_padding(rule):
+    for more in ({}, PAD):
+        assert "ids-at-padding" not in str(hm.lint(rule, mask_inputs={"token_ids": IDS} | more))
+    for ids in ([[5, 0, 6, 7, 0], [5, 6, 7, 8, 0]], [[5, 6, 7], [0, 0, 0]]):
+        found = hm.lint(hm.SameSentence(0), mask_inputs={"token_ids": np.array(ids)})
+        assert "ids-at-padding" not in str(found)
+
+
+@pytest.mark.parametrize("rule", [hm.SameSentence(0), hm.KeyIn("token_ids", 0) | SELF], ids=repr)
+def test_a_model_shows_which_id_pads(rule):
+    rule, at_padding = hm.PerHead({0: rule}), "warning ids-at-padding"
+    assert at_padding in codes(hm.apply_head_masks(one_layer(mask_zero=True), rule))
+    flagged = hm.apply_head_masks(padded(True), rule)
+    assert at_padding not in codes(flagged)  # made-up ids show nothing
+    examples = {"token_ids": IDS, "padding_mask": REAL}
+    assert at_padding in codes(flagged, mask_inputs=examples)
+    assert at_padding not in codes(flagged, mask_inputs=examples | {"token_ids": IDS + 1})
 
 
 def test_a_finding_says_what_and_the_way_out():

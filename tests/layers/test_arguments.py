@@ -349,5 +349,4 @@ def test_a_graph_does_not_warn_of_as_many_heads_as_examples():
     model = keras.Model([x, mask], MULTI_HEAD.layer(2, 4)(x, attention_mask=mask))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        model.compile(jit_compile=False)
         model.predict([normal(2, 5, 8), np.ones((2, 5, 5), bool)], verbose=0)

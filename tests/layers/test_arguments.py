@@ -346,7 +346,8 @@ def test_a_mask_for_each_example_or_each_head_warns_once(call):
 def test_a_graph_does_not_warn_of_as_many_heads_as_examples():
     masks._warn_of_heads.cache_clear()
     x, mask = keras.Input(batch_shape=(2, 5, 8)), keras.Input(batch_shape=(2, 5, 5), dtype="bool")
-    model = keras.Model([x, mask], MULTI_HEAD.layer(2, 4)(x, attention_mask=mask))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
+        model = keras.Model([x, mask], MULTI_HEAD.layer(2, 4)(x, attention_mask=mask))
         model.predict([normal(2, 5, 8), np.ones((2, 5, 5), bool)], verbose=0)
+    assert masks._warn_of_heads.cache_info().misses == 0

@@ -736,6 +736,58 @@ def test_layers_inside_layers():
     assert list(_keras.sublayers(_keras.made_by(ops.relu(keras.Input((3,))))[0])) == []
 
 
+@relies_on(
+    "layers_in_file",
+    breaks="a copy would lack vocabularies, adapters and frozen layers, or not be made",
+)
+def test_layers_by_the_paths_of_files(tmp_path):
+    h5py = pytest.importorskip("h5py")
+
+    class Block(keras.Layer):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rest = keras.layers.Dense(2), [keras.layers.Dense(2) for _ in "ab"]
+
+        def build(self, shape):
+            for layer in (self.first, *self.rest):
+                layer.build((None, 2))
+            self.another = self.first
+
+        def call(self, x):
+            return x
+
+    block = Block()
+    model = keras.Model(x := keras.Input((2,)), keras.layers.Dense(2)(block(x)))
+    found = _keras.layers_in_file(model)
+    model.save_weights(tmp_path / "model.weights.h5")
+    in_file = []
+    with h5py.File(tmp_path / "model.weights.h5") as file:
+        file.visit(lambda path: in_file.append(path) if path.endswith("vars/0") else None)
+    assert {path.removesuffix("/vars/0") for path in in_file} == {
+        path for path, layer in found.items() if isinstance(layer, keras.layers.Dense)
+    }
+    assert found[""] is model
+    assert len(found) == len(list(_keras.layers_of(model)))
+    places = list(map(id, found.values()))
+    assert places.index(id(block)) < places.index(id(block.first))
+
+
+@relies_on(
+    "taken_by_inputs", breaks="a backbone taken out of a masked task would not obey by itself"
+)
+def test_what_the_inputs_of_a_functional_model_take():
+    a, b = keras.Input((3,), name="a"), keras.Input((4,), name="b")
+    for inputs in ({"b": b, "a": a}, [b, a]):
+        model = keras.Model(inputs, keras.layers.Concatenate()([a, b]))
+        # (Keras takes the keys of a dict in the order of the alphabet.)
+        for given in ({"a": 1, "b": 2, "c": 3}, [1, 2] if isinstance(inputs, dict) else [2, 1]):
+            taken = dict(_keras.taken_by_inputs(model, given))
+            assert taken.keys() == {1, 2}
+            assert taken[1] is a
+            assert taken[2] is b
+        assert _keras.taken_by_inputs(model, [1]) == []
+
+
 @relies_on("compile_alike", breaks="a metric of `ablate_heads` could not call `evaluate`")
 def test_a_model_is_compiled_as_another():
     def squares(true, made):

@@ -28,6 +28,7 @@ from keras_headmask._keras.files import file_under as file_under
 from keras_headmask._keras.files import file_weights_under as file_weights_under
 from keras_headmask._keras.files import filed_name as filed_name
 from keras_headmask._keras.files import has_in_file as has_in_file
+from keras_headmask._keras.files import layers_in_file as layers_in_file
 from keras_headmask._keras.files import query_in_files as query_in_files
 from keras_headmask._keras.files import unpickle_model as unpickle_model
 from keras_headmask._keras.heads import after_build as after_build
@@ -292,6 +293,19 @@ def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def argument_names(layer: Any) -> list[str]:
     """The names of the arguments that calls of `layer` take."""
     return list(layer._call_signature.parameters)
+
+
+def taken_by_inputs(model: Functional, given: Any) -> list[tuple[Any, Any]]:
+    """Each tensor that a functional model is called on, with the input of its graph that takes it.
+
+    Empty if they do not fit.
+    """
+    inputs = model.input
+    if isinstance(given, Mapping):
+        known = inputs if isinstance(inputs, Mapping) else {x.name: x for x in model.inputs}
+        return [(given[name], x) for name, x in known.items() if name in given]
+    flat = keras.tree.flatten(given)
+    return list(zip(flat, model.inputs, strict=True)) if len(flat) == len(model.inputs) else []
 
 
 def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """Private names of Keras that its files depend on, and why each is touched."""
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras.src.models.functional import Functional
 from keras.src.saving import saving_lib
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
 
@@ -41,6 +43,40 @@ def has_in_file(store: Any, part: str) -> bool:
     if path.startswith("/"):
         return False  # not from a file
     return store.has_path(path) if hasattr(store, "has_path") else path in store.h5_file  # < 3.15
+
+
+def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
+    """`layer`, under "", and all layers inside, by the paths that its file has for their state.
+
+    Paths are made of attributes, so they do not change when a layer is made later or gets another
+    name. They also reach what Keras does not track, as the preprocessor of KerasHub's tasks on
+    PyTorch. A layer stands before those inside it.
+    """
+    found: dict[str, keras.Layer] = {}
+    seen: dict[int, Any] = {}  # by id; they are kept, so that no id is used again
+
+    def parts(whole: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(whole, KerasSaveable):
+            yield from saving_lib._walk_saveable(whole)
+            return
+        used: dict[str, int] = {}
+        for part in whole.values() if isinstance(whole, dict) else whole:
+            if isinstance(part, (KerasSaveable, list, tuple, dict)):
+                name = saving_lib.naming.to_snake_case(type(part).__name__)
+                number = used[name] = used.get(name, -1) + 1
+                yield f"{name}_{number}" if number else name, part
+
+    def look(part: Any, path: str) -> None:
+        if not isinstance(part, (KerasSaveable, list, tuple, dict)) or id(part) in seen:
+            return
+        seen[id(part)] = part
+        if isinstance(part, keras.Layer):
+            found[path] = part
+        for name, inner in parts(part):
+            look(inner, f"{path}/{name}" if path else name)
+
+    look(layer, "")
+    return found
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.

@@ -15,7 +15,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.find import Found, aligned, find_attention, holds, is_inside, numbered
-from keras_headmask.retrofit.graph import HeadMaskInputs, new_inputs, rewire
+from keras_headmask.retrofit.graph import new_inputs, rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,
     attention_inside,
@@ -195,9 +195,10 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
             config, custom_objects=unregistered, safe_mode=False
         )
         _check_all_there(model, twin)
-        _copy_training_state(model, twin)
+        pairs = _in_pairs(model, twin)
+        _copy_training_state(pairs)
         _copy_weights(model, twin)
-        _copy_other_state(model, twin)
+        _copy_other_state(pairs)
     except Exception as error:  # (the config of a layer may raise anything)
         raise ValueError(
             f"Copying the model '{model.name}' is not possible: {error} Mend that, or, for a rule, "
@@ -206,27 +207,37 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
     return twin
 
 
-def _copy_training_state(source: keras.Model, target: keras.Model) -> None:
+Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too
+
+
+def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
+    """The layers of both by the paths that files have, each before the layers inside it.
+
+    A layer without state may lack a twin: KerasHub's preprocessors make some at their first text.
+    """
+    twins = _keras.layers_in_file(target)
+    pairs = []
+    for path, layer in _keras.layers_in_file(source).items():
+        twin = twins.get(path)
+        if type(twin) is type(layer):
+            pairs.append((layer, twin))
+        elif layer.weights or hasattr(layer, "save_assets"):
+            raise ValueError(
+                f"its config makes a model without the layer {path!r} ({type(layer).__name__}), "
+                "whose state would be lost."
+            )
+    return pairs
+
+
+def _copy_training_state(pairs: Pairs) -> None:
     """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
-    layers, twins = _with_state(source), _with_state(target)
-    if list(map(type, layers)) != list(map(type, twins)):
-        return
-    target.trainable = source.trainable
-    pairs = list(zip(layers, twins, strict=True))
     for layer, twin in pairs:
         if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
             twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
-    for layer, twin in [(source, target), *pairs]:  # the RematScope of when it was built
-        _keras.set_remat_mode(twin, _keras.remat_mode(layer))
+        _keras.set_remat_mode(twin, _keras.remat_mode(layer))  # the RematScope of when it was built
     for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
-
-
-def _with_state(model: keras.Model) -> list[keras.Layer]:
-    """The layers inside, but those that a rule adds: a config may put them in another place."""
-    added = HeadMaskInputs, keras.layers.InputLayer
-    return [x for x in _keras.layers_inside(model) if not isinstance(x, added)]
 
 
 def _check_tracked(found: Found) -> None:
@@ -248,12 +259,9 @@ def _check_all_there(source: keras.Model, target: keras.Model) -> None:
             )
 
 
-def _copy_other_state(source: keras.Model, target: keras.Model) -> None:
+def _copy_other_state(pairs: Pairs) -> None:
     """State outside the weights: what layers derive from them, and vocabularies."""
-    pairs = zip([source, *_with_state(source)], [target, *_with_state(target)], strict=False)
     for layer, twin in pairs:
-        if type(layer) is not type(twin):
-            continue
         if hasattr(layer, "finalize_state"):  # a Normalization, say, that was adapted
             store: dict[str, Any] = {}
             layer.save_own_variables(store)
@@ -269,6 +277,7 @@ def _copy_weights(source: keras.Model, target: keras.Model) -> None:
     if [w.shape for w in target.weights] == [w.shape for w in source.weights]:
         for new, weight in zip(target.weights, source.weights, strict=True):
             new.assign(keras.ops.copy(weight.value))  # JAX and torch would share the memory
+            new.trainable = weight.trainable  # LoRA freezes the kernel alone, not its layer
         return
     with tempfile.TemporaryDirectory() as folder:  # LoRA's, say, which files merge into the kernels
         file = str(pathlib.Path(folder) / "model.weights.h5")

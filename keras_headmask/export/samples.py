@@ -10,6 +10,7 @@ import numpy as np
 from keras_headmask import _keras
 from keras_headmask.export.interface import LENGTHS, PADDING, Arrays, Interface, answer
 from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.graph import ARGUMENT
 from keras_headmask.rules.base import MaskSpec, leaves
 
 _MOST_SHOWN = 8  # ids of an input, in a message
@@ -41,6 +42,10 @@ def request(interface: Interface, item: Any) -> Arrays:
         if array.dtype.kind == "O" and all(isinstance(part, (str, bytes)) for part in array.flat):
             parts = [part.encode() if isinstance(part, str) else part for part in array.flat]
             array = np.array(parts, "S").reshape(array.shape)
+        elif (
+            array.dtype.kind == "b" and "int" in x.dtype
+        ):  # KerasHub's preprocessors mark padding so
+            array = array.astype(x.dtype)
         elif array.dtype.kind == "U":  # text as the bytes of UTF-8, as TensorFlow has it
             array = np.char.encode(array, "utf-8")
         sizes_fit = array.ndim == len(x.shape) and all(
@@ -179,12 +184,17 @@ def _sizes_of_embeddings(graph: _keras.Functional, tensor: Tensor) -> Iterator[i
     """The sizes of all embeddings that may read an input of a functional graph."""
     for operation in graph.operations:
         for node in _keras.calls_of(operation):
-            places = [i for i, x in enumerate(node.input_tensors) if x is tensor]
-            inner = getattr(operation, "inputs", ()) if places else ()
-            if isinstance(operation, _keras.Functional) and len(node.input_tensors) == len(inner):
-                for i in places:
-                    yield from _sizes_of_embeddings(operation, inner[i])
-            elif places and isinstance(operation, keras.Layer):
+            args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
+            kwargs.pop(ARGUMENT, None)  # (what rules read, no embedding reads there)
+            if all(x is not tensor for x in keras.tree.flatten((args, kwargs))):
+                continue
+            taken = []
+            if isinstance(operation, _keras.Functional):
+                taken = _keras.taken_by_inputs(operation, args[0] if args else None)
+            if taken:
+                for inner in (own for x, own in taken if x is tensor):
+                    yield from _sizes_of_embeddings(operation, inner)
+            elif isinstance(operation, keras.Layer):
                 for layer in _keras.layers_of(operation):
                     if isinstance(layer, keras.layers.Embedding):
                         yield layer.input_dim

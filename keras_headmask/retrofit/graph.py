@@ -207,7 +207,7 @@ def names_read(layer: HeadMaskInputs) -> list[str]:
     return sorted({n for _, of in layer.parts for source in of.values() for n in names_in(source)})
 
 
-_ARGUMENT = "head_mask_inputs"
+ARGUMENT = "head_mask_inputs"  # of a masked layer, beside those of its stock class
 
 
 def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False) -> None:
@@ -230,9 +230,9 @@ def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False
 
     def call(operation: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs)
-        before = kwargs.pop(_ARGUMENT, None) or {}
+        before = kwargs.pop(ARGUMENT, None) or {}
         if read := rules[id(operation)]:
-            kwargs[_ARGUMENT] = _given(read, tensors, made, before)
+            kwargs[ARGUMENT] = _given(read, tensors, made, before)
         return operation(*args, **kwargs)
 
     outputs = _keras.run_anew(model, call)
@@ -277,7 +277,7 @@ def _given(
 
 
 def _has_edges(model: keras.Model) -> bool:
-    return any(_ARGUMENT in node.arguments.kwargs for node in _keras.nodes(model))
+    return any(ARGUMENT in node.arguments.kwargs for node in _keras.nodes(model))
 
 
 def _read_by_rules_alone(model: keras.Model) -> set[int]:
@@ -286,7 +286,7 @@ def _read_by_rules_alone(model: keras.Model) -> set[int]:
     by_others: set[int] = set()
     for node in _keras.nodes(model):
         kwargs = dict(node.arguments.kwargs)
-        edges = kwargs.pop(_ARGUMENT, None)
+        edges = kwargs.pop(ARGUMENT, None)
         own = node.arguments.args, kwargs  # (they may hold inputs of rules, too)
         is_ours = isinstance(node.operation, HeadMaskInputs)
         by_rules |= {id(x) for x in keras.tree.flatten((edges, own) if is_ours else edges)}

@@ -8,6 +8,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+from backbone_calls import randomised
 from export_models import RULE, check_in_this_process, masked, nothing_in, ours, stock
 from keras import layers, ops
 
@@ -85,6 +86,44 @@ def test_a_subclassed_model_of_another_argument_is_published(tmp_path, monkeypat
     model = by_our_layer()
     report = hm.export_saved_model(model, tmp_path, input_signature=IDS, check=[(2, 12)])
     assert report.check.twin_distance > 1e-4
+
+
+def masked_task():
+    """KerasHub's backbone takes ids and segments: tables of 30 rows and of 2."""
+    models = pytest.importorskip("keras_hub").models
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
+    backbone = models.BertBackbone(vocabulary_size=30, max_sequence_length=16, **sizes)
+    task = models.BertTextClassifier(randomised(backbone), num_classes=2)
+    return hm.apply_head_masks(task, hm.PerHead({0: hm.SameSentence(9)}))
+
+
+def test_samples_for_a_masked_model_inside_go_by_the_table_of_each_input():
+    given = samples.request(interface_of(masked_task(), None), (4, 40))
+    assert given["token_ids"].max() == 29
+    assert given["segment_ids"].max() == 1
+    assert 0.1 < (given["token_ids"] == 9).mean() < 0.4
+
+
+@tensorflow_only
+def test_a_masked_task_is_published_on_made_up_requests_and_on_what_its_preprocessor_makes(
+    tmp_path, monkeypatch
+):
+    check_in_this_process(monkeypatch)
+    task = masked_task()
+    made_up = hm.export_saved_model(task, tmp_path)
+    rng = np.random.default_rng(0)
+    given = {
+        "token_ids": np.where(np.arange(12) % 4 == 3, 9, rng.integers(10, 30, (3, 12))),
+        "segment_ids": np.zeros((3, 12), "int32"),
+        "padding_mask": np.arange(12) < np.array([[12], [9], [5]]),  # bool, as KerasHub's are
+    }
+    report = hm.export_saved_model(task, tmp_path, check=[given])
+    assert report.check.shapes == ((3, 12),)
+    for check in (made_up.check, report.check):
+        assert check.twin_distance > 10 * check.error
+    refused = given | {"padding_mask": given["padding_mask"].astype("float32")}
+    with pytest.raises(ValueError, match=r"'padding_mask' must be int32 .* Received: float32"):
+        hm.export_saved_model(task, tmp_path, check=[refused])
 
 
 @tensorflow_only

@@ -30,10 +30,12 @@ from keras_headmask.retrofit.call import (
     opened_frame,
 )
 from keras_headmask.retrofit.find import attention, holds, is_inside
+from keras_headmask.retrofit.graph import ARGUMENT
 from keras_headmask.retrofit.rule import (
     STATE,
     LayerRule,
     State,
+    Tensors,
     all_rules,
     attention_inside,
     entries,
@@ -67,6 +69,8 @@ class MaskedLayer(_Layer):
         offset = (
             offset_of_call(self, args, kwargs, current_frame().offset) if offset is None else offset
         )
+        if head_mask_inputs is None:
+            head_mask_inputs = self._own_mask_inputs(*args, **kwargs)
         with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and state_of(self).waiting and self.built:
@@ -127,6 +131,34 @@ class MaskedLayer(_Layer):
                 # (An owner inside is checked when it runs.)
                 if rule.reads and rule.restricts and not is_inside(self, rule.owner):
                     yield layer, rule
+
+    def _own_mask_inputs(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Tensors | None:
+        """What its rules read, among its own inputs, for a functional model called by itself.
+
+        As the backbone of a masked task. The first call in a graph with inputs for the rules says
+        which of its own inputs they are: those that take the same tensors.
+        """
+        if not isinstance(self, _keras.Functional) or observers.are_rules_off():
+            return None
+        asking = (r for x, r in self._asks_for() if r.owner is self and inputs_of(r, x) is None)
+        names = sorted({name for rule in asking for name in rule.reads})
+        if not names:
+            return None
+        calls = (call.arguments for call in _keras.calls_of(self))
+        call = next((call for call in calls if call.kwargs.get(ARGUMENT)), None)
+        if call is None:
+            return None
+        found = {}
+        known = _keras.taken_by_inputs(self, call.args[0] if call.args else None)
+        given = {id(own): (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
+        for name in names:
+            own = next((own for x, own in known if x is call.kwargs[ARGUMENT].get(name)), None)
+            if id(own) not in given:
+                return None
+            own, x = given[id(own)]
+            symbolic = keras.backend.is_keras_tensor(x)
+            found[name] = x if symbolic else keras.ops.convert_to_tensor(x, own.dtype)
+        return found
 
     def _check_given(self) -> None:
         if observers.are_rules_off():

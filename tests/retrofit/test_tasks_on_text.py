@@ -1,0 +1,217 @@
+"""KerasHub's tasks as people use them: text in, a baseline first, then a rule, a file, a server."""
+
+import keras
+import numpy as np
+import pytest
+from backbone_calls import randomised
+from contract import numpy
+from tolerance import assert_close
+
+import keras_headmask as hm
+
+keras_hub = pytest.importorskip("keras_hub")
+pytest.importorskip("tensorflow_text")
+models = keras_hub.models
+SIZES = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8, "dropout": 0.0}
+LENGTH = 12
+TEXTS = np.array(["a b . c .", "c a c . a b"])
+LABELS = np.array([0, 1], "int32")
+
+_WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "."]
+_SPACED = [f"Ġ{x}" for x in "abc."]  # the byte of a space, as byte pairs have it
+_BYTE_PAIRS = ["<s>", "<pad>", "</s>", "<mask>", *"abc.", "Ġ", *_SPACED]
+_MERGES = [f"Ġ {x}" for x in "abc."]
+FULL_STOP = {"Bert": 8, "DistilBert": 8, "Roberta": _BYTE_PAIRS.index("Ġ."), "GPT2": 9}
+
+
+def tokenizer_of(name):
+    if name == "Roberta":
+        ids = {token: i for i, token in enumerate(_BYTE_PAIRS)}
+        return models.RobertaTokenizer(vocabulary=ids, merges=_MERGES)
+    if name == "GPT2":
+        tokens = ["<|endoftext|>", *"abc.", "Ġ", *_SPACED]
+        return models.GPT2Tokenizer(dict(zip(tokens, range(10), strict=True)), _MERGES)
+    return getattr(models, f"{name}Tokenizer")(_WORD_PIECES)
+
+
+def task_of(name):
+    sizes = SIZES | {"vocabulary_size": 16, "max_sequence_length": LENGTH}
+    backbone = randomised(getattr(models, f"{name}Backbone")(**sizes), 0.3)
+    kind = "CausalLM" if name == "GPT2" else "TextClassifier"
+    task = getattr(models, f"{name}{kind}")
+    preprocessor = task.preprocessor_cls(tokenizer_of(name), sequence_length=LENGTH)
+    if name == "GPT2":
+        return task(backbone, preprocessor=preprocessor)
+    more = {"num_classes": 2, "preprocessor": preprocessor, "dropout": 0.0}
+    return randomised(task(backbone, **more), 0.3)
+
+
+def rule_of(name):
+    """By token ids, so that what a layer obeys is an edge of the task's graph."""
+    return hm.PerHead({0: hm.SameSentence(FULL_STOP[name])}, default=hm.Window(3, 3))
+
+
+def compiled(task):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    arguments = {"sampler": "greedy"} if isinstance(task, models.CausalLM) else {}
+    task.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True, **arguments)
+    return task
+
+
+def asked(task):
+    return task.predict(TEXTS, verbose=0)
+
+
+def tokens(task):
+    """What the task makes of the texts before its graph, as a client sends it."""
+    made = task.preprocessor(list(TEXTS))
+    return made[0] if isinstance(made, tuple) else made  # a causal one makes labels, too
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("name", FULL_STOP)
+@pytest.mark.every_day("^Bert|GPT2")
+def test_baseline_rule_file_server(name, tmp_path):
+    import tensorflow as tf
+
+    task = compiled(task_of(name))
+    is_classifier = name != "GPT2"
+    baseline = asked(task)
+    masked = hm.apply_head_masks(task, rule_of(name))
+    in_a_graph = asked(masked)  # as a task is compiled by itself
+    obeyed = asked(compiled(masked))
+    assert_close(in_a_graph, obeyed, depth=3)
+    assert abs(obeyed - baseline).max() > 1e-3
+    np.testing.assert_array_equal(asked(compiled(hm.unmasked(masked))), baseline)
+
+    labels = (LABELS,) if is_classifier else ()
+    masked.fit(TEXTS, *labels, batch_size=2, verbose=0)
+    fitted = asked(masked)
+    assert abs(fitted - obeyed).max() > 1e-4
+    masked.save(tmp_path / "task.keras")
+    again = compiled(keras.saving.load_model(tmp_path / "task.keras", compile=False))
+    np.testing.assert_array_equal(asked(again), fitted)
+    if not is_classifier:
+        said = again.generate(list(TEXTS), max_length=8)
+        twin = compiled(hm.apply_head_masks(again, hm.Full(), existing="and"))
+        assert twin.generate(list(TEXTS), max_length=8) == said
+
+    report = hm.export_saved_model(again, tmp_path / "served", check=False)
+    served = tf.saved_model.load(str(report.path))
+    given = {k: tf.cast(x, "int32") for k, x in tokens(again).items()}
+    assert_close(numpy(served.serve(given)), fitted, depth=3)
+
+    stock = compiled(hm.unmasked(again))
+    assert not hm.mask_specs(stock)
+    assert abs(asked(stock) - fitted).max() > 1e-4
+
+    def metric(model):
+        return float(np.square(asked(model) - fitted).mean())
+
+    worth = hm.ablate_heads(again, metric, progress=False)
+    assert worth.values[()] == 0
+    assert (worth.changes > 0).all()
+    off = hm.apply_head_masks(again, hm.PerHead({1: hm.Nothing()}), existing="and")
+    if not is_classifier:
+        with pytest.raises(ValueError, match="CachedMultiHeadAttention"):
+            hm.prune_heads(off)
+        return
+    pruned = compiled(hm.prune_heads(off))
+    assert pruned.count_params() < off.count_params()
+    assert_close(asked(pruned), asked(compiled(off)), depth=3)
+
+
+def test_a_copy_of_a_task_that_has_seen_text_has_all_of_its_state():
+    """A packer is made by the first text: then the layers of task and copy are not as many."""
+    task = task_of("Bert")
+    task.backbone.enable_lora(2)
+    task.get_layer("logits").trainable = False
+    before = numpy(task(tokens(task)))
+    trained = [x.path for x in task.trainable_weights]  # adapters and biases, not what they adapt
+    assert not any(path.endswith("query/kernel") for path in trained)
+    for model in (hm.apply_head_masks(task, hm.Full()), hm.unmasked(task)):
+        np.testing.assert_array_equal(numpy(model(tokens(model))), before)
+        assert [x.path for x in model.trainable_weights] == trained
+
+
+def test_state_that_a_copy_has_no_layer_for_is_an_error():
+    class Reads(keras.layers.Layer):
+        def __init__(self, words=None, **kwargs):
+            super().__init__(**kwargs)
+            self.words = words
+
+        def get_config(self):
+            return {}  # which lacks the words
+
+        def call(self, x):
+            return x
+
+    x = keras.Input((None, 8))
+    y = Reads(tokenizer_of("Bert"))(x)
+    model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(y, y))
+    with pytest.raises(ValueError, match=r"is not possible: .*'layers/reads.*/words'.*copy=False"):
+        hm.apply_head_masks(model, hm.Full())
+
+
+# --- The backbone of a masked task ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+@pytest.mark.every_day("Bert")
+def test_the_backbone_of_a_masked_task_obeys(name, tmp_path):
+    task, rule = task_of(name), rule_of(name)
+    given = {k: numpy(x) for k, x in tokens(task).items()}
+    alone = hm.apply_head_masks(task.backbone, rule)
+    wanted, stock = (keras.tree.map_structure(numpy, x(given)) for x in (alone, task.backbone))
+    task = hm.apply_head_masks(task, rule)
+    task.save(tmp_path / "task.keras")
+    again = keras.saving.load_model(tmp_path / "task.keras", compile=False)
+    for backbone in (task.backbone, again.backbone):
+        built_on_it = keras.Model(backbone.input, backbone(backbone.input))
+        for made in (backbone(given), backbone.predict(given, verbose=0), built_on_it(given)):
+            close(made, wanted)
+    with pytest.raises(AssertionError):
+        close(stock, wanted)
+
+
+def close(made, wanted):
+    keras.tree.map_structure(lambda x, y: assert_close(numpy(x), y, depth=3), made, wanted)
+
+
+@pytest.mark.tensorflow
+def test_the_backbone_of_a_masked_task_is_exported(tmp_path):
+    import tensorflow as tf
+
+    task = hm.apply_head_masks(task_of("Bert"), rule_of("Bert"))
+    report = hm.export_saved_model(task.backbone, tmp_path, check=False)
+    given = {k: tf.cast(x, "int32") for k, x in tokens(task).items()}
+    served = tf.saved_model.load(str(report.path))
+    got, wanted = served.serve(given), task.backbone(given)
+    for key, value in wanted.items():
+        assert_close(numpy(got[key]), numpy(value), depth=3)
+
+
+def test_a_backbone_that_lacks_what_its_rule_reads_is_refused():
+    rule = hm.SameSegment("sentence_ids")
+    task = hm.apply_head_masks(task_of("Bert"), rule, add_inputs=True)
+    given = {k: numpy(x) for k, x in tokens(task).items()}
+    message = r"reads \['sentence_ids'\].* give the rule to the backbone first"
+    with pytest.raises(ValueError, match=message):
+        task.backbone(given)
+    with pytest.raises(ValueError, match=message):
+        task.backbone.predict(given, verbose=0)
+    inner = task.backbone
+    with pytest.raises(ValueError, match=message):
+        keras.Model(inner.inputs, inner.output["sequence_output"])(given)
+
+
+def test_a_model_inside_that_gets_other_ids_than_the_rule_reads_is_refused():
+    """The name of its input is that of the outer model's, and what comes in is not."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = keras.layers.Embedding(12, 8)(ids)
+    inner = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4)(x, x), name="inner")
+    given = keras.Input((None,), dtype="int32", name="token_ids")
+    outer = keras.Model(given, inner(keras.ops.flip(given, 1)))
+    masked = hm.apply_head_masks(outer, hm.SameSentence(9))
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\], and was called without"):
+        masked.get_layer("inner")(np.array([[1, 2, 9, 3]]))

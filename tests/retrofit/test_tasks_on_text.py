@@ -166,6 +166,12 @@ def test_the_backbone_of_a_masked_task_obeys(name, tmp_path):
     task = hm.apply_head_masks(task, rule)
     task.save(tmp_path / "task.keras")
     again = keras.saving.load_model(tmp_path / "task.keras", compile=False)
+    task.backbone.save(tmp_path / "backbone.keras")
+    alone = keras.saving.load_model(tmp_path / "backbone.keras")
+    inner = keras.Model(task.backbone.input, keras.tree.flatten(task.backbone.output)[0])
+    for without_edges in (alone, inner):
+        with pytest.raises(ValueError, match=r"reads \['token_ids'\].* rule to the backbone first"):
+            without_edges(given)
     for backbone in (task.backbone, again.backbone):
         built_on_it = keras.Model(backbone.input, backbone(backbone.input))
         for made in (backbone(given), backbone.predict(given, verbose=0), built_on_it(given)):

@@ -15,8 +15,8 @@ import keras
 from keras.src import backend
 
 # A tensor's Keras mask: read and passed on, as stock attention does.
-from keras.src.backend import get_keras_mask as get_keras_mask
-from keras.src.backend import set_keras_mask as set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
 
 # Whether Keras infers shapes: then tensors have no values.
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope

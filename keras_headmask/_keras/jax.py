@@ -4,6 +4,8 @@ from keras.src import backend
 
 # A function of this name is traced to be read, and nothing runs the trace.
 ONLY_READ = "traced_to_be_read"
+# Where Keras' inference of shapes has its `wrapped_fn`, which JAX traces: it moved in Keras 3.16.
+FILE_OF_INFERENCE = backend.compute_output_spec.__code__.co_filename
 
 
 def traces_function() -> bool:
@@ -18,7 +20,6 @@ def traces_function() -> bool:
         if hasattr(trace, "frame"):  # (`vmap` and `grad` by themselves keep nothing)
             source = trace.frame.debug_info.func_src_info or ""
             if not source.startswith(f"{ONLY_READ} "):
-                of_keras = source.startswith("wrapped_fn ") and backend.jax.core.__file__ in source
-                return not of_keras
+                return not (source.startswith("wrapped_fn ") and FILE_OF_INFERENCE in source)
         trace = getattr(trace, "parent_trace", None)
     return False

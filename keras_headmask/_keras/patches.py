@@ -23,7 +23,7 @@ def dot_product_attention_seen(see: Callable[[], None]) -> Iterator[None]:
 
     It is not a layer. Contexts may overlap; the last to end gives Keras its own function back.
     """
-    nn = backend.nn
+    nn = getattr(backend, "ops", backend).nn  # `backend.nn` before Keras 3.16
     with _ATTENTION_LOCK:
         if not _attention_seen_by:
             usual = nn.dot_product_attention

@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -196,9 +197,23 @@ def __dir__() -> list[str]:
 
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
+    _require_keras()
     for module in ("generation.causal_lm", "heads.pruned_layer"):  # (and layers, by them)
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
+
+
+def _require_keras() -> None:
+    """Raise for a Keras that `pyproject.toml` refuses: it would fail later, and not say why."""
+    import keras
+
+    oldest = "3.13.2"
+    found, asked = (re.findall("[0-9]+", version)[:3] for version in (keras.__version__, oldest))
+    if [*map(int, found)] < [*map(int, asked)]:
+        raise ImportError(
+            f"keras_headmask needs Keras {oldest} or later, and this is Keras {keras.__version__}. "
+            "Update it: pip install --upgrade keras"
+        )
 
 
 def _is_command() -> bool:

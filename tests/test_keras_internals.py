@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from fresh import run_fresh
 from keras import ops
+from keras.src import backend
 from keras_versions import HAS, needs, numbers
 
 import keras_headmask as hm
@@ -94,6 +95,33 @@ def test_every_private_name_is_covered():
             targets = ast.walk(ast.Tuple(node.targets))
             names |= {n.id for n in targets if isinstance(n, ast.Name)}
     assert names - {"OVERRIDDEN"} == COVERED
+
+
+@pytest.mark.tensorflow  # (the same on each)
+def test_fresh_processes_have_the_same_keras():
+    run_fresh("import sys, keras; assert keras.__file__ == sys.argv[1], keras", keras.__file__)
+
+
+TOO_OLD = """
+import sys
+import keras
+keras.__version__ = sys.argv[1]
+try:
+    import keras_headmask
+except ImportError as error:
+    assert str(error) == sys.argv[2], error
+else:
+    raise AssertionError("imported")
+"""
+
+
+@pytest.mark.tensorflow  # (the same on each)
+@pytest.mark.parametrize("version", ["2.15.0", "3.12.4"])
+def test_a_keras_that_is_too_old_is_refused_at_import(version):
+    asked = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    oldest = re.search('"keras>=([0-9.]+),', asked)[1]
+    said = f"keras_headmask needs Keras {oldest} or later, and this is Keras {version}. "
+    run_fresh(TOO_OLD, version, f"{said}Update it: pip install --upgrade keras")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +249,7 @@ def test_flash_is_switched_off_on_a_stand_in():
 
 @relies_on("KERAS_HUB_HOOKS part part_name", breaks="no rule would reach KerasHub's decoders")
 def test_the_parts_of_kerashubs_attention():
-    hub = pytest.importorskip("keras_hub").models
+    hub = pytest.importorskip("keras_hub", exc_type=ImportError).models  # (or for another Keras)
     sizes = {"num_layers": 1, "hidden_dim": 8, "intermediate_dim": 8, "vocabulary_size": 9}
     llama = hub.LlamaBackbone(num_query_heads=4, num_key_value_heads=2, **sizes)
     bloom = hub.BloomBackbone(num_heads=4, **sizes)
@@ -376,7 +404,7 @@ def test_keras_says_when_it_infers_shapes():
 
 
 @relies_on(
-    "traces_function for_shapes_alone graph_of_function ONLY_READ",
+    "traces_function for_shapes_alone graph_of_function ONLY_READ FILE_OF_INFERENCE",
     breaks="a function compiled inside a model would keep what was traced for shapes",
 )
 def test_functions_that_are_compiled_while_keras_infers_shapes():
@@ -632,16 +660,17 @@ def test_weights_that_are_read_while_shapes_are_inferred():
 def test_an_operation_is_seen():
     from keras_headmask.attention import observers
 
-    seen, x, stock = [], X[:, :, None], keras.src.backend.nn.dot_product_attention
+    nn = getattr(backend, "ops", backend).nn
+    seen, x, stock = [], X[:, :, None], nn.dot_product_attention
     with observers.operations_seen(lambda: seen.append(1)), observers.operations_seen(None):
-        assert keras.src.backend.nn.dot_product_attention is not stock
+        assert nn.dot_product_attention is not stock
         ops.dot_product_attention(x, x, x)
     assert not seen
     with observers.operations_seen(lambda: seen.append(1)):
         ops.dot_product_attention(x, x, x)
         attention()(X, X)
     assert len(seen) == 2
-    assert keras.src.backend.nn.dot_product_attention is stock
+    assert nn.dot_product_attention is stock
 
 
 IMPORTS_ALONE = """
@@ -652,7 +681,8 @@ from keras.src.saving import saving_lib
 
 def now():
     exports = [getattr(export, f"export_{name}") for name in ("onnx", "openvino", "litert")]
-    attention, clone = backend.nn.dot_product_attention, cloning._wrap_clone_function
+    nn = getattr(backend, "ops", backend).nn
+    attention, clone = nn.dot_product_attention, cloning._wrap_clone_function
     return [attention, clone, saving_lib.naming, *exports]
 
 before = now()

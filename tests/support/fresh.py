@@ -10,10 +10,11 @@ import keras
 
 def run_fresh(code, *arguments):
     """Run Python `code`; fail with what it said if it fails."""
-    root = str(Path(__file__).parents[2])
+    # (`make versions` has another Keras in the path.)
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])])
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
+        env=dict(os.environ, PYTHONPATH=path, KERAS_BACKEND=keras.backend.backend()),
         capture_output=True,
         text=True,
     )

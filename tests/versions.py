@@ -1,7 +1,8 @@
 """`make versions`: the laws and the retrofit on older versions of Keras, and on its main branch.
 
-Releases come from the package index, and the main branch from the folder of a checkout that
-`make versions KERAS=folder` names. Each stands alone in a folder, in front of the installed Keras.
+All come from the package index, the main branch as the newest nightly build, with KerasHub's.
+`make versions KERAS=folder` runs a checkout, too. Each stands alone in a folder, in front of the
+installed Keras.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 # The last release of each minor version; the newest is what is installed.
 RELEASES = "3.13.2", "3.14.1", "3.15.1"
+NIGHTLY = "--pre", "keras-nightly", "keras-hub-nightly"  # (KerasHub reads private names of Keras)
 FIRST = "tests/test_keras_internals.py"  # what fails here explains what fails after it
 PARITY = "tests/layers/test_parity.py", "tests/test_golden.py", "tests/retrofit/test_retrofit.py"
 LAWS = (
@@ -24,37 +26,48 @@ PASSES = (
     ("jax", (FIRST, *PARITY)),
     ("torch", (FIRST, *PARITY)),
 )
+FIND = "import importlib.util; found = importlib.util.find_spec('keras').origin"
+RUN_KERAS = """
+import keras
+x = keras.Input((3,))
+keras.Model(x, keras.layers.Dense(2)(x))(keras.ops.ones((1, 3)))
+"""
 
 
 def main(*checkouts: str) -> int:
     report = []
     with tempfile.TemporaryDirectory() as scratch:
-        for version in RELEASES:
-            folder = Path(scratch, version)
+        packages = {f"Keras {version}": [f"keras=={version}"] for version in RELEASES}
+        for name, what in (packages | {"Keras' main branch": NIGHTLY}).items():
+            folder = Path(scratch, name.replace(" ", "_"))
             pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
-            subprocess.run([*pip, "--target", str(folder), f"keras=={version}"], check=True)
-            report += run(f"Keras {version}", folder)
+            subprocess.run([*pip, "--target", str(folder), *what], check=True)
+            report += run(name, folder)
         for checkout in (Path(name).resolve() for name in checkouts):
             if not (checkout / "keras" / "src").is_dir():
                 raise SystemExit(f"{checkout} is no checkout of Keras: it has no keras/src.")
             report += run(f"Keras in {checkout.name}", checkout)
-    if not checkouts:
-        report.append(("Keras' main branch", "", None))
     for name, backend, code in report:
-        how = {None: "not run: make versions KERAS=its checkout", 0: "passed"}
+        how = {None: "not run: Keras itself fails there", 0: "passed"}
         print(f"{name:24} {backend:12} {how.get(code, f'FAILED ({code})')}")
     return int(any(code for *_, code in report))
 
 
 def run(name: str, folder: Path) -> list[tuple[str, str, int | None]]:
-    """The passes with the Keras in `folder`: what ran, on which backend, its exit code."""
+    """The passes with the Keras in `folder`: what ran, on which backend, its exit code.
+
+    `None` stands for a backend on which this Keras itself does not import, or runs no model.
+    """
     report = []
     for backend, files in PASSES:
         print(f"\n=== {name}, {backend}", flush=True)
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": paths}
-        where = f"import keras; assert keras.__file__.startswith({str(folder)!r}), keras.__file__"
+        where = f"{FIND}; assert found.startswith({str(folder)!r}), found"
         subprocess.run([sys.executable, "-c", where], env=environment, check=True)
+        if subprocess.run([sys.executable, "-c", RUN_KERAS], env=environment).returncode:
+            report.append((name, backend, None))
+            continue
         command = sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *files
         report.append((name, backend, subprocess.run(command, env=environment).returncode))
     return report

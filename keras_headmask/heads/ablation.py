@@ -131,10 +131,10 @@ def ablate_heads(
     """Measure what each head is worth: the metric with the head switched off (Michel et al. 2019).
 
     A head that is switched off sees nothing (`Nothing()`), beside the rules that the model has, so
-    it adds nothing to its layer's output. `metric` gets copies, one for each head and one without
-    a change, compiled as `model` is; `model` stays as it is. A sweep that is interrupted, or whose
-    metric raises, keeps what it has: in `save_to`, and as the attribute `ablation` of the
-    exception.
+    it adds nothing to its layer's output. `metric` gets copies, one for each head and one with all
+    of them, compiled as `model` is; `model` stays as it is. In each copy a query that sees no key,
+    as at padding, has context 0, as under any rule. A sweep that is interrupted, or whose metric
+    raises, keeps what it has: in `save_to`, and as the attribute `ablation` of the exception.
 
     Args:
         model: A model that `apply_head_masks` takes.
@@ -209,7 +209,7 @@ class _Sweep:
 
     def run(self, greedy: bool, higher: bool, steps: int | None, progress: bool) -> None:
         saved = self._saved()
-        own = sweeps.finite(self.metric(sweeps.variant(self.model)), "the model itself")
+        own = sweeps.finite(self.metric(sweeps.variant(self.model, self.entries)), "the model itself")
         sweeps.check_own(self.file, saved.get((), own), own)
         self.values = {(): own, **saved}
         self._save()
@@ -241,7 +241,7 @@ class _Sweep:
         for layer, heads in itertools.groupby(off, key=lambda head: head[0]):
             path = f"^{re.escape(self.entries[layer].path)}$"
             rules[path] = PerHead({tuple(head for _, head in heads): Nothing()})
-        return sweeps.variant(self.model, rules)
+        return sweeps.variant(self.model, self.entries, rules)
 
     def _saved(self) -> Mapping[Off, float]:
         if self.file is None or not self.file.is_file():

@@ -1,6 +1,7 @@
 """`hm.suggest_rules`: the cheapest rule of each head that keeps most of its attention."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -59,8 +60,9 @@ def suggest_rules(
     of a model, the masked model is measured, and heads are opened (`Full()`; in a causal layer
     `Window(after=0)`), one more each time, those that lost most attention first, until the metric
     is within `tolerance` of the model's own. That takes up to one run of `metric` for each head. It
-    gets copies, compiled as `model` is. A search that is interrupted, or whose metric raises, keeps
-    what it has: in `save_to`, and as the attribute `suggestion` of the exception.
+    gets copies, compiled as `model` is; in each a query that sees no key, as at padding, has
+    context 0, as under any rule. A search that is interrupted, or whose metric raises, keeps what
+    it has: in `save_to`, and as the attribute `suggestion` of the exception.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -121,7 +123,7 @@ def suggest_rules(
     if metric is None:
         return found
     digest = sweeps.digest(model, reader.entries, found.rules)
-    opening = _Opening(model, metric, found, file, digest)
+    opening = _Opening(reader, metric, found, file, digest)
     try:
         return opening.until(tolerance, better == "higher", progress)
     except BaseException as error:
@@ -229,20 +231,21 @@ class _Opening:
 
     def __init__(
         self,
-        model: keras.Model,
+        reader: Reader,
         metric: Callable[[keras.Model], Any],
         found: Suggestion,
         file: Path | None,
         digest: str,
     ):
-        self.model, self.metric, self.found = model, metric, found
+        self.metric, self.found = metric, found
+        self.variant = functools.partial(sweeps.variant, reader.model, reader.entries)
         self.file, self.digest = file, digest
         self.values: list[float] = self._saved()
         self.is_saved = bool(self.values)  # all of them
 
     def until(self, tolerance: float, higher: bool, progress: bool) -> Suggestion:
         """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
-        own = sweeps.finite(self.metric(sweeps.variant(self.model)), "the model itself")
+        own = sweeps.finite(self.metric(self.variant()), "the model itself")
         if self.values:
             sweeps.check_own(self.file, self.values[0], own)
         else:
@@ -265,7 +268,7 @@ class _Opening:
         return dataclasses.replace(suggestion, metrics=tuple(self.values[:count]))
 
     def _measure(self, suggestion: Suggestion, said: str) -> None:
-        tried = sweeps.variant(self.model, suggestion.rules)
+        tried = self.variant(suggestion.rules)
         self._keep(sweeps.finite(self.metric(tried), said))
 
     def _keep(self, value: float) -> None:

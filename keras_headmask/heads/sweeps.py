@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import numpy as np
 from keras_headmask import _keras
 from keras_headmask.retrofit.find import AttentionLayer, find_attention
 from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.rules.positions import Keys
 
 
 def digest(model: keras.Model, entries: Sequence[AttentionLayer], more: Any = None) -> str:
@@ -37,15 +40,24 @@ def check_metric(metric: Any) -> None:
         )
 
 
-def variant(model: keras.Model, rules: Mapping[str, Any] | None = None) -> keras.Model:
-    """What a metric gets: a copy of `model`, with `rules` beside its own, and compiled as it is."""
-    from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
-    from keras_headmask.retrofit.masked_model import copied
+def variant(
+    model: keras.Model, entries: Sequence[AttentionLayer], rules: Mapping[str, Any] | None = None
+) -> keras.Model:
+    """What a metric gets: a copy of `model`, with `rules` beside its own, and compiled as it is.
 
+    Each of `entries` gets a rule, one that hides nothing if `rules` has none for it. For a query
+    that sees no key, as at padding, stock Keras takes the mean of all values, and attention under a
+    rule 0: no two variants may differ in that.
+    """
+    from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+
+    found = find_attention(model)
+    given = {entry.path: Keys(0) for entry in entries}
     if rules:
-        made = apply_head_masks(model, rules, existing="and")
-    else:
-        made = copied(model, find_attention(model))
+        specs = specs_by_layer(rules, None, found)
+        given |= {found.known[i].path: spec & Keys(0) for i, spec in specs.items()}
+    by_layer = {f"^{re.escape(path)}$": spec for path, spec in given.items()}
+    made = apply_head_masks(model, by_layer, existing="and")
     _keras.compile_alike(model, made)
     return made
 

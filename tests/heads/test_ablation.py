@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from contract import normal, numpy, random_biases
+from small_models import TOKENS, one_layer
 
 import keras_headmask as hm
 from keras_headmask.heads.ablation import Ablation, ablate_heads
@@ -83,6 +84,26 @@ def test_each_head_is_a_model_without_it(model):
     np.testing.assert_array_equal(numpy(model(DATA)), outputs)
     assert hm.mask_specs(model) == {}
     assert all(map(np.array_equal, model.get_weights(), before))
+
+
+def with_a_head_of_no_worth():
+    """Head 1 writes nothing, and the last tokens are padding."""
+    model = one_layer()
+    kernel = model.get_layer("attention").output_dense.kernel
+    kernel.assign(numpy(kernel) * (np.arange(4) != 1)[:, None, None])
+    return model
+
+
+def of_all_rows(model):
+    """A metric to which padding counts."""
+    return np.square(numpy(model(TOKENS))).mean()
+
+
+def test_a_head_that_writes_nothing_is_worth_nothing_beside_padding():
+    """Stock attention gives padding a mean of values, and attention under a rule zeros."""
+    found = ablate_heads(with_a_head_of_no_worth(), of_all_rows)
+    np.testing.assert_allclose(found.changes[0, 1], 0, atol=1e-6)
+    assert (abs(found.changes[0, [0, 2, 3]]) > 1e-3).all()
 
 
 def test_rules_that_the_model_has_hold_too(model):

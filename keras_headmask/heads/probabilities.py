@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_headmask import masks
+from keras_headmask.heads import texts
 from keras_headmask.retrofit.find import AttentionLayer, find_attention, without_remat
 from keras_headmask.retrofit.select import select
 
@@ -33,7 +34,7 @@ def attention_probabilities(
         row sums to 1, or to 0 where a query sees nothing.
 
     Raises:
-        TypeError: if `model` is not a Keras model.
+        TypeError: if `model` is not a Keras model, or for floats where it takes ids.
         ValueError: if attention is out of reach, does not run, runs inside a `tf.function` or
             `jit`, or attends over several axes; or if `layers` names no layer.
 
@@ -46,6 +47,7 @@ def attention_probabilities(
            [0., 1., 0.],
            [0., 0., 1.]], dtype=float32)
     """
+    texts.check_inputs(model, texts.by_name(model, inputs))
     return dict(in_numpy(forward(model, attention_layers(model, layers), inputs)))
 
 

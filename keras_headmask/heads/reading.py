@@ -113,7 +113,7 @@ class Reader:
         self, inputs: Any, beside: Mapping[str, Any], count: int
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         named = texts.by_name(self.model, inputs)
-        texts.check_count(self.model, named)
+        texts.check_inputs(self.model, named)
         arrays = dict(beside)
         of_ids = None
         if "token_ids" not in beside:

@@ -48,11 +48,7 @@ def subject_of(model: Any, inputs: Any) -> tuple[Subject, Arrays]:
     def call(arrays: Arrays) -> Arrays:
         return arrays_of_outputs(model(pack(arrays), training=False))
 
-    declared: dict[str, Any] = {}
-    if names:
-        by_key = isinstance(graph.input, Mapping)
-        tensors = graph.input if by_key else dict(zip(names, graph.inputs, strict=True))
-        declared = {name: x.shape for name, x in tensors.items() if hasattr(x, "shape")}
+    declared = {name: x.shape for name, x in texts.declared(model).items() if name in given}
     return Subject(model, call, pack, _lengths(declared)), given
 
 
@@ -67,6 +63,7 @@ def _arrays(model: Any, inputs: Any) -> Arrays:
             "`inputs` must hold arrays, (batch, length) or (batch, length, features), in a dict or "
             f"list where the model has several inputs. Received: {inputs!r}."
         )
+    texts.check_inputs(model, given)
     return given
 
 
@@ -125,6 +122,8 @@ def _of_saved_model(path: pathlib.Path, inputs: Any) -> tuple[Subject, Arrays]:
             "Pass a dict of arrays by these names."
         )
     for name, x in given.items():
+        if not wanted[name].dtype.is_floating:
+            texts.check_ids(name, x)
         if not wanted[name].shape.is_compatible_with(x.shape):
             raise ValueError(
                 f"The input {name!r} of the SavedModel '{path}' has the shape "

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention.lost_masks import marks_padding
 
 _IDS = ("token_ids", "input_ids", "ids")
@@ -75,14 +75,45 @@ def by_name(model: Any, inputs: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def check_count(model: Any, named: Mapping[str, Any]) -> None:
-    """Raise for a list of another length than the model's inputs: perhaps of batches."""
+def declared(model: Any) -> dict[str, Any]:
+    """The inputs that a model with a graph declares, by their names and by the keys of a dict."""
+    graph = _keras.functional_of(model)
+    if not isinstance(graph, _keras.Functional):
+        return {}
+    by_key = graph.input if isinstance(graph.input, Mapping) else {}
+    found = {x.name: x for x in graph.inputs} | dict(by_key)
+    return {name: x for name, x in found.items() if hasattr(x, "shape")}
+
+
+def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
+    """Raise for a list of another length than the model's inputs, perhaps of batches, and floats.
+
+    Keras casts floats to the dtype of an input.
+    """
     names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
     if names and len(named) > len(names):
         raise ValueError(
             f"The model has the inputs {names}. Received: {len(named)} arrays in `inputs`. Pass "
             "one array for each input, or batches as an iterator, `iter([batch, ...])`."
         )
+    for name, x in declared(model).items():
+        if name in named and not _is_float(x.dtype):
+            check_ids(name, named[name])
+
+
+def check_ids(name: str, values: Any) -> None:
+    """Raise for floats where ids or flags are read."""
+    dtype = getattr(values, "dtype", None)
+    if dtype is not None and _is_float(dtype):
+        raise TypeError(
+            f"`{name}` must be integer or boolean. Received dtype "
+            f'{keras.backend.standardize_dtype(dtype)}. Pass ids of dtype="int32": a cast would make '
+            "other ids of these floats."
+        )
+
+
+def _is_float(dtype: Any) -> bool:
+    return "float" in str(dtype)  # (of any framework; texts have dtypes that Keras lacks)
 
 
 def is_several(inputs: Any) -> bool:
@@ -137,6 +168,8 @@ def _checked(given: Mapping[str, Any], name: str, argument: str) -> str:
 
 def as_array(values: Any, name: str, texts: int) -> np.ndarray:
     """`values` in NumPy; raises unless they are `(texts, length)`."""
+    if name == "token_ids":
+        check_ids(name, values)
     array = ops.convert_to_numpy(masks.as_tensor(values))
     if array.ndim != 2 or len(array) != texts:
         raise ValueError(

@@ -577,6 +577,9 @@ def test_what_is_shipped(tmp_path):
     with pytest.raises(ValueError, match=shape):
         find_leaks(tmp_path / "open", TOKENS, rule=CAUSAL)
     assert find_leaks(tmp_path / "open", FLOATS, rule=CAUSAL).leaks[0].input == "features"
+    one_layer(mask_zero=False).export(tmp_path / "ids", verbose=False)
+    with pytest.raises(TypeError, match="`token_ids` must be integer or boolean"):
+        find_leaks(tmp_path / "ids", FLOATS[..., 0], rule=CAUSAL)
     with pytest.raises(ValueError, match="is not the folder of a SavedModel: it holds no saved_"):
         find_leaks(tmp_path, FLOATS, rule=CAUSAL)
     import tensorflow as tf

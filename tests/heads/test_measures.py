@@ -612,6 +612,30 @@ def test_bad_input_is_refused(inputs, more, error, message):
         measure_heads(one_layer(mask_zero=False), inputs, **more)
 
 
+CAST = "must be integer or boolean. Received dtype float32.*dtype=\"int32\""
+
+
+@pytest.mark.parametrize(
+    "function", [measure_heads, attention_probabilities, hm.suggest_rules, hm.find_leaks]
+)
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: [x], lambda x: {"token_ids": x}])
+def test_floats_are_no_ids(function, given):
+    """Keras casts them, so that 0.5 becomes the id 0."""
+    floats = np.random.default_rng(0).random((2, 9), "float32")
+    with pytest.raises(TypeError, match=f"`token_ids` {CAST}"):
+        function(one_layer(), given(floats))
+
+
+def test_floats_beside_the_inputs_are_no_ids():
+    x = keras.Input((None,), name="x")
+    y = layers.Embedding(9, 8)(x)
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4)(y, y))
+    with pytest.raises(TypeError, match=f"`token_ids` {CAST}"):
+        measure_heads(model, LONG % 9, token_ids=LONG.astype("float32"))
+    with pytest.raises(TypeError, match=f"`token_ids` {CAST}"):
+        measure_heads(model, LONG.astype("float32") % 9, token_ids="x")
+
+
 def test_inputs_that_cannot_be_told_apart_are_refused():
     with pytest.raises(ValueError, match=r"which input holds the token ids: \['a', 'b'\]. Name it"):
         measure_heads(two_inputs("a", "b"), [LONG, LONG])

@@ -86,15 +86,17 @@ class LeakReport:
         tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
         tried += f", and {others} of {others} pairs of examples." if others else "."
         count = len(self.leaks)
-        found = f"{count} leak{'s' * (count != 1)}." if count else "No leaks."
+        found = [f"{count} leak{'s' * (count != 1)}."] if count else []
         if not self.pairs:
-            tried += " Nothing is hidden within a text: each output may depend on each position"
-            tried += ", but at padding."
-        if not self.tried and not count:
-            tried += " Nothing was tried, so nothing is proven."
+            found.append(
+                "Nothing is hidden within a text, so nothing is proven: each output may depend on "
+                "each position, but at padding."
+            )
+        elif not count:
+            found.append("No leaks." if self.tried else "Nothing was tried, so nothing is proven.")
         where = self.first_layer
         shows = [] if where is None else [f"It shows first in the layer {where}."]
-        return [f"{found} {tried}", *shows, *self.left_out]
+        return [" ".join([*found, tried]), *shows, *self.left_out]
 
     def plot(self) -> "Figure":
         """Leaks as red crosses between output and input positions; what is hidden is hatched.

@@ -43,8 +43,8 @@ def find_leaks(
             own position, too; one without an axis of positions on what any position may.
             By default, what the rules, causal masks and padding of the model's attention layers
             allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
-        tolerance: The largest change of a feature that does not count, over the largest value that
-            the feature has.
+        tolerance: The largest change of a number that does not count, over the number itself, or
+            over what is usual of its feature and its row where it is smaller.
 
     Returns:
         A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and
@@ -116,6 +116,10 @@ class _Search:
         ]
         self.rows, said = outputs.positions_of(subject, given, self.before, self.names, rule)
         self.left_out += said
+        self.limits = {
+            name: tolerance * outputs.scales(self.before[name], count is not None)
+            for name, count in self.rows.items()
+        }
         self.behind = {} if subject.model is None else reaches.behind_outputs(subject.model)
         heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
         self.heads = max(heads, default=None)
@@ -158,7 +162,8 @@ class _Search:
     def _check_same(self, again: Arrays) -> None:
         """Raise for a model that changes by itself."""
         for name, x in self.before.items():
-            if outputs.difference(x, again[name], False, self._limit(name, False)).any():
+            limit = self.tolerance * outputs.scales(x, False)
+            if outputs.difference(x, again[name], False, limit).any():
                 raise ValueError(
                     f"The output {name!r} differs in two runs on the same inputs: the model keeps "
                     "a state or draws random numbers. Leaks show where all else stays the same."
@@ -256,11 +261,19 @@ class _Search:
             probe, wrong = self.first
             args = self.subject, probe, self.given, wrong, self.tolerance
             where = probes.first_shown(*args)
+        count = sum(int(pairs.hidden.sum()) for pairs in self.pairs.values())
+        if self.rule is None and not count:
+            self.left_out.insert(
+                0,
+                "An output may depend on what any head of any layer lets through, and a head that "
+                "is open lets everything through. Whether each head keeps to its own rule shows in "
+                "`hm.plot_attention`.",
+            )
         shown = max(self.pairs, key=lambda key: self.pairs[key].change.max(initial=0.0))
         return LeakReport(
             tuple(leaks),
             tried=sum(int(p.tried.sum()) for p in self.pairs.values()),
-            pairs=sum(int(p.hidden.sum()) for p in self.pairs.values()),
+            pairs=count,
             examples=self.batch,
             first_layer=where,
             left_out=tuple(self.left_out),
@@ -315,8 +328,7 @@ class _Search:
         for output, hidden in tried.items():
             pairs, before = self.pairs[probe.name, output], self.before[output]
             positions = self.rows[output] is not None
-            limit = self._limit(output, positions)
-            moved = outputs.difference(before, after[output], positions, limit)
+            moved = outputs.difference(before, after[output], positions, self.limits[output])
             moved = np.where(hidden, moved, 0.0)
             # What is NaN whatever it reads shows nothing.
             shows = ~np.isnan(before).reshape((*hidden.shape, -1)).all(-1)
@@ -344,9 +356,6 @@ class _Search:
         real = real & ~self.unused.get(output, np.zeros((1, 1), bool))
         mask = self.row_masks.get(output)
         return real & mask if mask is not None and mask.shape == real.shape else real
-
-    def _limit(self, output: str, positions: bool) -> np.ndarray:
-        return self.tolerance * outputs.scales(self.before[output], positions)
 
     def _found(self, name: str, output: str, pairs: _Pairs) -> Iterator[Leak]:
         for example, row, column in np.argwhere(pairs.change > 0).tolist():
@@ -379,9 +388,8 @@ class _Search:
     ) -> list[Leak]:
         after, leaks = self.subject.call(given), []
         for output, rows in self.rows.items():
-            positions = rows is not None
-            limit = self._limit(output, positions)
-            moved = outputs.difference(self.before[output], after[output], positions, limit)
+            limit, is_long = self.limits[output], rows is not None
+            moved = outputs.difference(self.before[output], after[output], is_long, limit)
             moved = np.where(self._real(output, self.given), moved, 0.0)
             moved[example] = 0.0
             wrong = moved > 0

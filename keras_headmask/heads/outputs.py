@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.heads.subject import Arrays, Subject, batch_of, shapes
 from keras_headmask.rules.base import MaskSpec
 
@@ -56,14 +57,25 @@ def positions_of(
                 "include it."
             )
     if not rows:
-        way_out = "Pass `rule`: such an output may depend on what any position may."
-        if rule is not None:
-            way_out = "The first axis of one at least must count the examples."
+        way_out = "The first axis of one at least must count the examples."
+        if rule is None:
+            way_out = (
+                "Pass as `rule` on which positions such an output may depend, for example "
+                f"`rule={_example(given)}`."
+            )
         raise ValueError(
             f"No output has an axis known to be positions: {shapes(before)} from {shapes(given)}. "
             f"{way_out}"
         )
     return rows, said
+
+
+def _example(given: Arrays) -> str:
+    """A rule for an output without positions: what is no padding, or the first positions."""
+    if masks := [name for name in given if marks_padding(name)]:
+        return f"hm.recipes.padding({masks[0]!r})"
+    ids = [name for name, x in given.items() if x.dtype.kind in "iu"]
+    return f"~hm.KeyIn({ids[0]!r}, 0)" if ids else "hm.Keys(0, 4)"
 
 
 def _on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | None:
@@ -88,13 +100,26 @@ def _on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | Non
 
 
 def scales(values: np.ndarray, positions: bool) -> np.ndarray:
-    """The largest value of each feature of an output, that changes are compared with.
+    """How large each number of an output is, that changes are compared with.
 
-    Of one that is nearly always 0, a thousandth of what is usual.
+    A number near 0 is rounded as what it is a sum of: it counts as large as is usual of its feature
+    (the median over rows) in its row (the median over features). Medians, so that neither one huge
+    row nor one huge feature makes the others' changes small. Of a feature that is nearly always 0,
+    a thousandth of what is usual; of a row with small numbers, 30%.
     """
-    axes = tuple(range(values.ndim - 1 if values.ndim > 1 + positions else values.ndim))
-    found = np.abs(np.where(np.isfinite(values), values, 0)).max(axes, initial=0.0)
-    return np.maximum(found, 1e-3 * np.median(found)) if found.size else found
+    values = np.atleast_1d(values)
+    count = values.shape[-1] if values.ndim > 1 + positions else 1
+    sizes = np.abs(np.where(np.isfinite(values), values, 0)).reshape(-1, count)
+    of_features = _medians(sizes, 0)
+    of_features = np.maximum(of_features, 1e-3 * _medians(of_features, None))
+    relative = np.divide(sizes, of_features, out=np.zeros_like(sizes), where=of_features > 0)
+    usual = of_features * np.maximum(_medians(relative, 1), 0.3)
+    return np.maximum(sizes, usual).reshape(values.shape)
+
+
+def _medians(sizes: np.ndarray, axis: int | None) -> np.ndarray:
+    """Along an axis, which stays, of what is not 0; 0 where all is."""
+    return np.ma.filled(np.ma.median(np.ma.masked_equal(sizes, 0), axis, keepdims=True), 0)
 
 
 def difference(
@@ -102,7 +127,7 @@ def difference(
 ) -> np.ndarray:
     """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
 
-    Changes up to `limit`, of each feature, count as 0; one to NaN or from NaN is infinite.
+    Changes up to `limit`, of each number, count as 0; one to NaN or from NaN is infinite.
     """
     if before.shape != after.shape:
         raise ValueError(

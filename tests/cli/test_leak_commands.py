@@ -34,7 +34,7 @@ def test_leaks_of_a_keras_file():
     text = answer("leaks", "open.keras", "--rule", CAUSAL, "--inputs", tokens, code=1)
     assert text.startswith("42 leaks. Tried 42 of 42 hidden pairs of positions, and 2 of 2 pairs")
     text = answer("leaks", "causal.keras", "--rule", '{"kind": "full"}', code=1)
-    assert "Nothing was tried, so nothing is proven." in text
+    assert text.startswith("Nothing is hidden within a text, so nothing is proven")
     tolerant = as_json("leaks", "open.keras", "--rule", CAUSAL, "--tolerance", "1000")
     assert tolerant["leaks"] == []
 

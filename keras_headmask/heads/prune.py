@@ -22,7 +22,7 @@ from keras_headmask.retrofit.masked_model import copied
 from keras_headmask.retrofit.rule import LayerRule, all_rules, is_masked, spec_of
 from keras_headmask.retrofit.wrap import add_rule, mask, unmask
 from keras_headmask.rules import words
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Keys
 
@@ -129,7 +129,7 @@ def _plan(
         if not (off := _heads_off(entry)):
             continue
         heads = _Kept.of(entry.layer, off)
-        reason = _why_not(entry.layer, heads, calls)
+        reason = _why_not(entry.layer, calls)
         if reason is None and len(heads.queries) < entry.num_heads:
             kept[places[id(entry.layer)]] = heads
         if reason is None and (stay := sorted(off & set(heads.queries))):
@@ -148,8 +148,8 @@ def _heads_off(entry: AttentionLayer) -> set[int]:
     return {head for head in range(entry.num_heads) if spec.for_head(head).constant is False}
 
 
-def _why_not(layer: Any, heads: _Kept, calls: "_Calls") -> str | None:
-    """Why pruning a layer to `heads` is not possible; `None` if it is."""
+def _why_not(layer: Any, calls: "_Calls") -> str | None:
+    """Why pruning a layer is not possible; `None` if it is."""
     cls = getattr(type(layer), "_stock_class", type(layer))
     if cls not in pruned_layer.CLASSES:
         return f"the class {cls.__name__} has code of its own, which may count on all heads"
@@ -160,11 +160,8 @@ def _why_not(layer: Any, heads: _Kept, calls: "_Calls") -> str | None:
     own = getattr(layer, "mask_spec", None)
     specs = [rule.spec for rule in all_rules(layer)] + ([] if own is None else [own])
     for spec in specs:
-        read = spec.inputs
-        if whole := [name for name, kind in read.items() if kind.rank is None]:
+        if whole := [name for name, kind in spec.inputs.items() if kind.rank is None]:
             return f"its rule reads {whole}, masks with a row for each head"
-        if lost := sorted(read.keys() - _renumbered(spec, heads.queries).inputs.keys()):
-            return f"its rule reads {lost} for no head that stays"
     return None
 
 
@@ -229,11 +226,17 @@ def _makes_mask(layer: Any) -> bool:
 
 
 def _renumbered(spec: MaskSpec, heads: list[int]) -> MaskSpec:
-    """The rule of `heads` alone, numbered from 0."""
+    """The rule of `heads` alone, numbered from 0.
+
+    It reads what `spec` reads, since the layer is still given that.
+    """
     rules = [spec.for_head(head) for head in heads]
-    if len(set(rules)) == 1:
-        return rules[0]
-    return PerHead({head: rule for head, rule in enumerate(rules) if rule.constant is not True})
+    on = {head: rule for head, rule in enumerate(rules) if rule.constant is not True}
+    found = rules[0] if len(set(rules)) == 1 else PerHead(on)
+    for leaf in leaves(spec):
+        if leaf.inputs.keys() - found.inputs.keys():
+            found &= Keys(0) | leaf  # hides nothing
+    return found
 
 
 def _prune(layer: Any, heads: _Kept, stays_masked: bool) -> None:
@@ -291,8 +294,9 @@ def _nothing_to_prune(model: keras.Model, left: list[str]) -> str:
     if left:
         lines = "\n".join(left)
         return (
-            f"None of the heads of '{model.name}' under Nothing() can be pruned:\n{lines}\nMend "
-            "that where you can, or keep the masked model: its outputs are those of a pruned one."
+            f"None of the heads of '{model.name}' under Nothing() can be pruned:\n{lines}\n"
+            "Change that where you can, or keep the masked model: its outputs are those of a pruned "
+            "one."
         )
     return (
         f"No head of '{model.name}' has the rule Nothing(), so there is nothing to prune. Switch "

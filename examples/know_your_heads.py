@@ -179,7 +179,7 @@ goes to the previous token, to the first, to its own sentence, and so on. Roles 
 
 # %%
 report = hm.measure_heads(
-    encoder, choose.passages, end_ids=ENDS, special_ids=SPECIAL, progress=False
+    encoder, choose.passages, end_ids=ENDS, special_ids=SPECIAL, verbose=0
 )
 print(report.roles())
 
@@ -200,7 +200,7 @@ the previous one, the next, and so on](../docs/images/know_your_heads_measures.p
 # %%
 suggestions = {
     keep: hm.suggest_rules(
-        encoder, choose.passages, keep=keep, end_ids=ENDS, special_ids=SPECIAL, progress=False
+        encoder, choose.passages, keep=keep, end_ids=ENDS, special_ids=SPECIAL, verbose=0
     )
     for keep in ((0.9,) if options.quick else (0.8, 0.9, 0.95))
 }

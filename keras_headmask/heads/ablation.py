@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_headmask.heads import sweeps
-from keras_headmask.heads.progress import Progress
+from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
 from keras_headmask.retrofit.find import aligned, find_attention
 from keras_headmask.retrofit.select import select
@@ -126,7 +126,7 @@ def ablate_heads(
     better: str = "higher",
     steps: int | None = None,
     save_to: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    verbose: int | str = "auto",
 ) -> Ablation:
     """Measure what each head is worth: the metric with the head switched off (Michel et al. 2019).
 
@@ -148,7 +148,7 @@ def ablate_heads(
         steps: How many heads `greedy` switches off, at least 1; `None` for all.
         save_to: A JSON file, written after each run of `metric`. If it is there already, what it
             holds is not measured again, but for the metric of the model itself.
-        progress: Whether a progress bar may appear, after 3 seconds.
+        verbose: As in `measure_heads`.
 
     Returns:
         An `Ablation`: `.changes`, `(layers, heads)`, `.order` and `.steps` of `greedy`, `.plot()`,
@@ -177,10 +177,11 @@ def ablate_heads(
     if steps is not None and not greedy:
         raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
     steps = None if steps is None else whole_number(steps, "steps", at_least=1)
+    check_verbose(verbose)
     sweeps.check_metric(metric)
     sweep = _Sweep(model, metric, layers, save_to)
     try:
-        sweep.run(greedy, better == "higher", steps, progress)
+        sweep.run(greedy, better == "higher", steps, verbose)
     except BaseException as error:
         if sweep.values:
             file = sweep.file if sweep.is_saved else None
@@ -207,7 +208,7 @@ class _Sweep:
         num_heads = tuple(entry.num_heads for entry in self.entries)
         return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
 
-    def run(self, greedy: bool, higher: bool, steps: int | None, progress: bool) -> None:
+    def run(self, greedy: bool, higher: bool, steps: int | None, verbose: Any) -> None:
         saved = self._saved()
         own = sweeps.finite(self.metric(sweeps.variant(self.model, self.entries)), "the model itself")
         sweeps.check_own(self.file, saved.get((), own), own)
@@ -215,7 +216,7 @@ class _Sweep:
         self._save()
         every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
         count = 1 if not greedy else min(len(every), steps or len(every))
-        bar = Progress(sum(len(every) - step for step in range(count)), "runs", progress)
+        bar = Progress(sum(len(every) - step for step in range(count)), "runs", verbose)
         for _ in range(count):
             left = [head for head in every if head not in self.order]
             for head in left:

@@ -8,7 +8,7 @@ from keras import ops
 
 from keras_headmask.heads.head_report import HeadReport
 from keras_headmask.heads.pairs import Sums, Text, patterns
-from keras_headmask.heads.progress import Progress
+from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.heads.reading import Batch, Reader
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
@@ -24,7 +24,7 @@ def measure_heads(
     token_ids: Any = None,
     padding: Any = None,
     batch_size: int = 32,
-    progress: bool = True,
+    verbose: int | str = "auto",
 ) -> HeadReport:
     """Measure what each head of self-attention attends to: shares of attention, over many texts.
 
@@ -45,7 +45,7 @@ def measure_heads(
     All are means over the queries that see something. Padding is neither query nor key: shares are
     of the attention that goes to real tokens. A query without such a key counts as 0 (`most` in the
     report has how many do not), so measure `duplicate` and `induction` on texts that repeat
-    themselves. One batch is held at a time. A progress bar appears after 3 seconds.
+    themselves. One batch is held at a time.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -64,7 +64,8 @@ def measure_heads(
             By default an input named `padding_mask` or `attention_mask`, or else the Keras mask
             that reaches the first attention layer. Without any, every position is a token.
         batch_size: Texts that the model runs on at once, if `inputs` are arrays.
-        progress: Whether a progress bar may appear.
+        verbose: As in Keras, 0 for silence; "auto", 1 and 2 show progress on standard error: a bar
+            in a terminal or notebook, after 3 seconds, and elsewhere a line every 30 seconds.
 
     Returns:
         A `HeadReport`. It prints as a table, and has `roles()`, `plot()` and `to_json()`.
@@ -90,11 +91,12 @@ def measure_heads(
     >>> print(report.roles())
     attention  head 0  previous token
     """
+    check_verbose(verbose)
     special = () if special_ids is None else fields.id_tuple(special_ids, "special_ids")
     sentences = None if end_ids is None else SameSentence(end_ids)
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     measuring = _Measuring(reader, sentences, special)
-    bar = Progress(reader.count, "batches", progress)
+    bar = Progress(reader.count, "batches", verbose)
     for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         measuring.add(batch)
         bar.step()

@@ -2,30 +2,42 @@
 
 import sys
 import time
+from typing import Any
 
 _SECONDS = 3  # before there is a bar
+_OF_LINES = 30  # seconds from one line to the next, where nobody looks on
 _WIDTH = 30
 
 
 class Progress:
-    """A bar on standard error, for a person: programs read what a command prints.
+    """A bar on standard error for a person, or lines for a log: programs read standard output.
 
-    `total`: how many steps there are, or `None`; `unit`: what a step is.
+    `total`: how many steps there are, or `None`; `unit`: what a step is; `verbose`: as in Keras.
     """
 
-    def __init__(self, total: int | None, unit: str, wanted: bool = True):
-        self.total, self.unit, self.done, self.start = total, unit, 0, time.monotonic()
-        self.wanted = wanted and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    def __init__(self, total: int | None, unit: str, verbose: Any = "auto"):
+        self.total, self.unit, self.done, self.verbose = total, unit, 0, verbose
+        self.is_bar = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self.next = time.monotonic() + (_SECONDS if self.is_bar else _OF_LINES)
 
     def step(self) -> None:
         """One more is done."""
         self.done += 1
-        if not self.wanted or time.monotonic() - self.start < _SECONDS:
+        if not self.verbose or time.monotonic() < self.next:
             return
-        if self.total is None:
-            text, end = f"{self.done} {self.unit}", ""
-        else:
-            bar = "=" * (_WIDTH * self.done // self.total)
-            text = f"[{bar:{_WIDTH}}] {self.done} of {self.total} {self.unit}"
+        text, start, end = f"{self.done} {self.unit}", "\r", ""
+        if self.total is not None:
+            text = f"{self.done} of {self.total} {self.unit}"
             end = "\n" if self.done == self.total else ""
-        print(f"\r{text}", end=end, file=sys.stderr, flush=True)
+        if not self.is_bar:
+            self.next, start, end = time.monotonic() + _OF_LINES, "", "\n"
+        elif self.total is not None:
+            bar = "=" * (_WIDTH * self.done // self.total)
+            text = f"[{bar:{_WIDTH}}] {text}"
+        print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
+
+
+def check_verbose(verbose: Any) -> None:
+    """Raise for what Keras' `verbose` does not take."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f'`verbose` must be "auto", 0, 1 or 2. Received: {verbose!r}.')

@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_headmask.heads import sweeps
 from keras_headmask.heads.pairs import shares
-from keras_headmask.heads.progress import Progress
+from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.heads.reading import Batch, Reader
 from keras_headmask.heads.suggestion import Suggestion
 from keras_headmask.retrofit.find import numbered
@@ -42,7 +42,7 @@ def suggest_rules(
     tolerance: float = 0.01,
     better: str = "higher",
     save_to: str | os.PathLike[str] | None = None,
-    progress: bool = True,
+    verbose: int | str = "auto",
 ) -> Suggestion:
     """Suggest a rule for each head: the cheapest that keeps `keep` of its attention on these texts.
 
@@ -79,7 +79,7 @@ def suggest_rules(
         better: Which metric is better, "higher" or "lower".
         save_to: A JSON file, written after each run of `metric`. If it is there already, what it
             holds is not measured again, but for the metric of the model itself.
-        progress: As in `measure_heads`.
+        verbose: As in `measure_heads`.
 
     Returns:
         A `Suggestion`. `hm.apply_head_masks(model, suggestion.rules)` applies it; to a model that
@@ -108,6 +108,7 @@ def suggest_rules(
     fields.whole_number(sinks, "sinks", at_least=1)
     if better not in ("higher", "lower"):
         raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
+    check_verbose(verbose)
     tolerance = fields.not_negative(tolerance, "tolerance")
     if metric is not None:
         sweeps.check_metric(metric)
@@ -115,7 +116,7 @@ def suggest_rules(
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
     counted = _Counted(family, {entry.path: number for number, entry in numbered(reader.found)})
-    bar = Progress(reader.count, "batches", progress)
+    bar = Progress(reader.count, "batches", verbose)
     for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         counted.add(batch)
         bar.step()
@@ -125,7 +126,7 @@ def suggest_rules(
     digest = sweeps.digest(model, reader.entries, found.rules)
     opening = _Opening(reader, metric, found, file, digest)
     try:
-        return opening.until(tolerance, better == "higher", progress)
+        return opening.until(tolerance, better == "higher", verbose)
     except BaseException as error:
         if opening.values:
             partial = dataclasses.replace(found, metrics=tuple(opening.values))
@@ -243,7 +244,7 @@ class _Opening:
         self.values: list[float] = self._saved()
         self.is_saved = bool(self.values)  # all of them
 
-    def until(self, tolerance: float, higher: bool, progress: bool) -> Suggestion:
+    def until(self, tolerance: float, higher: bool, verbose: Any) -> Suggestion:
         """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
         own = sweeps.finite(self.metric(self.variant()), "the model itself")
         if self.values:
@@ -252,7 +253,7 @@ class _Opening:
             self._keep(own)
         limited = [(i, j) for i, j in np.argwhere(self.found.computed < 1).tolist()]
         order = sorted(limited, key=lambda at: (self.found.kept[at], at))
-        bar = Progress(len(order), "models", progress)
+        bar = Progress(len(order), "models", verbose)
         # (With all of them open it is the model itself.)
         for count in range(len(order)):
             suggestion = self.found.opened(order[:count])

@@ -26,7 +26,7 @@ def test_measured_and_sealed(family, rule):
     drops_window = is_fused and "Qwen" in family.name and rule is None
     assert bool(report) == drops_window
     assert report.tried == report.pairs > 0
-    found = hm.measure_heads(model, TEXTS, progress=False)
+    found = hm.measure_heads(model, TEXTS, verbose=0)
     assert found.tokens == 18
     for probabilities in hm.attention_probabilities(model, TEXTS).values():
         sums = probabilities.sum(-1)[:, :, :8]  # of queries that are no padding

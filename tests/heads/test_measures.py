@@ -433,7 +433,7 @@ measure_heads(model, texts[:2])
 before = peak()
 measure_heads(model, texts[:50], batch_size=50)
 once = peak()
-measure_heads(model, texts, batch_size=50, progress=False)
+measure_heads(model, texts, batch_size=50, verbose=0)
 print(before, once, peak())
 assert peak() - before < 1.5 * (once - before) + 20_000, (before, once, peak())
 assert peak() < 1.5 * once

@@ -23,6 +23,10 @@ def model():
 LONG = {
     "measure_heads": (lambda: hm.measure_heads(model(), IDS, batch_size=1), "2 of 2 batches"),
     "ablate_heads": (lambda: hm.ablate_heads(model(), lambda _: 1.0), "2 of 2 runs"),
+    "suggest_rules": (
+        lambda: hm.suggest_rules(model(), IDS, 0.5, batch_size=1, metric=lambda _: 1.0),
+        "1 of 2 models",
+    ),
     "find_leaks": (lambda: hm.find_leaks(model(), IDS), "13 of 13 changes"),
 }
 
@@ -37,17 +41,33 @@ def test_what_takes_long_has_a_bar(name, monkeypatch, capsys):
     run()
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.endswith(f"[{'=' * 30}] {end}\n")
+    assert printed.err.rstrip().endswith(end)
+    assert f"[{'=' * 30}]" in printed.err
 
 
-def test_programs_get_none(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_SECONDS", 0)
+def test_logs_get_a_line_now_and_then(monkeypatch, capsys):
+    """Where nobody looks on, at most one in 30 seconds; programs read standard output."""
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    Progress(1, "steps").step()
+    now = [0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    bar = Progress(4, "steps")
+    for now[0] in (20, 40, 60, 145):
+        bar.step()
+    assert capsys.readouterr().err == "2 of 4 steps\n4 of 4 steps\n"
+
+
+@pytest.mark.parametrize("name", ["measure_heads", "ablate_heads"])
+def test_verbose_is_as_keras_has_it(name, monkeypatch, capsys):
+    function = getattr(hm, name)
+    given = IDS if name == "measure_heads" else lambda _: 1.0
+    monkeypatch.setitem(sys.modules, "ipykernel", None)  # a person looks on
+    monkeypatch.setattr(progress, "_SECONDS", 0)
+    function(model(), given, verbose=0)
     assert capsys.readouterr().err == ""
-    monkeypatch.setitem(sys.modules, "ipykernel", None)
-    Progress(1, "steps", wanted=False).step()
-    assert capsys.readouterr().err == ""
+    function(model(), given, verbose=1)
+    assert "[" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r'`verbose` must be "auto", 0, 1 or 2. Received: \'yes\''):
+        function(model(), given, verbose="yes")
 
 
 def test_where_the_number_of_steps_is_not_known(monkeypatch, capsys):

@@ -70,10 +70,17 @@ def finite(value: Any, of: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"`metric` must return one finite number. Received for {of}: {value!r}. Of a list or "
-            "dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and NaN."
+            f"`metric` must return one finite number. Received for {of}: {_short(value)}. Of a "
+            "list or dict, as `model.evaluate` returns, pick one; skip or clip batches of inf and "
+            "NaN."
         )
     return number
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    shape = tuple(getattr(value, "shape", ()))
+    return (f"shape {shape}, " if shape else "") + (text if len(text) < 80 else f"{text[:77]}...")
 
 
 def file_of(save_to: Any) -> Path | None:

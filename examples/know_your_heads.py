@@ -178,9 +178,7 @@ goes to the previous token, to the first, to its own sentence, and so on. Roles 
 """
 
 # %%
-report = hm.measure_heads(
-    encoder, choose.passages, end_ids=ENDS, special_ids=SPECIAL, verbose=0
-)
+report = hm.measure_heads(encoder, choose.passages, end_ids=ENDS, special_ids=SPECIAL, verbose=0)
 print(report.roles())
 
 # %%

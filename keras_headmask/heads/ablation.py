@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -15,7 +15,8 @@ import numpy as np
 from keras_headmask.heads import sweeps
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
-from keras_headmask.retrofit.find import aligned, find_attention
+from keras_headmask.look.tables import Printed, Table, of_layers
+from keras_headmask.retrofit.find import find_attention
 from keras_headmask.retrofit.select import select
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
@@ -28,9 +29,9 @@ Head = tuple[int, int]  # its layer, and its number in there
 Off = tuple[Head, ...]  # the heads that are switched off, in order
 
 
-@dataclasses.dataclass(frozen=True)
-class Ablation:
-    """The metric of a model with heads switched off; `str()` of it is a table.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ablation(Printed):
+    """The metric of a model with heads switched off. It prints as a table.
 
     Args:
         model: A digest of the layers, rules and weights of the model.
@@ -64,19 +65,20 @@ class Ablation:
         """The metric after each head of `order` is switched off, with those before it."""
         return tuple(self.values[_sorted(self.order[: i + 1])] for i in range(len(self.order)))
 
-    def __str__(self) -> str:
-        rows = [("layer", "", *(f"head {head}" for head in range(max(self.num_heads))))]
-        for layer, (path, row) in enumerate(zip(self.paths, self.changes, strict=True)):
-            heads = self.num_heads[layer]
-            texts = ("" if i >= heads else _change(x) for i, x in enumerate(row))
-            rows.append((str(layer), path, *texts))
-        lines = [f"The metric is {self.values[()]:.4g}. Switching off one head changes it by:"]
-        lines += aligned(rows)
+    def _said(self) -> Iterator[str | Table]:
+        yield f"The metric is {self.values[()]:.4g}. Switching off one head changes it by:"
+        rows = [
+            [tuple("" if i >= heads else _change(x) for i, x in enumerate(row))]
+            for heads, row in zip(self.num_heads, self.changes, strict=True)
+        ]
+        head = ("layer", *(f"head {head}" for head in range(max(self.num_heads))))
+        paths = [f"{number} {path}" for number, path in enumerate(self.paths)]
+        yield Table([head, *of_layers(paths, rows)])
         if self.order:
-            lines.append("Switched off one after another:")
+            yield "Switched off one after another:"
             heads_off = [f"layer {layer}, head {head}" for layer, head in self.order]
-            lines += aligned([(x, f"{y:.4g}") for x, y in zip(heads_off, self.steps, strict=True)])
-        return "\n".join(lines)
+            steps = (f"{step:.4g}" for step in self.steps)
+            yield Table(list(zip(heads_off, steps, strict=True)))
 
     def plot(self) -> "Figure":
         """A heat map of `changes`: orange below 0, blue above it, hatched where it is NaN.
@@ -169,8 +171,8 @@ def ablate_heads(
     >>> data = np.ones((1, 5, 8), "float32")
     >>> print(ablate_heads(model, lambda model: np.mean(model(data))))
     The metric is 73. Switching off one head changes it by:
-    layer             head 0  head 1
-    0      attention  -36     -36
+    layer        head 0  head 1
+    0 attention  -36     -36
     """
     if better not in ("higher", "lower"):
         raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
@@ -210,7 +212,9 @@ class _Sweep:
 
     def run(self, greedy: bool, higher: bool, steps: int | None, verbose: Any) -> None:
         saved = self._saved()
-        own = sweeps.finite(self.metric(sweeps.variant(self.model, self.entries)), "the model itself")
+        own = sweeps.finite(
+            self.metric(sweeps.variant(self.model, self.entries)), "the model itself"
+        )
         sweeps.check_own(self.file, saved.get((), own), own)
         self.values = {(): own, **saved}
         self._save()

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keras_headmask.heads import texts
+from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import fields
 
@@ -39,8 +41,8 @@ class Roles(dict[str, dict[int, str]]):
         return "\n".join(aligned(rows)) if rows else "No head has a role."
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HeadReport:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class HeadReport(Printed):
     """What each head attends to, over many texts.
 
     Attributes:
@@ -108,20 +110,21 @@ class HeadReport:
         # (Rounded, as attention is computed in float32.)
         return round((score - even) / (most - even), 5) if most - even > 1e-9 else -math.inf
 
-    def __str__(self) -> str:
-        lines = [f"{texts.counted(self.texts)} of {self.tokens:,} tokens; padding: {self.padding}."]
-        roles, rows = self.roles(), []
+    def _said(self) -> Iterator[str | Table]:
+        yield f"{texts.counted(self.texts)} of {self.tokens:,} tokens; padding: {self.padding}."
+        roles, of_heads = self.roles(), []
         for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
-            for head in range(heads):
-                cells = [f"{values[i, head]:.2f}" for values in self.scores.values()]
-                rows.append((path, f"{head}", *cells, roles.get(path, {}).get(head, "")))
+            names = [roles.get(path, {}).get(head, "") for head in range(heads)]
+            cells = [[f"{x[i, head]:.2f}" for x in self.scores.values()] for head in range(heads)]
+            of_heads.append([(f"{j}", names[j], *cells[j]) for j in range(heads)])
+        rows = of_layers(self.layers, of_heads)
         count = len(rows)
         if count > _MOST_LINES:
-            rows = [row for row in rows if row[-1]][:_MOST_LINES]
-        lines += aligned([("layer", "head", *self.scores, "role"), *rows])
+            rows = [row for row in rows if row[2]][:_MOST_LINES]
+        yield Table([("layer", "head", "role", *self.scores), *rows], labels=3)
         if count > len(rows):
-            lines.append(f"... and {count - len(rows)} more heads: see `scores` and `roles()`.")
-        return "\n".join([*lines, *(f"No {name}: {why}" for name, why in self.left_out.items())])
+            yield f"... and {count - len(rows)} more heads: see `scores` and `roles()`."
+        yield from (f"No {name}: {why}" for name, why in self.left_out.items())
 
     def plot(self, measure: str | None = None) -> "Figure":
         """Layers x heads as a matplotlib figure: dark = much.

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from keras_headmask.retrofit.find import aligned
+from keras_headmask.look.tables import Printed, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,8 +38,8 @@ class Leak:
     change: float
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LeakReport:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class LeakReport(Printed):
     """All leaks that a search found, the largest first. It is true if there is one.
 
     Attributes:
@@ -68,17 +69,19 @@ class LeakReport:
     def __bool__(self) -> bool:
         return bool(self.leaks)
 
-    def __str__(self) -> str:
+    def _said(self) -> Iterator[str | Table]:
         rows = [("input", "example", "position", "output", "example", "position", "change")]
         for leak in self.leaks[:_MOST_LINES]:
             numbers = f"{leak.output_example}", _or(leak.output_position, "-"), f"{leak.change:.2g}"
             position = _or(leak.position, "all")
             rows.append((leak.input, f"{leak.example}", position, leak.output, *numbers))
-        lines = aligned(rows) if self.leaks else []
-        if len(self.leaks) > _MOST_LINES:
-            lines.append(f"... and {len(self.leaks) - _MOST_LINES} more.")
         first, *others = self._sentences()
-        return "\n".join([first, *lines, *others])
+        yield first
+        if self.leaks:
+            yield Table(rows)
+        if len(self.leaks) > _MOST_LINES:
+            yield f"... and {len(self.leaks) - _MOST_LINES} more."
+        yield from others
 
     def _sentences(self) -> list[str]:
         """What the report says beside the table of leaks: the first line stands above it."""

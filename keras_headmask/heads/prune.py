@@ -295,8 +295,8 @@ def _nothing_to_prune(model: keras.Model, left: list[str]) -> str:
         lines = "\n".join(left)
         return (
             f"None of the heads of '{model.name}' under Nothing() can be pruned:\n{lines}\n"
-            "Change that where you can, or keep the masked model: its outputs are those of a pruned "
-            "one."
+            "Change that where you can, or keep the masked model: its outputs are those of a "
+            "pruned one."
         )
     return (
         f"No head of '{model.name}' has the rule Nothing(), so there is nothing to prune. Switch "

@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from keras import ops
 
-from keras_headmask.retrofit.find import aligned
+from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.per_head import PerHead
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Suggestion:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Suggestion(Printed):
     """A rule for each head, with what it keeps and computes on the texts.
 
     Attributes:
@@ -76,18 +77,19 @@ class Suggestion:
         last = evaluation.make_mask(spec, 1, self.longest, 1, query_offset=self.longest - 1)
         return float(ops.convert_to_numpy(last).mean())
 
-    def __str__(self) -> str:
+    def _said(self) -> Iterator[str | Table]:
         rows = [
-            (path, f"head {head}", str(spec), _share(self.kept[i, head], self.computed[i, head]))
-            for i, (path, specs) in enumerate(self.specs.items())
-            for head, spec in enumerate(specs)
+            [
+                (f"head {head}", str(spec), _share(self.kept[i, head], self.computed[i, head]))
+                for head, spec in enumerate(specs)
+            ]
+            for i, specs in enumerate(self.specs.values())
         ]
-        lines = aligned(rows)
+        yield Table(of_layers(list(self.specs), rows))
         if self.metrics:
             own, *tried = self.metrics
             last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
-            lines.append(f"The metric is {own:.4g}; {len(tried)} models were tried, {last}.")
-        return "\n".join(lines)
+            yield f"The metric is {own:.4g}; {len(tried)} models were tried, {last}."
 
     def opened(self, heads: "list[tuple[int, int]]") -> "Suggestion":
         """The same with `Full()` for some heads; in a causal layer with `Window(after=0)`.

@@ -16,6 +16,7 @@ from keras_headmask import _keras
 from keras_headmask.retrofit.find import AttentionLayer, find_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.positions import Keys
 
 
@@ -52,7 +53,7 @@ def variant(
     from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
 
     found = find_attention(model)
-    given = {entry.path: Keys(0) for entry in entries}
+    given: dict[str, MaskSpec] = {entry.path: Keys(0) for entry in entries}
     if rules:
         specs = specs_by_layer(rules, None, found)
         given |= {found.known[i].path: spec & Keys(0) for i, spec in specs.items()}

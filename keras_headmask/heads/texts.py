@@ -107,8 +107,8 @@ def check_ids(name: str, values: Any) -> None:
     if dtype is not None and _is_float(dtype):
         raise TypeError(
             f"`{name}` must be integer or boolean. Received dtype "
-            f'{keras.backend.standardize_dtype(dtype)}. Pass ids of dtype="int32": a cast would make '
-            "other ids of these floats."
+            f'{keras.backend.standardize_dtype(dtype)}. Pass ids of dtype="int32": a cast would '
+            "make other ids of these floats."
         )
 
 

@@ -15,6 +15,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible, without_choice
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
+from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.find import find_attention
 from keras_headmask.rules.base import MaskSpec
@@ -41,9 +42,9 @@ class OfHeads:
         return f"{heads_in_words(self.heads)}, {self.kernel}: {self.share:.1%}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What computes one call of attention, and why; `str()` of it is for a reader.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Printed):
+    """What computes one call of attention, and why. It prints in lines.
 
     Args:
         name: The path of the layer, or the rule.
@@ -62,24 +63,26 @@ class Explanation:
     refused: tuple[tuple[str, str], ...]
     ways: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def _said(self) -> Iterator[str | Table]:
         queries, keys = self.lengths
         of_heads = [f"{group} of {queries} x {keys} pairs" for group in self.groups]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused:
             by_reason.setdefault(reason, []).append(name)
         refused = [f"not {listed(names, 'or')}: {why}" for why, names in by_reason.items()]
-        lines = [f"  {line}" for line in (*of_heads, *refused, *self.ways)]
-        return "\n".join([f"{self.name}: {self.kernel}", *lines])
+        yield f"{self.name}: {self.kernel}"
+        yield from (f"  {line}" for line in (*of_heads, *refused, *self.ways))
 
 
-class Explanations(tuple[Explanation, ...]):
-    """Of the attention layers of a model; a line for each. One of them by itself says more."""
+class Explanations(Printed, tuple[Explanation, ...]):
+    """Of the attention layers of a model, in a table. One of them by itself says more."""
 
-    def __str__(self) -> str:
-        lines = [f"{x.name}: {'; '.join(map(str, x.groups)) or x.kernel}" for x in self]
-        ways = dict.fromkeys(way for x in self for way in x.ways)
-        return "\n".join([*lines, *ways]) or "No attention layer that a rule reaches."
+    def _said(self) -> Iterator[str | Table]:
+        if not self:
+            yield "No attention layer that a rule reaches."
+        groups = [[(f"{group}",) for group in x.groups] or [(x.kernel,)] for x in self]
+        yield Table(of_layers([x.name for x in self], groups))
+        yield from dict.fromkeys(way for x in self for way in x.ways)
 
 
 def explain(

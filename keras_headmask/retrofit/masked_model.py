@@ -201,7 +201,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
         _copy_other_state(pairs)
     except Exception as error:  # (the config of a layer may raise anything)
         raise ValueError(
-            f"Copying the model '{model.name}' is not possible: {error} Change that, or, for a rule, "
+            f"Copying the model '{model.name}' is not possible: {error} Fix that, or, for a rule, "
             "pass copy=False, which masks the model itself."
         ) from error
     return twin

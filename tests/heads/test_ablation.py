@@ -317,9 +317,9 @@ FOUND = Ablation(
 def test_it_prints_as_a_table():
     assert str(FOUND).split("\n") == [
         "The metric is 0.5. Switching off one head changes it by:",
-        "layer           head 0  head 1  head 2",
-        "0      a/first  -0.25   +0",
-        "1      second   +0.25   ?       ?",
+        "layer      head 0  head 1  head 2",
+        "0 a/first  -0.25   +0",
+        "1 second   +0.25   ?       ?",
         "Switched off one after another:",
         "layer 1, head 0  0.75",
         "layer 0, head 1  0.625",

@@ -549,7 +549,9 @@ def test_a_report_prints_and_saves_itself():
     assert found["leaks"][0]["change"] >= found["leaks"][1]["change"] > 0
     with pytest.raises(AssertionError, match="30 leaks"):
         assert_no_leaks(floats(MeanOverTime()), FLOATS, rule=CAUSAL)
-    with pytest.raises(AssertionError, match="^Nothing is hidden within a text, so nothing is proven"):
+    with pytest.raises(
+        AssertionError, match=r"^Nothing is hidden within a text, so nothing is proven"
+    ):
         assert_no_leaks(floats(MeanOverTime()), FLOATS, rule=hm.Full())
 
 
@@ -559,7 +561,9 @@ def test_where_one_head_sees_everything_nothing_is_hidden():
     report = find_leaks(floats(lambda x: attention(x, x)), FLOATS)
     assert (report.pairs, report.tried) == (0, 0)
     first, why = str(report).splitlines()
-    assert first.startswith("Nothing is hidden within a text, so nothing is proven: each output may")
+    assert first.startswith(
+        "Nothing is hidden within a text, so nothing is proven: each output may"
+    )
     assert first.endswith("Tried 0 of 0 hidden pairs of positions, and 2 of 2 pairs of examples.")
     assert why.startswith("An output may depend on what any head of any layer lets through, and a")
     by_rule = find_leaks(floats(lambda x: attention(x, x)), FLOATS, rule=hm.Full())

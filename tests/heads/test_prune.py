@@ -582,7 +582,9 @@ def test_why_a_layer_is_not_pruned(name):
     # (A copy would not have what is changed inside of attention.)
     is_copied = name not in ("quantized", "projection")
     masked = hm.apply_head_masks(build(), rule, layers="attention", copy=is_copied)
-    with pytest.raises(ValueError, match=f"(?s)None of the heads .*'attention' .*{reason}.*Change that"):
+    with pytest.raises(
+        ValueError, match=f"(?s)None of the heads .*'attention' .*{reason}.*Change that"
+    ):
         prune_heads(masked)
 
 

@@ -775,9 +775,8 @@ def test_where_no_position_takes_part_all_are_tried():
         lambda x: layers.Concatenate()([x, 0 * x[..., :1] - 1e9]),
         lambda x: layers.Dense(3000, activation="softmax")(x),
         lambda x: x * np.array([1e6, 1, 1, 1, 1, 1], "float32")[:, None],
-        lambda x: layers.ReLU()(x) * np.array([1e6, 1, 1, 1, 1, 1], "float32")[:, None],
     ],
-    ids=["small", "beside a large feature", "of many classes", "beside a large row", "often 0"],
+    ids=["small", "beside a large feature", "of many classes", "beside a large row"],
 )
 def test_a_change_is_compared_with_what_its_feature_has(scaled):
     x = keras.Input((6, 8))
@@ -800,10 +799,12 @@ def test_a_leak_beside_a_massive_activation():
     assert not find_leaks(keras.Model(x, x + massive), FLOATS, rule=hm.Window(0, 0))
 
 
+@pytest.mark.parametrize("is_relu", [False, True])
 @pytest.mark.parametrize("features", [1, 8])
-def test_rounding_is_no_leak(features):
+def test_rounding_is_no_leak(features, is_relu):
     """A number near 0 is a sum of larger ones: it is rounded as these are."""
     before = np.random.default_rng(0).normal(size=(2, 500, features))
+    before = np.maximum(before, 0) if is_relu else before
     limit = 1e-5 * scales(before, True)
     after = before + 3e-7 * np.random.default_rng(1).normal(size=before.shape)
     assert not difference(before, after, True, limit).any()

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from by_kernel import (
+    COMPILED,
     ROUTES,
     each,
     every_day,
@@ -311,7 +312,7 @@ def test_gradients_of_gradients(route, name):
 # ---------------------------------------------------------------- hidden is hidden
 
 
-@each(HIDING, traced=4)
+@each(HIDING, traced=4, beside=COMPILED)
 @skipping
 def test_who_may_not_see_it_has_what_0_in_its_place_gives(route, name):
     """inf, NaN and overflow, forward and backward, against loops that touch no hidden key."""

@@ -5,6 +5,7 @@ several modes (eagerly, at unknown lengths, by XLA), or need a tuning of their o
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -40,7 +41,7 @@ class Route(NamedTuple):
     name: str
     kernel: Kernel  # of all heads; one of head groups stands in a `ByGroup` of its own
     setting: object  # makes a context
-    manner: str  # "known" or "unknown" lengths when a graph is traced, or "XLA"
+    manner: str  # "known" or "unknown" lengths when a graph is traced, "XLA", or "compiled"
 
     @property
     def is_traced(self):
@@ -57,14 +58,17 @@ class Refused(Exception):
     """The kernel does not compute the request, and says why."""
 
 
+def _compiling():
+    return mock.patch("torch.compiler.is_compiling", return_value=True)
+
+
 @contextlib.contextmanager
 def _as_if_compiled():
     """FlexAttention, which is for compiled code, as it is and by its definition."""
     from torch.nn.attention import flex_attention as module
 
     by_definition = mock.patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
-    with tuned(flex_tile=4, flex_block=3), compiling, by_definition:
+    with tuned(flex_tile=4, flex_block=3), _compiling(), by_definition:
         yield
 
 
@@ -110,6 +114,18 @@ def _routes():
 ROUTES = list(_routes())
 
 
+def _compiled_routes():
+    """By PyTorch's compiler, which takes a minute for each call."""
+    of_compiled_code = {"FlexAttention", "unrolled", "dense"} if BACKEND == "torch" else {}
+    for route in ROUTES:
+        if route.name in of_compiled_code:
+            name = f"{route.name}, compiled"
+            yield Route(name, route.kernel, contextlib.nullcontext, "compiled")
+
+
+COMPILED = list(_compiled_routes())
+
+
 def routes(fits=lambda route: not route.repeats):
     """Run a test for each route; those that `fits` leaves out are for the long run."""
     marks = {True: (), False: pytest.mark.long}
@@ -137,17 +153,20 @@ def dealt(names, route, share):
 _turns = itertools.count()
 
 
-def each(names, traced=4):
-    """Run a test for each route and name.
+def each(names, traced=4, beside=()):
+    """Run a test for each route, and those `beside` them, and each name.
 
     Of a route that traces, one name in three times `traced` is run every day, the others in the
     long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
-    elsewhere; and of the modes of `by length`, which take longest to trace, each has its turn.
+    elsewhere; and of the modes of `by length`, which take longest to trace, each has its turn. Of
+    the routes `beside`, the first is run every day, with the first name.
     """
     modes = [route for route in ROUTES if route.name.startswith("by length")]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
+        if route in beside:
+            return (route, name) != (beside[0], next(iter(names)))
         share = 3 * traced if route.is_traced else 4
         if route.repeats or route.manner == "XLA" or not _is_own(route):
             return True
@@ -165,7 +184,7 @@ def each(names, traced=4):
                 marks=pytest.mark.long if is_long(route, name) else (),
             )
             for name in names
-            for route in ROUTES
+            for route in (*ROUTES, *beside)
         ],
     )
 
@@ -194,13 +213,33 @@ def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, change
     request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
     with tuned(fewest_pairs=0, most_computed=1.0):
         part = part_of_all(request)
-    reason = refusal(route.kernel, request, part)
+    with _compiling() if route.manner == "compiled" else contextlib.nullcontext():
+        reason = refusal(route.kernel, request, part)
     if reason is not None:
         raise Refused(f"{route.name}: {reason}")
-    return route.kernel.run(request, part)[0]
+    run = _run_compiled if route.manner == "compiled" else _run
+    return run(route.kernel, request, part)
 
 
 # --- How a kernel's code is run ------------------------------------------------------------------
+
+
+def _run(kernel, request, part):
+    return kernel.run(request, part)[0]
+
+
+def _run_compiled(kernel, request, part):
+    """By PyTorch's compiler, which may write operations anew."""
+    import torch
+
+    def run(*operands):
+        query, key, value, *tensors = operands
+        changes = request.changes.with_tensors(tensors)
+        given = dataclasses.replace(request, query=query, key=key, value=value, changes=changes)
+        return _run(kernel, given, part)
+
+    operands = request.query, request.key, request.value, *request.changes.tensors
+    return torch.compile(run)(*operands)
 
 
 def _free(array, keep):

@@ -48,16 +48,15 @@ def attention(
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
     if keras.backend.standardize_dtype(value_dtype) in precision.HALF:
         value = ops.cast(value, dtype)
-    given = query, key, value
+    given, changes = (query, key, value), changes.cast(dtype)
+    mask = changes.allowed(mask)
     if mask is not None:
         all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
         query, key, value = nonfinite.unless_for_all(all_finite, nonfinite.zeroed, *given)
     logits = precision.product("bthd,bshd->bhts", query, key, half)
-    changes = changes.cast(dtype)
-    if mask is not None:
-        if changes.soft_cap is not None:  # whose derivative is NaN where a product overflows
-            logits = ops.where(mask, logits, ops.zeros_like(logits))
-        mask = changes.allowed(mask)
+    if mask is not None and changes.soft_cap is not None:
+        # Whose derivative is NaN where a product overflows.
+        logits = ops.where(mask, logits, ops.zeros_like(logits))
     logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:

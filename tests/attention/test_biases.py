@@ -3,11 +3,15 @@
 import changed
 import keras
 import numpy as np
+import oracle
 import pytest
+from contract import gradient
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
+from laws import weights
 from strategies import FEW
+from tiled_contract import SCALE, attend, close, operands
 
 import keras_headmask as hm
 from keras_headmask.attention.biases import PositionBias
@@ -92,3 +96,24 @@ def test_configs_have_permanent_kinds():
 def test_what_makes_no_sense_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("rule", [None, hm.Full()])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_minus_inf_hides_what_is_not_finite(bad, rule):
+    """As a mask does: from rows that see other keys, and from a row that sees none."""
+    qkv = operands(3, 5, 8, 2)
+    bias = np.zeros((3, 1, 5, 8), "float32")
+    bias[:, :, :, 6] = bias[:, :, 2] = -np.inf
+    qkv[1][1, 6], qkv[2][2, 6] = bad, bad
+    mask, upstream = np.repeat(bias == 0, 2, axis=1), weights(3, 5, 2)
+    wanted, exact = oracle.with_gradients(*qkv, mask, SCALE, upstream)
+    tiled = None if rule is None else True
+
+    def total(*qkv):
+        context = attend(qkv, rule, tiled=tiled, bias=ops.convert_to_tensor(bias))
+        return ops.sum(context * ops.convert_to_tensor(upstream))
+
+    close(attend([*map(ops.convert_to_tensor, qkv)], rule, tiled=tiled, bias=bias), wanted)
+    for made, name in zip(gradient(total, *qkv), exact, strict=True):
+        close(made, exact[name], name)

@@ -32,7 +32,7 @@ def compute(
     H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
     """
     backend = keras.backend.backend()
-    if backend == "jax" or is_forward_only() or _is_in_torch_func(query):
+    if is_forward_only() or _differentiates_itself(query, key, value, *changes):
         return forward(part, plan, *nonfinite.marked(query, key, value), *changes)
 
     own_gradient = custom_gradient if backend == "tensorflow" else ops.custom_gradient
@@ -54,15 +54,18 @@ def compute(
     return attention(query, key, value, *changes)
 
 
-def _is_in_torch_func(query: Tensor) -> bool:
-    """Whether `torch.func` runs this: it differentiates by itself, and refuses our gradient."""
+def _differentiates_itself(*operands: Tensor) -> bool:
+    """Whether JAX or `torch.func` runs this, whose gradient is that of what stands in `forward`.
+
+    (`torch.func` refuses our own.)
+    """
     if keras.backend.backend() != "torch":
-        return False
+        return keras.backend.backend() == "jax"
     import torch
 
-    if torch.compiler.is_compiling() or query.device.type == "meta":
+    if torch.compiler.is_compiling() or operands[0].device.type == "meta":
         return False
-    return is_stand_in(query)
+    return any(map(is_stand_in, operands))
 
 
 def is_stand_in(tensor: Tensor) -> bool:
@@ -202,8 +205,8 @@ class _Tile(NamedTuple):
             WHOLE.batch,
         )
         keys = _joined(blocks)
-        is_jax = keras.backend.backend() == "jax"
-        if is_jax:  # whose gradient is that of what stands here
+        differentiates_itself = _differentiates_itself(queries, keys, *tensors)
+        if differentiates_itself:  # marks must not be a part of what is multiplied
             marks = nonfinite.marks(folded(queries, part.sharing), keys, heads_first=True)
             zeroed_queries, zeroed_keys = nonfinite.zeroed(queries, keys)
             logits = _of_pairs(zeroed_queries, zeroed_keys, part)
@@ -211,7 +214,7 @@ class _Tile(NamedTuple):
         else:
             logits = _of_pairs(queries, keys, part)
         changes, positions = part.changes.with_tensors(tensors), part.bound[:2]
-        capped = is_jax and changes.soft_cap is not None
+        capped = differentiates_itself and changes.soft_cap is not None
         alive = allowed = None
         if not plan.needs_no_mask[number]:
             allowed = tile_of_heads(groups, part.bound, part.heads, cuts)
@@ -229,7 +232,7 @@ class _Tile(NamedTuple):
             of_keys, _ = changes.share_of_keys(log_sum)
             probabilities = probabilities * of_keys
         tile = cls(cuts, keys, probabilities, alive, allowed, slope, of_keys)
-        if is_jax:
+        if differentiates_itself:
             tile = tile._replace(probabilities=tile.allowed_or_0(tile.probabilities))
         return tile
 

@@ -2,10 +2,12 @@
 
 import keras
 import numpy as np
+import oracle
 import pytest
 from contract import gradient, numpy
 from keras import ops
 from largest import largest_in_torch
+from laws import weights
 from tiled_contract import (
     ALWAYS,
     LONG,
@@ -108,6 +110,32 @@ def test_gradients_by_torch_func():
     got = torch.func.grad(loss, argnums=(0, 1, 2))(*qkv)
     for one, other in zip(got, gradient(lambda *x: loss(*x, tiled=False), *qkv), strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("cap", [None, 1e4])
+@pytest.mark.parametrize("is_mapped", [False, True], ids=["grad", "vmap"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_hidden_changes_no_gradient_by_torch_func(bad, is_mapped, cap):
+    """A key, a value, and a query that sees nothing."""
+    qkv = operands(3, 11, 11, 2)
+    qkv[0][0, 10], qkv[1][1, 6], qkv[2][2, 6] = bad, bad, bad
+    spec = hm.Window(3, 3) & ~hm.Keys(6, 7) & hm.Queries(0, 10)
+    mask = oracle.mask(spec, 3, 2, 11, 11, {})
+    upstream = np.repeat(weights(1, 11, 2), 3, axis=0)
+    _, exact = oracle.with_gradients(*qkv, mask, SCALE, upstream)
+
+    def loss(*qkv):
+        qkv = [x.reshape(-1, *x.shape[-3:]) for x in qkv]
+        context = attend(qkv, spec, logits_soft_cap=cap)
+        return (context * torch.from_numpy(upstream[:1])).sum()
+
+    pulled = torch.func.grad(loss, argnums=(0, 1, 2))
+    with tiles():
+        given = tuple(map(torch.from_numpy, qkv))
+        made = torch.func.vmap(pulled)(*given) if is_mapped else pulled(*given)
+        of_key = torch.func.grad(loss, argnums=1)(*given)
+    for got, name in zip((*made, of_key), (*exact, "key"), strict=True):
+        close(got, exact[name], name)
 
 
 def test_shapes_alone_are_inferred_without_values(taken):

@@ -92,7 +92,21 @@ def checked(
                 whole = getattr(given, side, None)
                 tensor = _of_size(tensor, whole, sizes.batch, length, checks)
             made = made._replace(**{side: tensor})
-    return made
+    return made if is_outside(name) else _of_one_batch(made)
+
+
+def _of_one_batch(sides: Sides) -> Sides:
+    """`sides` with the batch size that one of them shows: `==` refuses others with no rank."""
+    known = [x.shape[0] for x in sides if x is not None and x.shape[0] not in (None, 1)]
+
+    def of_batch(side: Tensor | None) -> Tensor | None:
+        if not known or side is None or not _is_open(side, 0, known[0]):
+            return side
+        import tensorflow as tf
+
+        return tf.ensure_shape(side, (known[0], *side.shape[1:]))
+
+    return Sides(*map(of_batch, sides))
 
 
 def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:

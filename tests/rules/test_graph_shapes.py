@@ -198,3 +198,21 @@ def test_an_axis_declared_as_1_is_checked_where_assertions_are_left_out(declared
         else:
             with pytest.raises(tf.errors.InvalidArgumentError, match="of_another_shape"):
                 run(*operands)
+
+
+@pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.SameSentence(1, "ids")])
+def test_a_pair_of_ids_of_which_one_shows_the_batch(spec):
+    import tensorflow as tf
+
+    x = np.random.default_rng(0).normal(size=(2, 9, 2, 4)).astype("float32")
+    ids = np.arange(18, dtype="int32").reshape(2, 9) % 5
+    wanted = hm.dot_product_attention(x, x, x, mask_spec=spec, mask_inputs={"ids": (ids, ids)})
+    known, unknown = tf.TensorSpec((2, None), tf.int32), tf.TensorSpec((None, None), tf.int32)
+    for sides in ((known, unknown), (unknown, known)):
+        call = tf.function(
+            lambda x, *ids: hm.dot_product_attention(
+                x, x, x, mask_spec=spec, mask_inputs={"ids": ids}
+            ),
+            input_signature=[tf.TensorSpec((None, None, 2, 4)), *sides],
+        )
+        np.testing.assert_allclose(call(x, ids, ids), wanted, 1e-5, 1e-6)

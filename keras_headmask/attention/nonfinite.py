@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask._keras import checks_numerics, in_vectorized_map, in_xla
@@ -112,7 +113,7 @@ def marked(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """
 
     def mark(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        bad = ops.cast(float("nan"), key.dtype)
+        bad = _nan(key.dtype)
         sound = ops.logical_and(_rows_are_finite(key), _rows_are_finite(value))
         query = ops.where(_rows_are_finite(query), query, bad)
         return [query, ops.where(sound, key, bad), *zeroed(value)]
@@ -135,9 +136,15 @@ def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
     columns = functools.reduce(ops.logical_and, map(_rows_are_finite, keys))
     heads, length = (1, 2) if heads_first else (2, 1)
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
-    good, bad = (ops.cast(x, query.dtype) for x in (0.0, float("nan")))
+    good, bad = ops.cast(0.0, query.dtype), _nan(query.dtype)
     of_rows = ops.transpose(ops.where(rows, good, bad), (0, heads, length, 3))
     return of_rows + ops.transpose(ops.where(columns, good, bad), (0, heads, 3, length))
+
+
+def _nan(dtype: Any) -> Any:
+    if keras.backend.backend() == "jax":  # where `jax_debug_nans` refuses one that is cast
+        return np.asarray(float("nan"), dtype)
+    return ops.cast(float("nan"), dtype)
 
 
 def _is_finite(tensor: Tensor) -> Mask:

@@ -303,3 +303,16 @@ def test_in_a_functional_model_of_unknown_length():
     x = keras.Input((None, 2, SIZE))
     with pytest.raises((TypeError, ValueError), match="length"):
         hm.dot_product_attention(x, x, x, mask_spec=hm.Window(after=0))
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a setting of JAX")
+@pytest.mark.parametrize("tiled", [False, True])
+def test_jax_debug_nans_finds_none(tiled):
+    """Where a row sees nothing, too."""
+    import jax
+
+    x, spec = np.ones((1, 9, 2, 4), "float32"), hm.Window(2, 2) & hm.Queries(3)
+    with jax.debug_nans(True):
+        context = hm.dot_product_attention(x, x, x, mask_spec=spec, tiled=tiled)
+    np.testing.assert_array_equal(context[:, :3], 0)
+    np.testing.assert_array_equal(context[:, 3:], 1)

@@ -108,6 +108,7 @@ def gradient(part: Part, plan: Plan, kept: tuple | None, *operands: Tensor) -> t
     tensors as in the forward pass need not be computed again where both passes are one graph.
     """
     query, key, value, *changes, upstream = operands
+    upstream = ops.cast(upstream, query.dtype)  # (`torch.autocast` makes half of the context)
     of_changes = GradientsOfChanges(part, plan, changes, key.shape[1])
     delta: Any = None
     if kept is None:

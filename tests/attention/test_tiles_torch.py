@@ -278,3 +278,17 @@ def test_the_loop_of_keras_operations_is_only_for_what_is_large(monkeypatch):
         k[:, 11] = np.inf
         attend((q, k, v), spec)
     assert called
+
+
+@pytest.mark.parametrize("name", ["sinks", "logits_soft_cap", "bias"])
+def test_gradients_under_autocast(name):
+    """As those of all logits, to the precision of bfloat16."""
+    more = {"sinks": torch.zeros(2), "logits_soft_cap": 5.0, "bias": torch.ones(1, 1, 23, 23)}[name]
+    made = []
+    for tiled in (True, False):
+        qkv = [torch.from_numpy(x).requires_grad_() for x in operands(1, 23, 23, 2)]
+        with tiles(), torch.autocast("cpu", torch.bfloat16):
+            context = attend(qkv, hm.Window(2, 2), tiled=tiled, **{name: more})
+        made.append(torch.autograd.grad(context.float().square().sum(), qkv))
+    for tiled, dense in zip(*made, strict=True):
+        torch.testing.assert_close(tiled, dense, rtol=0.1, atol=0.1)

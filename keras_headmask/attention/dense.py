@@ -74,7 +74,7 @@ def attention(
     if sinks is None:
         probabilities = ops.softmax(logits, axis=-1)
     else:  # one key more, whose value is 0
-        of_rows = ops.zeros_like(ops.sum(logits, axis=-1, keepdims=True))
+        of_rows = ops.sum(ops.zeros_like(logits), axis=-1, keepdims=True)
         with_sink = ops.concatenate([logits, sinks + of_rows], axis=-1)
         probabilities = ops.softmax(with_sink, axis=-1)[..., :-1]
     if mask is not None:  # for fully masked rows

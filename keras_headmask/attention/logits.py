@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.protocol import WHOLE, Cuts
@@ -113,7 +113,7 @@ class Changes(NamedTuple):
 
     def allowed(self, allowed: Mask | None, cuts: Cuts = WHOLE) -> Mask | None:
         """The pairs of a tile that are allowed, without those that the bias hides."""
-        if self.bias is None:
+        if self.bias is None or _keras.checks_numerics():  # (then a bias of -inf raises)
             return allowed
         open_pairs = self.bias_of_tile(cuts) != float("-inf")
         return open_pairs if allowed is None else ops.logical_and(allowed, open_pairs)

@@ -97,6 +97,28 @@ def test_checked_numerics_raise_for_what_is_wrong_alone(
         gradient(x)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sinks": np.zeros(2, "float32")},
+        {"bias": np.zeros((1, 1, LENGTH, LENGTH), "float32")},
+    ],
+    ids=["sinks", "bias"],
+)
+@pytest.mark.parametrize("tiled", [True, False])
+def test_checked_numerics_find_no_fault_beside_sinks_or_a_bias(numerics_checked, more, tiled):
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            context = hm.dot_product_attention(
+                x, x, x, mask_spec=hm.Window(2, 2), tiled=tiled, **more
+            )
+        return tape.gradient(context, x)
+
+    assert np.isfinite(gradient(normal(2, LENGTH, 2, 4))).all()
+
+
 def test_what_was_traced_under_checks_serves_nobody_else(each_loop):
     """Its checks would raise for what is hidden, and without them nobody asked for any."""
     rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)

@@ -23,6 +23,7 @@ _BACKENDS = (
     *_files("attention/test_kernels", "attention/test_tiles_torch", "attention/test_flex_torch"),
     *_files("layers/test_layer", "test_golden", "test_keras_internals"),
     "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
+    *_files("retrofit/test_traced_inside_jax"),
     *_files("attention/test_blocks", "attention/test_jax_loops", "attention/test_jax_symbolic"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.

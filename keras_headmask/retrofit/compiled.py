@@ -12,7 +12,11 @@ import keras
 
 from keras_headmask import _keras
 
-_COMPILERS = {"tensorflow": "tf.function", "jax": "jax.jit", "torch": "torch.compile"}
+_COMPILERS = {
+    "tensorflow": "`tf.function`",
+    "jax": "`jax.jit`, `keras.remat`, `ops.cond` or loop",  # JAX keeps what each of them traced
+    "torch": "`torch.compile`",
+}
 FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
 
 
@@ -119,10 +123,17 @@ def check_not_in_own_function(name: str, bound_in: Any) -> None:
 
 
 def in_own_function(name: str) -> str:
-    compiler = _COMPILERS[keras.backend.backend()]
+    backend = keras.backend.backend()
+    way_out = ""
+    if backend == "jax":
+        way_out = (
+            " If it is no `jax.jit`, you can also define `compute_output_spec` in the layer that "
+            "has it, and give it a new function in each call: then nothing is traced before the "
+            "rule has its inputs."
+        )
     return (
-        f"The attention layer '{name}' is called in a `{compiler}` inside the model. Such a "
-        "function keeps what it traced first: attention without the rule, or under the ids of "
+        f"The attention layer '{name}' is called in a {_COMPILERS[backend]} inside the model. Such "
+        "a function keeps what it traced first: attention without the rule, or under the ids of "
         "another call. Call the layer outside of it; `compile`, `predict` and `export` make one "
-        "graph of the whole model."
+        f"graph of the whole model.{way_out}"
     )

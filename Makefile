@@ -46,8 +46,7 @@ dist: $(VENV)/.dist
 older: $(VENV)/.test
 	$(RUN) tests/server/older_tensorflow.py
 
-# And: the laws on older versions of Keras, and on a checkout of its main branch:
-# make versions KERAS=folder
+# And: the laws on older versions of Keras, and on its nightly build; KERAS=folder adds a checkout.
 versions: $(VENV)/.test
 	$(RUN) tests/versions.py $(KERAS)
 

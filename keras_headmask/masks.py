@@ -209,8 +209,8 @@ def _hint_for_rank_3(size: int | None, heads: int | None) -> str:
     hint = " A mask of rank 3 is always (batch, queries, keys)"
     if size and heads and size > heads > 1 and size % heads == 0:
         return (
-            f"{hint}. One of torch.nn.MultiheadAttention, (batch * heads, queries, keys), becomes "
-            f"one of rank 4 by hm.from_torch(mask, num_heads={heads}), where True hides."
+            f"{hint}. Convert a mask of torch.nn.MultiheadAttention, (batch * heads, queries, "
+            f"keys), by hm.from_torch(mask, num_heads={heads}): there True hides."
         )
     return (
         f"{hint}; to give each head its own, add the batch axis: mask[None] has shape (1, heads, "

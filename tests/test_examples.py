@@ -60,7 +60,6 @@ def test_minutes_are_those_of_a_processor(path):
     assert [text for text in promised if not re.match(r"\d+ to \d+ |up to ", text)] == []
 
 
-@pytest.mark.tensorflow
 def assert_equal_scales(*pictures):
     """The numbers beside the panels are the same; captions above them differ."""
     beside = [matplotlib_image.imread(picture)[:, -80:, :3] for picture in pictures]
@@ -69,6 +68,7 @@ def assert_equal_scales(*pictures):
     np.testing.assert_array_equal(*scales)
 
 
+@pytest.mark.tensorflow
 def test_demo(tmp_path):
     """It says what it will do, shows progress and the leak, and nothing of devices."""
     pytest.importorskip("keras_hub")

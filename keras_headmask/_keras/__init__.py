@@ -211,9 +211,8 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
     "_operations_by_depth"
 ).split()
 
-# A layer and all tracked layers inside, where attention is found; and without the layer itself.
+# A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
-layers_inside = operator.methodcaller("_flatten_layers", include_self=False)
 # The calls of an operation, as `nodes` gives them, in every graph.
 calls_of = operator.attrgetter("_inbound_nodes")
 # The RematScope of when a layer was built; `None` outside of one. No config holds it.
@@ -296,10 +295,7 @@ def argument_names(layer: Any) -> list[str]:
 
 
 def taken_by_inputs(model: Functional, given: Any) -> list[tuple[Any, Any]]:
-    """Each tensor that a functional model is called on, with the input of its graph that takes it.
-
-    Empty if they do not fit.
-    """
+    """Pairs (argument, `keras.Input`) of a call of a functional model; empty if they do not fit."""
     inputs = model.input
     if isinstance(given, Mapping):
         known = inputs if isinstance(inputs, Mapping) else {x.name: x for x in model.inputs}

@@ -46,11 +46,11 @@ def has_in_file(store: Any, part: str) -> bool:
 
 
 def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
-    """`layer`, under "", and all layers inside, by the paths that its file has for their state.
+    """The layer (key "") and all layers inside, by their paths in a weights file, parents first.
 
     Paths are made of attributes, so they do not change when a layer is made later or gets another
     name. They also reach what Keras does not track, as the preprocessor of KerasHub's tasks on
-    PyTorch. A layer stands before those inside it.
+    PyTorch.
     """
     found: dict[str, keras.Layer] = {}
     seen: dict[int, Any] = {}  # by id; they are kept, so that no id is used again

@@ -4,7 +4,7 @@ from keras.src import backend
 
 # A function of this name is traced to be read, and nothing runs the trace.
 ONLY_READ = "traced_to_be_read"
-# Where Keras' inference of shapes has its `wrapped_fn`, which JAX traces: it moved in Keras 3.16.
+# The file of `wrapped_fn`, which JAX traces when Keras infers shapes; it moved in Keras 3.16.
 FILE_OF_INFERENCE = backend.compute_output_spec.__code__.co_filename
 
 

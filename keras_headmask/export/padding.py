@@ -24,8 +24,7 @@ _SHORT = 8  # positions; enough to see whether two axes must be of one length
 def padded(interface: Interface) -> Interface:
     """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs.
 
-    A length below 0 is 0, and one beyond the sequence is all of it: an error would fail the whole
-    batch in which a server puts the request, and could not see what the server has padded.
+    Lengths are clipped to the sequence: an error would fail the server's whole batch.
     """
     import tensorflow as tf
 
@@ -37,7 +36,7 @@ def padded(interface: Interface) -> Interface:
         given = dict(given)
         lengths = given.pop(LENGTHS)
         batch, length = ops.shape(given[first])[:2]
-        # One length for many examples is an error, in which this name stands.
+        # The error for lengths of another batch shows this name.
         lengths = tf.reshape(lengths, (batch, 1), "lengths_of_another_batch")
         live = ops.arange(length)[None, :] < lengths
         if PADDING in interface.inputs:

@@ -42,9 +42,7 @@ def request(interface: Interface, item: Any) -> Arrays:
         if array.dtype.kind == "O" and all(isinstance(part, (str, bytes)) for part in array.flat):
             parts = [part.encode() if isinstance(part, str) else part for part in array.flat]
             array = np.array(parts, "S").reshape(array.shape)
-        elif (
-            array.dtype.kind == "b" and "int" in x.dtype
-        ):  # KerasHub's preprocessors mark padding so
+        elif array.dtype.kind == "b" and "int" in x.dtype:  # KerasHub's padding masks
             array = array.astype(x.dtype)
         elif array.dtype.kind == "U":  # text as the bytes of UTF-8, as TensorFlow has it
             array = np.char.encode(array, "utf-8")

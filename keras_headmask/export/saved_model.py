@@ -49,8 +49,8 @@ def export_saved_model(
       any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...; never XLA.
     - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. Positions past an example's length are
       not attended, and outputs there are 0: for servers that pad (TF Serving fills with each
-      tensor's first element). A length below 0 is 0, one beyond the sequence is all of it. Left
-      out, with the reason in the report, where anything but attention could see the padding.
+      tensor's first element). `lengths` are clipped to the sequence. Left out, with the reason
+      in the report, where anything but attention could see the padding.
     - `serve_scores`, if asked for: probabilities, float32 `(batch, heads, queries, keys)`.
     - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
       its flags for XLA.

@@ -46,14 +46,15 @@ def traced(name: str, signature: Interface) -> Any:
     import tensorflow as tf
 
     def checked(given: Tensors) -> Tensors:
-        """Servers look at no shape: a node for each input does, and its name stands in the error.
+        """Check shapes in the graph, since servers do not. The error shows the node's name.
 
-        (XLA would fill a smaller batch up, and answer with rows that nobody sent.)
+        (XLA would pad a smaller batch, and return rows that nobody sent.)
         """
-        shapes = {key: signature.inputs[key].shape for key in given}
         return signature.call(
             {
-                key: tf.ensure_shape(x, shapes[key], name=f"input_{key}_of_another_shape")
+                key: tf.ensure_shape(
+                    x, signature.inputs[key].shape, name=f"input_{key}_of_another_shape"
+                )
                 for key, x in given.items()
             }
         )

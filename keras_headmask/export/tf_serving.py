@@ -35,10 +35,9 @@ _PADDED = """\
 # element: padding of a mask that begins with `true` is attended to, and the answer is wrong with
 # status OK. So clients must call `serve_padded` with the real `lengths`, and cut their answers to
 # those; `serving_default` only for requests of one and the same length.
-# One request in which a tensor has another RANK than its signature says ENDS THE SERVER, with any
-# model: it pads before it looks at ranks. Let only clients reach it that are known to send the
-# right ranks, or put a proxy in front that refuses others. Else leave this `false`, and let clients
-# pad to one agreed length and call `serve_padded` with the real `lengths`."""
+# A request in which a tensor has another RANK than its signature says ENDS THE SERVER, with any
+# model. Put a proxy in front that refuses it; or leave this `false`, and let clients pad to one
+# length and call `serve_padded` with the real `lengths`."""
 _ONE_DNN = """\
 # By itself TensorFlow uses oneDNN only on newer CPUs; on others its products may take longer.
 TF_ENABLE_ONEDNN_OPTS=1"""
@@ -83,10 +82,9 @@ def write_serving_config(
     every input with that input's FIRST element, so a mask that begins with `True` lets padding in,
     and answers are wrong with status OK. So the newest version must have `serve_padded` with
     `lengths: int32 (batch,)`, and clients must call it. A request in which a tensor has another
-    rank than its signature says then ends the server's process, with any model: let only clients
-    reach it that send the right ranks, or a proxy that refuses others. Without padding, all
-    requests of a batch of two lengths get an error. Signatures of one shape, `serve_xla_...`, are
-    for servers without batching.
+    rank than its signature says then ends the server's process, with any model: put a proxy in
+    front that refuses it. Without padding, all requests of a batch of two lengths get an error.
+    Signatures of one shape, `serve_xla_...`, are for servers without batching.
 
     The flags have `--grpc_max_threads`, a thread for each row that batches may hold: the server's
     own limit, 4 x its CPUs, refuses the rest (`RESOURCE_EXHAUSTED: Server Threadpool Exhausted`)

@@ -93,7 +93,7 @@ class LeakReport(Printed):
         if not self.pairs:
             found.append(
                 "Nothing is hidden within a text, so nothing is proven: each output may depend on "
-                "each position, but at padding."
+                "each position, except padding."
             )
         elif not count:
             found.append("No leaks." if self.tried else "Nothing was tried, so nothing is proven.")

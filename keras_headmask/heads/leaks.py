@@ -43,8 +43,8 @@ def find_leaks(
             own position, too; one without an axis of positions on what any position may.
             By default, what the rules, causal masks and padding of the model's attention layers
             allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
-        tolerance: The largest change of a number that does not count, over the number itself, or
-            over what is usual of its feature and its row where it is smaller.
+        tolerance: Relative: changes up to this share of an output value are ignored; of a value
+            near 0, up to this share of what is typical of its feature and row.
 
     Returns:
         A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and
@@ -265,9 +265,8 @@ class _Search:
         if self.rule is None and not count:
             self.left_out.insert(
                 0,
-                "An output may depend on what any head of any layer lets through, and a head that "
-                "is open lets everything through. Whether each head keeps to its own rule shows in "
-                "`hm.plot_attention`.",
+                "One head without a rule lets an output depend on every position. "
+                "`hm.plot_attention` shows whether each head keeps its own rule.",
             )
         shown = max(self.pairs, key=lambda key: self.pairs[key].change.max(initial=0.0))
         return LeakReport(

@@ -60,7 +60,7 @@ def positions_of(
         way_out = "The first axis of one at least must count the examples."
         if rule is None:
             way_out = (
-                "Pass as `rule` on which positions such an output may depend, for example "
+                "Pass as `rule` which positions such an output may depend on, for example "
                 f"`rule={_example(given)}`."
             )
         raise ValueError(
@@ -71,7 +71,7 @@ def positions_of(
 
 
 def _example(given: Arrays) -> str:
-    """A rule for an output without positions: what is no padding, or the first positions."""
+    """A rule to propose for a pooled output: the real tokens, or the first positions."""
     if masks := [name for name in given if marks_padding(name)]:
         return f"hm.recipes.padding({masks[0]!r})"
     ids = [name for name, x in given.items() if x.dtype.kind in "iu"]
@@ -100,12 +100,12 @@ def _on_less(subject: Subject, given: Arrays, lengths: set[int]) -> Arrays | Non
 
 
 def scales(values: np.ndarray, positions: bool) -> np.ndarray:
-    """How large each number of an output is, that changes are compared with.
+    """The size that a change of each output value is compared with.
 
-    A number near 0 is rounded as what it is a sum of: it counts as large as is usual of its feature
-    (the median over rows) in its row (the median over features). Medians, so that neither one huge
-    row nor one huge feature makes the others' changes small. Of a feature that is nearly always 0,
-    a thousandth of what is usual; of a row with small numbers, 30%.
+    It is the value, or what is typical of its feature (the median over rows) in its row (the median
+    over features), since a value near 0 is a rounded sum of larger ones. Medians, so that one huge
+    row or feature hides nothing. At least 0.1% of what is typical for a feature that is mostly 0,
+    30% for a row.
     """
     values = np.atleast_1d(values)
     count = values.shape[-1] if values.ndim > 1 + positions else 1
@@ -118,7 +118,7 @@ def scales(values: np.ndarray, positions: bool) -> np.ndarray:
 
 
 def _medians(sizes: np.ndarray, axis: int | None) -> np.ndarray:
-    """Along an axis, which stays, of what is not 0; 0 where all is."""
+    """Medians of the nonzero values along `axis`, which is kept; 0 where all are 0."""
     return np.ma.filled(np.ma.median(np.ma.masked_equal(sizes, 0), axis, keepdims=True), 0)
 
 

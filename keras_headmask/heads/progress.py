@@ -1,16 +1,16 @@
-"""A bar for what takes more than seconds."""
+"""Progress of long calls."""
 
 import sys
 import time
 from typing import Any
 
 _SECONDS = 3  # before there is a bar
-_OF_LINES = 30  # seconds from one line to the next, where nobody looks on
+_OF_LINES = 30  # seconds between the lines of a log
 _WIDTH = 30
 
 
 class Progress:
-    """A bar on standard error for a person, or lines for a log: programs read standard output.
+    """A progress bar on standard error; in a log, lines.
 
     `total`: how many steps there are, or `None`; `unit`: what a step is; `verbose`: as in Keras.
     """

@@ -48,7 +48,7 @@ def variant(
 
     Each of `entries` gets a rule, one that hides nothing if `rules` has none for it. For a query
     that sees no key, as at padding, stock Keras takes the mean of all values, and attention under a
-    rule 0: no two variants may differ in that.
+    rule 0: all variants must agree in that.
     """
     from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
 

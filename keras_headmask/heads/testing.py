@@ -45,11 +45,11 @@ def check_spec(
     mask_inputs: Mapping[str, Any] | None = None,
     query_offset: int = 0,
 ) -> None:
-    """Fail if a kind of your own breaks a law that attention relies on, so that it would be wrong.
+    """Fail if attention under a spec of your own would be wrong.
 
     Each kind that `spec` is made of is tried: `allowed` for tiles of two sizes, and `coverage`,
     `constant`, `tiling.opens` and `looks_back`, against the whole mask; and `spec` must come back
-    from its JSON, equal and with an equal hash. Give its fields values that are no defaults.
+    from its JSON, equal and with an equal hash. Give its fields values other than the defaults.
 
     Args:
         spec: A `MaskSpec`, of your own kind or made of some.

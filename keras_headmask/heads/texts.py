@@ -86,9 +86,9 @@ def declared(model: Any) -> dict[str, Any]:
 
 
 def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
-    """Raise for a list of another length than the model's inputs, perhaps of batches, and floats.
+    """Raise for more arrays than the model has inputs (perhaps batches), and for floats as ids.
 
-    Keras casts floats to the dtype of an input.
+    Keras would cast floats to the dtype of an input.
     """
     names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
     if names and len(named) > len(names):
@@ -108,7 +108,7 @@ def check_ids(name: str, values: Any) -> None:
         raise TypeError(
             f"`{name}` must be integer or boolean. Received dtype "
             f'{keras.backend.standardize_dtype(dtype)}. Pass ids of dtype="int32": a cast would '
-            "make other ids of these floats."
+            "change them."
         )
 
 

@@ -11,6 +11,8 @@ from keras_headmask.masks import Mask
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.examples import key_side, sides_of
 
+_CHECK_IDS = "Check the ids against the vocabulary of the tokenizer."
+
 
 def of_padding(
     subject: Subject, padding: np.ndarray, name: str, outside: Mask | None
@@ -96,8 +98,7 @@ def absent_ids(subject: Subject) -> Iterator[Finding]:
         sides = [side for side in sides_of(subject.given[name]) if side is not None]
         if not any(np.isin(side, leaf.sampling.ids).any() for side in sides):
             message = f"None of the ids that {leaf!r} looks for occurs in the examples."
-            way_out = "Check the ids against the vocabulary of the tokenizer."
-            yield Finding("info", "ids-absent", message, way_out)
+            yield Finding("info", "ids-absent", message, _CHECK_IDS)
 
 
 def ids_at_padding(subject: Subject, padding: np.ndarray | None, name: str) -> Iterator[Finding]:
@@ -111,9 +112,9 @@ def ids_at_padding(subject: Subject, padding: np.ndarray | None, name: str) -> I
         if ids is None or (leaf.tiling.opens and not _is_unnegated(subject, leaf)):
             continue  # (~KeyIn of padding hides it.)
         found = np.isin(ids, leaf.sampling.ids)
-        severity, where = "warning", f"only where `{name}` marks padding"
         if padding is not None:
-            at_padding = ~padding
+            at_padding, severity = ~padding, "warning"
+            where = f"only where `{name}` marks padding"
         else:
             at_padding = np.logical_and.accumulate(found[:, ::-1], axis=1)[:, ::-1]
             severity, where = "info", "only at the end of sequences, as padding does"
@@ -121,25 +122,21 @@ def ids_at_padding(subject: Subject, padding: np.ndarray | None, name: str) -> I
                 continue
         if found.any() and found.shape == at_padding.shape and not (found & ~at_padding).any():
             message = f"The ids that {leaf!r} looks for occur {where}."
-            way_out = (
-                "Check the ids against the vocabulary of the tokenizer. What hides padding is "
-            )
-            way_out += "a padding mask, or ~KeyIn(...)."
+            way_out = f"{_CHECK_IDS} To hide padding, use a padding mask or ~KeyIn(...)."
             yield Finding(severity, "ids-at-padding", message, way_out)
 
 
 def _is_unnegated(subject: Subject, leaf: MaskSpec) -> bool:
     """Whether `leaf` stands somewhere under no `~`, or under an even number of them."""
-    for rule, _ in subject.groups:
-        is_there, _ = rule.fold(
-            lambda spec: (spec == leaf, False),
-            lambda a, b: (a[0] or b[0], a[1] or b[1]),
-            lambda a, b: (a[0] or b[0], a[1] or b[1]),
-            lambda a: (a[1], a[0]),
-        )
-        if is_there:
-            return True
-    return False
+
+    def either(a: tuple[bool, bool], b: tuple[bool, bool]) -> tuple[bool, bool]:
+        return a[0] or b[0], a[1] or b[1]
+
+    folded = (
+        rule.fold(lambda spec: (spec == leaf, False), either, either, lambda a: (a[1], a[0]))
+        for rule, _ in subject.groups
+    )
+    return any(is_there for is_there, _ in folded)
 
 
 def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:

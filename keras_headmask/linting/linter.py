@@ -46,7 +46,7 @@ def lint(
         A list of `Finding`, errors first. Codes: `head-off`, `dead-rows`, `unseen-keys`,
         `clause-changes-nothing`, `equals-default`, `never-self`, `looks-inverted`,
         `padding-missing`, `input-never-read`, `full-cost`, `ids-collide`, `ids-absent`,
-        `ids-at-padding`, `open-side`, `unsound-kind`, `not-checked`.
+        `ids-at-padding`, `open-side`, `unsound-spec`, `not-checked`.
 
     Raises:
         TypeError: if `rule` is neither a spec nor a model under a rule.

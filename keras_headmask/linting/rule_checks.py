@@ -52,7 +52,7 @@ def _own_kinds(subject: Subject) -> Iterator[Finding]:
             sizes = queries, keys, subject.heads
             broken += broken_in_masks(leaf, *sizes, subject.given, subject.offset)
         for message, way_out in broken[:1]:
-            yield Finding("error", "unsound-kind", message, way_out)
+            yield Finding("error", "unsound-spec", message, way_out)
 
 
 def _dead(subject: Subject) -> Iterator[Finding]:

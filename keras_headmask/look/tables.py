@@ -8,11 +8,11 @@ from keras_headmask.rules.words import numbers_in_words
 
 Row = tuple[str, ...]
 
-_WIDTH, _NARROW = 100, 24  # columns of a line; a cell of so many is not cut
+_WIDTH, _NARROW = 100, 24  # columns of a line; narrower cells are never cut
 
 
 class Table(list[Row]):
-    """Rows of cells; the first `labels` cells stand again where a wide table is broken."""
+    """Rows of cells; the first `labels` cells are repeated in each part of a wide table."""
 
     def __init__(self, rows: Sequence[Row], labels: int = 1):
         super().__init__(rows)
@@ -64,7 +64,7 @@ class Printed:
 
 
 def of_layers(paths: Sequence[str], rows: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of each layer after its path; those of equal layers stand once.
+    """The rows of each layer after its path; layers with equal rows share one entry.
 
     >>> of_layers(["a", "b", "c"], [[("1",)], [("2",)], [("1",)]])
     [('layers 0 and 2', '1'), ('b', '2')]

@@ -369,9 +369,9 @@ def missing_inputs(name: str, rule: LayerRule) -> str:
         f"The attention layer '{name}' obeys a rule that reads {rule.reads}, and was called "
         "without them. Build on tensors of the masked model, which hand them on: "
         "`keras.Model(masked.input, layer(masked.output))`; or call the layer with "
-        f"`head_mask_inputs={{{example}}}`. A backbone taken out of a masked task obeys where all "
-        "that the rule reads are inputs of its own; else give the rule to the backbone first, and "
-        "build the task on it. (KerasHub's cache passes the newest token alone. "
+        f"`head_mask_inputs={{{example}}}`. The backbone of a masked task works alone if all that "
+        "the rule reads are its own inputs; else give the rule to the backbone first, and build "
+        "the task on it. (KerasHub's cache passes the newest token alone. "
         "Generation with a cache by `generate()` keeps what rules read, for a causal language "
         "model that has the rule itself; else rules on positions work: Window, Chunk, Keys.)"
     )

@@ -133,20 +133,17 @@ class MaskedLayer(_Layer):
                     yield layer, rule
 
     def _own_mask_inputs(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Tensors | None:
-        """What its rules read, among its own inputs, for a functional model called by itself.
+        """What its rules read, for a functional model called alone, as a masked task's backbone.
 
-        As the backbone of a masked task. The first call in a graph with inputs for the rules says
-        which of its own inputs they are: those that take the same tensors.
+        They are its own inputs that got the same tensors as `head_mask_inputs` in the outer graph.
         """
         if not isinstance(self, _keras.Functional) or observers.are_rules_off():
             return None
         asking = (r for x, r in self._asks_for() if r.owner is self and inputs_of(r, x) is None)
-        names = sorted({name for rule in asking for name in rule.reads})
-        if not names:
-            return None
+        names = {name for rule in asking for name in rule.reads}
         calls = (call.arguments for call in _keras.calls_of(self))
         call = next((call for call in calls if call.kwargs.get(ARGUMENT)), None)
-        if call is None:
+        if not names or call is None:
             return None
         found = {}
         known = _keras.taken_by_inputs(self, call.args[0] if call.args else None)

@@ -120,7 +120,7 @@ def hint_for(value: Any, call: str = "SPEC") -> str:
         how = "Combine specs by & or |, or give each head its own by PerHead"
         return hint(how, "hm.PerHead({0: a, 1: b})")
     if isinstance(value, types.FunctionType):
-        how = "A function becomes a rule as the method `allowed` of a class under @hm.register_spec"
+        how = "Make a function the method `allowed` of a class under @hm.register_spec"
         return hint(f"{how}('the_class')", "TheClass()")
     if not hasattr(type(value), "get_weights"):  # a model or a layer; Keras is not imported here
         return hint("A mask tensor enters a spec by MaskInput(name)", "hm.MaskInput(name)")

@@ -44,16 +44,12 @@ def checks(
     """
     if is_outside(name):
         return []
-    place = f"`mask_inputs[{name!r}]` has"
+    place, has = f"`mask_inputs[{name!r}]` has", "where the attention has"
     if not isinstance(given, Sides):
-        axes = (
-            (0, "examples where the attention has", sizes.batch),
-            (2, "queries where the attention has", sizes.queries),
-            (3, "keys where the attention has", sizes.keys),
-        )
+        axes = (0, "examples", sizes.batch), (2, "queries", sizes.queries), (3, "keys", sizes.keys)
         return [
-            _check(name, given, axis, size, place, between, broadcasts=True)
-            for axis, between, size in axes
+            _check(name, given, axis, size, place, f"{counted} {has}", broadcasts=True)
+            for axis, counted, size in axes
             if given.shape[axis] != 1 and _is_open(given, axis, size)
         ]
     made = []
@@ -66,8 +62,7 @@ def checks(
             between = "examples where the batch has"
             made.append(_check(name, tensor, 0, sizes.batch, place, between, hint=REPEAT))
         if not (is_cut and side == "query") and _is_open(tensor, 1, length):
-            between = "where the attention has"
-            made.append(_check(name, tensor, 1, length, f"{place} length", between, plural))
+            made.append(_check(name, tensor, 1, length, f"{place} length", has, plural))
     return made
 
 
@@ -209,7 +204,7 @@ def _check(
     import tensorflow as tf
 
     shape = tf.shape(tensor)
-    # Servers look at no rank. Of another one this node fails, and its name stands in the error.
+    # Servers do not check ranks: this node fails, and the error shows its name.
     named = re.sub(r"\W", "_", name, flags=re.ASCII)
     size = tf.unstack(shape, name=f"mask_input_{named}_of_another_rank")[axis]
     fits = tf.equal(size, wanted)

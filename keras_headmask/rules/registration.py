@@ -16,8 +16,8 @@ def register_spec(kind: str) -> Callable[[_Class], _Class]:
 
     The class must be a frozen dataclass that subclasses `MaskSpec`. Its fields are what is saved
     and what is compared: specs with equal fields are one. In a test of your own, let
-    `hm.testing.check_spec` try it: attention gets a kind wrong, in silence, that answers otherwise
-    for a tile than for the whole mask.
+    `hm.testing.check_spec` try it: a spec that answers differently for a tile than for the
+    whole mask gives wrong numbers, and no error.
 
     Args:
         kind: The name under which the spec is saved, an identifier.

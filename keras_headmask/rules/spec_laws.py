@@ -1,4 +1,4 @@
-"""What a kind of spec owes attention, tried on one spec: each answer against the whole mask.
+"""Checks of one spec: each of its answers against its whole mask.
 
 Attention asks a kind for tiles of any size, skips what `coverage` calls empty and forgets what lies
 outside of `looks_back`: a kind that breaks one of these laws gives wrong numbers, and no error.

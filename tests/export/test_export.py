@@ -88,21 +88,6 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
 
 
 @tensorflow_only
-@pytest.mark.parametrize("padded", [True, False])
-def test_every_signature_that_runs_anywhere_warms_up(padded, tmp_path):
-    apis = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")
-    import tensorflow as tf
-
-    options = {"padded": padded, "scores": True, "xla_buckets": [(1, 5)], "warmup": [(1, 5)]}
-    report = hm.export_saved_model(ours(), tmp_path, check=False, **options)
-    file = report.path / "assets.extra" / "tf_serving_warmup_requests"
-    logs = [apis.PredictionLog.FromString(x.numpy()) for x in tf.data.TFRecordDataset(str(file))]
-    names = [log.predict_log.request.model_spec.signature_name for log in logs]
-    assert sorted(names) == sorted(set(report.signatures) - {"serve_xla_1x5"})
-    assert report.warmup_records == len(names)
-
-
-@tensorflow_only
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("bfloat16", 1e-4, 0.1), ("float16", 1e-5, 0.02)]
 )

@@ -310,8 +310,8 @@ def by_functions(mask, batch=1):
     return hm.dot_product_attention(x, x, x, mask=mask)
 
 
-def by_layers(mask, batch=1, kind=MULTI_HEAD):
-    return kind.layer(2, 4)(normal(batch, 5, 8), attention_mask=mask)
+def by_layers(mask, batch=1):
+    return MULTI_HEAD.layer(2, 4)(normal(batch, 5, 8), attention_mask=mask)
 
 
 @pytest.mark.parametrize("call", [by_functions, by_layers])

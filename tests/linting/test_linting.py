@@ -198,9 +198,9 @@ PLANTED = [
         {"mask_inputs": {"token_ids": IDS}},
         ("info", "ids-at-padding", (), ()),
     ),
-    (hm.PerHead({1: Triangle()}), {}, ("error", "unsound-kind", (), ())),
-    (Triangle(), {"queries": 4}, ("error", "unsound-kind", (), ())),
-    (OfIds() & hm.Chunk(4), {"mask_inputs": X}, ("error", "unsound-kind", (), ())),
+    (hm.PerHead({1: Triangle()}), {}, ("error", "unsound-spec", (), ())),
+    (Triangle(), {"queries": 4}, ("error", "unsound-spec", (), ())),
+    (OfIds() & hm.Chunk(4), {"mask_inputs": X}, ("error", "unsound-spec", (), ())),
     (
         hm.SameSegment("a") | hm.SameSegment("b") | hm.SameSegment("c") | hm.SameSegment("d")
         | hm.SameSegment("e") | hm.SameSegment("f") | hm.SameSegment("g"),

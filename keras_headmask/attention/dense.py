@@ -49,7 +49,8 @@ def attention(
     if keras.backend.standardize_dtype(value_dtype) in precision.HALF:
         value = ops.cast(value, dtype)
     given, changes = (query, key, value), changes.cast(dtype)
-    mask = changes.allowed(mask)
+    if mask is not None or may_branch:  # (else other runtimes would not fuse a bias alone)
+        mask = changes.allowed(mask)
     if mask is not None:
         all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
         query, key, value = nonfinite.unless_for_all(all_finite, nonfinite.zeroed, *given)

@@ -72,8 +72,7 @@ class Ablation(Printed):
             for heads, row in zip(self.num_heads, self.changes, strict=True)
         ]
         head = ("layer", *(f"head {head}" for head in range(max(self.num_heads))))
-        paths = [f"{number} {path}" for number, path in enumerate(self.paths)]
-        yield Table([head, *of_layers(paths, rows)])
+        yield Table([head, *of_layers(self.paths, rows)])
         if self.order:
             yield "Switched off one after another:"
             heads_off = [f"layer {layer}, head {head}" for layer, head in self.order]

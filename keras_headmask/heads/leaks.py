@@ -44,7 +44,8 @@ def find_leaks(
             By default, what the rules, causal masks and padding of the model's attention layers
             allow, multiplied over the layers: a window of 3 reaches 6 in 2 layers.
         tolerance: Relative: changes up to this share of an output value are ignored; of a value
-            near 0, up to this share of what is typical of its feature and row.
+            near 0, up to this share of what is typical of its feature and row. (A feature counts
+            as at least a thousandth of what is typical of all: below that it may be rounding.)
 
     Returns:
         A `LeakReport`, true if something leaked. It prints as a table, and has `plot()` and

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_headmask.heads.leaks import find_leaks
-from keras_headmask.rules import base, evaluation, spec_laws
+from keras_headmask.rules import base, evaluation, examples, fields, spec_laws
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.examples import length_of
 from keras_headmask.rules.heads import check_heads
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.words import enough_heads
@@ -75,7 +74,10 @@ def check_spec(
     offset = checked_offset(query_offset)
     distance = spec.sampling.distance
     enough = 256 if distance is None else min(max(3 * distance + 2, 32), 1024)
-    of_queries, of_keys = (length_of(spec, mask_inputs or {}, side) for side in (0, -1))
+    of_queries, of_keys = (examples.length_of(spec, mask_inputs or {}, side) for side in (0, -1))
+    for name, size in (("queries", queries), ("keys", keys)):
+        if size is not None:
+            fields.whole_number(size, name, at_least=1)
     queries = queries or of_queries or keys or of_keys or enough
     keys = keys or of_keys or queries
     num_heads = enough_heads(spec) if num_heads is None else num_heads
@@ -83,6 +85,9 @@ def check_spec(
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
     called = "hm.testing.check_spec(spec, ...)"
     evaluation.check_inputs(spec, mask_inputs, lengths, offset, called)
+    sides = {name: examples.sides_of(x) for name, x in (mask_inputs or {}).items()}
+    if empty := [k for k, of in sides.items() if any(x is not None and not x.size for x in of)]:
+        raise ValueError(f"`mask_inputs` must hold examples. Received: none in {empty}.")
     sizes = queries, keys, num_heads, mask_inputs or {}, offset
     broken = list(spec_laws.broken_in_json(spec))
     for leaf in base.leaves(spec):

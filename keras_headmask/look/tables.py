@@ -64,16 +64,18 @@ class Printed:
 
 
 def of_layers(paths: Sequence[str], rows: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of each layer after its path; layers with equal rows share one entry.
+    """The rows of each layer after its number and path; layers with equal rows share one entry.
 
     >>> of_layers(["a", "b", "c"], [[("1",)], [("2",)], [("1",)]])
-    [('layers 0 and 2', '1'), ('b', '2')]
+    [('layers 0 and 2', '1'), ('1 b', '2')]
     """
     alike: dict[tuple[Row, ...], list[int]] = {}
     for number, of_layer in enumerate(rows):
         alike.setdefault(tuple(of_layer), []).append(number)
+    # (With numbers: wide tables cut what is in the middle of a path.)
+    names = paths if len(paths) == 1 else [f"{i} {path}" for i, path in enumerate(paths)]
     return [
-        (paths[numbers[0]] if len(numbers) == 1 else f"layers {numbers_in_words(numbers)}", *row)
+        (names[numbers[0]] if len(numbers) == 1 else f"layers {numbers_in_words(numbers)}", *row)
         for of_layer, numbers in alike.items()
         for row in of_layer
     ]

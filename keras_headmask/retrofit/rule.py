@@ -122,6 +122,8 @@ class State:
         # A stock layer to be saved in its place: always the same one, as files know layers by id.
         self.stock: Any = None
         self.inside: list[keras.Layer] | None = None
+        # Of a functional model from a file: see `MaskedLayer.own_input_names`.
+        self.own_input_names: dict[str, str] = {}
 
 
 def is_masked(layer: Any) -> bool:

@@ -132,27 +132,33 @@ class MaskedLayer(_Layer):
                 if rule.reads and rule.restricts and not is_inside(self, rule.owner):
                     yield layer, rule
 
-    def _own_mask_inputs(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Tensors | None:
-        """What its rules read, for a functional model called alone, as a masked task's backbone.
+    def own_input_names(self) -> dict[str, str]:
+        """By what rules read: which inputs of its own the graph around a functional model fills.
 
-        They are its own inputs that got the same tensors as `head_mask_inputs` in the outer graph.
+        They get the same tensors as `head_mask_inputs` in its first call there. Else the file says
+        it.
         """
+        calls = (call.arguments for call in _keras.calls_of(self))
+        call = next((call for call in calls if call.kwargs.get(ARGUMENT)), None)
+        if call is None:
+            return state_of(self).own_input_names
+        known = _keras.taken_by_inputs(self, call.args[0] if call.args else None)
+        edges = call.kwargs[ARGUMENT].items()
+        return {name: own.name for name, edge in edges for x, own in known if x is edge}
+
+    def _own_mask_inputs(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Tensors | None:
+        """What its rules read, for a functional model called alone, as a masked task's backbone."""
         if not isinstance(self, _keras.Functional) or observers.are_rules_off():
             return None
         asking = (r for x, r in self._asks_for() if r.owner is self and inputs_of(r, x) is None)
         names = {name for rule in asking for name in rule.reads}
-        calls = (call.arguments for call in _keras.calls_of(self))
-        call = next((call for call in calls if call.kwargs.get(ARGUMENT)), None)
-        if not names or call is None:
+        places = self.own_input_names() if names else {}
+        given = {own.name: (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
+        if not names or not all(places.get(name) in given for name in names):
             return None
         found = {}
-        known = _keras.taken_by_inputs(self, call.args[0] if call.args else None)
-        given = {id(own): (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
         for name in names:
-            own = next((own for x, own in known if x is call.kwargs[ARGUMENT].get(name)), None)
-            if id(own) not in given:
-                return None
-            own, x = given[id(own)]
+            own, x = given[places[name]]
             symbolic = keras.backend.is_keras_tensor(x)
             found[name] = x if symbolic else keras.ops.convert_to_tensor(x, own.dtype)
         return found
@@ -183,10 +189,13 @@ class MaskedLayer(_Layer):
         rules = to_file(self)
         config = stock_config(self, rules)
         state = state_of(self)
+        config = {"layer": config, "rules": rules_config(rules)}
         if state.waiting:
-            return {"layer": config, "rules": state.waiting, "attention": state.awaited}
-        count = len(attention_inside(self))
-        return {"layer": config, "rules": rules_config(rules), "attention": count}
+            config |= {"rules": state.waiting, "attention": state.awaited}
+        else:
+            config["attention"] = len(attention_inside(self))
+        names = self.own_input_names() if isinstance(self, _keras.Functional) else {}
+        return config | ({"own_inputs": names} if names else {})
 
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
@@ -199,6 +208,7 @@ class MaskedLayer(_Layer):
         custom_objects = known | dict(custom_objects or {})
         layer, rules = stock_and_rules(config, "layer", "rules", custom_objects)
         wait(layer, rules, *entries(config, "attention"))
+        state_of(layer).own_input_names = dict(config.get("own_inputs", {}))
         return layer
 
 

@@ -78,6 +78,7 @@ def broken_in_masks(
     yield from _broken_promises(trial)
     quarter, third = ([-(-size // n) for size in (queries, keys)] for n in (4, 3))
     sizes = ((quarter[0], third[1]), (third[0], quarter[1]))
+    yield from _mixed_examples(trial)
     for tile in sizes:
         yield from _broken_tiles(trial, *tile)
     for tile in ((1, 1), (5, 7), *sizes):
@@ -104,6 +105,17 @@ def _broken_promises(trial: _Trial) -> Iterator[Broken]:
             does = "forbids" if hidden else "allows"
             problem = f"is {reach!r}, but the rule {does} {_first(wrong)}, which lies outside."
             yield Broken(trial.says(f"looks_back(hidden={hidden})", problem), "Widen it.")
+
+
+def _mixed_examples(trial: _Trial) -> Iterator[Broken]:
+    """The first example that is answered for otherwise alone."""
+    for i in range(trial.whole.shape[0] if trial.whole.shape[0] > 1 else 0):
+        cuts = Cuts(batch=_cut(slice(i, i + 1)))
+        alone = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
+        if (ops.convert_to_numpy(alone) != trial.whole[i : i + 1]).any():
+            problem = f"mixes examples: for example {i} alone it allows other pairs."
+            yield Broken(trial.says("allowed", problem), _ELEMENT_WISE)
+            return
 
 
 def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:
@@ -145,7 +157,12 @@ def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterat
         for of in (np.logical_and, np.logical_or)
     )
     tiles = tile_grid(queries, keys, tile_queries, tile_keys, trial.offset)
-    possible, certain = (np.asarray(x) for x in trial.leaf.coverage(tiles, spans))
+    try:
+        possible, certain = (np.asarray(x) for x in trial.leaf.coverage(tiles, spans))
+    except Exception as error:  # of the kind's own code
+        way_out = "It must return two arrays of booleans, `possible` and `certain`, for all tiles."
+        yield Broken(trial.says("coverage", f"fails: {error}."), way_out)
+        return
     too_little = some.any(1) & ~possible
     too_much = ~every.all(1) & possible & certain
     for wrong, said, fact in ((too_little, "no", "is"), (too_much, "every", "is not")):
@@ -175,7 +192,10 @@ def _span(values: Tensor | None, starts: np.ndarray, new_axis: int) -> Span | No
 
 
 def _cut(part: slice) -> Callable[[Tensor, int], Tensor]:
-    return lambda tensor, axis: tensor[(slice(None),) * axis + (part,)]
+    def cut(tensor: Tensor, axis: int) -> Tensor:
+        return tensor if tensor.shape[axis] == 1 else tensor[(slice(None),) * axis + (part,)]
+
+    return cut
 
 
 def _tile(rows: slice, columns: slice) -> str:

@@ -266,7 +266,12 @@ X = np.ones((2, 3, 2, 4), "float32")
         ((X, X[..., :3], X), {}, ValueError, r"do not fit.*key \(2, 3, 2, 3\)"),
         ((X, X, X), {"mask": np.ones((3, 3))}, TypeError, "`mask` .*from_additive.*cast to bool"),
         ((X, X, X), {"mask": np.ones((3,), "bool")}, ValueError, r"Received: shape \(3,\)"),
-        ((X, X, X), {"mask": np.ones((4, 3, 3), "bool")}, ValueError, r"4 examples.*mask\[None\]"),
+        (
+            (X, X, X),
+            {"mask": np.ones((4, 3, 3), "bool")},
+            ValueError,
+            r"4 examples.*from_torch\(mask, num_heads=2",
+        ),
         ((X, X, X), {"mask": np.ones((2, 3, 3, 3), "bool")}, ValueError, "3 heads .* has 2"),
         ((X, X, X), {"mask": np.ones((3, 4), "bool")}, ValueError, "4 keys .* has 3"),
         ((X, X, X), {"mask_spec": {"kind": "full"}}, TypeError, "`mask_spec`.*from_config"),

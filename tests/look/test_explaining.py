@@ -84,9 +84,9 @@ def test_a_model_has_a_line_for_each_layer():
     assert found[1].kernel == "code of its class"
     assert [len(one.groups) for one in found] == [3, 0, 3]
     lines = str(found).splitlines()
-    assert [line.split("  ")[0] for line in lines[:4]] == ["layers 0 and 2"] * 3 + ["second"]
+    assert [line.split("  ")[0] for line in lines[:4]] == ["layers 0 and 2"] * 3 + ["1 second"]
     assert lines[0].split("  ")[-1].startswith("Head 0, ")
-    assert lines[3].split() == ["second", *["code", "of", "its", "class"]]
+    assert lines[3].split() == ["1", "second", *["code", "of", "its", "class"]]
     # Nothing of the look stays.
     before = numpy(model(np.ones((1, 5), "int32")))
     hm.explain(model, queries=300)

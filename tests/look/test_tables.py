@@ -86,12 +86,20 @@ def test_equal_layers_stand_once(reports):
         suggestion, specs=specs, kept=np.ones((6, 2)), computed=np.ones((6, 2))
     )
     starts = [line.split("  ")[0] for line in str(alike).splitlines()]
-    assert starts == ["layers 0 to 3 and 5"] * 2 + ["layer_4"] * 2
+    assert starts == ["layers 0 to 3 and 5"] * 2 + ["4 layer_4"] * 2
     assert str(ablation("abc", 2, change=0)).splitlines()[2].split() == [
         *("layers", "0", "to", "2", "+0", "+0")
     ]
     found = str(hm.explain(hm.apply_head_masks(stack(6), hm.Window(1, 0)), queries=512))
     assert found.splitlines()[0].startswith("layers 0 to 5  Heads 0 to 3, ")
+
+
+def test_layers_are_told_apart_where_their_paths_are_cut(reports):
+    paths = tuple(f"transformer_layer_{i}_of_a_backbone/self_attention_layer" for i in range(2))
+    scores = {name: np.arange(8.0).reshape(2, 4) for name in reports["measures"].scores}
+    report = dataclasses.replace(reports["measures"], layers=paths, heads=(4, 4), scores=scores)
+    starts = {line[:2] for line in str(report).splitlines() if "..." in line.split("  ")[0]}
+    assert starts == {"0 ", "1 "}
 
 
 def test_a_model_without_attention_that_a_rule_reaches():

@@ -169,15 +169,33 @@ def test_the_backbone_of_a_masked_task_obeys(name, tmp_path):
     task.backbone.save(tmp_path / "backbone.keras")
     alone = keras.saving.load_model(tmp_path / "backbone.keras")
     inner = keras.Model(task.backbone.input, keras.tree.flatten(task.backbone.output)[0])
-    for without_edges in (alone, inner):
-        with pytest.raises(ValueError, match=r"reads \['token_ids'\].* rule to the backbone first"):
-            without_edges(given)
-    for backbone in (task.backbone, again.backbone):
+    with pytest.raises(ValueError, match=r"reads \['token_ids'\].* rule to the backbone first"):
+        inner(given)
+    for backbone in (task.backbone, again.backbone, alone):
         built_on_it = keras.Model(backbone.input, backbone(backbone.input))
         for made in (backbone(given), backbone.predict(given, verbose=0), built_on_it(given)):
             close(made, wanted)
     with pytest.raises(AssertionError):
         close(stock, wanted)
+
+
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+@pytest.mark.every_day("Bert")
+def test_a_task_on_the_backbone_of_a_masked_task_is_saved(name, tmp_path):
+    """Its class calls the backbone anew, without edges, when the file is loaded."""
+    task = hm.apply_head_masks(task_of(name), rule_of(name))
+    other = type(task)._stock_class
+    more = {"num_classes": 3} if name == "Bert" else {}
+    built = other(backbone=task.backbone, preprocessor=task.preprocessor, **more)
+    texts = ["a b . c", "b . a a ."]
+    wanted = numpy(built.predict(texts, verbose=0))
+    built.save(tmp_path / "built.keras")
+    again = keras.saving.load_model(tmp_path / "built.keras", compile=False)
+    assert_close(again.predict(texts, verbose=0), wanted, depth=3)
+    assert hm.mask_specs(again)
+    stock = hm.unmasked(built).predict(texts, verbose=0)
+    with pytest.raises(AssertionError):
+        assert_close(stock, wanted, depth=3)
 
 
 def close(made, wanted):

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from hypothesis import given
+from keras import ops
 from strategies import FEW, cases
 
 import keras_headmask as hm
@@ -109,6 +110,21 @@ BROKEN = [
         "NoJson.*, saved as JSON and loaded, does not come back: .*set",
     ),
     (
+        "Mixes",
+        {
+            **READS,
+            "allowed": lambda self, query, key, inputs: (
+                ops.max(inputs["ids"].key, axis=0, keepdims=True) == inputs["ids"].query
+            ),
+        },
+        r"`Mixes\.allowed` mixes examples: for example \d alone it allows other pairs",
+    ),
+    (
+        "Raises",
+        {"coverage": lambda self, tiles, spans: None},
+        r"`Raises\.coverage` fails: .* It must return two arrays of booleans",
+    ),
+    (
         "Hashes",
         {"__hash__": lambda self: id(self)},
         "comes back equal, but with another hash",
@@ -141,6 +157,10 @@ def test_what_it_needs():
         hm.testing.check_spec(hm.Full(), mask_inputs={"ids": IDS})
     with pytest.raises(TypeError, match=r"hm\.testing\.check_spec\(hm\.Full\(\)\)"):
         hm.testing.check_spec(hm.Full)
+    with pytest.raises(ValueError, match=r"must hold examples\. Received: none in \['ids'\]"):
+        hm.testing.check_spec(hm.SameSegment("ids"), mask_inputs={"ids": IDS[:0]})
+    with pytest.raises(ValueError, match="`queries` must be at least 1"):
+        hm.testing.check_spec(hm.Full(), queries=0)
     with pytest.raises(ValueError, match="names head 3, but there are 2 heads"):
         hm.testing.check_spec(hm.PerHead({3: hm.Full()}), num_heads=2)
 

@@ -170,8 +170,8 @@ def ablate_heads(
     >>> data = np.ones((1, 5, 8), "float32")
     >>> print(ablate_heads(model, lambda model: np.mean(model(data))))
     The metric is 73. Switching off one head changes it by:
-    layer        head 0  head 1
-    0 attention  -36     -36
+    layer      head 0  head 1
+    attention  -36     -36
     """
     if better not in ("higher", "lower"):
         raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')

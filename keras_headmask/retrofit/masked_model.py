@@ -174,8 +174,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
     """A model of its own, with the rules, the weights and the training state of `model`."""
     unregistered: dict[str, type] = {}
     for layer in _keras.layers_of(model):
-        cls = getattr(type(layer), "_stock_class", type(layer))
-        cls = getattr(cls, "_whole_class", cls)  # (of a pruned layer)
+        cls = _class_in_config(layer)
         name = cls.__name__
         is_known = keras.saving.get_registered_name(cls) != name or cls.__module__.startswith(
             ("keras.", "keras_hub.")
@@ -207,6 +206,12 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
     return twin
 
 
+def _class_in_config(layer: Any) -> type:
+    """The class that a config names: masked and pruned layers have classes made for each."""
+    cls = getattr(type(layer), "_stock_class", type(layer))
+    return getattr(cls, "_whole_class", cls)
+
+
 Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too
 
 
@@ -219,7 +224,7 @@ def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
     pairs = []
     for path, layer in _keras.layers_in_file(source).items():
         twin = twins.get(path)
-        if type(twin) is type(layer):
+        if _class_in_config(twin) is _class_in_config(layer):
             pairs.append((layer, twin))
         elif layer.weights or hasattr(layer, "save_assets"):
             raise ValueError(

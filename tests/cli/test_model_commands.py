@@ -54,7 +54,7 @@ def test_info():
 
 def test_explain():
     lines = answer("explain", "--model", "masked.keras", "-q", "300").splitlines()
-    assert lines[0].startswith("attention: Head 0, ")
+    assert lines[0].startswith("attention  Head 0, ")
     assert str(cpu.one_dnn()) in lines
     (layer,) = as_json("explain", "--model", "masked.keras", "-q", "300")
     assert layer["name"] == "attention"

@@ -15,8 +15,7 @@ from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import OpenSide
 from keras_headmask.rules.spec_laws import broken_in_json, broken_in_masks
 
-_MANY = 1024  # positions, to see what tiles skip
-_MOST_TRIED = 1024  # positions, to try a kind of a user's own
+_MANY = 1024  # positions, to see what tiles skip, and to try a spec of a user's own
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of all pairs
 
 
@@ -44,11 +43,10 @@ def _own_kinds(subject: Subject) -> Iterator[Finding]:
         if config.is_built_in(type(leaf)):
             continue
         broken = list(broken_in_json(leaf)) if config.is_registered(type(leaf)) else []
-        most = None if leaf.inputs else _MOST_TRIED  # examples are tried whole
-        queries, keys = (
-            n if most is None else min(n, most) for n in (subject.queries, subject.keys)
-        )
-        if subject.has(leaf) and queries * keys <= _MOST_TRIED**2:
+        queries, keys = subject.queries, subject.keys
+        if not leaf.inputs:  # (examples are tried whole)
+            queries, keys = min(queries, _MANY), min(keys, _MANY)
+        if subject.has(leaf) and queries * keys <= _MANY**2:
             sizes = queries, keys, subject.heads
             broken += broken_in_masks(leaf, *sizes, subject.given, subject.offset)
         for message, way_out in broken[:1]:

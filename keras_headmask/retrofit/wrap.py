@@ -152,9 +152,11 @@ class MaskedLayer(_Layer):
             return None
         asking = (r for x, r in self._asks_for() if r.owner is self and inputs_of(r, x) is None)
         names = {name for rule in asking for name in rule.reads}
-        places = self.own_input_names() if names else {}
+        if not names:
+            return None
+        places = self.own_input_names()
         given = {own.name: (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
-        if not names or not all(places.get(name) in given for name in names):
+        if not all(places.get(name) in given for name in names):
             return None
         found = {}
         for name in names:

@@ -22,6 +22,10 @@ _ELEMENT_WISE = (
     "counts from the corner of a tile, as `np.tril` does, or sums over keys. What needs whole "
     "sequences belongs in `prepare`."
 )
+_SOUND = (
+    "`possible` must be True where any pair is allowed, `certain` only where every one is. In "
+    "doubt, say True and False."
+)
 
 
 class Broken(NamedTuple):
@@ -66,7 +70,7 @@ def broken_in_masks(
     mask_inputs: Mapping[str, Any],
     query_offset: int,
 ) -> Iterator[Broken]:
-    """What a leaf answers against its whole mask, of these lengths and inputs, which are checked.
+    """The laws that a leaf breaks. Lengths and inputs must have been checked.
 
     `mask_inputs` may hold more than the leaf reads.
     """
@@ -122,8 +126,7 @@ def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[
     """The first tile for which `allowed` says something else than for the whole mask."""
     queries, keys = trial.whole.shape[2:]
     for i, j in np.ndindex(-(-queries // tile_queries), -(-keys // tile_keys)):
-        rows = slice(i * tile_queries, min((i + 1) * tile_queries, queries))
-        columns = slice(j * tile_keys, min((j + 1) * tile_keys, keys))
+        rows, columns = _part(i, tile_queries, queries), _part(j, tile_keys, keys)
         expected = trial.whole[:, :, rows, columns]
         cuts = Cuts(queries=_cut(rows), keys=_cut(columns))
         where = f"for {_tile(rows, columns)} alone"
@@ -142,10 +145,10 @@ def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[
 
 
 def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:
-    """The first tile of which `coverage` says too much."""
+    """The first tile of which `coverage` says something wrong."""
     whole, read = trial.whole, trial.bound.leaf_inputs.get(trial.leaf, {})
     if not all(isinstance(value, Sides) for value in read.values()):
-        return  # nobody asks where a whole mask is read
+        return  # attention does not call `coverage` for whole masks
     queries, keys = whole.shape[2:]
     rows, columns = np.arange(0, queries, tile_queries), np.arange(0, keys, tile_keys)
     spans = {
@@ -168,16 +171,9 @@ def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterat
     for wrong, said, fact in ((too_little, "no", "is"), (too_much, "every", "is not")):
         if wrong.any():
             i, j = np.argwhere(wrong)[0][-2:]
-            where = _tile(
-                slice(rows[i], min(rows[i] + tile_queries, queries)),
-                slice(columns[j], min(columns[j] + tile_keys, keys)),
-            )
+            where = _tile(_part(i, tile_queries, queries), _part(j, tile_keys, keys))
             problem = f"says that {said} pair of {where} is allowed, but one {fact}."
-            way_out = (
-                "`possible` must be True where any pair is allowed, `certain` only where every "
-            )
-            way_out += "one is. In doubt, say True and False."
-            yield Broken(trial.says("coverage", problem), way_out)
+            yield Broken(trial.says("coverage", problem), _SOUND)
             return
 
 
@@ -196,6 +192,10 @@ def _cut(part: slice) -> Callable[[Tensor, int], Tensor]:
         return tensor if tensor.shape[axis] == 1 else tensor[(slice(None),) * axis + (part,)]
 
     return cut
+
+
+def _part(number: int, size: int, length: int) -> slice:
+    return slice(number * size, min((number + 1) * size, length))
 
 
 def _tile(rows: slice, columns: slice) -> str:

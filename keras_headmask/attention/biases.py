@@ -65,6 +65,7 @@ class PositionBias:
     ) -> Tensor:
         """The bias `(1, h, queries, keys)` of some heads; `table` is `(buckets, h)`.
 
+        Of n tiles at once, positions `(n, queries)` and `(n, keys)`, it is `(n, h, queries, keys)`.
         Of a bias that is learned the dtype is that of its table.
         """
         raise NotImplementedError
@@ -95,7 +96,7 @@ class Alibi(PositionBias):
         dtype: str = "float32",
     ) -> Tensor:
         slopes = -self.slopes[list(heads)][None, :, None, None]
-        distance = ops.abs(_ahead(query_positions, key_positions))
+        distance = ops.expand_dims(ops.abs(_ahead(query_positions, key_positions)), -3)
         return ops.convert_to_tensor(slopes, dtype) * ops.cast(distance, dtype)
 
 
@@ -151,15 +152,17 @@ class RelativePositionBias(PositionBias):
     ) -> Tensor:
         assert table is not None
         buckets = self.buckets(query_positions, key_positions)
-        return ops.take(ops.transpose(table), buckets, axis=1)[None]
+        if len(buckets.shape) == 2:
+            return ops.take(ops.transpose(table), buckets, axis=1)[None]
+        return ops.transpose(ops.take(table, buckets, axis=0), (0, 3, 1, 2))
 
 
 _KINDS: dict[Any, type[PositionBias]] = {cls.kind: cls for cls in (Alibi, RelativePositionBias)}
 
 
 def _ahead(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """How far each key stands ahead of each query, `(queries, keys)`."""
-    return key_positions[None, :] - query_positions[:, None]
+    """How far each key stands ahead of each query, `(..., queries, keys)`."""
+    return key_positions[..., None, :] - query_positions[..., :, None]
 
 
 @functools.lru_cache(maxsize=32)

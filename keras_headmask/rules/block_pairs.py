@@ -16,7 +16,7 @@ Hash = Callable[[Tensor, Tensor, Any, Any], Tensor]
 def open_pairs(
     is_open: Hash, query_blocks: Tensor, key_blocks: Tensor, start: int, limit: int
 ) -> Tensor:
-    """`is_open(query_blocks, key_blocks, start, limit)`, of blocks `(T, 1)` and `(1, S)`."""
+    """`is_open(query_blocks, key_blocks, start, limit)`, of blocks `(..., T, 1)` and `(..., S)`."""
     import keras
 
     if keras.backend.backend() == "tensorflow":
@@ -25,8 +25,8 @@ def open_pairs(
         from keras_headmask._keras import in_xla
 
         if tf.is_tensor(query_blocks) and tf.is_tensor(key_blocks) and not in_xla():
-            found = _looked_up(is_open)(query_blocks[:, 0], key_blocks[0], start, limit)
-            found.set_shape([query_blocks.shape[0], key_blocks.shape[1]])
+            found = _looked_up(is_open)(query_blocks, key_blocks, start, limit)
+            found.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))
             return found
     return is_open(query_blocks, key_blocks, start, limit)
 
@@ -36,7 +36,7 @@ def _looked_up(is_open: Hash) -> Callable:
     """A function that is traced once, whatever the number of rules that call it."""
     import tensorflow as tf
 
-    of_blocks, number = tf.TensorSpec([None], tf.int32), tf.TensorSpec([], tf.int32)
+    of_blocks, number = tf.TensorSpec(None, tf.int32), tf.TensorSpec([], tf.int32)
 
     @tf.function(autograph=False, input_signature=[of_blocks, of_blocks, number, number])
     def looked_up(query_blocks: Tensor, key_blocks: Tensor, start: Tensor, limit: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _looked_up(is_open: Hash) -> Callable:
         ]
         rows, columns = (tf.range(a, b + 1) for a, b in zip(first, last, strict=True))
         table = is_open(rows[:, None], columns[None], start, limit)
-        of_queries = tf.gather(table, query_blocks - first[0])
-        return tf.gather(of_queries, key_blocks - first[1], axis=1)
+        places = (query_blocks - first[0]) * tf.size(columns) + (key_blocks - first[1])
+        return tf.gather(tf.reshape(table, [-1]), places)
 
     return looked_up

@@ -20,7 +20,7 @@ from keras_headmask.rules.config import did_you_mean, misspelled
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
-from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Sides
+from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides
 from keras_headmask.rules.words import counted
 
 _PAIR = "pair (query_side, key_side)"
@@ -316,19 +316,50 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     """
     query_positions = cuts.queries(bound.query_positions, 0)[:, None]
     key_positions = cuts.keys(bound.key_positions, 0)[None, :]
+    tile = query_positions.shape[0], key_positions.shape[1]
+
+    def inputs_of(leaf: MaskSpec) -> dict[str, Any]:
+        prepared = bound.leaf_inputs.get(leaf, {})
+        return {name: _cut(value, heads, cuts) for name, value in prepared.items()}
+
+    return _answers(rule, query_positions, key_positions, inputs_of, (None, len(heads), *tile))
+
+
+def allowed_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
+    """The same in n tiles at once: broadcastable to `(n, len(heads), queries, keys)`.
+
+    Positions are `(n, 1, queries, 1)` and `(n, 1, 1, keys)` in place of `(queries, 1)` and
+    `(1, keys)`: what compares them element-wise does not notice.
+    """
+    query_positions = places.take(bound.query_positions, places.queries)[:, None, :, None]
+    key_positions = places.take(bound.key_positions, places.keys)[:, None, None, :]
+    tile = query_positions.shape[2], key_positions.shape[3]
+
+    def inputs_of(leaf: MaskSpec) -> dict[str, Any]:
+        prepared = bound.leaf_inputs.get(leaf, {})
+        return {name: _at(value, heads, places) for name, value in prepared.items()}
+
+    return _answers(rule, query_positions, key_positions, inputs_of, (None, len(heads), *tile))
+
+
+def _answers(
+    rule: MaskSpec,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    inputs_of: Callable[[MaskSpec], dict[str, Any]],
+    sizes: tuple,
+) -> Mask:
+    """What `rule` allows, from what its leaves do; `sizes` are those that an answer fits."""
 
     def of_leaf(leaf: MaskSpec) -> Tensor:
-        prepared = bound.leaf_inputs.get(leaf, {})
-        inputs = {name: _cut(value, heads, cuts) for name, value in prepared.items()}
-        result = checked_answer(leaf, leaf.allowed(query_positions, key_positions, inputs))
+        answer = leaf.allowed(query_positions, key_positions, inputs_of(leaf))
+        result = checked_answer(leaf, answer)
         shape = tuple(result.shape)
-        tile = query_positions.shape[0], key_positions.shape[1]
-        lengths = (None, len(heads), *tile)[-len(shape) :]
-        if len(shape) not in (2, 4) or not all(map(masks.fits, shape, lengths)):
+        if len(shape) not in (2, 4) or not all(map(masks.fits, shape, sizes[-len(shape) :])):
             raise ValueError(
                 f"`{type(leaf).__name__}.allowed` must return a tensor of shape (queries or 1, "
                 "keys or 1) or (batch or 1, heads or 1, queries or 1, keys or 1), here of "
-                f"{tile[0]} queries and {tile[1]} keys. Received: shape {shape}. Compare "
+                f"{sizes[2]} queries and {sizes[3]} keys. Received: shape {shape}. Compare "
                 "`query_positions` (queries, 1), `key_positions` (1, keys) and the sides of "
                 "`inputs` element-wise, which gives it."
             )
@@ -374,10 +405,46 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
             key = ops.expand_dims(_cut_axis(key, cuts.keys, 1), (1, 2))
         return Sides(query, key)
     value = _cut_axis(_cut_axis(cuts.batch(value, 0), cuts.queries, 2), cuts.keys, 3)
-    if value.shape[1] is None:  # 1 or all heads, known when the graph runs
-        place = ops.minimum(ops.convert_to_tensor(heads, "int32"), masks.sizes(value)[1] - 1)
-        return ops.take(value, place, axis=1)
-    return value if value.shape[1] in (1, len(heads)) else ops.take(value, list(heads), axis=1)
+    return _of_heads(value, heads)
+
+
+def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
+    """A prepared mask input at the places of several tiles, shaped to broadcast over them."""
+
+    def of_examples(tensor: Tensor) -> Tensor:
+        """The number of the example of each tile in `tensor`, `(n,)`."""
+        return ops.zeros_like(places.examples) if tensor.shape[0] == 1 else places.examples
+
+    def side(tensor: Tensor | None, at: Tensor, axes: tuple[int, int]) -> Tensor | None:
+        if tensor is None:
+            return None
+        first = of_examples(tensor)[:, None]
+        if tensor.shape[1] != 1:  # 1 serves every position
+            first = first * masks.sizes(tensor)[1] + at
+        return ops.expand_dims(places.take(ops.reshape(tensor, (-1,)), first), axes)
+
+    if isinstance(value, Sides):
+        return Sides(
+            side(value.query, places.queries, (1, 3)), side(value.key, places.keys, (1, 2))
+        )
+    value = _of_heads(value, heads)
+    _, count, queries, keys = masks.sizes(value)
+    rows = of_examples(value)[:, None] * count + ops.arange(count, dtype="int32")
+    rows = rows[:, :, None] * queries  # of each tile and head the first, (n, h, 1)
+    if value.shape[2] != 1:
+        rows = rows + places.queries[:, None, :]
+    cells = rows[..., None] * keys
+    if value.shape[3] != 1:
+        cells = cells + places.keys[:, None, None, :]
+    return places.take(ops.reshape(value, (-1,)), cells)
+
+
+def _of_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
+    """A whole mask for some heads, or for any."""
+    if mask.shape[1] is None:  # 1 or all heads, known when the graph runs
+        place = ops.minimum(ops.convert_to_tensor(heads, "int32"), masks.sizes(mask)[1] - 1)
+        return ops.take(mask, place, axis=1)
+    return mask if mask.shape[1] in (1, len(heads)) else ops.take(mask, list(heads), axis=1)
 
 
 def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -> Tensor:

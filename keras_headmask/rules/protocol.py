@@ -61,6 +61,22 @@ class Cuts(NamedTuple):
 WHOLE = Cuts()
 
 
+class Places(NamedTuple):
+    """n tiles that are looked at together.
+
+    Args:
+        examples: The number of the example of each, `(n,)`.
+        queries: The places of their queries in the whole sequence, `(n, queries)`.
+        keys: Those of their keys, `(n, keys)`, in any order.
+        take: What a tensor `(L,)` holds at places of any shape.
+    """
+
+    examples: Tensor
+    queries: Tensor
+    keys: Tensor
+    take: Callable[[Tensor, Tensor], Tensor]
+
+
 class Tiles(NamedTuple):
     """Tiles of the mask: n rows and m columns of them.
 

@@ -411,14 +411,10 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
 def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
     """A prepared mask input at the places of several tiles, shaped to broadcast over them."""
 
-    def of_examples(tensor: Tensor) -> Tensor:
-        """The number of the example of each tile in `tensor`, `(n,)`."""
-        return ops.zeros_like(places.examples) if tensor.shape[0] == 1 else places.examples
-
     def side(tensor: Tensor | None, at: Tensor, axes: tuple[int, int]) -> Tensor | None:
         if tensor is None:
             return None
-        first = of_examples(tensor)[:, None]
+        first = examples_at(tensor, places)[:, None]
         if tensor.shape[1] != 1:  # 1 serves every position
             first = first * masks.sizes(tensor)[1] + at
         return ops.expand_dims(places.take(ops.reshape(tensor, (-1,)), first), axes)
@@ -427,16 +423,29 @@ def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
         return Sides(
             side(value.query, places.queries, (1, 3)), side(value.key, places.keys, (1, 2))
         )
-    value = _of_heads(value, heads)
-    _, count, queries, keys = masks.sizes(value)
-    rows = of_examples(value)[:, None] * count + ops.arange(count, dtype="int32")
+    return pairs_at(_of_heads(value, heads), places)
+
+
+def pairs_at(value: Tensor, places: Places) -> Tensor:
+    """Of `(B or 1, h, T or 1, S or 1)`, in n tiles: `(n, h, queries or 1, keys or 1)`."""
+    _, heads, queries, keys = masks.sizes(value)
+    rows = examples_at(value, places)[:, None] * heads + ops.arange(heads, dtype="int32")
     rows = rows[:, :, None] * queries  # of each tile and head the first, (n, h, 1)
     if value.shape[2] != 1:
         rows = rows + places.queries[:, None, :]
-    cells = rows[..., None] * keys
-    if value.shape[3] != 1:
-        cells = cells + places.keys[:, None, None, :]
-    return places.take(ops.reshape(value, (-1,)), cells)
+    found = places.take(ops.reshape(value, (-1, keys)), rows)
+    if value.shape[3] == 1:
+        return found
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.gather(found, places.keys, axis=3, batch_dims=1)
+    return ops.take_along_axis(found, places.keys[:, None, None, :], axis=3)
+
+
+def examples_at(tensor: Tensor, places: Places) -> Tensor:
+    """The number of the example of each tile in `tensor`, `(n,)`; 1 serves every example."""
+    return ops.zeros_like(places.examples) if tensor.shape[0] == 1 else places.examples
 
 
 def _of_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:

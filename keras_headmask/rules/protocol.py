@@ -68,7 +68,7 @@ class Places(NamedTuple):
         examples: The number of the example of each, `(n,)`.
         queries: The places of their queries in the whole sequence, `(n, queries)`.
         keys: Those of their keys, `(n, keys)`, in any order.
-        take: What a tensor `(L,)` holds at places of any shape.
+        take: What a tensor `(L, ...)` holds at places of any shape.
     """
 
     examples: Tensor

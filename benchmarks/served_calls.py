@@ -1,57 +1,68 @@
-"""A SavedModel called from Python in a process of its own.
+"""A SavedModel in a process of its own, as a server has it: plain TensorFlow calls its signature.
 
-`python -m benchmarks.served_calls FOLDER REQUEST.npz CALLS ANSWER.npz` keeps the output and the
-seconds of each call. (`tests/support/loader.cc` does so in C++.)
+What `workers.process` runs: `start` once, then the others. (`tests/support/loader.cc` is in C++.)
 """
 
-import os
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks import workers
 
-_ROOT = Path(__file__).parents[1]
-_WARM_UP = 3
+WARM_UP = 3
+_loaded: list[Any] = []  # the model, which must be kept while its signature is called
 
 
 def run(saved_model: Path, request: dict[str, Any], calls: int) -> tuple[Any, list[float]]:
-    """The output of `request`, and the seconds of so many calls in a row, in a fresh process."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "request.npz", Path(folder) / "answer.npz"
-        np.savez(asked, **request)
-        command = [sys.executable, "-m", "benchmarks.served_calls"]
-        command += [str(saved_model), str(asked), str(calls), str(answered)]
-        environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-        done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{done.returncode}: {done.stderr[-3000:]}")
-        answer = np.load(answered)
-        return answer["output"], answer["seconds"].tolist()
+    """The outputs of `request`, and the seconds of so many calls in a row, in a fresh process."""
+    with workers.process() as ask:
+        ask(start, saved_model)
+        ask(call, request, WARM_UP)
+        return ask(call, request, calls)
 
 
-def main(saved_model: str, request: str, calls: str, answer: str) -> None:
+def start(saved_model: Path, requests: Iterable[dict[str, Any]] = ()) -> float:
+    """Load the model and answer `requests`; the CPU seconds of all threads."""
     import tensorflow as tf
 
-    model = tf.saved_model.load(saved_model)  # to be kept while its signature is called
-    signature = model.signatures["serving_default"]
-    inputs = {name: tf.constant(value) for name, value in np.load(request).items()}
+    began = time.process_time()
+    _loaded.append(tf.saved_model.load(str(saved_model)))
+    for request in requests:
+        call(request)
+    return time.process_time() - began
 
-    def call() -> Any:
-        return signature(**inputs)["output_0"].numpy()
 
-    for _ in range(_WARM_UP):
-        output = call()
+def call(request: dict[str, Any], calls: int = 1) -> tuple[dict[str, Any], list[float]]:
+    """The outputs, and the seconds of each call."""
+    import tensorflow as tf
+
+    signature = _loaded[0].signatures["serving_default"]
+    inputs = {name: tf.constant(value) for name, value in request.items()}
     seconds = []
-    for _ in range(int(calls)):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    np.savez(answer, output=output, seconds=seconds)
+    for _ in range(calls):
+        began = time.perf_counter()
+        outputs = {name: x.numpy() for name, x in signature(**inputs).items()}
+        seconds.append(time.perf_counter() - began)
+    return outputs, seconds
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def nodes() -> int:
+    """The nodes of the signature's graph; those of a function once for each node that calls it."""
+    graph = _loaded[0].signatures["serving_default"].graph.as_graph_def()
+    functions = {one.signature.name: one.node_def for one in graph.library.function}
+    counted: dict[str, int] = {}
+
+    def count(of: Iterable[Any]) -> int:
+        found = 0
+        for node in of:
+            values = node.attr.values()
+            called = [value.func.name for value in values if value.HasField("func")]
+            called += [one.name for value in values for one in value.list.func]
+            for name in called:
+                if name not in counted:
+                    counted[name] = count(functions[name])
+            found += 1 + sum(counted[name] for name in called)
+        return found
+
+    return count(graph.node)

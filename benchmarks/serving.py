@@ -121,7 +121,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _from_python(exports: dict, requests: dict, options: argparse.Namespace) -> dict[str, Any]:
     def run(name: str, calls: int) -> tuple[Any, list[float]]:
-        return served_calls.run(exports[name].path, requests[name], calls)
+        answer, seconds = served_calls.run(exports[name].path, requests[name], calls)
+        return answer["output_0"], seconds
 
     result, outputs = _in_turns(run, exports, options)
     apart = {

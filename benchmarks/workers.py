@@ -1,10 +1,17 @@
-"""One process per framework: `run` starts one and reads its results, `serve` is what it does."""
+"""One process per framework: `run` starts one and reads its results, `serve` is what it does.
 
+`process` is for the benchmarks that run a function in a fresh process.
+"""
+
+import concurrent.futures
+import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +47,14 @@ def run(task: dict[str, Any], module: str = "benchmarks", **variables: str) -> d
         for peer, step, length in task.get("jobs", [])
     ]
     return {"errors": {"process": told}, "rows": rows}
+
+
+@contextlib.contextmanager
+def process() -> Iterator[Callable[..., Any]]:
+    """`ask(function, *arguments)` runs a function in one fresh process, which keeps its globals."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 def serve(task: dict[str, Any], file: str) -> None:

@@ -251,11 +251,24 @@ def test_the_time_to_a_first_answer_is_measured(tmp_path):
     run("benchmarks.first_answer", "--out", tmp_path / "first_answer.json")
     record = json.loads((tmp_path / "first_answer.json").read_text())
     (of_one_layer,) = record["layers"].values()
-    assert of_one_layer["ratios"].keys() == record["goals"].keys()
-    assert of_one_layer["medians"].keys() == {"stock", *record["goals"]}
+    rules = {"one rule", "four rules"}
+    assert record["goals"].keys() == rules | {"known length", "autograph"}
+    assert of_one_layer["ratios"].keys() == rules
+    assert of_one_layer["medians"].keys() == rules | {"stock"}
     for medians in of_one_layer["medians"].values():
         assert min(medians.values()) >= 0
         assert medians["second run"] < medians["first run"]
+    assert {"predict", "predict, known length"} < of_one_layer["ratios"]["one rule"].keys()
+    (of_call,) = record["autograph"].values()
+    assert of_call["ratio"] > 0
+
+
+@pytest.mark.parametrize("autograph", [True, False])
+def test_first_calls_run_with_autograph_and_without(autograph, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # (which the import sets, and this undoes)
+    first_answer = importlib.import_module("benchmarks.first_answer")
+    for name in first_answer.CALLS:
+        assert first_answer.first_call(name, autograph) > 0
 
 
 def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
@@ -328,6 +341,46 @@ def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_
     record = json.loads((tmp_path / "serving.json").read_text())
     assert all(difference < 1e-4 for difference in record["python"]["differences"].values())
     assert len(record["python"]["ratios"]) == 4
+
+
+@long
+def test_what_is_served_in_turns_with_stock_is_the_model(tmp_path):
+    pytest.importorskip("keras_hub")
+    run("benchmarks.served", "--out", tmp_path / "served.json")
+    record = json.loads((tmp_path / "served.json").read_text())
+    assert all(difference < 1e-4 for difference in record["differences"].values())
+    assert record["ratios"].keys() == {*record["differences"], "start"}
+    assert record["nodes"]["rule"] > record["nodes"]["stock"] > 0
+
+
+def test_nodes_of_a_function_count_once_for_each_call(tmp_path, monkeypatch):
+    import tensorflow as tf
+
+    served_calls = importlib.import_module("benchmarks.served_calls")
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.float32)])
+    def twice(x):
+        return x + x
+
+    def saved(calls):
+        def serve(x):
+            for _ in range(calls):
+                x = twice(x)
+            return {"y": x}
+
+        signature = tf.function(serve, [tf.TensorSpec([], tf.float32, name="x")])
+        module = tf.Module()
+        path = tmp_path / str(calls)
+        tf.saved_model.save(module, path, {"serving_default": signature})
+        monkeypatch.setattr(served_calls, "_loaded", [])
+        served_calls.start(path)
+        outputs, _ = served_calls.call({"x": np.float32(1)})
+        assert outputs["y"] == 2**calls
+        return served_calls.nodes()
+
+    one, two, three = map(saved, (1, 2, 3))
+    of_twice = len(twice.get_concrete_function().function_def.node_def)
+    assert two - one == three - two == of_twice + 1  # and the node that calls it
 
 
 @pytest.fixture(scope="module")

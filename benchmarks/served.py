@@ -1,0 +1,138 @@
+"""`python -m benchmarks.served`: what one sentence head in each layer costs an exported MiniLM.
+
+The model is all-MiniLM-L6-v2 (6 layers, 12 heads, 384 wide), or one of its shape and random weights
+where it is not installed. Stock and masked are exported alike. Each is loaded in a process of its
+own by plain TensorFlow, and the two answer requests in turns. A start is the load and the four
+requests of `START`, in CPU seconds of all threads. Nodes are those of the signature's graph, those
+of a function once for each node that calls it.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+from benchmarks import machine, served_calls, serving, workers
+
+GOALS = {  # times stock's, by rows x tokens of a request
+    "1 x 32": 1.02,
+    "1 x 128": 1.02,
+    "8 x 128": 0.98,
+    "1 x 512": 0.90,
+    "8 x 256": 0.88,
+    "start": 1.5,
+    "nodes": 4500,  # not a ratio
+}
+START = "1 x 32", "1 x 128", "1 x 512", "8 x 128"
+RECORD = Path(__file__).parent / "results" / "served.json"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=30, help="of each request in a round")
+    parser.add_argument("--rounds", type=int, default=5, help="of a process for each model")
+    parser.add_argument("--out", type=Path, default=RECORD)
+    parser.add_argument("--quick", action="store_true", help="tiny: the figures say nothing")
+    options = parser.parse_args(arguments)
+    record = machine.describe() | {
+        "command": " ".join(["python -m benchmarks.served", *sys.argv[1:]]),
+        "quick": options.quick,
+        "goals": GOALS,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        record |= measured(options, Path(folder))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    figures = record["ratios"] | {"nodes": record["nodes"]["rule"]}
+    for name in filter(figures.get, GOALS):  # quick has other sizes
+        told = "met" if figures[name] <= GOALS[name] else "missed"
+        print(f"{name}: {round(figures[name], 3)}, goal {GOALS[name]} {told}")
+    print(f"nodes of stock: {record['nodes']['stock']}")
+
+
+def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(EXAMPLES))
+    import serve_many
+
+    import keras_headmask as hm
+
+    stock = _stock(options.quick)
+    special = serve_many.CLS, serve_many.SEP
+    sentence = hm.recipes.sentences(serve_many.END, special_ids=special)
+    masked = hm.apply_head_masks(stock, hm.PerHead({0: sentence}))
+    paths = {
+        name: hm.export_saved_model(model, folder / name, check=False).path
+        for name, model in {"stock": stock, "rule": masked}.items()
+    }
+    sizes = ("1 x 8", "2 x 16") if options.quick else tuple(GOALS)[:5]
+    requests = {}
+    for size in sizes:
+        rows, tokens = map(int, size.split(" x "))
+        (made,) = serve_many.make_requests(1, tokens, rows)
+        requests[size] = {name: made[name] for name in stock.input}
+    first = [requests[size] for size in (sizes if options.quick else START)]
+
+    seconds: dict[str, dict[str, list[float]]] = {n: {x: [] for x in paths} for n in sizes}
+    cpu: dict[str, list[float]] = {name: [] for name in paths}
+    answers: dict[str, dict[str, Any]] = {}
+    for _ in range(1 if options.quick else options.rounds):
+        with contextlib.ExitStack() as stack:
+            ask = {name: stack.enter_context(workers.process()) for name in paths}
+            for name, path in paths.items():
+                cpu[name].append(ask[name](served_calls.start, path, first))
+            nodes = {name: ask[name](served_calls.nodes) for name in paths}
+            for size, request in requests.items():
+                for name in paths:  # ends with the rule
+                    answers[size], _ = ask[name](served_calls.call, request, served_calls.WARM_UP)
+                for turn in range(2 if options.quick else options.repetitions):
+                    for name in list(paths)[:: 1 if turn % 2 else -1]:
+                        _, times = ask[name](served_calls.call, request)
+                        seconds[size][name] += times
+
+    pairs = {n: zip(times["rule"], times["stock"], strict=True) for n, times in seconds.items()}
+    ratios = {size: statistics.median(a / b for a, b in of) for size, of in pairs.items()}
+    medians = {
+        size: {name: statistics.median(x) for name, x in times.items()}
+        for size, times in seconds.items()
+    }
+    starts = {name: statistics.median(x) for name, x in cpu.items()}
+    return {
+        "model": {"name": stock.name, "parameters": stock.count_params()},
+        "calls": len(seconds[sizes[0]]["rule"]),
+        "seconds": medians,
+        "start_cpu_seconds": starts,
+        "ratios": ratios | {"start": starts["rule"] / starts["stock"]},
+        "nodes": nodes,
+        "differences": {size: _apart(answers[size], masked(requests[size])) for size in sizes},
+    }
+
+
+def _apart(served: dict[str, Any], of_model: Any) -> float:
+    import keras
+
+    named = of_model if isinstance(of_model, dict) else {"output_0": of_model}
+    expected = {name: keras.ops.convert_to_numpy(x) for name, x in named.items()}
+    return max(float(abs(served[name] - x).max()) for name, x in expected.items())
+
+
+def _stock(quick: bool) -> Any:
+    import serve_many
+
+    try:
+        return serve_many.backbone(quick)
+    except ImportError:
+        return serving.encoder(False, *((1, 2000) if quick else (serving.LAYERS, serving.WORDS)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1090,6 +1090,29 @@ def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
 
 
 @pytest.mark.tensorflow
+@relies_on("are_as_long", breaks="what is of a sequence is made in each layer, or lengths mixed up")
+def test_projections_of_one_sequence_are_as_long():
+    import tensorflow as tf
+
+    def kinds(x, other, weights):
+        def project(x):
+            return tf.einsum("btd,dhk->bthk", x, weights) + tf.zeros([2, 3])
+
+        query, key = project(x), tf.cast(project(x), "float64")
+        return [
+            _keras.are_as_long(query, key),
+            _keras.are_as_long(query, project(other)),
+            _keras.are_as_long(query, project(x[:, :1])),
+            _keras.are_as_long(x + x, x),  # what is added may be longer than 1
+        ]
+
+    seen = []
+    operand = tf.TensorSpec([None, None, 4])
+    function = tf.function(lambda *given: seen.extend(kinds(*given)))
+    function.get_concrete_function(operand, operand, tf.TensorSpec([4, 2, 3]))
+    assert seen == [True, False, False, False]
+
+
 @relies_on("in_forward_mode in_vectorized_map unrecorded", breaks="jvp or maps of gradients raise")
 def test_forward_mode_and_maps_are_seen():
     import tensorflow as tf

@@ -40,6 +40,7 @@ from keras_headmask._keras.patches import dot_product_attention_seen as dot_prod
 from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
 from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
 from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
+from keras_headmask._keras.tensorflow import are_as_long as are_as_long
 from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
 from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
 from keras_headmask._keras.tensorflow import exempt_from_autograph as exempt_from_autograph

@@ -121,6 +121,30 @@ def one_dnn_is_on() -> bool:
     return _pywrap_util_port.IsMklEnabled()
 
 
+def are_as_long(one: Any, other: Any) -> bool:
+    """Whether two tensors of a graph have one batch and one length, as made of one tensor.
+
+    So are the projections of one sequence: no operation between changes its first two axes.
+    """
+
+    def source(tensor: Any) -> Any:
+        while (made := tensor.op).inputs:
+            first, *others = made.inputs
+            keeps = made.type in ("Identity", "Cast", "BiasAdd")
+            if made.type == "Einsum":
+                letters = made.get_attr("equation").decode().replace("->", ",").split(",")
+                keeps = "." not in letters[0] and letters[0][:2] == letters[-1][:2]
+            elif made.type in ("AddV2", "Mul", "Sub"):
+                ranks = [x.shape.rank for x in (first, *others)]
+                keeps = None not in ranks and ranks[1] <= ranks[0] - 2
+            if not keeps:
+                break
+            tensor = first
+        return made.outputs[tensor.value_index]
+
+    return source(one) is source(other)
+
+
 def function_type() -> type:
     """The class of what `tf.function` makes: those that traced a model would miss its new rule."""
     from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function

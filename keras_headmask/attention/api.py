@@ -9,7 +9,7 @@ from keras_headmask.attention import observers
 from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import given_changes
-from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
@@ -116,8 +116,7 @@ def dot_product_attention(
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:
-        (examples, length_q), length_k = masks.sizes(query)[:2], masks.sizes(key)[1]
-        bound = evaluation.bind(rule, inputs, length_q, length_k, query_offset, batch=examples)
+        bound, query = bound_to(rule, inputs, query, key, query_offset)
     request = Request(
         query,
         key,

@@ -6,14 +6,18 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import keras
+
 from keras_headmask import _keras
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.logits import NONE, Changes, Positions
-from keras_headmask.masks import Length, Mask, Tensor, sizes
-from keras_headmask.rules import evaluation
+from keras_headmask.attention.tuning import is_dense_scope
+from keras_headmask.masks import Length, Mask, Tensor, as_mask_input, sizes
+from keras_headmask.rules import evaluation, graph_shapes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
 from keras_headmask.rules.positions import Full
+from keras_headmask.rules.protocol import Bound, Sides, Sizes
 
 # (Made once: `torch.compile` cannot read how a spec is made.)
 _FROM_OUTSIDE: tuple[Any, ...] = (
@@ -60,6 +64,61 @@ class Request:
     def lengths(self) -> tuple[Length, Length]:
         """Of the queries and of the keys."""
         return sizes(self.query)[1], sizes(self.key)[1]
+
+
+def bound_to(
+    rule: MaskSpec,
+    inputs: Mapping[str, Any],
+    query: Tensor,
+    key: Tensor,
+    query_offset: Length,
+    **known: Any,
+) -> tuple[Bound, Tensor]:
+    """`evaluation.bind` for operands `(B, L, H, D)`, and the query, which a graph checks.
+
+    What a TensorFlow graph does not know of their sizes is read off a mask input, if one says it:
+    then all layers that read it share what is made of it.
+    """
+    (batch, queries), keys = sizes(query)[:2], sizes(key)[1]
+    found = Sizes(batch, queries, keys)
+    if _is_graph(query) and any(not isinstance(size, int) for size in found):
+        found, query = _given_sizes(found, rule, inputs, query_offset, query, key)
+    lengths = found.queries, found.keys, query_offset
+    return evaluation.bind(rule, inputs, *lengths, batch=found.batch, **known), query
+
+
+def _is_graph(query: Tensor) -> bool:
+    """Whether a TensorFlow graph is traced that runs where `checks` are obeyed."""
+    if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(query):
+        return False
+    import tensorflow as tf
+
+    return not (tf.executing_eagerly() or _keras.in_xla() or is_dense_scope())
+
+
+def _given_sizes(
+    own: Sizes,
+    rule: MaskSpec,
+    inputs: Mapping[str, Any],
+    query_offset: Length,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[Sizes, Tensor]:
+    """See `graph_shapes.given_sizes`."""
+    kinds = {
+        name: kind
+        for name, kind in rule.inputs.items()
+        if kind.rank is not None and not graph_shapes.is_outside(name)
+    }
+    if not kinds:
+        return own, query
+    name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
+    pair = evaluation.as_pair(inputs[name])
+    is_cut = pair is None and not (isinstance(query_offset, int) and query_offset == 0)
+    sides = (inputs[name],) * 2 if pair is None else pair
+    given = Sides(*(None if side is None else as_mask_input(side) for side in sides))
+    is_self = _keras.are_as_long(query, key)
+    return graph_shapes.given_sizes(own, name, given, kinds[name].sides, is_cut, is_self, query)
 
 
 def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:

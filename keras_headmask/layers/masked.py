@@ -19,7 +19,7 @@ from keras_headmask.attention.checking import (
 )
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import NONE, Changes
-from keras_headmask.attention.request import Request, all_that_restricts, dropout_of
+from keras_headmask.attention.request import Request, all_that_restricts, bound_to, dropout_of
 from keras_headmask.layers import changing, loading, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
@@ -235,14 +235,13 @@ class MaskedAttention(keras.Layer):
         """Context and probabilities, by the code that suits `rule`, all that restricts."""
         if rule is None and not changes.are_some:  # Keras' own may be a fused kernel
             return self._by_hook(operands, None, training, wants_scores)
-        bound = None
+        bound, (query, key, value) = None, operands
         if rule is not None:
-            (batch, queries), keys = masks.sizes(operands[0])[:2], masks.sizes(operands[1])[1]
-            bound = evaluation.bind(rule, mask_inputs, queries, keys, offset, batch=batch)
+            bound, query = bound_to(rule, mask_inputs, query, key, offset)
         request = Request(
-            operands[0],
-            operands[1],
-            operands[2],
+            query,
+            key,
+            value,
             rule,
             bound,
             scale=_keras.scale(self),

@@ -19,7 +19,7 @@ from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import Changes
-from keras_headmask.attention.request import Request, all_that_restricts
+from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
 from keras_headmask.retrofit.adapters import Attention, adapted
@@ -182,8 +182,8 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
 
 def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
     """Context and probabilities under `rules`: one, or one of each of several nested models."""
-    query, frame = arguments["query"], current_frame()
-    if len(query.shape) != 4:
+    frame = current_frame()
+    if len(arguments["query"].shape) != 4:
         raise ValueError(
             f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "
             "speaks of one axis of queries and one of keys. Leave it out by `layers=`."
@@ -194,10 +194,12 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         if offset is None and not rule.is_cross:
             offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
     offset = 0 if offset is None else offset
-    sizes = _sizes(arguments)
-    bounds = [_bound(adapter.layer, rule, frame, lengths, sizes, offset) for rule in rules]
+    bounds: list[Bound] = []
+    for rule in rules:
+        bound, query = _bound(adapter.layer, rule, frame, lengths, arguments, offset)
+        bounds, arguments = [*bounds, bound], arguments | {"query": query}
     spec, bound, apart = _joined([rule.spec for rule in rules], bounds)
-    beside, heads = _Beside.of(adapter, arguments, offset, sizes), adapter.num_heads
+    beside, heads = _Beside.of(adapter, arguments, offset, bound.sizes), adapter.num_heads
     for other, of_other in apart:
         of_rule = evaluation.mask_of_all_heads(other, of_other, heads)
         beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
@@ -251,7 +253,8 @@ def _by_softmax(
         lengths = evaluation.Lengths(*logits.shape)
         for rule in rules:
             batch, _, queries, keys = masks.sizes(logits)
-            bound = _bound(adapter.layer, rule, frame, lengths, (batch, queries, keys), offset)
+            given, known = _given(adapter.layer, rule, frame, lengths, offset)
+            bound = evaluation.bind(rule.spec, given, queries, keys, offset, batch=batch, **known)
             of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
             mask = masks.and_masks(mask, of_rule)
         probabilities = usual(logits, mask)
@@ -297,7 +300,9 @@ def _attended(
     of_mask = _as_argument(beside.mask, _lengths(adapter, arguments))
     outside, inputs = all_that_restricts(None, None, **of_mask, window=beside.window)
     if outside is not None and (inputs or bound is None):
-        bound = evaluation.bind(outside, inputs, *beside.sizes[1:], beside.offset, bound)
+        bound = evaluation.bind(
+            outside, inputs, *beside.sizes[1:], beside.offset, bound, batch=beside.sizes[0]
+        )
     rules = [x for x in (spec, outside) if x is not None]
     wanted = bool(arguments["return_attention_scores"])
     return attend(
@@ -342,10 +347,18 @@ def _bound(
     rule: LayerRule,
     frame: Frame,
     lengths: evaluation.Lengths,
-    sizes: tuple[Any, Any, Any],
+    arguments: Arguments,
     offset: Any,
-) -> Any:
-    """The prepared inputs of `rule`; `sizes` are those of the batch, the queries and the keys."""
+) -> tuple[Bound, Any]:
+    """The prepared inputs of `rule`, and the query, which a graph checks."""
+    given, known = _given(layer, rule, frame, lengths, offset)
+    return bound_to(rule.spec, given, arguments["query"], arguments["key"], offset, **known)
+
+
+def _given(
+    layer: Any, rule: LayerRule, frame: Frame, lengths: evaluation.Lengths, offset: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The mask inputs of `rule`, checked, and what is prepared of them."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
         found = inputs_of(rule, layer)
@@ -358,9 +371,7 @@ def _bound(
         evaluation.check_inputs(rule.spec, given, lengths, offset)
     except (TypeError, ValueError) as error:
         raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
-    batch, queries, keys = sizes
-    known = {"prepared": rule.prepared(tensors), "batch": batch}
-    return evaluation.bind(rule.spec, given, queries, keys, offset, **known)
+    return given, {"prepared": rule.prepared(tensors)}
 
 
 def missing_inputs(name: str, rule: LayerRule) -> str:

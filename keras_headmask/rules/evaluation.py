@@ -20,7 +20,9 @@ from keras_headmask.rules.config import did_you_mean, misspelled
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
-from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides
+from keras_headmask.rules.once import once
+from keras_headmask.rules.places import pairs_at
+from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
 _PAIR = "pair (query_side, key_side)"
@@ -249,6 +251,20 @@ def bind(
     `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
     agree with the first of them.
     """
+    given = spec, mask_inputs, queries, keys, query_offset, beside, prepared, batch
+    return once(lambda: _bound(*given), "bound", *given)
+
+
+def _bound(
+    spec: MaskSpec,
+    mask_inputs: Mapping[str, Any] | None,
+    queries: Length | None,
+    keys: Length | None,
+    query_offset: Length,
+    beside: Bound | None,
+    prepared: Mapping[MaskSpec, Mapping[str, Any]] | None,
+    batch: Length | None,
+) -> Bound:
     if queries is None or keys is None:
         raise ValueError(
             "`queries` and `keys` must be lengths; a symbolic Keras tensor of unknown length has "
@@ -259,9 +275,10 @@ def bind(
         query_positions = ops.arange(queries, dtype="int32")
         if as_int(query_offset) != 0:
             query_positions += ops.cast(query_offset, "int32")
-        beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {})
+        sizes = Sizes(batch, queries, keys)
+        beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {}, sizes)
     bound = dict(beside.leaf_inputs)
-    sizes = graph_shapes.Sizes(batch, queries, keys)
+    sizes = beside.sizes
     for leaf in leaves(spec):
         sides: dict[str, Any] = {}
         shared = set()  # one tensor of both sides: the queries stand in it at their positions
@@ -278,7 +295,8 @@ def bind(
                 sides[name] = Sides(tensor, tensor)
                 shared |= {name} if "query" in kind.sides else set()
             is_cut = pair is None and as_int(query_offset) != 0
-            sizes = sizes.with_batch_of(sides[name])
+            if sizes.batch is None:
+                sizes = sizes._replace(batch=graph_shapes.batch_of(sides[name]))
             checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut)
         if sides:
             bound[leaf] = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
@@ -292,7 +310,7 @@ def bind(
                 bound[leaf][name] = graph_shapes.checked(
                     name, sides.get(name), made, read, sizes, checks
                 )
-    return beside._replace(leaf_inputs=bound)
+    return beside._replace(leaf_inputs=bound, sizes=sizes)
 
 
 def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:
@@ -331,8 +349,8 @@ def allowed_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Pla
     Positions are `(n, 1, queries, 1)` and `(n, 1, 1, keys)` in place of `(queries, 1)` and
     `(1, keys)`: what compares them element-wise does not notice.
     """
-    query_positions = places.take(bound.query_positions, places.queries)[:, None, :, None]
-    key_positions = places.take(bound.key_positions, places.keys)[:, None, None, :]
+    query_positions = places.take(bound.query_positions, places.queries)
+    key_positions = places.take(bound.key_positions, places.keys)
     tile = query_positions.shape[2], key_positions.shape[3]
 
     def inputs_of(leaf: MaskSpec) -> dict[str, Any]:
@@ -411,41 +429,23 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
 def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
     """A prepared mask input at the places of several tiles, shaped to broadcast over them."""
 
-    def side(tensor: Tensor | None, at: Tensor, axes: tuple[int, int]) -> Tensor | None:
+    def side(tensor: Tensor | None, of_one: Tensor, of_all: Tensor) -> Tensor | None:
         if tensor is None:
             return None
-        first = examples_at(tensor, places)[:, None]
-        if tensor.shape[1] != 1:  # 1 serves every position
-            first = first * masks.sizes(tensor)[1] + at
-        return ops.expand_dims(places.take(ops.reshape(tensor, (-1,)), first), axes)
+        of_examples, length = tensor.shape  # 1 serves every example, or position
+        at = of_all if of_examples != 1 else of_one
+        if length == 1:
+            at = ops.zeros_like(places.examples) if of_examples == 1 else places.examples
+        if places.by_example and of_examples != 1:  # no example leaves its device
+            at = ops.zeros_like(places.examples) if length == 1 else of_one
+            rows = ops.reshape(at, (masks.sizes(tensor)[0], -1))
+            return ops.reshape(ops.take_along_axis(tensor, rows, axis=1), masks.sizes(at))
+        return places.take(ops.reshape(tensor, (-1,)), at)
 
     if isinstance(value, Sides):
-        return Sides(
-            side(value.query, places.queries, (1, 3)), side(value.key, places.keys, (1, 2))
-        )
+        of_query = side(value.query, places.queries, places.rows)
+        return Sides(of_query, side(value.key, places.keys, places.columns))
     return pairs_at(_of_heads(value, heads), places)
-
-
-def pairs_at(value: Tensor, places: Places) -> Tensor:
-    """Of `(B or 1, h, T or 1, S or 1)`, in n tiles: `(n, h, queries or 1, keys or 1)`."""
-    _, heads, queries, keys = masks.sizes(value)
-    rows = examples_at(value, places)[:, None] * heads + ops.arange(heads, dtype="int32")
-    rows = rows[:, :, None] * queries  # of each tile and head the first, (n, h, 1)
-    if value.shape[2] != 1:
-        rows = rows + places.queries[:, None, :]
-    found = places.take(ops.reshape(value, (-1, keys)), rows)
-    if value.shape[3] == 1:
-        return found
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.gather(found, places.keys, axis=3, batch_dims=1)
-    return ops.take_along_axis(found, places.keys[:, None, None, :], axis=3)
-
-
-def examples_at(tensor: Tensor, places: Places) -> Tensor:
-    """The number of the example of each tile in `tensor`, `(n,)`; 1 serves every example."""
-    return ops.zeros_like(places.examples) if tensor.shape[0] == 1 else places.examples
 
 
 def _of_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
@@ -462,6 +462,11 @@ def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -
 
 def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     """The whole mask, `(B or 1, H or 1, T, S)`."""
+    given = spec, bound, num_heads
+    return once(lambda: _mask_of_all_heads(*given), "mask", *given)
+
+
+def _mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     groups = head_groups(spec, num_heads)
     # A positional rule may come back (1, S) or (T, 1): and it with ones of the full size.
     ones = ops.logical_and(

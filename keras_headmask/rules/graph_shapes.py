@@ -4,33 +4,105 @@
 and eager TensorFlow know them all.)
 """
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.rules.protocol import Sides
+from keras_headmask.rules.once import once
+from keras_headmask.rules.protocol import Sides, Sizes
 
 REPEAT = "To use the ids of one example for all, repeat them."
 
 
-class Sizes(NamedTuple):
-    """The sizes of attention, each an int or a scalar tensor; `None` if no one gave the batch."""
+def batch_of(given: Any) -> Length | None:
+    """The number of examples that ids or flags show."""
+    if not isinstance(given, Sides):
+        return None
+    return masks.sizes(given.query if given.key is None else given.key)[0]
 
-    batch: Length | None
-    queries: Length
-    keys: Length
 
-    def with_batch_of(self, given: Any) -> "Sizes":
-        """Without a batch, that of the first ids or flags that are given."""
-        if self.batch is not None or not isinstance(given, Sides):
-            return self
-        first = given.query if given.key is None else given.key
-        return self._replace(batch=masks.sizes(first)[0])
+def given_sizes(
+    own: Sizes,
+    name: str,
+    given: Any,
+    read: Iterable[str],
+    is_cut: bool,
+    is_self: bool,
+    query: Tensor,
+) -> tuple[Sizes, Tensor]:
+    """The sizes of attention, read off a mask input where only the run shows them, and the query.
+
+    `own` are those of the operands of a layer. Those of an input are the same tensors for all
+    layers, so what is made of them is, too. The query is checked: the graph raises where the two
+    differ. `is_self`: queries and keys are known to be equally many.
+    """
+    pair = given if isinstance(given, Sides) else Sides(given, given)
+    found = own
+    for side, plural in (("key", "keys"), ("query", "queries")):
+        tensor = getattr(pair, side)
+        is_other = side not in read or tensor is None or (side == "query" and is_cut)
+        if is_other or len(tensor.shape) != 2:
+            continue
+        sizes = once(functools.partial(_sizes, name, tensor), "sizes", tensor)
+        for field, size in (("batch", sizes[0]), (plural, sizes[1])):
+            of_layer = getattr(own, field)
+            if not isinstance(of_layer, int) and getattr(found, field) is of_layer:
+                found = found._replace(**{field: size})
+    if is_self:
+        length = found.keys if found.queries is own.queries else found.queries
+        found = found._replace(queries=length, keys=length)
+    if all(a is b for a, b in zip(found, own, strict=True)):
+        return own, query
+    axes = [(own[:2], found[:2]), (own[2:], found[2:])]
+    if is_self:
+        axes = axes[:1]
+        if pair.query is pair.key:  # then either side says it
+            read = ["key" if "key" in read else "query"]
+    return found, _of_sizes(query, axes, checks(name, pair, read, own, is_cut))
+
+
+def _sizes(name: str, tensor: Tensor) -> list[Length]:
+    """As `masks.sizes`, by the node whose name says which input has another rank."""
+    import tensorflow as tf
+
+    found = tf.unstack(tf.shape(tensor), name=_of_another_rank(name))
+    return [x if size is None else size for x, size in zip(found, tensor.shape, strict=True)]
+
+
+def _of_sizes(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any]) -> Tensor:
+    """`query`, or a graph that raises where two tuples of sizes differ.
+
+    As in `_of_size`, other runtimes refuse the join; it gives 0, for the shape of the query.
+    """
+    import tensorflow as tf
+
+    shape = tf.shape(query)
+    with tf.control_dependencies(checks):
+        for own, found in axes:
+            if all(a is b for a, b in zip(own, found, strict=True)):
+                continue
+            zeros = [tf.zeros([*sizes, 1], "int32") for sizes in (own, found)]
+            joined = tf.concat(zeros, -1, "mask_input_of_another_shape")
+            shape += tf.reduce_sum(joined)
+        checked = tf.reshape(query, shape)
+    checked.set_shape(query.shape)
+    return checked
+
+
+def after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
+    """`tensor`, once `checks` have run."""
+    if not checks:
+        return tensor
+    import tensorflow as tf
+
+    with tf.control_dependencies(checks):
+        return tf.identity(tensor)
 
 
 def checks(
@@ -76,13 +148,13 @@ def checked(
 ) -> Any:
     """What a leaf prepared of what was `given`, for the graph to read once `checks` have run."""
     if not isinstance(prepared, Sides):
-        return _after(checks, prepared)
+        return after(checks, prepared)
     made = prepared
     for side, length in (("query", sizes.queries), ("key", sizes.keys)):
         tensor = getattr(prepared, side)
         if side in read and tensor is not None:
             if is_outside(name):
-                tensor = _of_length(tensor, length)
+                tensor = _widened(tensor, sizes.batch, length)
             else:
                 whole = getattr(given, side, None)
                 tensor = _of_size(tensor, whole, sizes.batch, length, checks)
@@ -118,7 +190,7 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
         data = ["query_offset =", first, "puts the queries outside", f"`mask_inputs[{name!r}]`"]
         data += ["of length", length, "Received: queries =", queries]
         check = tf.raw_ops.Assert(condition=fits, data=data)  # `None` outside of a graph
-        positions = positions if check is None else _after([check], positions)
+        positions = positions if check is None else after([check], positions)
     return ops.take(ids, positions, axis=1)
 
 
@@ -127,14 +199,19 @@ def is_outside(name: str) -> bool:
     return name.startswith("(")
 
 
-def _of_length(side: Tensor, length: Length) -> Tensor:
-    """`side` of that length, if it has it or 1; else the graph raises.
+def _widened(side: Tensor, batch: Length | None, length: Length) -> Tensor:
+    """`side` of that size, if it has it or 1; else the graph raises.
 
     Cut into tiles, one that is too long would be read as if it fitted.
     """
-    if not _is_open(side, 1, length):
+    wanted = batch, length
+    if not any(_is_open(side, axis, size) for axis, size in enumerate(wanted)):
         return side
-    return ops.broadcast_to(side, (masks.sizes(side)[0], length))
+    pairs = zip(masks.sizes(side), wanted, strict=True)
+    sizes = [
+        own if size is None or side.shape[i] == 1 else size for i, (own, size) in enumerate(pairs)
+    ]
+    return ops.broadcast_to(side, sizes)
 
 
 def _of_size(
@@ -153,12 +230,12 @@ def _of_size(
     axis. (TensorFlow removes a reshape, or a sum with zeros.)
     """
     if len(side.shape) != 2:
-        return _after(checks, side)
+        return after(checks, side)
     shape = (None, None) if given is None else given.shape
     wanted = zip(side.shape, shape, (batch, length), strict=True)
     sizes = [1 if known == 1 and before != 1 else size for known, before, size in wanted]
     if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
-        return _after(checks, side)
+        return after(checks, side)
     import tensorflow as tf
 
     with tf.control_dependencies(checks):
@@ -170,16 +247,6 @@ def _of_size(
     own, _ = tf.unstack(joined, axis=2)
     own.set_shape(side.shape)
     return tf.cast(own, side.dtype)
-
-
-def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
-    """`tensor`, once `checks` have run."""
-    if not checks:
-        return tensor
-    import tensorflow as tf
-
-    with tf.control_dependencies(checks):
-        return tf.identity(tensor)
 
 
 def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
@@ -204,12 +271,16 @@ def _check(
     import tensorflow as tf
 
     shape = tf.shape(tensor)
-    # Servers do not check ranks: this node fails, and the error shows its name.
-    named = re.sub(r"\W", "_", name, flags=re.ASCII)
-    size = tf.unstack(shape, name=f"mask_input_{named}_of_another_rank")[axis]
+    size = tf.unstack(shape, name=_of_another_rank(name))[axis]
     fits = tf.equal(size, wanted)
     if broadcasts:
         fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"
     received = f"{behind}. Received: shape".removeprefix(". ")
     data = [before, size, between, wanted, received, shape, *([hint] if hint else [])]
     return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))
+
+
+def _of_another_rank(name: str) -> str:
+    """The name of a node. Servers do not check ranks: it fails, and the error shows its name."""
+    named = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"mask_input_{named}_of_another_rank"

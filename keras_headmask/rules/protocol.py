@@ -38,12 +38,21 @@ class Sides(NamedTuple):
     key: Any
 
 
+class Sizes(NamedTuple):
+    """The sizes of attention, each an int or a scalar tensor; `None` if no one gave the batch."""
+
+    batch: Any
+    queries: Any
+    keys: Any
+
+
 class Bound(NamedTuple):
     """A spec's mask inputs, prepared for the whole sequences, and the positions they lie at."""
 
     query_positions: Tensor
     key_positions: Tensor
     leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
+    sizes: Any = None  # `Sizes`
 
 
 def _whole(tensor: Tensor, axis: int) -> Tensor:
@@ -62,19 +71,25 @@ WHOLE = Cuts()
 
 
 class Places(NamedTuple):
-    """n tiles that are looked at together.
+    """n tiles that are looked at together: where their queries and keys stand.
 
     Args:
-        examples: The number of the example of each, `(n,)`.
-        queries: The places of their queries in the whole sequence, `(n, queries)`.
-        keys: Those of their keys, `(n, keys)`, in any order.
+        examples: The number of the example of each, `(n, 1, 1, 1)`.
+        queries: The places of its queries in the whole sequence, `(n, 1, queries, 1)`.
+        keys: Those of its keys, `(n, 1, 1, keys)`, in any order.
+        rows: Those of its queries where the sequences of all examples are one.
+        columns: Those of its keys.
         take: What a tensor `(L, ...)` holds at places of any shape.
+        by_example: Whether the tiles of each example stand together, as many for each.
     """
 
     examples: Tensor
     queries: Tensor
     keys: Tensor
+    rows: Tensor
+    columns: Tensor
     take: Callable[[Tensor, Tensor], Tensor]
+    by_example: bool = False
 
 
 class Tiles(NamedTuple):

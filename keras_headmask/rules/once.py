@@ -1,0 +1,82 @@
+"""What follows from a rule and its inputs alone is made once in a graph, for all layers of a model.
+
+The graph itself holds it, so it goes with the graph, and no other graph, thread or call meets it.
+A loop's body and a branch are graphs of their own. (XLA computes equal expressions once, and so
+does PyTorch's compiler.)
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_DEEPEST = 40  # operations between a tensor and those it is made of
+_LONGEST = 1024  # bytes of a constant that are compared
+
+
+def once(make: Callable[[], T], *key: Any) -> T:
+    """`make()`, or what it gave in this graph for an equal `key` before.
+
+    A key holds values, and tensors: these are equal if they are computed by the same operations
+    from the same tensors.
+    """
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        return make()
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        return make()
+    graph = tf.compat.v1.get_default_graph()
+    made = _held(graph, "headmask_made")
+    try:
+        name = _named(key), tf.distribute.get_replica_context()
+        hash(name)
+    except TypeError:  # of a variable, or of a field of a user's own kind
+        return make()
+    if name not in made:
+        made[name] = make()
+    return made[name]
+
+
+def _held(graph: Any, name: str) -> dict:
+    if not hasattr(graph, name):
+        setattr(graph, name, {})
+    return getattr(graph, name)
+
+
+def _named(value: Any) -> Any:
+    import tensorflow as tf
+
+    if tf.is_tensor(value):
+        if not isinstance(value, tf.Tensor):
+            raise TypeError("A variable may have another value in the next layer.")
+        # (`ref()` holds a tensor: once it is gone, another may have its `id`.)
+        return value.ref() if hasattr(value, "numpy") else _of_tensor(value, _DEEPEST)
+    if isinstance(value, Mapping):
+        return tuple((k, _named(v)) for k, v in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, *map(_named, value)
+    return type(value).__name__, value
+
+
+def _of_tensor(tensor: Any, deepest: int) -> tuple[int, str, int]:
+    """Its graph, the first of the operations there that compute it, and which of the results.
+
+    The graph may be one around that which is traced: both have operations of the same names.
+    """
+    op, names = tensor.op, _held(tensor.graph, "headmask_names")
+    if op.name not in names:
+        names[op.name] = names.setdefault(_computed(op, deepest), op.name)
+    return id(tensor.graph), names[op.name], tensor.value_index
+
+
+def _computed(op: Any, deepest: int) -> Any:
+    """What equal operations have in common, and no others have."""
+    is_constant = op.type == "Const" and op.node_def.ByteSize() <= _LONGEST
+    is_made_of_others = bool(op.inputs) and deepest > 0 and not op.op_def.is_stateful
+    if op.control_inputs or not (is_constant or is_made_of_others):
+        return "itself", op.name
+    attrs = op.node_def.attr
+    how = tuple((k, attrs[k].SerializeToString(deterministic=True)) for k in sorted(attrs))
+    return op.type, how, op.device, *(_of_tensor(x, deepest - 1) for x in op.inputs)

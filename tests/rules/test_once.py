@@ -1,0 +1,236 @@
+"""What is made once in a graph, and what counts as equal."""
+
+import gc
+import itertools
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+import keras_headmask as hm
+from keras_headmask.rules.once import once
+
+pytestmark = pytest.mark.tensorflow
+
+
+def numbers_of(*keys):
+    """For each key a number: the same where what is made is."""
+    count = itertools.count()
+    return [once(lambda: next(count), key) for key in keys]
+
+
+def traced(function, *specs):
+    """What `function` gives for the symbolic tensors of a graph."""
+    import tensorflow as tf
+
+    found = []
+    given = [tf.TensorSpec(shape, dtype) for shape, dtype in specs or [((None, 3), tf.int32)]]
+    tf.function(
+        lambda *x: found.append(function(*x)), given, autograph=False
+    ).get_concrete_function()
+    return found[-1]
+
+
+def far_from(x, distance):
+    for _ in range(distance):
+        x = -x
+    return x
+
+
+def branches():
+    """Pairs of computations of `(N, 3)` ids, by name."""
+    import tensorflow as tf
+
+    table = np.arange(400, dtype="int32")
+    return {
+        "a tensor": lambda x: x,
+        "an operation": lambda x: x != 0,
+        "another constant": lambda x: x != 1,
+        "another constant dtype": lambda x: tf.cast(x, tf.int64) != 0,
+        "a chain": lambda x: tf.cast(tf.cumsum(tf.cast(x != 0, tf.int32), 1) > 2, tf.int32),
+        "another attribute": lambda x: tf.cumsum(x, 1, exclusive=True),
+        "no such attribute": lambda x: tf.cumsum(x, 1),
+        "operands": lambda x: x - tf.reverse(x, [1]),
+        "operands in another order": lambda x: tf.reverse(x, [1]) - x,
+        "the first result": lambda x: tf.unstack(x, axis=1)[0],
+        "the second result": lambda x: tf.unstack(x, axis=1)[1],
+        "a constant": lambda x: tf.constant([1, 2, 3]),
+        "a constant of another dtype": lambda x: tf.constant([1, 2, 3], tf.int64),
+        "a constant of another shape": lambda x: tf.constant([[1, 2, 3]]),
+        "random numbers of a seed": lambda x: tf.random.stateless_uniform([3], [1, 2]),
+        "random numbers of another seed": lambda x: tf.random.stateless_uniform([3], [1, 3]),
+        # These are not known to be equal.
+        "random numbers": lambda x: tf.random.uniform([3], seed=1),
+        "a large constant": lambda x: tf.gather(tf.constant(table), x),
+        "far from its input": lambda x: far_from(x, 100),
+    }
+
+
+APART = "random numbers", "a large constant", "far from its input"
+
+
+def test_equal_operations_on_equal_tensors_are_equal_and_no_others_are():
+    pairs = branches()
+    numbers = traced(lambda x: numbers_of(*(make(x) for make in pairs.values() for _ in "ab")))
+    first, second = (dict(zip(pairs, numbers[i::2], strict=True)) for i in (0, 1))
+    assert {name for name in pairs if first[name] != second[name]} == set(APART)
+    assert len(set(first.values())) == len(pairs)
+
+
+def test_two_inputs_are_two():
+    ids = (None, 3), "int32"
+    assert traced(lambda x, y: numbers_of(x, y, x + 1, y + 1, x), ids, ids) == [0, 1, 2, 3, 0]
+
+
+def test_what_waits_for_another_operation_or_stands_on_another_device_is_another():
+    import tensorflow as tf
+
+    def keys(x):
+        with tf.control_dependencies([tf.print("first")]):
+            later = x + 1
+        with tf.device("CPU:0"):
+            there = x + 1
+        return numbers_of(x + 1, later, there, x + 1)
+
+    assert traced(keys) == [0, 1, 2, 0]
+
+
+def test_python_values_are_equal_if_their_types_are():
+    keys = 1, True, 1.0, "1", (1,), [1], None, np.int32(1), {"a": 1}, {"a": True}
+    assert traced(lambda _: numbers_of(*keys, *keys)) == [*range(len(keys))] * 2
+    specs = hm.Window(1, 0), hm.Window(1, 0), hm.Window(0, 1), hm.PerHead({0: hm.Window(1, 0)})
+    assert traced(lambda _: numbers_of(*specs)) == [0, 0, 1, 2]
+
+
+def test_arrays_and_variables_are_never_equal():
+    """They may have changed."""
+    import tensorflow as tf
+
+    array, number = np.arange(3), tf.Variable([1, 2, 3])
+    weight = keras.Variable([1, 2, 3])
+    for value in (array, number, weight, {"ids": (number, None)}):
+        assert traced(lambda _, value=value: numbers_of(value, value)) == [0, 1]
+
+    def reads(_):
+        before = number.read_value()
+        number.assign_add([1, 1, 1])
+        return numbers_of(before, number.read_value())
+
+    assert traced(reads) == [0, 1]
+
+
+def test_tensors_of_eager_mode_are_equal_if_they_are_one():
+    import tensorflow as tf
+
+    x = tf.constant([1, 2, 3])
+    assert traced(lambda _: numbers_of(x, tf.identity(x), x))[::2] == [0, 0]
+
+    def gone(_):
+        """Each is gone before the next is made, which may lie where it lay."""
+        for value in range(50):
+            with tf.init_scope():
+                ids = tf.constant([value])
+            seen.append(once(lambda value=value: value, ids))
+            del ids
+
+    seen = []
+    traced(gone)
+    assert seen == list(range(50))
+
+
+def test_nothing_is_kept_in_eager_mode_or_after_an_error():
+    assert numbers_of("key", "key") == [0, 1]
+
+    def fails(_):
+        with pytest.raises(ZeroDivisionError):
+            once(lambda: 1 / 0, "key")
+        return once(lambda: "made", "key")
+
+    assert traced(fails) == "made"
+
+
+def test_each_graph_has_its_own():
+    import tensorflow as tf
+
+    def same(x):
+        return once(lambda: tf.compat.v1.get_default_graph(), "key", x)
+
+    def graphs(x):
+        inner = tf.function(lambda x: made.append(same(x)), autograph=False)
+        made.append(same(x))
+        inner(x)
+        tf.cond(x[0, 0] > 0, lambda: made.append(same(x)), lambda: made.append(same(x)))
+        tf.while_loop(lambda i: i < 3, lambda i: (made.append(same(x)), i + 1)[1:], [0])
+        made.append(same(x))
+
+    made = []
+    traced(graphs)
+    assert made[0] is made[-1]
+    between = made[1:-1]
+    assert len({id(graph) for graph in between} | {id(made[0])}) == len(between) + 1 >= 5
+
+
+def test_an_operation_is_not_one_of_the_same_name_in_the_graph_around():
+    import tensorflow as tf
+
+    def inside(x, y):
+        outer = tf.add(x, 1, name="of_this_name")
+
+        def body():
+            inner = tf.add(y, 1, name="of_this_name")
+            assert inner.op.name.rpartition("/")[2] == outer.op.name.rpartition("/")[2]
+            found.append((outer.op.name, inner.op.name, numbers_of(inner, outer, inner)))
+            return 0
+
+        inner_function = tf.function(lambda: body(), autograph=False)
+        inner_function()
+
+    found = []
+    ids = (None, 3), "int32"
+    traced(inside, ids, ids)
+    ((outer, inner, numbers),) = found
+    assert outer == inner
+    assert numbers == [0, 1, 0]
+
+
+def test_each_replica_has_its_own():
+    """In one graph: they are on devices of their own."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    def same():
+        return once(lambda: next(count), "key")
+
+    def both(_):
+        before, _ = same(), strategy.run(lambda: seen.append((same(), same())))
+        return before, same()
+
+    count, seen = itertools.count(), []
+    assert traced(both) == (0, 0)
+    assert seen == [(1, 1)]
+
+
+def test_it_goes_with_its_graph():
+    import tensorflow as tf
+
+    class Made:
+        pass
+
+    def keep(x):
+        value = Made()
+        value.tensor = x + 1
+        kept.append(weakref.ref(once(lambda: value, "key", x)))
+        kept.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        return value.tensor
+
+    kept = []
+    function = tf.function(lambda x: tf.cond(x[0] > 0, lambda: keep(x), lambda: keep(x)))
+    function(tf.constant([1]))
+    gc.collect()
+    assert len(kept) == 4
+    assert all(ref() is not None for ref in kept)
+    del function
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 4

@@ -20,18 +20,12 @@ from benchmarks.cliff_cases import Case, grid
 RECORD = Path(__file__).parent / "results" / "kernels.json"
 # Where the code of each starts, by backend.
 _STARTS: dict[str, dict[str, str]] = {
-    "tensorflow": {
-        "loop": "tensorflow.loop.compute",
-        "unrolled": "unrolled.compute",
-        "head by head": "tensorflow.head_by_head.compute",
-        "at once": "tensorflow.loop.compute_at_once",
-        "by length": "tensorflow.by_length.compute",
-    },
-    "jax": {"loop": "jax.loop.compute", "unrolled": "unrolled.compute"},
+    "tensorflow": {"loop": "tensorflow.by_size.compute", "gathered": "gathered.compute"},
+    "jax": {"loop": "jax.loop.compute", "gathered": "gathered.compute"},
     "torch": {
         "SDPA": "torch.tiles.compute",
         "FlexAttention": "torch.flex.compute",
-        "unrolled": "unrolled.compute",
+        "gathered": "gathered.compute",
     },
 }
 
@@ -142,7 +136,8 @@ def shares(case: Case) -> str:
     from keras_headmask.rules import evaluation
 
     offset = case.keys - case.queries
-    bound = evaluation.bind(case.spec(), case.data(), case.queries, case.keys, offset)
+    given = case.spec(), case.data(), case.queries, case.keys, offset
+    bound = evaluation.bind(*given, batch=case.batch)
     of_all = head_groups.Part(case.spec(), tuple(range(case.heads)), bound, 1.0, current_tuning())
     sizes = case.batch, case.queries, case.keys, offset
     of_groups = []
@@ -178,15 +173,13 @@ def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> flo
         made = steps.Steps.of(plan, given, *rows)
         counts = np.asarray(made.counts)
         return float(counts.mean()) * made.size / keys
-    import tensorflow as tf
+    from keras_headmask.attention.tensorflow.plan import planned
 
-    from keras_headmask.attention.tensorflow.ranges import ranges_of
-
-    found = ranges_of(part.rule, part.bound, part.tuning, part.tile, tf.constant(batch))
-    runs = found.runs.numpy().reshape(-1, found.runs.shape[-1])
-    looked_at = (runs[:, 1::2] - runs[:, ::2]).sum(1)
-    flagged = sum(len(x.positions) for x in (found.rows, found.others) if x is not None)
-    return float(looked_at.mean()) / keys + flagged / len(runs) / keys
+    found = planned(part)
+    edges = found.runs.numpy().reshape(-1, found.runs.shape[-1])[:, 1:]
+    looked_at = (edges[:, 1::2] - edges[:, ::2]).sum(1).mean()
+    flagged = 0 if found.flagged is None else (found.flagged.numpy() >= 0).sum() / batch
+    return float(looked_at + flagged) / keys
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def pytest_configure(config):
             **ALWAYS,
             local_tile=2,
             wide_tile=3,
-            python_block=2,
+            block=2,
             tensorflow_block=2,
             jax_block=2,
             one_flagged_in=2,
@@ -127,12 +127,12 @@ def dtype_policy(request):
     keras.config.set_dtype_policy(before)
 
 
-@pytest.fixture(params=["by tiles", "head by head"])
+@pytest.fixture(params=["by tiles", "all logits"])
 def tiny(request):
-    """Tiles so small, or steps, that short sequences have several."""
-    from tiled_contract import heads_alone, tiles
+    """Tiles so small that short sequences have several, or all logits of long ones."""
+    from tiled_contract import at_once, tiles
 
-    if request.param == "head by head" and keras.backend.backend() != "tensorflow":
-        pytest.skip("only TensorFlow computes head by head")
-    with tiles() if request.param == "by tiles" else heads_alone():
+    if request.param == "all logits" and keras.backend.backend() != "tensorflow":
+        pytest.skip("only TensorFlow has a choice")
+    with tiles() if request.param == "by tiles" else at_once():
         yield

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fresh import run_fresh
 from keras import layers
-from tiled_contract import heads_alone, tiles
+from tiled_contract import tiles
 
 import keras_headmask as hm
 from keras_headmask.attention.precision import half_products
@@ -144,7 +144,6 @@ ROUTES = {
     "retrofitted": (retrofitted, predict, contextlib.nullcontext),
 }
 TENSORFLOW = {
-    "fit, head by head": (ours, fit, heads_alone),
     "export": (ours, export, contextlib.nullcontext),
     "XLA": (ours, compiled, contextlib.nullcontext),
     "second derivative": (ours, second_derivative, tiles),
@@ -157,7 +156,7 @@ TENSORFLOW = {
 # Each runs what another route runs, too, but for the last three, which take long.
 LONG = (
     *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
-    *("fit, head by head", "half products by XLA", "predict"),
+    *("half products by XLA", "predict"),
     *("second derivative", "generation", "in a function"),
 )
 ALL = [

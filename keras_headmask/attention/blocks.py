@@ -4,8 +4,8 @@ Queries are cut into tiles, and keys into blocks. Of each tile and block `covera
 pair may be allowed, and whether all are, from their positions and from the least and the greatest
 value of each mask input there. It is asked here alone, by the same code for NumPy's arrays and
 those of each backend. Kernels read the answer in the form that they need: `Plan` here, as known
-lengths and positions give it; `jax/runs.py` of these; `tensorflow/ranges.py`, `jax/steps.py`,
-`torch/steps.py` and `torch/flex.py`, which look at data, too.
+lengths and positions give it; `gathered.py` and `jax/runs.py` of these; `tensorflow/plan.py`,
+`jax/steps.py`, `torch/steps.py` and `torch/flex.py`, which look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -165,11 +165,6 @@ class Plan(NamedTuple):
     runs: list[list[tuple[int, int]]]
     needs_no_mask: list[bool]
 
-    def blocks(self, number: int) -> list[int]:
-        """The numbers of the blocks of keys that a tile looks at."""
-        edges = ((a // self.block, -(-b // self.block)) for a, b in self.runs[number])
-        return [block for first, stop in edges for block in range(first, stop)]
-
     def share(self, keys: int) -> float:
         """The share of all logits that is computed."""
         seen = sum(stop - start for runs in self.runs for start, stop in runs)
@@ -197,5 +192,5 @@ def plan(
 
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    block = part.tuning.python_block
+    block = part.tuning.block
     return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))

@@ -13,17 +13,14 @@ import keras
 from keras_headmask.attention import precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
-    AtOnce,
     BlockLoop,
     ByGroup,
-    ByLength,
     Dense,
     FlexAttention,
-    HeadByHead,
+    Gathered,
     Kernel,
     Loop,
     Sdpa,
-    Unrolled,
     first,
     impossible,
     without_choice,
@@ -34,11 +31,11 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules.positions import Full
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "tensorflow": (ByLength(), AtOnce(), HeadByHead(), ByGroup(Loop(), Unrolled()), Dense()),
-    "jax": (ByGroup(BlockLoop(), Unrolled()), Dense()),
-    "torch": (ByGroup(Sdpa(), FlexAttention(), Unrolled()), Dense()),
+    "tensorflow": (Loop(), ByGroup(Gathered()), Dense()),
+    "jax": (ByGroup(BlockLoop(), Gathered()), Dense()),
+    "torch": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
 }
-_OF_OTHERS = ByGroup(Unrolled()), Dense()  # a backend of Keras that this package does not know
+_OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this package does not know
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 
 # Gets each request, and may return the context in place of a kernel.
@@ -90,7 +87,7 @@ def part_of_all(request: Request) -> Part:
     """All heads, and what is known of them before a tile is cut."""
     heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
     if request.tiled:  # not by all logits where there is a choice
-        tuning = dataclasses.replace(tuning, most_logits_at_once=0)
+        tuning = dataclasses.replace(tuning, most_logits=0)
     half = precision.half_dtype(request.scale, request.query, request.key, request.value)
     rule = _FULL if request.rule is None else request.rule
     rest = request.bound, request.scale, tuning

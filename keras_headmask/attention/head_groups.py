@@ -11,7 +11,8 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
-from keras_headmask.rules.protocol import WHOLE, Bound, Cuts
+from keras_headmask.rules.places import pairs_at
+from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, Places
 
 
 class Part(NamedTuple):
@@ -36,11 +37,11 @@ class Part(NamedTuple):
         """How many queries make a tile."""
         return self.tuning.local_tile if self.rule.tiling.is_local else self.tuning.wide_tile
 
-    def dropped(self, probabilities: Tensor, cuts: Cuts) -> Tensor:
-        """`probabilities` of one tile after dropout."""
-        if self.dropout is None:
-            return probabilities
-        return probabilities * self.dropout.factors(probabilities.dtype, cuts)
+    def positions_at(self, places: Places) -> tuple[Tensor, Tensor]:
+        """Of the queries and keys of several tiles, `(n, queries)` and `(n, keys)`."""
+        queries = places.take(self.bound.query_positions, places.queries)
+        keys = places.take(self.bound.key_positions, places.keys)
+        return queries[:, 0, :, 0], keys[:, 0, 0]
 
 
 def by_rule(part: Part) -> list[Part]:
@@ -149,18 +150,6 @@ def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Ten
     return ops.concatenate([pieces[first] for first in sorted(pieces)], axis)
 
 
-def added_up(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:
-    """As `joined`, where a head may be in several sets: what they have for it is summed."""
-    every = [head for of_set in sets for head in of_set]
-    if len(set(every)) == len(every):
-        return joined(tensors, sets, axis)
-    found: dict[int, list[Tensor]] = {head: [] for head in sorted(every)}
-    for tensor, of_set in zip(tensors, sets, strict=True):
-        for head, of_head in zip(of_set, ops.unstack(tensor, axis=axis), strict=True):
-            found[head].append(of_head)
-    return ops.stack([sum(rest, first) for first, *rest in found.values()], axis)
-
-
 def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
     """`tensor` cut before each of `edges`."""
     if not edges:
@@ -205,7 +194,15 @@ class Dropout(NamedTuple):
     def factors(self, dtype: Any, cuts: Cuts = WHOLE) -> Tensor:
         """Of the probabilities of one tile, `(B, H, queries, keys)`: 0, or what scales them up."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
-        number = _mixed(rows + cuts.keys(self.columns, 0), is_compared=True)
+        return self._factors(rows + cuts.keys(self.columns, 0), dtype)
+
+    def factors_at(self, dtype: Any, places: Places) -> Tensor:
+        """The same of several tiles at once, `(n, H, queries, keys)`."""
+        rows = pairs_at(self.rows[..., None], places)
+        return self._factors(rows + places.take(self.columns, places.keys), dtype)
+
+    def _factors(self, number: Tensor, dtype: Any) -> Tensor:
+        number = _mixed(number, is_compared=True)
         kept = number >= int(self.rate * 2**32) - 2**31
         scale = ops.cast(1 / (1 - self.rate), dtype)
         return ops.where(kept, scale, ops.zeros_like(scale))

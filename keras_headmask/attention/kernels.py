@@ -12,7 +12,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import blocks, dense, head_groups, limits, precision, unrolled
+from keras_headmask.attention import blocks, dense, gathered, head_groups, precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
@@ -34,6 +34,17 @@ class Kernel:
     def refuses(self, request: Request, part: Part) -> str | None:
         """Why it does not compute those heads, in words; `None` if it does."""
         raise NotImplementedError
+
+    def share(self, part: Part, queries: int, keys: int, query_offset: int) -> float:
+        """The share of the pairs of a head group that it computes, by positions."""
+        if not self.block:
+            return 1.0
+        return self._plan(part, queries, keys, query_offset).share(keys)
+
+    def _plan(self, part: Part, queries: int, keys: int, query_offset: int) -> blocks.Plan:
+        block = getattr(part.tuning, self.block)
+        tile = part.tuning.flex_tile if self.block == "flex_block" else part.tile
+        return blocks.plan(part.rule, queries, keys, query_offset, tile, block, len(part.heads))
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         """The context `(B, T, H, Dv)`. Operands: query, key, value, tensors of `part.changes`."""
@@ -109,12 +120,18 @@ def impossible(request: Request) -> str | None:
     return None
 
 
-def _skips_nothing(request: Request, part: Part) -> str | None:
+def _not_asked(request: Request) -> str | None:
+    """Why all logits are computed, whatever they are."""
     reason = without_choice(request) or impossible(request)
+    if reason is None and request.tiled is False:
+        return "`tiled=False` asks for all logits"
+    return reason
+
+
+def _skips_nothing(request: Request, part: Part) -> str | None:
+    reason = _not_asked(request)
     if reason is not None or request.tiled:
         return reason
-    if request.tiled is False:
-        return "`tiled=False` asks for all logits"
     queries, keys = _lengths(request)
     fewest = part.tuning.fewest_pairs
     if None not in (queries, keys) and queries * keys < fewest:
@@ -133,107 +150,24 @@ def has_loops() -> bool:
     return keras.backend.backend() == "tensorflow" and not in_xla()
 
 
-# --- TensorFlow: all heads at once ---------------------------------------------------------------
-
-
-class ByLength(Kernel):
-    """Holds the next two and loops over tiles; the lengths that the run has decide."""
-
-    name, file, block = "by length", "tensorflow/by_length", "tensorflow_block"
-
-    def refuses(self, request: Request, part: Part) -> str | None:
-        is_known = None not in _lengths(request)
-        return _skips_nothing(request, part) or ("the lengths are known" if is_known else None)
-
-    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention.tensorflow import by_length
-
-        return by_length.compute(part, *operands)
-
-
-def _not_all_heads(request: Request, part: Part) -> str | None:
-    """Why those do not come into question that compute all heads together."""
-    reason = _skips_nothing(request, part)
-    if reason is not None:
-        return reason
-    if None in _lengths(request):
-        return "the lengths are not known yet"
-    if not has_loops():
-        return "XLA compiles this code"
-    return "dropout is drawn tile by tile" if request.dropout else None
-
-
-class AtOnce(Kernel):
-    """All logits as one tile, the probabilities kept for the gradient."""
-
-    name, file = "at once", "tensorflow/loop"
-
-    def refuses(self, request: Request, part: Part) -> str | None:
-        reason = _not_all_heads(request, part)
-        if reason is not None:
-            return reason
-        (batch, queries, heads, _), keys = request.query.shape, request.key.shape[1]
-        # (Tiles of rules that read nothing are a part of the graph here, and start at once.)
-        starts_loops = bool(part.rule.inputs) and len(head_groups.by_rule(part)) > 1
-        logits = None if batch is None else batch * heads * queries * keys
-        if starts_loops and logits is not None and logits <= limits.most_at_once(part, drops=False):
-            return None
-        if request.changes.are_some and queries * keys <= limits.most_pairs(part):
-            return None
-        return (
-            "it is for few logits of several head groups that read data, or that caps, biases "
-            "or sinks change"
-        )
-
-    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention.tensorflow import loop
-
-        return loop.compute_at_once(part, *operands)
-
-
-class HeadByHead(Kernel):
-    """Short sequences: the logits of some rows, one head of one example each, stay in the cache."""
-
-    name, file = "head by head", "tensorflow/head_by_head"
-
-    def refuses(self, request: Request, part: Part) -> str | None:
-        reason = _not_all_heads(request, part)
-        if reason is not None:
-            return reason
-        (queries, keys), most = _lengths(request), limits.most_pairs(part)
-        if queries * keys > most:
-            return f"there are more than {most} pairs, whose logits would not stay in the cache"
-        return "soft caps, biases and sinks" if request.changes.are_some else None
-
-    def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention.tensorflow import head_by_head
-
-        return head_by_head.compute(part, *operands)
-
-
-# --- A head group --------------------------------------------------------------------------------
+# --- TensorFlow -----------------------------------------------------------------------------------
 
 
 class Loop(Kernel):
-    """TensorFlow's loop over tiles: data decides, in a graph of one size."""
+    """All logits where they are few, else a loop over tiles; the sizes that the run has decide."""
 
-    name, file, block = "loop", "tensorflow/loop", "tensorflow_block"
+    name, file, block = "loop", "tensorflow/by_size", "tensorflow_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
-        if not has_loops():
-            return "it is for TensorFlow's graphs, outside of XLA"
-        # Unrolled in Python, the same tiles train in less time if they are few.
-        queries, most = request.query.shape[1], part.tuning.most_unrolled
-        if part.rule.inputs or not isinstance(request.query_offset, int):
-            return None
-        if queries is None or queries > most * part.tile:
-            return None
-        return f"the rule reads positions alone, and at most {most} tiles are unrolled"
+        return _not_asked(request) or (None if has_loops() else "XLA compiles this code")
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention.tensorflow import loop
+        from keras_headmask.attention.tensorflow import by_size
 
-        return loop.compute(part, *operands)
+        return by_size.compute(part, *operands)
+
+
+# --- A head group --------------------------------------------------------------------------------
 
 
 def _not_in_float32(request: Request) -> str | None:
@@ -278,7 +212,7 @@ def _not_on_torch(request: Request) -> str | None:
 class Sdpa(Kernel):
     """PyTorch's own attention, of each tile and the keys that it may see."""
 
-    name, file, block = "SDPA", "torch/tiles", "python_block"
+    name, file, block = "SDPA", "torch/tiles", "block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention.torch import tiles
@@ -323,17 +257,20 @@ class FlexAttention(Kernel):
         return flex.compute(part, request.query_offset, *operands)
 
 
-class Unrolled(Kernel):
-    """A Python loop over tiles of known lengths; what positions show is skipped."""
+class Gathered(Kernel):
+    """Known lengths: tiles that meet about as many keys at once, by positions alone."""
 
-    name, file, block = "unrolled", "unrolled", "python_block"
+    name, file, block = "gathered", "gathered", "block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         return None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        plan = blocks.plan_of(part, *_lengths(request), request.query_offset)
-        return unrolled.compute(part, plan, *operands)
+        plan = self._plan(part, *_lengths(request), request.query_offset)
+        return gathered.compute(part, plan, *operands)
+
+    def share(self, part: Part, queries: int, keys: int, query_offset: int) -> float:
+        return gathered.share(self._plan(part, queries, keys, query_offset), keys)
 
 
 class ByGroup(Kernel):
@@ -349,13 +286,12 @@ class ByGroup(Kernel):
         if reason is not None:
             return reason
         *own, last = self.kernels
-        if request.tiled or has_loops() or first(own, request, part) is not None:
+        if request.tiled or first(own, request, part) is not None:
             return None
-        # Elsewhere a tile costs more to start, and only what positions show is skipped.
-        shares = []
+        # The last looks at positions alone, and copies the keys of each tile.
+        shares, sizes = [], (*_lengths(request), request.query_offset)
         for group in head_groups.by_rule(part):
-            plan = blocks.plan_of(group, *_lengths(request), request.query_offset)
-            shares.extend([plan.share(request.key.shape[1])] * len(group.heads))
+            shares.extend([last.share(group, *sizes)] * len(group.heads))
         share, most = sum(shares) / len(shares), part.tuning.most_computed
         if share <= most:
             return None

@@ -16,7 +16,8 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention.biases import PositionBias
 from keras_headmask.masks import Length, Mask, Tensor
-from keras_headmask.rules.protocol import WHOLE, Cuts
+from keras_headmask.rules.places import pairs_at
+from keras_headmask.rules.protocol import WHOLE, Cuts, Places
 
 Positions = tuple[Tensor, Tensor]  # of the queries `(T,)` and keys `(S,)`
 _LARGEST_SINK = 1e30  # its difference from any logit is finite
@@ -85,6 +86,10 @@ class Changes(NamedTuple):
         return self._replace(**{k: made(k, x) for k, x in given.items() if x is not None})
 
     # --- In a tile ---
+
+    def at(self, places: Places) -> "Changes":
+        """For several tiles at once, as one: the bias is `(n, h or 1, queries or 1, keys or 1)`."""
+        return self if self.bias is None else self._replace(bias=pairs_at(self.bias, places))
 
     def of_logits(
         self,

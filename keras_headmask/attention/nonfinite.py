@@ -132,13 +132,17 @@ def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
     To be added to the logits before hidden ones are replaced. `keys` are the keys and what else
     belongs to them. The operands are `(B, L, H, D)`, or `(B, H, L, D)` if `heads_first`.
     """
-    rows = _rows_are_finite(query)
-    columns = functools.reduce(ops.logical_and, map(_rows_are_finite, keys))
     heads, length = (1, 2) if heads_first else (2, 1)
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
-    good, bad = ops.cast(0.0, query.dtype), _nan(query.dtype)
-    of_rows = ops.transpose(ops.where(rows, good, bad), (0, heads, length, 3))
-    return of_rows + ops.transpose(ops.where(columns, good, bad), (0, heads, 3, length))
+    of_rows = ops.transpose(marks_of(query), (0, heads, length, 3))
+    return of_rows + ops.transpose(marks_of(*keys), (0, heads, 3, length))
+
+
+def marks_of(*tensors: Tensor) -> Tensor:
+    """0, and NaN where a row of one of `tensors` is not finite: of their shape, the size 1."""
+    rows = functools.reduce(ops.logical_and, map(_rows_are_finite, tensors))
+    dtype = tensors[0].dtype
+    return ops.where(rows, ops.cast(0.0, dtype), _nan(dtype))
 
 
 def _nan(dtype: Any) -> Any:

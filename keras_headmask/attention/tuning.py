@@ -69,21 +69,13 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    # Of a batch, on TensorFlow; times one of the next three where tiles gain less.
-    most_logits_at_once: int = 2**19
-    at_once_where_little_is_skipped: int = 16
-    at_once_of_head_groups: int = 8  # each group would have loops of its own
-    at_once_with_dropout: int = 4  # tiles would draw it again for gradients
-    little_is_skipped: float = 0.75  # where tiles compute more than this share of all logits,
-    length_to_judge_by: int = 1024  # of so many positions, by what the rule says of them
-    most_pairs_by_head: int = 2**16  # up to these, all logits of a head stay in the cache
-    most_logits_by_head: int = 2**19  # of an example, for rules that read data
-    most_computed: float = 0.5  # share of all logits, for tiles in a Python loop to be worth it
-    most_unrolled: int = 32  # tiles; each adds nodes to the graph, and time to trace it
+    # Of a batch; up to so many TensorFlow computes all, and an eighth where a query sees few keys.
+    most_logits: int = 2**22
+    most_computed: float = 0.5  # share of all logits, for tiles that are gathered to be worth it
     # Small tiles follow a narrow rule closely, large ones multiply faster.
     local_tile: int = 128  # queries
     wide_tile: int = 256
-    python_block: int = 64  # keys that are kept or skipped together
+    block: int = 64  # keys that are kept or skipped together
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
     jax_block: int = 128  # in JAX', which meets them one by one
     # Or all at once, under a rule on positions: where runs of keys of one length hold at least this
@@ -94,7 +86,7 @@ class Tuning:
     # Flagged positions that TensorFlow's loop looks at by themselves, apart from all tiles.
     most_flagged: int = 256  # in an example; more are treated as any others
     one_flagged_in: int = 8  # positions; where more are flagged they are treated as any others
-    most_logits_of_a_step: int = 2**20  # head by head: 4 MB
+    most_logits_of_a_step: int = 2**20  # of TensorFlow's loop: 4 MB
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())

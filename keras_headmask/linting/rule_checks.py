@@ -212,7 +212,7 @@ def _equal_to_default(subject: Subject) -> Iterator[Finding]:
 def _cost(subject: Subject) -> Iterator[Finding]:
     """Rules that allow few pairs, but some in every tile."""
     size = max(_MANY, subject.enough)
-    tile, block = Tuning().local_tile, Tuning().python_block
+    tile, block = Tuning().local_tile, Tuning().block
     many = Subject(subject.spec, subject.heads, size, size)
     for rule, heads in subject.groups:
         if blocks.plan(rule, size, size, 0, tile, block).share(size) < _FULL_COST:

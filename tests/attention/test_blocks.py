@@ -20,7 +20,7 @@ from keras_headmask.rules.protocol import Sides
 def arrays_here():
     """Those of the backend."""
     if keras.backend.backend() == "tensorflow":
-        from keras_headmask.attention.tensorflow.ranges import _ARRAYS
+        from keras_headmask.attention.tensorflow.plan import _ARRAYS
 
         return _ARRAYS
     if keras.backend.backend() == "jax":

@@ -13,6 +13,7 @@ from strategies import cases
 from tiled_contract import (
     BACKEND,
     TRACED,
+    at_once,
     attend,
     close,
     operands,
@@ -79,7 +80,7 @@ def test_nothing_changes_to_the_bit_where_keys_are_not_shared_by_a_rule(key_head
 @TRACED
 @given(cases(), sizes, seeds, st.sampled_from(["known", "unknown", "xla"]))
 def test_traced(case, tile_sizes, seed, lengths):
-    """Output and gradients, by tiles and, out of XLA, head by head."""
+    """Output and gradients, by tiles and by all logits."""
     import tensorflow as tf
 
     spec, inputs, batch, heads, queries, keys, offset = case
@@ -95,9 +96,11 @@ def test_traced(case, tile_sizes, seed, lengths):
         return result, *tape.gradient(loss, qkv)
 
     shapes = [[None, None, *x.shape[2:]] if lengths == "unknown" else x.shape for x in qkv]
-    for short in (0, 10**6):
-        call = tf.function(lambda *x: both(*x), jit_compile=lengths == "xla")
-        with tiles(*tile_sizes, short=short):
+    for setting, tiled in ((tiles(*tile_sizes), True), (at_once(), None)):
+        call = tf.function(
+            lambda *x, tiled=tiled: both(*x, tiled=tiled), jit_compile=lengths == "xla"
+        )
+        with setting:
             got = call.get_concrete_function(*map(tf.TensorSpec, shapes))(*qkv)
         for one, other in zip(got, both(*qkv, tiled=False), strict=True):
             close(one, other)

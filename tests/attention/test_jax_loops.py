@@ -29,7 +29,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
-from keras_headmask.attention import unrolled
+from keras_headmask.attention import gathered
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.jax import loop
 from keras_headmask.attention.jax import runs as jax_runs
@@ -316,7 +316,7 @@ def used(**rest):
     """Which loop computes a rule on positions of 23 tokens."""
     both = [
         mock.patch.object(module, "compute", side_effect=RuntimeError(module.__name__))
-        for module in (loop, unrolled)
+        for module in (loop, gathered)
     ]
     with both[0], both[1], tiles():
         try:
@@ -328,10 +328,10 @@ def used(**rest):
 
 def test_a_cpu_alone_has_them_and_dropout_has_not():
     assert used() == "loop"
-    assert used(dropout=0.5, seed=0) == "unrolled"
+    assert used(dropout=0.5, seed=0) == "gathered"
     assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "loop"
     with mock.patch.object(jax, "device_count", return_value=2):
-        assert used() == "unrolled"
+        assert used() == "gathered"
     with mock.patch.object(jax, "default_backend", return_value="gpu"):
-        assert used() == "unrolled"
+        assert used() == "gathered"
     assert used(tiled=None) == "dense"  # so few pairs

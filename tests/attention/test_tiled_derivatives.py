@@ -1,10 +1,10 @@
-"""Second derivatives, whole Jacobians and vectorized maps through TensorFlow's loops."""
+"""Second derivatives, whole Jacobians and vectorized maps on TensorFlow."""
 
 import keras
 import numpy as np
 import pytest
 from contract import normal
-from tiled_contract import TILES_ALONE
+from tiled_contract import at_once
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
@@ -29,14 +29,15 @@ SOME_DEAD = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=~hm.Full())
 
 def attend(x, rule, tiled):
     read = {name: np.repeat(INPUTS[name], x.shape[0], axis=0) for name in rule.inputs}
-    return hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=read, tiled=tiled)
+    # (`None`: what `each_way` tunes decides.)
+    how = {"mask_spec": rule, "mask_inputs": read, "tiled": None if tiled else False}
+    return hm.dot_product_attention(x, x, x, **how)
 
 
-@pytest.fixture(params=["head by head", "tiles"])
-def each_loop(request):
-    short = {} if request.param == "tiles" else {"most_pairs_by_head": 2**16}
-    few = {"most_unrolled": 0, "local_tile": 8, "wide_tile": 8, "tensorflow_block": 4}
-    with tuned(**few, **(TILES_ALONE | short)):
+@pytest.fixture(params=["all logits", "tiles"])
+def each_way(request):
+    few = {"local_tile": 8, "wide_tile": 8, "tensorflow_block": 4, "most_logits": 0}
+    with at_once() if request.param == "all logits" else tuned(**few):
         yield
 
 
@@ -75,9 +76,9 @@ def numerics_checked():
     ],
     ids=["data", "dropout", "dead", "sinks"],
 )
-@pytest.mark.every_day("tiles-data|head by head-dropout")
+@pytest.mark.every_day("tiles-data|all logits-dropout")
 def test_checked_numerics_raise_for_what_is_wrong_alone(
-    each_loop, numerics_checked, rule, more, length
+    each_way, numerics_checked, rule, more, length
 ):
     read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
 
@@ -85,9 +86,7 @@ def test_checked_numerics_raise_for_what_is_wrong_alone(
     def gradient(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            context = hm.dot_product_attention(
-                x, x, x, mask_spec=rule, mask_inputs=read, tiled=True, **more
-            )
+            context = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=read, **more)
         return tape.gradient(context, x)
 
     x = normal(2, LENGTH, 2, 4)
@@ -119,7 +118,7 @@ def test_checked_numerics_find_no_fault_beside_sinks_or_a_bias(numerics_checked,
     assert np.isfinite(gradient(normal(2, LENGTH, 2, 4))).all()
 
 
-def test_what_was_traced_under_checks_serves_nobody_else(each_loop):
+def test_what_was_traced_under_checks_serves_nobody_else(each_way):
     """Its checks would raise for what is hidden, and without them nobody asked for any."""
     rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)
     tf.debugging.enable_check_numerics()
@@ -138,8 +137,8 @@ def mapped(x, rule, tiled):
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
 @pytest.mark.parametrize("of", [of_gradients, jacobian, mapped])
-@pytest.mark.every_day("head by head.*jacobian|tiles.*mapped-Same")
-def test_as_dense(each_loop, rule, of):
+@pytest.mark.every_day("all logits.*jacobian|tiles.*mapped-Same")
+def test_as_dense(each_way, rule, of):
     x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
     tiled, dense = tf.function(of)(x, rule, True), of(x, rule, False)
     np.testing.assert_allclose(tiled, dense, rtol=1e-4, atol=1e-3)

@@ -1,5 +1,6 @@
 """Tiles in graphs: what the run shows, and nothing computed that need not be."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -20,6 +21,7 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
+from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import Tuning, tuned
 from keras_headmask.rules import evaluation
 
@@ -57,7 +59,7 @@ def test_one_trace_serves_all_lengths_and_batches(tiny, name):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
-@pytest.mark.every_day("tiles-shape[02]|head-shape[13]")
+@pytest.mark.every_day("tiles-shape[02]|logits-shape[13]")
 def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
     """Traced as unknown: broadcast where they are 1, as dense attention does."""
     import tensorflow as tf
@@ -139,27 +141,39 @@ def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
 # ---------------------------------------------------------------- only what may be allowed
 
 
+def planned(spec, inputs):
+    """The runs of each example's tiles of 4 queries, and its flagged queries and keys."""
+    from keras_headmask.attention.tensorflow import plan
+
+    bound = evaluation.bind(spec, inputs, 23, 23, 0, batch=3)
+    tuning = dataclasses.replace(BLOCKS_OF_3, local_tile=4, wide_tile=4)
+    made = plan.planned(Part(spec, tuple(range(4)), bound, 1.0, tuning))
+    example, *edges = np.moveaxis(numpy(made.runs)[:, 0, 0], 1, 0)
+    runs = np.stack(edges, -1)
+    places, wanted = (numpy(x)[:, 0, :, 0] for x in (made.queries, made.counts))
+    rows = [
+        np.sort(places[18:][example[18:] == i][wanted[18:][example[18:] == i]]) for i in range(3)
+    ]
+    assert (np.sort(example[:18].reshape(6, 3)) == range(3)).all()
+    others = None if made.flagged is None else [x[x >= 0] for x in numpy(made.flagged)[:, 0]]
+    return runs[:18].reshape(6, 3, -1).transpose(1, 0, 2), rows, others
+
+
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
 def test_ranges_hold_all_that_is_allowed_and_little_else(name):
     """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
-    from keras_headmask.attention.tensorflow.ranges import ranges_of
-
     spec, inputs = LONG[name]
     mask = np.broadcast_to(
         numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
     ).any(1)
-    bound = evaluation.bind(spec, inputs, 23, 23, 0)
-    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, 3)
-    runs = np.broadcast_to(found.runs, (3, *found.runs.shape[1:]))
+    runs, of_queries, of_keys = planned(spec, inputs)
     # What is flagged is looked at by itself, apart from all tiles.
     mask = mask.copy()
     for example in range(3):
-        at = example if found.of_examples else 0
-        if found.rows is not None:
-            mask[example, numpy(found.rows.of(at))] = False
-        if found.others is not None:
-            mask[example][:, numpy(found.others.of(at))] = False
+        mask[example, of_queries[example]] = False
+        if of_keys is not None:
+            mask[example][:, of_keys[example]] = False
     exact = {"window", "causal", "documents", "padded queries", "padding", "full",
              "nothing", "streaming", "dilated"}  # fmt: skip
     for example, number in np.ndindex(runs.shape[:2]):
@@ -199,17 +213,13 @@ def test_ranges_hold_all_that_is_allowed_and_little_else(name):
     ids=repr,
 )
 def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
-    from keras_headmask.attention.tensorflow.ranges import ranges_of
-
-    bound = evaluation.bind(spec, {"f": FLAGS}, 23, 23, 0)
-    found = ranges_of(spec, bound, BLOCKS_OF_3, 4, batch=3)
-    for flagged, is_taken in ((found.rows, queries), (found.others, keys)):
-        assert (flagged is not None) == is_taken
-        if is_taken:
-            for example, wanted in enumerate(FLAGS):
-                np.testing.assert_array_equal(
-                    numpy(flagged.of(example)), np.flatnonzero(wanted) if wanted.any() else []
-                )
+    _, of_queries, of_keys = planned(spec, {"f": FLAGS})
+    assert (of_keys is not None) == keys
+    for example, wanted in enumerate(FLAGS):
+        flagged = np.flatnonzero(wanted)
+        np.testing.assert_array_equal(of_queries[example], flagged if queries else [])
+        if keys:
+            np.testing.assert_array_equal(of_keys[example], flagged)
 
 
 @pytest.mark.tensorflow
@@ -261,7 +271,7 @@ def test_nothing_of_size_queries_x_keys_is_made_off_tensorflow():
 
 
 @pytest.mark.tensorflow
-def test_layers_with_one_rule_share_their_loops_and_the_choice():
+def test_layers_with_one_rule_share_their_loops():
     import tensorflow as tf
 
     rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
@@ -274,35 +284,19 @@ def test_layers_with_one_rule_share_their_loops_and_the_choice():
         def stack(x, ids):
             first = x
             for _ in range(layers):
-                # (As users call it: `attend` here leaves few logits at once out of the choice.)
                 x = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"ids": ids})
             return tf.gradients(x, first) if with_gradients else x
 
         library = stack.get_concrete_function().graph.as_graph_def().library.function
         return len(library), sum(n.op.endswith("While") for f in library for n in f.node_def)
 
-    assert made(1, False) == made(3, False)
-    assert made(1, True) == made(3, True)
-    # One for each group of heads, for short sequences and for long ones.
-    assert made(1, False)[1] == 4
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("with_gradients", [False, True])
-def test_layers_of_known_lengths_share_the_branch_for_what_is_not_finite(with_gradients):
-    import tensorflow as tf
-
-    def functions(layers):
-        @tf.function(input_signature=[tf.TensorSpec((2, 5, 2, 4))])
-        def stack(x):
-            first = x
-            for _ in range(layers):
-                x = hm.dot_product_attention(x, x, x, mask_spec=hm.Window(1, 1))
-            return tf.gradients(x, first) if with_gradients else x
-
-        return len(stack.get_concrete_function().graph.as_graph_def().library.function)
-
-    assert functions(1) == functions(3) > 0
+    for with_gradients in (False, True):
+        # A layer more has two branches, and those of gradients.
+        one, two, three = (made(layers, with_gradients) for layers in (1, 2, 3))
+        assert one[1] == three[1]
+        assert three[0] - two[0] == two[0] - one[0] <= (6 if with_gradients else 2)
+    # One for each group of heads.
+    assert made(1, False)[1] == 2
 
 
 # ---------------------------------------------------------------- what is not possible

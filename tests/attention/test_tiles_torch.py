@@ -30,7 +30,7 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_headmask.attention import unrolled
+from keras_headmask.attention import gathered
 from keras_headmask.attention.torch import tiles as sdpa_tiles
 
 
@@ -266,8 +266,8 @@ def test_a_layer_trains_alike_by_tiles_and_dense():
 
 def test_the_loop_of_keras_operations_is_only_for_what_is_large(monkeypatch):
     called = []
-    usual = unrolled.forward
-    monkeypatch.setattr(unrolled, "forward", lambda *x: called.append(x) or usual(*x))
+    usual = gathered.compute
+    monkeypatch.setattr(gathered, "compute", lambda *x: called.append(x) or usual(*x))
     q, k, v = operands(1, 23, 23, 2)
     spec = hm.Keys(0, 20)
     with tiles():

@@ -78,7 +78,7 @@ def by_batch(tree):
 
 def tiny(length):
     """Three tiles of queries, and keys that are skipped."""
-    return tuned(local_tile=length // 3, wide_tile=length // 3, python_block=length // 12)
+    return tuned(local_tile=length // 3, wide_tile=length // 3, block=length // 12)
 
 
 def values(variables):

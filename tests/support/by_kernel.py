@@ -18,7 +18,7 @@ from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
-from tiled_contract import SCALE, at_once, heads_alone, tiles
+from tiled_contract import SCALE, at_once, tiles
 
 import keras_headmask as hm
 from keras_headmask import masks
@@ -72,21 +72,19 @@ def _as_if_compiled():
         yield
 
 
-@contextlib.contextmanager
-def _loop():
-    with tiles(), tuned(most_unrolled=0):
-        yield
+def _many_tiles():
+    """Of so many sizes that some in a class are filled up."""
+    return tiles(local=1, wide=2, block=2)
 
 
 # By the name of a kernel, each mode in which it is run: a word, the tuning, how it is traced. All
 # others run in tiny tiles, at lengths that are known.
 MODES = {
-    "at once": [("", at_once, "known")],
-    "head by head": [("", heads_alone, "known")],
-    "by length": [
-        ("at once", at_once, "unknown"),
-        ("head by head", heads_alone, "unknown"),
-        ("tiles", tiles, "unknown"),
+    "loop": [
+        ("all logits", at_once, "known"),
+        ("all logits, unknown lengths", at_once, "unknown"),
+        ("tiles", tiles, "known"),
+        ("tiles, unknown lengths", tiles, "unknown"),
     ],
     "dense": [
         ("", tiles, "known"),
@@ -94,8 +92,7 @@ MODES = {
         ("unknown lengths", tiles, "unknown"),
         ("XLA", tiles, "XLA"),
     ],
-    "loop": [("", _loop, "known")],
-    "unrolled": [("", tiles, "known"), ("XLA", tiles, "XLA")],
+    "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
     "FlexAttention": [("", _as_if_compiled, "known")],
 }
 
@@ -116,7 +113,7 @@ ROUTES = list(_routes())
 
 def _compiled_routes():
     """By PyTorch's compiler, which takes a minute for each call."""
-    of_compiled_code = {"FlexAttention", "unrolled", "dense"} if BACKEND == "torch" else {}
+    of_compiled_code = {"FlexAttention", "gathered", "dense"} if BACKEND == "torch" else {}
     for route in ROUTES:
         if route.name in of_compiled_code:
             name = f"{route.name}, compiled"
@@ -158,10 +155,10 @@ def each(names, traced=4, beside=()):
 
     Of a route that traces, one name in three times `traced` is run every day, the others in the
     long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
-    elsewhere; and of the modes of `by length`, which take longest to trace, each has its turn. Of
-    the routes `beside`, the first is run every day, with the first name.
+    elsewhere; and of the loop at unknown lengths, which takes longest to trace, each mode has its
+    turn. Of the routes `beside`, the first is run every day, with the first name.
     """
-    modes = [route for route in ROUTES if route.name.startswith("by length")]
+    modes = [x for x in ROUTES if x.name.startswith("loop") and x.manner == "unknown"]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):

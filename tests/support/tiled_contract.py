@@ -13,7 +13,7 @@ from strategies import FEW
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.tuning import current_tuning, tuned
 
 BACKEND = keras.backend.backend()
 SCALE = 0.7
@@ -22,38 +22,31 @@ TRACED = settings(FEW, max_examples=6)  # each example is traced and compiled an
 SIZES = ((4, 6, 2), (4, 6, 3), (2, 3, 2), (1, 5, 1))
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 1000)
-# Tiles wherever they are possible, never head by head.
-TILES_ALONE = {"most_pairs_by_head": 0, "most_logits_by_head": 0, "most_logits_at_once": 0}
-ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0} | TILES_ALONE
+_ALL = 2**40  # logits
+ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0, "most_logits": 0}
 
 
 @contextlib.contextmanager
-def tiles(local=4, wide=6, block=3, short=0):
-    """Tiny tiles, so that short sequences have several; `short` pairs do not go by tiles."""
+def tiles(local=4, wide=6, block=3):
+    """Tiny tiles, so that short sequences have several, and few of them in a step."""
     with tuned(
         local_tile=local,
         wide_tile=wide,
-        python_block=block,
+        block=block,
         tensorflow_block=block,
         jax_block=block,
         jax_most_logits=30 * local * block,
+        most_logits_of_a_step=10 * local * block,
         one_flagged_in=4,
-        **(TILES_ALONE | {"most_pairs_by_head": short}),
+        most_logits=0,
     ) as tuning:
         yield tuning
 
 
 @contextlib.contextmanager
-def heads_alone(logits=2 * 11 * 11):
-    """What TensorFlow does with short sequences, with so many logits in a step."""
-    with tiles(short=10**6), tuned(most_logits_of_a_step=logits) as tuning:
-        yield tuning
-
-
-@contextlib.contextmanager
 def at_once():
-    """What TensorFlow does with few logits at lengths that show when a graph runs."""
-    with tuned(most_logits_at_once=2**30) as tuning:
+    """What TensorFlow does with few logits."""
+    with tuned(most_logits=_ALL) as tuning:
         yield tuning
 
 
@@ -68,6 +61,9 @@ def operands(batch, queries, keys, heads, seed=0, size=3, value_size=2, key_head
 
 
 def attend(qkv, spec, inputs=None, offset=0, tiled=True, **rest):
+    if tiled and current_tuning().most_logits == _ALL:
+        tiled = None  # (`True` would be tiles)
+
     def run(query, key, value):
         return hm.dot_product_attention(
             query,

@@ -26,7 +26,7 @@ def held() -> dict[tuple, Callable]:
 def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
     """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
 
-    TensorFlow puts it in place of each call, as with `traced_once`.
+    TensorFlow puts it in place of each call.
     """
     functions, key = held(), (compute, *first, is_forward_only(), _keras.checks_numerics())
     if key not in functions:

@@ -1,109 +1,81 @@
-"""Gradients of a bias, of a table by position and of sinks, from the steps of TensorFlow's loop.
+"""What TensorFlow's loop adds up for gradients of a bias, of a table by position and of sinks."""
 
-All are results at positions, as those of queries and keys are: a flagged position is computed apart
-from its tile, and takes its place in them.
-"""
-
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import Changes
-from keras_headmask.attention.tensorflow.graph import Row
 from keras_headmask.attention.tensorflow.tile import times
-from keras_headmask.masks import Tensor
-from keras_headmask.rules.protocol import Cuts
+from keras_headmask.masks import Mask, Tensor, sizes
+from keras_headmask.rules.places import rows_at
+from keras_headmask.rules.protocol import Places
 
 
-class Gathered(NamedTuple):
-    """What of the gradients of `changes` comes at the queries, and what at the keys."""
+class GradientsOfChanges:
+    """Of the tensors of `changes`, in their order: sums over all steps."""
 
-    part: Part
-    changes: Changes
+    def __init__(self, part: Part, changes: Changes):
+        self.part, self.changes = part, changes
 
-    @property
-    def is_bias_of_keys(self) -> bool:
-        """Whether the bias is one for all queries, so that its gradient is summed over them."""
-        bias = self.changes.bias
-        return bias is not None and bias.shape[2] == 1 and bias.shape[3] != 1
+    def nothing(self) -> list[Tensor]:
+        return [tf.zeros_like(tensor) for tensor in self.changes.tensors]
 
-    @property
-    def rows_at_queries(self) -> list[Row]:
-        """Of what `at_queries` returns."""
-        found, heads = [], len(self.part.heads)
-        bias, table = self.changes.bias, self.changes.table
-        if bias is not None and not self.is_bias_of_keys:
-            keys = 1 if bias.shape[3] == 1 else tf.shape(self.part.bound.key_positions)[0]
-            found.append(Row([1 if bias.shape[1] == 1 else heads, keys], bias.shape[0] != 1))
-        if table is not None:
-            found.append(Row([heads, table.shape[0]], False))
-        if self.changes.sinks is not None:
-            found.append(Row([heads]))
-        return found
+    def added(
+        self,
+        sums: Sequence[Tensor],
+        visit: Any,
+        products: Tensor,
+        d_changed: Tensor,
+        log_sum: Tensor | None,
+        delta: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The gradient of the `products` of a step, `(m, h, b, w)`, and `sums` with those of it.
 
-    @property
-    def rows_at_keys(self) -> list[Row]:
-        return [Row([len(self.part.heads)])] * self.is_bias_of_keys
-
-    def at_queries(
-        self, d_logits: Tensor, log_sum: Tensor | None, delta: Tensor, cuts: Cuts
-    ) -> list[Tensor]:
-        """From a tile's `(batch, h, queries, keys)`: `(batch or 1, h or 1, queries, ...)`.
-
-        `log_sum` and `delta`, with an axis of size 1 more, are of its rows.
+        `d_changed` is the gradient of what is made of the products. `log_sum` and `delta`, with an
+        axis of size 1 more, are of its rows.
         """
-        found, bias, table = [], self.changes.bias, self.changes.table
-        if bias is not None and not self.is_bias_of_keys:
-            axes = [axis for axis in (0, 1, 3) if bias.shape[axis] == 1]
-            of_bias = tf.reduce_sum(d_logits, axes, keepdims=True)
-            found.append(of_bias if 3 in axes else self._at_their_places(of_bias, cuts))
-        if table is not None:
-            found.append(self._by_bucket(tf.reduce_sum(d_logits, 0), cuts)[None])
-        sinks: Any = self.changes.sinks
-        if sinks is not None:
-            of_sinks = tf.exp(sinks[:, None] - log_sum)
-            found.append(-times(delta[..., 0], of_sinks))
-        return found
+        if not self.changes.are_some:
+            return d_changed, []
+        places = visit.places
+        here = self.changes.at(places)
+        tensors = [x for x in (here.bias, here.table) if x is not None]
+        with tf.GradientTape() as tape:
+            tape.watch([products, *tensors])
+            changed, _ = here.of_logits(products, self.part.heads, self.part.positions_at(places))
+        d_products, *found = tape.gradient(changed, [products, *tensors], d_changed)
+        # (A hidden product may make the gradient of a soft cap NaN.)
+        d_products = tf.where(tf.equal(d_changed, 0), d_changed, d_products)
+        made, rest = [], list(sums)
+        if here.bias is not None:
+            made.append(self._with_bias(rest.pop(0), found.pop(0), places, visit.valid))
+        if here.table is not None:
+            made.append(rest.pop(0) + found.pop(0))
+        if here.sinks is not None:
+            of_sinks = tf.exp(here.sinks[:, None] - log_sum)
+            made.append(rest.pop(0) - tf.reduce_sum(times(delta[..., 0], of_sinks), (0, 2)))
+        return d_products, made
 
-    def at_keys(self, d_logits: Tensor) -> list[Tensor]:
-        """From a tile's `(batch, h, queries, keys)`: `(batch, h, keys)`."""
-        return [tf.reduce_sum(d_logits, 2)] if self.is_bias_of_keys else []
+    def _with_bias(self, total: Tensor, of_tiles: Tensor, places: Places, valid: Mask) -> Tensor:
+        """`total`, of the shape of the bias, with what the tiles add: `(m, h, b or 1, w or 1)`."""
+        keys = sizes(total)[3]
+        rows = rows_at(total, places)
+        if total.shape[3] != 1:
+            of_tiles = _at_all_keys(of_tiles, places, valid, keys)
+        flat = tf.reshape(total, [-1, keys])
+        return tf.reshape(
+            tf.tensor_scatter_nd_add(flat, rows[..., None], of_tiles), tf.shape(total)
+        )
 
-    def _at_their_places(self, of_tile: Tensor, cuts: Cuts) -> Tensor:
-        """The keys of a tile among all keys, 0 between."""
-        keys = tf.shape(self.part.bound.key_positions)[0]
-        keys_first = tf.transpose(of_tile, (3, 0, 1, 2))
-        # (Not `scatter_nd`, which refuses a tile without a query.)
-        every = tf.math.unsorted_segment_sum(keys_first, cuts.keys(tf.range(keys), 0), keys)
-        return tf.transpose(every, (1, 2, 3, 0))
 
-    def _by_bucket(self, d_logits: Tensor, cuts: Cuts) -> Tensor:
-        """`(h, queries, keys)`, summed for each query over the keys of a bucket."""
-        bias, table, bound = self.changes.position_bias, self.changes.table, self.part.bound
-        assert bias is not None
-        assert table is not None
-        queries, keys = cuts.queries(bound.query_positions, 0), cuts.keys(bound.key_positions, 0)
-        count, of_table = tf.shape(queries)[0], table.shape[0]
-        places = bias.buckets(queries, keys) + tf.range(count)[:, None] * of_table
-        pairs_first = tf.transpose(d_logits, (1, 2, 0))
-        sums = tf.math.unsorted_segment_sum(pairs_first, places, count * of_table)
-        by_query = tf.reshape(sums, [count, of_table, tf.shape(d_logits)[0]])
-        return tf.transpose(by_query, (2, 0, 1))
-
-    def gradients(self, at_queries: list[Tensor], at_keys: list[Tensor]) -> list[Tensor]:
-        """Of the tensors, in their order, from all results."""
-        found, at_queries, changes = [], list(at_queries), self.changes
-        if changes.bias is not None:
-            if self.is_bias_of_keys:
-                of_bias = tf.transpose(at_keys[0], (0, 2, 1))[:, :, None]
-            else:
-                of_bias = tf.transpose(at_queries.pop(0), (0, 2, 1, 3))
-            axes = [axis for axis in range(4) if changes.bias.shape[axis] == 1]
-            found.append(tf.reduce_sum(of_bias, axes, keepdims=True))
-        if changes.table is not None:
-            found.append(tf.transpose(tf.reduce_sum(at_queries.pop(0), (0, 1))))
-        if changes.sinks is not None:
-            found.append(tf.reduce_sum(at_queries.pop(0), (0, 1)))
-        pairs = zip(found, changes.tensors, strict=True)
-        return [tf.ensure_shape(x, tensor.shape) for x, tensor in pairs]
+def _at_all_keys(of_tiles: Tensor, places: Places, valid: Mask | None, keys: Tensor) -> Tensor:
+    """The keys of each tile among all keys, 0 between: by gathering, as a scatter is slow."""
+    to = places.keys if valid is None else tf.where(valid, places.keys, keys)
+    to = to[:, 0, 0]
+    tiles, count = sizes(to)
+    at = tf.stack([tf.broadcast_to(tf.range(tiles)[:, None], [tiles, count]), to], -1)
+    number = tf.broadcast_to(tf.range(count), [tiles, count])
+    which = tf.tensor_scatter_nd_update(tf.fill([tiles, keys + 1], count), at, number)[:, :-1]
+    with_0 = tf.pad(of_tiles, [[0, 0], [0, 0], [0, 0], [0, 1]])
+    return tf.gather(with_0, which, axis=3, batch_dims=1)

@@ -1,4 +1,4 @@
-"""The body of a tile on TensorFlow, forward and backward: of its loop, at once, and head by head.
+"""The body of a step of TensorFlow's loop, forward and backward.
 
 Rows are queries of some heads, `(b, h, t, size)`, keys those that they may see, `(b, hk, s, size)`;
 `sharing` query heads read each key head. A kernel decides which rows and keys these are, and what
@@ -6,7 +6,6 @@ is kept for the gradient.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -28,27 +27,14 @@ def sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
     return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
 
 
-def logits_of(
-    queries: Tensor,
-    keys: Tensor,
-    allowed: Mask | None,
-    sharing: int = 1,
-    changed: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None,
-) -> tuple[Tensor, Mask | None, Tensor | None]:
-    """The logits, `hidden_logit` where hidden, and which rows see something (`None`: all do).
+def hidden(logits: Tensor, allowed: Mask) -> tuple[Tensor, Mask]:
+    """The logits, `hidden_logit` where hidden, and which rows see something.
 
-    Fully masked rows have 0 throughout, so that they do not become NaN. `changed` makes of the
-    products the logits, and the soft cap's derivative, which is returned, too.
+    Fully masked rows have 0 throughout, so that they do not become NaN.
     """
-    logits, slope = product_of(queries, keys, sharing, transpose_b=True), None
-    if changed is not None:
-        logits, slope = changed(logits)
-    if allowed is None:
-        return logits, None, slope
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-    hidden = tf.where(alive, hidden, tf.zeros([], logits.dtype))
-    return tf.where(allowed, logits, hidden), alive, slope
+    lowest = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
+    return tf.where(allowed, logits, tf.where(alive, lowest, tf.zeros([], logits.dtype))), alive
 
 
 def times(probabilities: Tensor, gradients: Tensor) -> Tensor:
@@ -75,54 +61,30 @@ def softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
     return probabilities * of_keys[..., None], log_sum
 
 
-def as_they_are(probabilities: Tensor) -> Tensor:
-    return probabilities
-
-
 def context_of(
     probabilities: Tensor,
     values: Tensor,
     alive: Mask | None,
-    sharing: int = 1,
-    dropped: Callable[[Tensor], Tensor] = as_they_are,
+    sharing: int,
+    dropped: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The context `(b, h, t, Dv)`, 0 in rows that see nothing."""
     return alive_or_0(alive, product_of(dropped(probabilities), values, sharing))
 
 
-class Gradients(NamedTuple):
-    """Of a tile's logits, queries, keys and values; of the logits before a soft cap's slope."""
-
-    logits: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-def gradients_of(
+def gradients_of_pairs(
     probabilities: Tensor,
-    queries: Tensor,
-    keys: Tensor,
     values: Tensor,
     d_context: Tensor,
-    delta: Tensor | None = None,
-    sharing: int = 1,
-    dropped: Callable[[Tensor], Tensor] = as_they_are,
-    slope: Tensor | None = None,
-) -> Gradients:
-    """From the gradient of the context. `probabilities` are those before `dropped`.
+    delta: Tensor,
+    sharing: int,
+    dropped: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Those of a step's logits and of its values, from that of the context.
 
-    `delta`, `(b, h, t, 1)`, is the sum of the context times its gradient; `None`: not known, and
-    found from the probabilities. `slope` is the derivative of a soft cap.
+    `probabilities` are those before `dropped`. `delta`, `(b, h, t, 1)`, is the sum of the context
+    times its gradient.
     """
     d_probabilities = dropped(product_of(d_context, values, sharing, transpose_b=True))
-    if delta is None:
-        delta = tf.reduce_sum(times(probabilities, d_probabilities), -1, keepdims=True)
     d_logits = times(probabilities, d_probabilities - delta)
-    d_products = d_logits if slope is None else times(d_logits, slope)
-    return Gradients(
-        d_logits,
-        product_of(d_products, keys, sharing),
-        sum_for_keys(d_products, queries, sharing),
-        sum_for_keys(dropped(probabilities), d_context, sharing),
-    )
+    return d_logits, sum_for_keys(dropped(probabilities), d_context, sharing)

@@ -62,7 +62,7 @@ def steps_of(
     bounds = bounds_of(part.rule, inputs, *sizes, query_offset, arrays, flags.leaves)
     shape = examples, tiles, -(-keys // block)
     possible, certain = (np.broadcast_to(x, shape) for x in bounds)
-    of_tiles = _runs(possible, block, keys, part.tuning.python_block)
+    of_tiles = _runs(possible, block, keys, part.tuning.block)
     looked_at = _looked_at(of_tiles, possible, block) if block < keys else possible
     needs_mask = (looked_at & ~certain).any(2) | has_few
     rows = [(start, min(start + part.tile, queries)) for start in range(0, queries, part.tile)]

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keras_headmask.attention import blocks, nonfinite, unrolled
+from keras_headmask.attention import blocks, gathered
+from keras_headmask.attention.blocks import Plan
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.torch.steps import Step, steps_of
 from keras_headmask.attention.tuning import is_forward_only
@@ -34,7 +35,7 @@ def is_known(*tensors: Tensor) -> bool:
         return False
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return False
-    return not any(map(unrolled.is_stand_in, tensors))
+    return not any(map(gathered.is_stand_in, tensors))
 
 
 def can_read(bound: Bound, *operands: Tensor) -> bool:
@@ -52,7 +53,7 @@ def compute(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Te
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     plan = functools.partial(blocks.plan_of, part, queries, keys, query_offset)
     if not batch:
-        return unrolled.compute(part, plan(), query, key, value)
+        return gathered.compute(part, plan(), query, key, value)
     steps = steps_of(part, _read(part.bound), batch, queries, keys, query_offset)
     if is_forward_only():
         return _context(part, steps, plan, query, key, value)
@@ -89,7 +90,7 @@ class _Attention(torch.autograd.Function):
         operands, (part, steps, plan) = ctx.saved_tensors, ctx.rest
         # A gradient that is differentiated in its turn is made of operations that can be.
         if torch.is_grad_enabled() or not _are_moderate(*operands, upstream):
-            gradients = unrolled.gradient(part, plan(), None, *operands, upstream)
+            gradients = _gradients_of_operations(part, plan(), *operands, upstream)
         else:
             gradients = _gradients(part, steps, *operands, upstream)
         return *gradients, None, None, None
@@ -114,8 +115,7 @@ def _context(
     seen = large[0] | _see(part, steps, query, of_key)
     if not seen.any():
         return context
-    marked = nonfinite.marked(query, key, value)
-    return torch.where(seen, unrolled.forward(part, plan(), *marked), context)
+    return torch.where(seen, gathered.compute(part, plan(), query, key, value), context)
 
 
 def _forward(part: Part, steps: list[Step], *operands: Tensor) -> Tensor:
@@ -148,6 +148,16 @@ def _gradients(part: Part, steps: list[Step], *given: Tensor) -> tuple:
         _add_keys(step, d_key, d_tile[1])
         _add_keys(step, d_value, d_tile[2])
     return tuple(x.to(of.dtype) for x, of in zip(sums, given, strict=False))
+
+
+def _gradients_of_operations(part: Part, plan: Plan, *given: Tensor) -> tuple:
+    """The same by operations that can be differentiated, if gradients are enabled here."""
+    *operands, upstream = given
+    again = torch.is_grad_enabled()
+    leaves = [x if again and x.requires_grad else x.detach().requires_grad_() for x in operands]
+    with torch.enable_grad():
+        context = gathered.compute(part, plan, *leaves)
+    return torch.autograd.grad(context, leaves, upstream, create_graph=again)
 
 
 def _attended(part: Part, step: Step, rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -1,24 +1,17 @@
-"""TensorFlow at lengths that show when the graph runs: the choice, and what is made of gradients.
+"""TensorFlow's choice by size, at lengths that show when the graph runs, and what is derived of it.
 
-Few logits are computed at once, short sequences head by head, the others by tiles; the choice and
-its gradient are one.
+Of few logits all are computed, if the operands are plain; else tiles.
 """
 
 import numpy as np
 import pytest
 from contract import normal, numpy
-from tiled_contract import (
-    at_once,
-    attend,
-    heads_alone,
-    tiles,
-)
+from tiled_contract import at_once, attend, tiles
 
 import keras_headmask as hm
-from keras_headmask.attention.tuning import tuned
 
 pytestmark = pytest.mark.tensorflow
-CHOICES = {"at once": (at_once, None), "head by head": (heads_alone, True), "tiles": (tiles, True)}
+CHOICES = {"all logits": (at_once, None), "tiles": (tiles, True)}
 
 
 RULE = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))
@@ -80,7 +73,7 @@ def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
     import tensorflow as tf
 
     x = tf.constant(normal(2, 24, 2, 4, seed=3))
-    with tiles(), tuned(most_unrolled=0):
+    with tiles():
         got = of(x, tiled)
     if of is forward_mode:
         step = tf.constant(1e-2)
@@ -133,63 +126,50 @@ def test_second_derivatives_under_dropout():
 
 @pytest.fixture
 def which(monkeypatch):
-    """Which is chosen for a spec and lengths, of two heads."""
+    """Which is chosen for a spec and operands, of two heads."""
     import tensorflow as tf
 
-    from keras_headmask.attention.tensorflow import by_length, graph, head_by_head, loop
+    from keras_headmask.attention.tensorflow import by_size
 
-    def giving(number):
-        passes = lambda q, k, v: [tf.ones_like(q) * number], lambda *given: given[:3]
-        return lambda part: graph.Passes(*passes)
+    monkeypatch.setattr(by_size, "_of_all_logits", lambda part, shared, q, *_: tf.ones_like(q))
+    monkeypatch.setattr(by_size.loop, "attend", lambda part, plans, q, *_: tf.zeros_like(q))
 
-    monkeypatch.setattr(loop, "at_once", giving(1))
-    monkeypatch.setattr(head_by_head, "passes", giving(2))
-    monkeypatch.setattr(by_length, "_of_groups", giving(3))
-
-    def chosen(spec, queries, keys):
-        def run(q, k, flags):
-            return attend((q, k, k), spec, {"pad": flags} if spec.inputs else None, tiled=None)
+    def chosen(spec, queries, keys, query=0.0, key=0.0, value=0.0):
+        def run(q, k, v, flags):
+            return attend((q, k, v), spec, {"pad": flags} if spec.inputs else None, tiled=None)
 
         operand = tf.TensorSpec([None, None, 2, 3])
         of_flags = tf.TensorSpec([None, None], "bool")
-        traced = tf.function(run).get_concrete_function(operand, operand, of_flags)
-        of_keys = tf.zeros([1, keys, 2, 3]), tf.ones([1, keys], "bool")
-        got = numpy(traced(tf.zeros([1, queries, 2, 3]), *of_keys))
+        traced = tf.function(run).get_concrete_function(*[operand] * 3, of_flags)
+        lengths = (queries, query), (keys, key), (keys, value)
+        operands = [tf.fill([1, length, 2, 3], number) for length, number in lengths]
+        got = numpy(traced(*operands, tf.ones([1, keys], "bool")))
         assert got.min() == got.max()
-        return {1: "at once", 2: "head by head", 3: "tiles"}[got.max()]
+        return {1: "all logits", 0: "tiles"}[got.max()]
 
     return chosen
 
 
-GROUPS = hm.PerHead({0: hm.Window(3, 3)})  # each of them has a loop of its own
-RANDOM = hm.RandomBlocks(32, 0.5, 0)  # tiles would look at nearly all keys
-
-
 PAD = hm.KeyFlag("pad")
+GROUPS = hm.PerHead({0: hm.Window(3, 3)})
 
 
 @pytest.mark.parametrize(
     ("spec", "logits"),
-    [
-        (hm.Window(3, 3), 2**19),
-        (PAD, 2**19),
-        (GROUPS, 2**22),
-        (GROUPS & PAD, 2**22),
-        (RANDOM, 2**23),
-        (RANDOM & PAD, 2**23),
-    ],
+    [(hm.Window(3, 3), 2**19), (PAD, 2**22), (GROUPS, 2**22), (GROUPS & PAD, 2**22)],
 )
-def test_up_to_how_many_logits_all_are_computed_at_once(which, spec, logits):
-    assert which(spec, 1, logits // 2) == "at once"
+def test_up_to_how_many_logits_all_are_computed(which, spec, logits):
+    assert which(spec, 1, logits // 2) == "all logits"
     assert which(spec, 1, logits // 2 + 1) == "tiles"
-
-
-def test_short_sequences_of_a_large_batch_go_head_by_head(which):
-    with tuned(most_logits_at_once=2):
-        assert which(hm.Window(3, 3), 256, 256) == "head by head"
-        assert which(hm.Window(3, 3), 256, 257) == "tiles"
 
 
 @pytest.mark.parametrize("queries", [2**14, 2**15, 2**16])
 def test_lengths_whose_product_32_bits_do_not_hold(which, queries):
     assert which(hm.Window(3, 3), queries, 2**16) == "tiles"
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e20])
+def test_operands_that_are_not_plain_go_by_tiles(which, name, bad):
+    assert which(PAD, 4, 4, query=1.0, key=1.0, value=1.0) == "all logits"
+    assert which(PAD, 4, 4, **{"query": 1.0, "key": 1.0, "value": 1.0, name: bad}) == "tiles"

@@ -1,0 +1,322 @@
+"""Tiles where sizes are known: a few batched products, without a loop, on every backend.
+
+What each tile of queries may meet is known by positions alone; what data hides is masked, not
+skipped. Tiles that meet about equally many blocks of keys stand in one class: their keys are
+gathered, and each class is one product, one softmax and one product. The gradient is the
+backend's own.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask import masks
+from keras_headmask.attention import nonfinite, precision
+from keras_headmask.attention.blocks import Plan
+from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.masks import Length, Mask, Tensor
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.evaluation import allowed_at
+from keras_headmask.rules.protocol import Places
+
+_MOST_CLASSES = 4  # each is compiled by itself; more of them compute little less
+_LITTLE = 0.05  # share of logits, for which one class more is not worth it
+
+
+class Class(NamedTuple):
+    """Tiles of queries that are computed together.
+
+    `blocks`: those of keys that each meets, the last one repeated where it meets fewer than others;
+    `met`: how many it meets. With `needs_mask` some pair may be hidden.
+    """
+
+    tiles: list[int]
+    blocks: list[list[int]]
+    met: list[int]
+    needs_mask: bool
+
+    @property
+    def width(self) -> int:
+        return len(self.blocks[0])
+
+
+def classes_of(plan: Plan) -> list[Class]:
+    of_tiles = [
+        [i for start, stop in runs for i in range(start // plan.block, -(-stop // plan.block))]
+        for runs in plan.runs
+    ]
+    classes = []
+    for below, width in itertools.pairwise([0, *_widths([len(blocks) for blocks in of_tiles])]):
+        tiles = [i for i, blocks in enumerate(of_tiles) if below < len(blocks) <= width]
+        met = [len(of_tiles[i]) for i in tiles]
+        blocks = [of_tiles[i] + of_tiles[i][-1:] * (width - len(of_tiles[i])) for i in tiles]
+        needs_mask = not all(plan.needs_no_mask[i] for i in tiles)
+        classes.append(Class(tiles, blocks, met, needs_mask))
+    return classes
+
+
+def _widths(counts: list[int]) -> list[int]:
+    """The greatest count of each class, rising: few classes, by which little is computed."""
+    sizes = sorted(set(counts))
+    below = [0, *itertools.accumulate(counts.count(size) for size in sizes)]
+    # Of the tiles up to each size: what is computed in so many classes, and their widths.
+    best = [(0, ()), *((size * n, (size,)) for size, n in zip(sizes, below[1:], strict=True))]
+    found = [best[-1]]
+    for _ in range(_MOST_CLASSES - 1):
+        best[1:] = [
+            min((best[j][0] + size * (below[i] - below[j]), (*best[j][1], size)) for j in range(i))
+            for i, size in enumerate(sizes, 1)
+        ]
+        found.append(best[-1])
+    enough = found[-1][0] * (1 + _LITTLE)
+    return list(next(widths for computed, widths in found if computed <= enough))
+
+
+def share(plan: Plan, keys: int) -> float:
+    """The share of all logits that is computed."""
+    seen = sum(len(each.tiles) * min(each.width * plan.block, keys) for each in classes_of(plan))
+    return seen / max(keys * len(plan.runs), 1)
+
+
+def compute(
+    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
+) -> Tensor:
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
+
+    H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
+    """
+    lengths = query.shape[1], key.shape[1]
+    query = query * part.scale
+    of_queries, of_keys = [query], [key, value]
+    if nonfinite.are_finite(query, key, value) is not True:
+        marks = nonfinite.marks_of(query), nonfinite.marks_of(key, value)
+        of_queries, of_keys = nonfinite.zeroed(*of_queries), nonfinite.zeroed(*of_keys)
+        for of_side, of_marks in zip((of_queries, of_keys), marks, strict=True):
+            of_side.append(of_marks)
+    of_queries = [_split(x, 1, plan.tile) for x in of_queries]
+    of_keys = [_split(x, 1, plan.block) for x in of_keys]
+    classes, contexts, is_again = classes_of(plan), [], _is_computed_again(query, key, value)
+    for each in classes:
+        run = functools.partial(_attended, part, plan, each, lengths)
+        run = keras.remat(run) if is_again else run
+        contexts.append(run(of_queries, of_keys, list(changes)))
+    order = [i for each in classes for i in each.tiles]
+    context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=1)
+    context = _taken(context, [order.index(i) for i in range(len(order))], 1)
+    batch, tiles, heads, _, size = masks.sizes(context)
+    context = ops.reshape(
+        ops.transpose(context, (0, 1, 3, 2, 4)), (batch, tiles * plan.tile, heads, size)
+    )
+    return context if tiles * plan.tile == lengths[0] else context[:, : lengths[0]]
+
+
+def _is_computed_again(*operands: Tensor) -> bool:
+    """Whether the backward pass computes probabilities again instead of keeping them."""
+    if keras.backend.backend() != "torch":
+        return keras.backend.backend() == "jax"
+    import torch
+
+    if torch.compiler.is_exporting() or not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or not any(map(is_stand_in, operands))
+
+
+def is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _attended(
+    part: Part,
+    plan: Plan,
+    each: Class,
+    lengths: tuple[int, int],
+    of_queries: list[Tensor],
+    of_keys: list[Tensor],
+    tensors: list[Tensor],
+) -> Tensor:
+    """The context of a class, `(B, n, H, tile, Dv)`.
+
+    Of queries, and of keys and values, cut into tiles and blocks, `(B, tiles, tile, H, D)`; and
+    of their marks, if some may not be finite.
+    """
+    batch, count = masks.sizes(of_queries[0])[0], len(each.tiles)
+    # Examples and tiles are one axis in products, and two where only examples differ.
+    together, apart = (batch * count,), (batch, count)
+    rows = [_heads_first(_taken(x, each.tiles, 1), together) for x in of_queries]
+    rows = [folded(x, part.sharing) for x in rows]
+    keys, values, *marks = (
+        _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in of_keys
+    )
+    logits = precision.product("bhtd,bhsd->bhts", rows[0], keys, part.half)
+    for of_keys in marks:  # apart from the product: 0 * NaN is NaN
+        logits = logits + rows[1] + ops.transpose(of_keys, (0, 1, 3, 2))
+    logits = unfolded(logits, part.sharing)
+    at = _At.of(plan, each, lengths)
+    probabilities, alive = _probabilities(part, plan, each, at, _reshaped(logits, apart), tensors)
+    probabilities = folded(_reshaped(probabilities, together, 2), part.sharing)
+    context = precision.product("bhts,bhsd->bhtd", probabilities, values, part.half)
+    context = _reshaped(unfolded(context, part.sharing), apart)
+    return context if alive is None else ops.where(alive, context, ops.zeros_like(context))
+
+
+class _At(NamedTuple):
+    """Where the tiles of a class look: `queries` `(n, tile)` and `keys` `(n, width * block)`.
+
+    They stay inside of the sequences. `are_there` `(n, tile, width * block)` is false for queries
+    and keys that are not there or not met; `None` where all are.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    are_there: Mask | None
+
+    @classmethod
+    def of(cls, plan: Plan, each: Class, lengths: tuple[int, int]) -> "_At":
+        tiles, blocks, met = (ops.convert_to_tensor(x, "int32") for x in each[:3])
+        number = ops.arange(each.width * plan.block, dtype="int32")
+        queries = tiles[:, None] * plan.tile + ops.arange(plan.tile, dtype="int32")
+        keys = blocks[:, :, None] * plan.block + ops.arange(plan.block, dtype="int32")
+        keys = ops.reshape(keys, (len(each.tiles), each.width * plan.block))
+        last = (max(each.tiles) + 1) * plan.tile, (max(map(max, each.blocks)) + 1) * plan.block
+        are_there = None
+        if last[0] > lengths[0] or last[1] > lengths[1] or min(each.met) < each.width:
+            are_keys = ops.logical_and(number < met[:, None] * plan.block, keys < lengths[1])
+            # (A query that is not there could see what is not finite, where a bias hides that.)
+            are_there = ops.logical_and((queries < lengths[0])[:, :, None], are_keys[:, None])
+        queries, keys = ops.minimum(queries, lengths[0] - 1), ops.minimum(keys, lengths[1] - 1)
+        return cls(queries, keys, are_there)
+
+
+def _probabilities(
+    part: Part, plan: Plan, each: Class, at: _At, logits: Tensor, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Mask | None]:
+    """Those of `logits` `(B, n, H, tile, keys)`, after dropout; and which rows see something."""
+    changes, bound = part.changes.with_tensors(tensors), part.bound
+    if changes.bias is not None:
+        changes = changes._replace(bias=_bias_at(changes.bias, plan, each))
+    allowed = _allowed(part, at, masks.sizes(logits)[0]) if each.needs_mask else None
+    if at.are_there is not None:
+        are_there = at.are_there[:, None]
+        allowed = are_there if allowed is None else ops.logical_and(allowed, are_there)
+    if allowed is not None and changes.soft_cap is not None:
+        # Where a hidden logit is NaN, so is the derivative of its cap.
+        logits = ops.where(allowed, logits, ops.zeros_like(logits))
+    positions = tuple(map(_taken, bound[:2], at[:2])) if changes.position_bias is not None else None
+    logits, _ = changes.of_logits(logits, part.heads, positions)
+    allowed, alive = changes.allowed(allowed), None
+    if allowed is not None:
+        alive = ops.any(allowed, axis=-1, keepdims=True)
+        hidden = ops.cast(nonfinite.hidden_logit(logits.dtype), logits.dtype)
+        logits = ops.where(allowed, logits, ops.where(alive, hidden, ops.zeros_like(hidden)))
+    probabilities = ops.softmax(logits, axis=-1)
+    if changes.sinks is not None:
+        log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)
+        of_keys, _ = changes.share_of_keys(ops.transpose(log_sum, (0, 2, 1, 3, 4)))
+        probabilities = probabilities * ops.transpose(of_keys, (0, 2, 1, 3, 4))
+    if allowed is not None:  # a row of NaN must leave hidden keys alone
+        probabilities = ops.where(allowed, probabilities, ops.zeros_like(probabilities))
+    if part.dropout is not None:
+        rows = _bias_at(part.dropout.rows[..., None], plan, each)[..., 0]
+        columns = _taken(part.dropout.columns, at.keys)[:, None, None, :]
+        drawn = part.dropout._replace(rows=rows, columns=columns)
+        probabilities = probabilities * drawn.factors(probabilities.dtype)
+    return probabilities, alive
+
+
+def _allowed(part: Part, at: _At, batch: Length) -> Mask:
+    """What the rules of the heads allow, broadcastable to `(B, n, H, tile, keys)`.
+
+    Nothing is cut or joined along the axis of heads, which may be spread over devices.
+    """
+
+    def of_leaf(leaf: MaskSpec) -> Mask:
+        apart = (batch if leaf.inputs else 1, at.queries.shape[0])
+        together = (apart[0] * apart[1],)
+
+        def of_each(places: Tensor, *size: int) -> Tensor:
+            return ops.reshape(ops.broadcast_to(places, (*apart, *size)), (*together, *size))
+
+        examples = of_each(ops.arange(apart[0], dtype="int32")[:, None])[:, None, None, None]
+        queries, keys = (of_each(x, x.shape[1]) for x in at[:2])
+        both = queries[:, None, :, None], keys[:, None, None]
+        # (By example nothing is read where the sequences of all are one.)
+        places = Places(examples, *both, *both, _taken, by_example=batch != 0)
+        answer = allowed_at(leaf, part.bound, part.heads, places)
+        return answer[None] if answer.shape[0] == 1 else _reshaped(answer, apart)
+
+    def of_rule(rule: MaskSpec) -> Mask:
+        return rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not)
+
+    groups, heads = part.groups(), range(len(part.heads))
+    answers = [of_rule(rule) for rule, _ in groups]
+    if len(groups) == 1:
+        return answers[0]
+    own = [np.isin(heads, members)[:, None, None] for _, members in groups]
+    return functools.reduce(ops.logical_or, map(ops.logical_and, own, answers))
+
+
+def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
+    """`(B, H, T or 1, S or 1)` where a class looks: `(B, n, H, tile or 1, keys or 1)`."""
+    tiles, blocks = np.array(each.tiles)[:, None], np.array(each.blocks)
+    tile, block = plan.tile, plan.block
+    if bias.shape[2] == 1:
+        tile, tiles = 1, tiles * 0
+    if bias.shape[3] == 1:
+        block, blocks = 1, tiles * 0
+    cells = _split(_split(bias, 3, block), 2, tile)  # (B, H, tiles, tile, blocks, block)
+    batch, heads, rows, _, columns, _ = masks.sizes(cells)
+    cells = ops.transpose(cells, (0, 2, 4, 1, 3, 5))
+    cells = ops.reshape(cells, (batch, rows * columns, heads, tile, block))
+    found = ops.transpose(_taken(cells, (tiles * columns + blocks).tolist(), 1), (0, 1, 3, 4, 2, 5))
+    return ops.reshape(found, (batch, *blocks.shape[:1], heads, tile, blocks.shape[1] * block))
+
+
+# --- Cutting, and putting together ---------------------------------------------------------------
+
+
+def _split(tensor: Tensor, axis: int, size: int) -> Tensor:
+    """An axis cut into pieces of that size, the last filled up by zeros: two axes."""
+    length = tensor.shape[axis]
+    count = -(-length // size)
+    if count * size != length:
+        rest = [[0, 0]] * axis + [[0, count * size - length]]
+        tensor = ops.pad(tensor, rest + [[0, 0]] * (len(tensor.shape) - len(rest)))
+    sizes = masks.sizes(tensor)
+    return ops.reshape(tensor, (*sizes[:axis], count, size, *sizes[axis + 1 :]))
+
+
+def _taken(tensor: Tensor, numbers: Any, axis: int = 0) -> Tensor:
+    """What an axis holds at `numbers`, which are lists or a tensor."""
+    if isinstance(numbers, list):
+        if numbers == list(range(tensor.shape[axis])):
+            return tensor
+        numbers = ops.convert_to_tensor(numbers, "int32")
+    if keras.backend.backend() == "jax":  # where Keras' `take` looks for numbers beyond the end
+        return tensor[(slice(None),) * axis + (numbers,)]
+    return ops.take(tensor, numbers, axis=axis)
+
+
+def _joined(blocks: Tensor) -> Tensor:
+    """`(B, n, width, block, H, D)` with the blocks of a tile as one axis."""
+    batch, count, width, block, *rest = masks.sizes(blocks)
+    return ops.reshape(blocks, (batch, count, width * block, *rest))
+
+
+def _heads_first(tensor: Tensor, first: tuple) -> Tensor:
+    """`(B, n, L, H, D)` as `(B * n, H, L, D)`."""
+    return _reshaped(ops.transpose(tensor, (0, 1, 3, 2, 4)), first, 2)
+
+
+def _reshaped(tensor: Tensor, first: tuple, replaced: int = 1) -> Tensor:
+    """With the first axes as other ones."""
+    return ops.reshape(tensor, (*first, *masks.sizes(tensor)[replaced:]))

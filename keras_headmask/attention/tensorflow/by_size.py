@@ -1,0 +1,110 @@
+"""Attention in TensorFlow's graphs: all logits where they are few, else the loop over tiles.
+
+What follows from the rule and its inputs alone, the mask of short sequences or the plan of long
+ones, is made once in a graph for all layers. The sizes that the run has decide between them: once
+for what is shared, and in each layer, which also sees whether its operands are plain. So short
+sequences need no repair of inf and NaN: the loop, which has one, takes what is not plain.
+"""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_headmask._keras import checks_numerics, in_forward_mode, in_vectorized_map
+from keras_headmask.attention import head_groups
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.tensorflow import loop
+from keras_headmask.attention.tensorflow.plan import Plan, planned
+from keras_headmask.attention.tensorflow.tile import product_of, softmax
+from keras_headmask.masks import Tensor
+from keras_headmask.rules.evaluation import mask_of_all_heads
+from keras_headmask.rules.once import once
+
+_HIDES = 1e38  # taken from a hidden logit: any plain one is lost beside it
+_PLAIN = 1e36  # no logit is above the root of this, and no value
+
+
+class Shared(NamedTuple):
+    """What all layers under a rule share.
+
+    `is_short`: whether all logits are computed; a bool, or a tensor. Then `mask` `(B or 1, H or 1,
+    T, S)` is 0 or what hides, and `alive` `(B or 1, T, H or 1, 1)` 1 for queries that see
+    something, else 0. `plans`: one for each head group.
+    """
+
+    is_short: bool | Tensor
+    mask: Tensor
+    alive: Tensor
+    plans: list[Plan]
+
+
+def compute(part: Part, *operands: Tensor) -> Tensor:
+    """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
+
+    H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`.
+    """
+    # (TensorFlow has no gradient of a branch in those.)
+    by_tiles_alone = in_forward_mode(*operands) or in_vectorized_map()
+    dtype = operands[0].dtype
+    about = part.rule, part.heads, part.sharing, part.tuning, part.bound, dtype, by_tiles_alone
+    shared = once(lambda: _shared(part, dtype, by_tiles_alone), "attention", *about)
+    if shared.is_short is False:
+        return loop.attend(part, shared.plans, *operands)
+    return tf.cond(
+        tf.logical_and(shared.is_short, _are_plain(part, *operands)),
+        lambda: _of_all_logits(part, shared, *operands),
+        lambda: loop.attend(part, shared.plans, *operands),
+    )
+
+
+def most_logits(part: Part) -> int:
+    """Of a batch; up to so many are computed all. Where each query sees few keys, fewer."""
+    are_local = all(rule.tiling.is_local for rule, _ in part.groups())
+    return part.tuning.most_logits // (8 if are_local else 1)
+
+
+def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
+    bound, most = part.bound, 0 if by_tiles_alone else most_logits(part)
+    groups = head_groups.by_rule(part._replace(dropout=None))
+    count = len(part.heads)
+    for size in bound.sizes:  # in 64 bits: 65,536 squared is 0 in 32
+        count *= tf.cast(size, tf.int64) if tf.is_tensor(size) else size
+    is_short = count <= most if most else False
+
+    def of_short() -> Shared:
+        mask = mask_of_all_heads(part.rule, bound, len(part.heads))
+        alive = tf.cast(tf.reduce_any(mask, -1, keepdims=True), dtype)
+        hides = tf.where(mask, tf.zeros([], dtype), tf.constant(-_HIDES, dtype))
+        plans = [planned(group, looks_at_all=True) for group in groups]
+        return Shared(True, hides, tf.transpose(alive, (0, 2, 1, 3)), plans)
+
+    def of_long() -> Shared:
+        nothing = tf.zeros([0, 0, 0, 0], dtype)
+        return Shared(False, nothing, nothing, [planned(group) for group in groups])
+
+    if not tf.is_tensor(is_short):
+        return of_short() if is_short else of_long()
+    made = tf.cond(is_short, lambda: of_short()[1:], lambda: of_long()[1:])
+    return Shared(is_short, *made)
+
+
+def _are_plain(part: Part, query: Tensor, key: Tensor, *others: Tensor) -> bool | Tensor:
+    """Whether all operands are finite, and so small that no logit comes near what hides."""
+    if checks_numerics():  # which raises for others
+        return True
+    squares = tf.nn.l2_loss(query) * part.scale**2 * tf.nn.l2_loss(key)
+    return tf.add_n([squares, *(tf.nn.l2_loss(x) for x in others)]) < _PLAIN
+
+
+def _of_all_logits(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+    query, key, value, *tensors = operands
+    changes = part.changes.with_tensors(tensors)
+    query, key, value = (tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value))
+    logits = product_of(query, key, part.sharing, transpose_b=True)
+    if changes.are_some:
+        logits, _ = changes.of_logits(logits, part.heads, part.bound[:2])
+    probabilities, _ = softmax(changes, logits + shared.mask)
+    if part.dropout is not None:
+        probabilities *= part.dropout.factors(logits.dtype)
+    context = product_of(probabilities, value, part.sharing)
+    return tf.transpose(context, (0, 2, 1, 3)) * shared.alive

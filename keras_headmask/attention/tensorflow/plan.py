@@ -1,0 +1,169 @@
+"""What each tile of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from keras_headmask.attention.blocks import Arrays, bounds_of, flags_of
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.masks import Length, Mask, Tensor, sizes
+from keras_headmask.rules.protocol import leaves_gaps
+
+
+class Plan(NamedTuple):
+    """The tiles of all examples, N of b queries each, and the keys that each looks at.
+
+    `queries` `(N, 1, b, 1)`: their places in the sequence; `counts`: whether the result of one is
+    wanted. `runs` `(N, 1, 1, 3 or 5)`: the example, and where the one run or the two start and
+    stop; what lies between more than two runs is looked at too, and masked. `flagged` `(B, 1, F)`:
+    keys that all tiles of an example look at, -1 where it has fewer. `needs_mask` `(N,)`: whether
+    some pair may be hidden; `None`: all are masked. `slots` `(B, T)`: where the results are,
+    counted over all tiles. `in_step`: how many tiles are looked at together.
+    """
+
+    queries: Tensor
+    counts: Mask
+    runs: Tensor
+    flagged: Tensor | None
+    needs_mask: Mask | None
+    slots: Tensor
+    in_step: Tensor
+
+
+def planned(part: Part, looks_at_all: bool = False) -> Plan:
+    """What the heads of `part`, which obey one rule, look at; or a plan by which they see all."""
+    rule, bound, tuning = part.rule, part.bound, part.tuning
+    _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
+    tiles = -(-queries // part.tile)
+    tile = tf.maximum(-(-queries // tf.maximum(tiles, 1)), 1)  # as many in each
+    block, inputs = tuning.tensorflow_block, bound.leaf_inputs
+    flags = flags_of(rule, inputs, tuning, _most_set)
+    has_gaps = leaves_gaps(rule, flags.leaves)
+    always_masked = bool(flags.leaves) or rule.tiling.is_local
+    run_of_all = tf.stack([0, keys, keys, keys] if has_gaps else [0, keys])[None, None]
+    if looks_at_all:
+        runs = tf.tile(run_of_all, [1, tiles, 1])
+        needs_mask = None if always_masked else tf.ones([1, tiles], tf.bool)
+        places = dict.fromkeys(flags.by_side, tf.zeros([1, 0], tf.int32))
+    else:
+        offset = tf.reduce_min(bound.query_positions)
+        of_grid = (queries, keys), (tile, block), offset, _ARRAYS, flags.leaves
+        possible, certain = bounds_of(rule, inputs, *of_grid)
+        blocks = _runs(possible, has_gaps)
+        runs = tf.minimum(blocks * block, keys)
+        needs_mask = None if always_masked else _needs_mask(blocks, certain)
+        places = {side: _places(found) for side, found in flags.by_side.items()}
+    return _tiles(part, tile, tiles, runs, run_of_all, needs_mask, places)
+
+
+def _tiles(
+    part: Part,
+    tile: Tensor,
+    tiles: Tensor,
+    runs: Tensor,
+    run_of_all: Tensor,
+    needs_mask: Mask | None,
+    places: dict[str, Tensor],
+) -> Plan:
+    """The `tiles` of a sequence, of so many queries, as those of all examples, side by side.
+
+    `runs` `(E, tiles, 2 or 4)`, `needs_mask` `(E, tiles)` and the places of flagged queries and
+    keys `(E, most)` are of each example, or of all. Flagged queries are put into tiles more, which
+    look at all keys.
+    """
+    batch, queries, _ = part.bound.sizes
+    example, place = tf.range(batch)[:, None], tf.range(queries)
+    rows = tf.reshape(tf.minimum(tf.range(tiles * tile), queries - 1), [tiles, 1, tile])
+    rows = tf.broadcast_to(rows, [tiles, batch, tile])
+    slots = (place // tile * batch + example) * tile + place % tile
+    runs = tf.broadcast_to(tf.transpose(runs, (1, 0, 2)), [tiles, batch, runs.shape[-1]])
+    if needs_mask is not None:
+        needs_mask = tf.reshape(tf.broadcast_to(tf.transpose(needs_mask), [tiles, batch]), [-1])
+    if (apart := places.get("query")) is not None:
+        count = tf.shape(apart)[1]
+        more = -(-count // tile)
+        apart = tf.broadcast_to(apart, [batch, count])
+        flagged = tf.where(apart >= 0)
+        at = tf.stack([flagged[:, 0], tf.gather_nd(tf.cast(apart, tf.int64), flagged)], 1)
+        examples, number = tf.unstack(tf.cast(flagged, tf.int32), axis=1)
+        slot = ((tiles + number // tile) * batch + examples) * tile + number % tile
+        slots = tf.tensor_scatter_nd_update(slots, at, slot)
+        apart = tf.pad(tf.maximum(apart, 0), [[0, 0], [0, more * tile - count]])
+        apart = tf.transpose(tf.reshape(apart, [batch, more, tile]), (1, 0, 2))
+        rows, tiles = tf.concat([rows, apart], 0), tiles + more
+        see_all = tf.broadcast_to(run_of_all, [more, batch, runs.shape[-1]])
+        runs = tf.concat([runs, see_all], 0)
+    widest = tf.reduce_max(tf.reduce_sum(runs[..., 1::2] - runs[..., ::2], -1))
+    if (of_keys := places.get("key")) is not None:
+        most = tf.shape(of_keys)[1]
+        widest, of_keys = widest + most, tf.broadcast_to(of_keys, [batch, most])[:, None]
+    total, logits = tiles * batch, tf.maximum(len(part.heads) * tile * widest, 1)
+    in_step = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits, 1, tf.maximum(total, 1))
+    wanted = tf.scatter_nd(slots[..., None], tf.ones_like(slots), tf.reshape(total * tile, [1]))
+    with_example = tf.concat([tf.broadcast_to(example[:, 0], [tiles, batch])[..., None], runs], -1)
+    return Plan(
+        tf.reshape(rows, [total, 1, tile, 1]),
+        tf.reshape(wanted > 0, [total, 1, tile, 1]),
+        tf.reshape(with_example, [total, 1, 1, runs.shape[-1] + 1]),
+        of_keys,
+        needs_mask,
+        slots,
+        in_step,
+    )
+
+
+def _places(found: Mask) -> Tensor:
+    """Where each row is true, `(E, most of a row)`, -1 where it has fewer."""
+    numbers = tf.cast(found, tf.int32)
+    counts = tf.reduce_sum(numbers, 1, keepdims=True)
+    most = tf.reduce_max(counts)
+    return tf.where(tf.range(most) < counts, tf.math.top_k(numbers, most).indices, -1)
+
+
+def _runs(possible: Mask, two: bool) -> Tensor:
+    """First and last block of each row, `(..., 2)`; with `two`, cut at the first gap: 4."""
+    count = sizes(possible)[-1]
+    number = tf.range(count)
+
+    def first_true(x: Tensor) -> Tensor:
+        return tf.argmax(tf.cast(x, tf.int32), -1, tf.int32)
+
+    start = first_true(possible)
+    stop = tf.where(tf.reduce_any(possible, -1), count - first_true(possible[..., ::-1]), start)
+    if not two:
+        return tf.stack([start, stop], -1)
+    ended = ~possible & (number >= tf.expand_dims(start, -1))
+    gap = tf.minimum(tf.where(tf.reduce_any(ended, -1), first_true(ended), count), stop)
+    again = possible & (number >= tf.expand_dims(gap, -1))
+    after = tf.where(tf.reduce_any(again, -1), first_true(again), stop)
+    return tf.stack([start, gap, after, stop], -1)
+
+
+def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
+    """Whether a row looks at a block that may hide some pair, or at nothing."""
+    number, looked_at = tf.range(sizes(certain)[-1]), tf.zeros_like(certain)
+    edges = tf.split(blocks, blocks.shape[-1], -1)
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        looked_at |= (number >= start) & (number < stop)
+    return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
+
+
+def _most_set(flags: Mask) -> Tensor:
+    return tf.reduce_max(tf.reduce_sum(tf.cast(flags, tf.int32), 1))
+
+
+def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:
+    length = sizes(values)[1]
+    # (The last value once more as often as the last block is short.)
+    places = tf.minimum(tf.range((length + size - 1) // size * size), length - 1)
+    places = tf.reshape(places, [-1, 1, size] if axis == 0 else [1, -1, size])
+    blocks = tf.gather(values, places, axis=1)
+    return [tf.reduce_min(blocks, 3), tf.reduce_max(blocks, 3)]
+
+
+_ARRAYS = Arrays(
+    starts=lambda length, size: tf.range(0, length, size),
+    at_most=tf.minimum,
+    extremes=_extremes,
+    as_numbers=lambda mask: tf.cast(mask, tf.int32),
+)

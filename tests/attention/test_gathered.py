@@ -1,0 +1,132 @@
+"""Tiles that are computed together: which stand in one class, and what that costs.
+
+That what they compute is right is held in `test_laws.py`.
+"""
+
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+from contract import gradient, numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import FEW, MANY, positional_specs
+from tiled_contract import BACKEND, attend, operands, tiles, weighted
+
+import keras_headmask as hm
+from keras_headmask.attention import blocks, gathered
+from keras_headmask.attention.tuning import tuned
+
+lengths = st.integers(1, 40)
+CAPPED = {"logits_soft_cap": 2.0, "dropout": 0.25, "seed": 0}
+
+
+@MANY
+@given(positional_specs, lengths, lengths, st.integers(0, 9), st.integers(1, 5), st.integers(1, 5))
+def test_each_tile_stands_in_one_class_with_the_blocks_that_it_meets(
+    spec, queries, keys, offset, tile, block
+):
+    plan = blocks.plan(spec.for_head(0), queries, keys, offset, tile, block)
+    classes = gathered.classes_of(plan)
+    assert 1 <= len(classes) <= 4
+    met = {}
+    for each in classes:
+        assert {len(of_tile) for of_tile in each.blocks} == {each.width} == {max(each.met)}
+        for number, of_tile, count in zip(each.tiles, each.blocks, each.met, strict=True):
+            assert number not in met
+            starts = [i * block for i in of_tile[:count]]
+            met[number] = [j for start in starts for j in range(start, start + block)]
+            assert each.needs_mask or plan.needs_no_mask[number]
+    for number, runs in enumerate(plan.runs):
+        wanted = [j for run in runs for j in range(*run)]
+        assert [j for j in met.pop(number) if j < keys] == wanted
+    assert not met
+    assert plan.share(keys) <= gathered.share(plan, keys) <= 1
+
+
+@FEW
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_classes_compute_about_as_little_as_any_four(counts):
+    """And no more of them than that takes."""
+
+    def computed(widths):
+        return sum(min(width for width in widths if width >= count) for count in counts)
+
+    below = sorted(set(counts) - {max(counts)})
+    of_any = {
+        number: min(computed([*x, max(counts)]) for x in itertools.combinations(below, number - 1))
+        for number in range(1, min(4, len(below) + 1) + 1)
+    }
+    widths = gathered._widths(counts)
+    assert widths == sorted(set(widths))
+    least = min(of_any.values()) * 1.05
+    assert computed(widths) <= least
+    assert len(widths) == min(number for number, of in of_any.items() if of <= least)
+
+
+def test_a_causal_rule_computes_little_more_than_half():
+    plan = blocks.plan(hm.Window(after=0), 4096, 4096, 0, 256, 64)
+    assert plan.share(4096) < gathered.share(plan, 4096) == 5 / 8
+    window = blocks.plan(hm.Window(127, 127), 4096, 4096, 0, 128, 64)
+    assert len(gathered.classes_of(window)) == 1
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="its loop takes this")
+@pytest.mark.parametrize(("most", "is_taken"), [(0.6, False), (0.65, True)])
+def test_dense_where_classes_compute_too_much(most, is_taken):
+    """A causal rule: 17/32 of the logits are met by tiles, 5/8 are computed in classes."""
+    x = np.ones((1, 16, 1, 2), "float32")
+    numbers = {"fewest_pairs": 0, "most_computed": most, "wide_tile": 1, "block": 1}
+    compute = mock.patch.object(gathered, "compute", side_effect=gathered.compute)
+    with tuned(**numbers), compute as called:
+        attend([x, x, x], hm.Window(after=0), tiled=None, dropout=0.5, seed=0)
+    assert called.called == is_taken
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_hidden_key_that_is_not_finite_has_no_say_under_a_soft_cap(bad):
+    """Nor in gradients: the derivative of the cap is NaN there."""
+    q, k, v = operands(1, 23, 23, 2)
+    spec, made = hm.Window(2, 0) & ~hm.Keys(11, 12), []
+    for value in (0.0, bad):
+        k[:, 11] = value
+        with tiles():
+            made.append(gradient(lambda *x: weighted(attend(x, spec, **CAPPED)), q, k, v))
+    for got, wanted in zip(made[1], made[0], strict=True):
+        np.testing.assert_array_equal(numpy(got), numpy(wanted))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="PyTorch shows what is kept for the gradient")
+def test_no_probabilities_are_kept_for_the_gradient():
+    import torch
+
+    length, held = 64, []
+    qkv = [torch.from_numpy(x).requires_grad_() for x in operands(1, length, length, 2)]
+    note = torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x.numel()) or x, _as_is)
+    with tiles(), note:
+        attend(qkv, hm.Window(2, 2), dropout=0.5, seed=0)
+    assert sum(held) < length * 2 * 3
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="JAX shows its program")
+def test_the_program_does_not_grow_with_the_tiles():
+    import jax
+
+    def operations(length):
+        def total(*qkv):
+            attention = hm.dot_product_attention(
+                *qkv, mask_spec=hm.Window(2, 2), tiled=True, dropout=0.5, seed=0
+            )
+            return attention.sum()
+
+        with tiles():
+            traced = jax.jit(jax.grad(total, (0, 1, 2))).lower(*operands(1, length, length, 2))
+        return traced.as_text().count(" = ")
+
+    # (A few shapes that fit by chance are not reshaped.)
+    assert operations(240) <= operations(48) + 5
+
+
+def _as_is(tensor):
+    return tensor

@@ -1,0 +1,544 @@
+"""Layers of one graph share what follows from their rule and its inputs, and nothing else."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
+import numpy as np
+import oracle
+import pytest
+from contract import by_hand, normal, numpy, random_biases
+from fresh import run_fresh
+from keras import layers, ops
+from tiled_contract import tiles
+from tolerance import assert_close
+
+import keras_headmask as hm
+
+pytestmark = pytest.mark.tensorflow
+Ours = hm.PerHeadMaskedMultiHeadAttention
+SCOPES = {"all logits": contextlib.nullcontext, "tiles": tiles}
+in_each_way = pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
+
+
+# --- Counted --------------------------------------------------------------------------------------
+
+made = []  # what `Counted` did
+
+
+@hm.register_spec("test_counted")
+@dataclasses.dataclass(frozen=True)
+class Counted(hm.MaskSpec):
+    """Keys of the query's segment, up to `most` positions away."""
+
+    most: int = 3
+
+    @property
+    def inputs(self):
+        return {"ids": hm.InputType()}
+
+    def prepare(self, inputs):
+        made.append("prepared")
+        return inputs
+
+    def allowed(self, query_positions, key_positions, inputs):
+        if query_positions.shape.rank == 2:  # else of a step of a loop, which each layer has
+            made.append("mask")
+        is_near = ops.abs(query_positions - key_positions) <= self.most
+        return is_near & (inputs["ids"].query == inputs["ids"].key)
+
+
+RULE = hm.PerHead({0: Counted()})
+ONE = ["prepared", "mask"]
+
+
+def of_layers(count, rules=(), ids="ids", offset=0):
+    """A stack of our layers; the last may have other ids or another offset."""
+    given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
+    x = layers.Embedding(9, 8)(given["ids"])
+    for i in range(count):
+        rule, is_last = rules[i] if rules else RULE, i == count - 1
+        inputs = {"ids": given[ids if is_last else "ids"]}
+        start = offset if is_last else 0  # (keys are longer then, and the ids are theirs)
+        queries = x[:, start:] if start else x
+        attention = Ours(2, 4, mask_spec=rule)
+        x = queries + attention(queries, x, mask_inputs=inputs, query_offset=start)
+    return keras.Model(given, x)
+
+
+def retrofitted(count):
+    given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
+    x = layers.Embedding(9, 8)(given["ids"])
+    for _ in range(count):
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
+    return hm.apply_head_masks(keras.Model(given, x), RULE)
+
+
+class Block(layers.Layer):
+    """Makes its mask of padding anew, as KerasHub's blocks do."""
+
+    def build(self, x_shape, padding_mask_shape):
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.attention.build(x_shape, x_shape)
+
+    def call(self, x, padding_mask):
+        mask = ops.expand_dims(ops.cast(padding_mask, "int32"), 1)
+        return x + self.attention(x, x, attention_mask=mask)
+
+    def compute_output_shape(self, x_shape, padding_mask_shape):
+        return x_shape
+
+
+def of_blocks(count):
+    given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
+    x = layers.Embedding(9, 8)(given["ids"])
+    for _ in range(count):
+        x = Block()(x, given["others"])
+    return hm.apply_head_masks(keras.Model(given, x), RULE)
+
+
+def trace(*models, shape=(None, None)):
+    """A graph that calls them on ids of that shape, and what was made for it."""
+    import tensorflow as tf
+
+    spec = {name: tf.TensorSpec(shape, tf.int32) for name in ("ids", "others")}
+    made.clear()
+    call = tf.function(lambda x: [model(x) for model in models], [spec], autograph=False)
+    return call.get_concrete_function().graph, list(made)
+
+
+@pytest.mark.parametrize("make", [of_layers, retrofitted, of_blocks])
+@in_each_way
+def test_four_layers_make_what_one_makes(make, scope):
+    with scope():
+        (first, one), (last, four) = (trace(make(n)) for n in (1, 4))
+    assert one == four == (ONE if scope is not tiles else ONE[:1])
+    # The operations of the plan, and of the padding, are counted by TensorFlow alone.
+    nodes = [len(graph.get_operations()) for graph in (first, last)]
+    assert nodes[1] - nodes[0] < 3 * 100
+    assert scope is not tiles or nodes[0] > 500
+
+
+OTHER = hm.PerHead({0: Counted(2)})
+UNLIKE = {
+    "rule": {"rules": [RULE, RULE, OTHER]},
+    "ids": {"ids": "others"},
+    "offset": {"offset": 1},
+    "an offset and ids": {"offset": 1, "ids": "others"},
+}
+
+
+@pytest.mark.parametrize("unlike", UNLIKE.values(), ids=UNLIKE)
+def test_a_layer_that_alone_differs_makes_its_own(unlike):
+    model = of_layers(3, **unlike)
+    assert trace(model)[1] == ONE * 2
+
+
+NEAR = hm.Window(1, 1)
+JOINED = {
+    "other heads": (RULE, hm.PerHead({1: Counted()})),
+    "and, or": (Counted() & NEAR, Counted() | NEAR),
+    "not": (Counted(), ~Counted()),
+    "one more": (Counted(), Counted() & hm.KeyFlag("ids")),
+}
+
+
+@pytest.mark.parametrize("rules", JOINED.values(), ids=JOINED)
+def test_rules_of_equal_parts_are_not_equal(rules):
+    model = of_layers(3, rules=[*rules, rules[0]])
+    for shape in (2, 7), (None, None):
+        assert trace(model, shape=shape)[1].count("mask") == 2
+
+
+def test_two_models_share_if_they_have_the_same_ids():
+    model = of_layers(1)
+    assert trace(model, of_layers(1), model)[1] == ONE
+    # (A retrofitted model prepares its inputs itself.)
+    assert trace(retrofitted(1), retrofitted(1))[1].count("mask") == 1
+
+
+def test_xla_and_known_lengths_share_too():
+    import tensorflow as tf
+
+    model = of_layers(4)
+    for shape, xla in (((2, 7), False), ((2, 7), True), ((None, None), True)):
+        given = {name: tf.TensorSpec(shape, tf.int32) for name in ("ids", "others")}
+        made.clear()
+        tf.function(model, [given], autograph=False, jit_compile=xla).get_concrete_function()
+        count = 4 if xla and None in shape else 1  # which XLA computes once by itself
+        assert made == ONE * count, (shape, xla)
+
+
+# --- Right ----------------------------------------------------------------------------------------
+
+# A program calls layers, and runs thrice: in a graph, eagerly, where each layer makes its own, and
+# with layers that loop in NumPy.
+
+READS = hm.SameSegment("ids") & hm.Window(2, 1)
+FIRST = np.array([[0, 0, 2, 2, 1], [4, 1, 1, 4, 4]], "int32")
+SECOND = np.array([[2, 2, 0, 0, 0, 1, 1], [1, 1, 4, 4, 4, 4, 2]], "int32")
+THIRD = np.roll(FIRST, 2, 1)
+
+
+@functools.cache
+def attention(number, rule=READS):
+    layer = Ours(2, 3, mask_spec=rule, name=f"attention_{number}")
+    layer.build((None, None, 8), (None, None, 8))
+    random_biases(layer, seed=number)
+    return layer
+
+
+def by_layer(number, x, ids, other=None, ids_of_other=None, offset=0):
+    pair = ids if ids_of_other is None else (ids, ids_of_other)
+    rest = {"mask_inputs": {"ids": pair}, "query_offset": offset}
+    return attention(number)(x, x if other is None else other, **rest)
+
+
+def by_loops(number, x, ids, other=None, ids_of_other=None, offset=0):
+    """The same in NumPy loops."""
+    x, ids = numpy(x), numpy(ids)
+    pair = ids if ids_of_other is None else (ids, numpy(ids_of_other))
+    other = x if other is None else numpy(other)
+    sizes = len(x), 2, x.shape[1], other.shape[1]
+    mask = oracle.mask(READS, *sizes, {"ids": pair}, int(offset))
+    return ops.convert_to_tensor(by_hand(attention(number), x, other, mask=mask)[0], "float32")
+
+
+def encoder_and_decoder(attend, x, y, first, second, _):
+    for number in (0, 1):
+        x += attend(number, x, first)
+    for number in (2, 4):
+        y += attend(number, y, second)
+        y += attend(number + 1, y, second, x, first)
+    return x, y
+
+
+def called_twice(attend, x, y, first, second, third):
+    """One model, and then two others, of other weights."""
+
+    def model(x, ids, of=0):
+        return x + attend(of + 1, x + attend(of, x, ids), ids)
+
+    return model(x, first), model(x, third), model(y, second, 2), model(x, third + 1, 2)
+
+
+def offsets(attend, _, y, __, second, ___):
+    import tensorflow as tf
+
+    last, ids = y[:, 2:], second[:, 2:]
+    for number, offset in enumerate((0, 2, tf.constant(2), 2, 1)):
+        last += attend(number, last, ids, y, second, offset)
+    return last
+
+
+def loop(attend, x, _, first, second, third):
+    """Each step has ids of its own, made by operations that have the same names outside."""
+    import tensorflow as tf
+
+    steps = tf.stack([first, third, first + third, first % 2])
+
+    def step(i, x):
+        ids = tf.gather(steps, i)
+        x += attend(0, x, ids) + attend(1, x, first)
+        return i + 1, x + attend(2, x, ids)
+
+    x += attend(3, x, tf.gather(steps, 1))
+    _, x = tf.while_loop(lambda i, _: i < 4, step, (tf.constant(0), x), maximum_iterations=4)
+    return x
+
+
+def branches(attend, x, _, first, second, third):
+    import tensorflow as tf
+
+    def one():
+        return x + attend(0, x, tf.add(first, 0)) + attend(1, x, third)
+
+    def other():
+        return x + attend(2, x, tf.add(third, 0)) + attend(0, x, first)
+
+    before = x + attend(2, x, tf.add(first, 0))
+    found = [tf.cond(first[0, 0] == number, one, other) for number in (0, 1)]
+    return before, *found, x + attend(2, x, tf.add(third, 0))
+
+
+def remat(attend, x, _, first, second, third):
+    def block(number, ids):
+        return lambda x: x + attend(number, x, ids) + attend(number + 1, x, ids)
+
+    x = keras.remat(block(0, first))(x)
+    return keras.remat(block(2, third))(x) + attend(4, x, third)
+
+
+PROGRAMS = encoder_and_decoder, called_twice, offsets, loop, branches, remat
+
+
+def with_gradients(program, attend):
+    def run(x, y, *ids):
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            found = program(attend, x, y, *ids)
+            loss = sum(weighted(one) for one in tf.nest.flatten(found))
+        return found, tape.gradient(loss, [x, y], unconnected_gradients="zero")
+
+    return run
+
+
+def weighted(x):
+    return ops.sum(x * ops.cos(ops.reshape(ops.arange(ops.size(x), dtype="float32"), ops.shape(x))))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.every_day("logits-(encoder|called|loop)|tiles-(offsets|remat|loop)")
+@in_each_way
+def test_layers_in_a_graph_give_what_each_gives_by_itself(program, scope):
+    import tensorflow as tf
+
+    given = [normal(2, 5, 8), normal(2, 7, 8, seed=1), FIRST, SECOND, THIRD]
+    given = [tf.constant(x) for x in given]
+    unknown = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in given]
+    wanted, gradients = with_gradients(program, by_layer)(*given)
+    with scope():
+        graph = tf.function(with_gradients(program, by_layer), unknown, autograph=False)
+        found, of_graph = graph(*given)
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True):
+        assert_close(one, other, depth=6)
+    for one, other in zip(of_graph, gradients, strict=True):
+        assert_close(one, other, depth=12)
+    by_numpy = tf.nest.flatten(program(by_loops, *given))
+    for one, other in zip(tf.nest.flatten(found), by_numpy, strict=True):
+        assert_close(one, other, depth=6)
+
+
+# --- Two devices, two threads, generation ---------------------------------------------------------
+
+TWO_DEVICES = """
+import keras, numpy as np, tensorflow as tf, keras_headmask as hm
+
+cpu, one = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
+tf.config.set_logical_device_configuration(cpu, [one, one])
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+rng = np.random.default_rng(0)
+x = rng.normal(size=(4, 6, 8)).astype("float32")
+ids, ours = rng.integers(0, 2, (4, 6)).astype("int32"), np.arange(6, dtype="int32")[None] // 2
+rule = hm.SameSegment("ids") | (hm.SameSegment("ours") & hm.Window(1, 1))
+with strategy.scope():
+    layers = [hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=rule) for _ in range(3)]
+    for layer in layers:
+        layer.build((None, None, 8), (None, None, 8))
+
+def model(x, ids):
+    for layer in layers:
+        x += layer(x, mask_inputs={"ids": ids, "ours": tf.repeat(ours, tf.shape(x)[0], 0)})
+    return x
+
+def step(given):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(*given) ** 2)
+    return model(*given), *tape.gradient(loss, [w.value for w in layers[0].trainable_weights])
+
+data = tf.data.Dataset.from_tensor_slices((x, ids)).batch(4)
+(given,) = strategy.experimental_distribute_dataset(data)
+run = tf.function(lambda given: strategy.run(step, (given,)), autograph=False)
+alone = [step((x[i:i + 2], ids[i:i + 2])) for i in (0, 2)]
+together = run(given)
+for number, found in enumerate(together):
+    devices = strategy.experimental_local_results(found)
+    assert len(devices) == 2
+    for one, wanted in zip(devices, (alone[0][number], alone[1][number])):
+        np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_two_devices_have_masks_of_their_own():
+    run_fresh(TWO_DEVICES)
+
+
+def test_two_threads_trace_at_once():
+    """They meet between two layers, whose ids have the same names in either graph."""
+    import tensorflow as tf
+
+    meet = threading.Barrier(2)
+
+    def model(x, first, second):
+        x += by_layer(0, x, first + 0)
+        meet.wait(timeout=60)
+        x += by_layer(1, x, first + 0)
+        meet.wait(timeout=60)
+        return x + by_layer(0, x, second)
+
+    def trace_and_run(given):
+        unknown = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in given]
+        return tf.function(model, unknown, autograph=False)(*given)
+
+    cases = [(normal(2, 5, 8), FIRST, THIRD), (normal(2, 7, 8, seed=1), SECOND, SECOND % 3)]
+    for number in (0, 1):
+        attention(number)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(trace_and_run, cases))
+    for got, (x, first, second) in zip(both, cases, strict=True):
+        x = ops.convert_to_tensor(x)
+        for number, ids in ((0, first), (1, first), (0, second)):
+            x += by_loops(number, x, ids)
+        assert_close(got, x, depth=6)
+
+
+@pytest.mark.long
+def test_generation_in_a_graph_gives_what_eager_steps_give():
+    """Each step of its loop has a mask of its own; `test_head_cache.py` has the oracle."""
+    hub = pytest.importorskip("keras_hub").models
+    sizes = {"num_layers": 3, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 16}
+    backbone = hub.GPT2Backbone(30, max_sequence_length=12, dropout=0.0, **sizes)
+    for weight in backbone.weights:
+        weight.assign(weight + normal(*weight.shape, seed=len(weight.path)) * 0.4)
+    stock = hub.GPT2CausalLM(backbone=backbone, preprocessor=None)
+    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9), 1: hm.Window(2, 0)}))
+    padding = (np.arange(12) < [[4], [6]]).astype("int32")
+    tokens = np.random.default_rng(0).integers(1, 30, (2, 12)).astype("int32") * padding
+    tokens[:, 2] = 9
+
+    def generated(model, run_eagerly):
+        model.compile(sampler="greedy", run_eagerly=run_eagerly)
+        given = {"token_ids": tokens, "padding_mask": padding}
+        return model.generate(given, stop_token_ids=None)["token_ids"]
+
+    wanted = generated(masked, True)
+    np.testing.assert_array_equal(generated(masked, False), wanted)
+    assert (generated(stock, True) != wanted).any()
+
+
+# --- Gone -----------------------------------------------------------------------------------------
+
+
+@in_each_way
+def test_what_was_shared_goes_with_the_graph(scope):
+    import tensorflow as tf
+
+    with scope():
+        model = of_layers(2)
+        graph, _ = trace(model)
+    weights = [weakref.ref(weight.value.handle) for weight in model.weights]
+    shared = [weakref.ref(x) for x in tf.nest.flatten(graph.headmask_made) if tf.is_tensor(x)]
+    assert len(shared) > 3
+    refs = [weakref.ref(graph), *shared, *weights]
+    del graph, model
+    keras.backend.clear_session()
+    gc.collect()
+    assert [ref() for ref in refs if ref() is not None] == []
+
+
+# --- Wrong sizes ----------------------------------------------------------------------------------
+
+OTHER_SIZES = {  # of the ids, where the sequence of a layer is (3, 6)
+    (3, 5): r"length\] \[5\] \[where the attention has\] \[6\] \[keys",
+    (3, 7): r"length\] \[7\] \[where the attention has\] \[6\] \[keys",
+    (3, 1): r"length\] \[1\] \[where the attention has\] \[6\] \[keys",
+    (1, 6): r"has\] \[1\] \[examples where the batch has\] \[3\] .*repeat them",
+    (2, 6): r"has\] \[2\] \[examples where the batch has\] \[3\]",
+}
+OTHER_SEQUENCES = {  # of a layer, where the ids are (3, 6)
+    (3, 1): r"length\] \[6\] \[where the attention has\] \[1\] \[keys",
+    (3, 5): r"length\] \[6\] \[where the attention has\] \[5\] \[keys",
+    (1, 6): r"has\] \[3\] \[examples where the batch has\] \[1\]",
+    (6, 3): r"length\] \[6\] \[where the attention has\] \[3\] \[keys|has\] \[3\] \[examples",
+}
+
+
+@functools.cache
+def of_two_sequences():
+    """Two layers that read the same ids, each of a sequence of its own."""
+    names = "one", "other", "ids"
+    given = {name: keras.Input((None,), dtype="int32", name=name) for name in names}
+    embedding, found = layers.Embedding(9, 8), {}
+    for name in names[:2]:
+        attention = Ours(2, 4, mask_spec=hm.SameSegment("ids"))
+        found[f"of_{name}"] = attention(embedding(given[name]), mask_inputs={"ids": given["ids"]})
+    return keras.Model(given, found)
+
+
+def of_sizes(**shapes):
+    return {name: np.ones(shape, "int32") for name, shape in shapes.items()}
+
+
+def refused():
+    for shape, message in OTHER_SIZES.items():
+        yield of_sizes(one=(3, 6), other=(3, 6), ids=shape), message
+        for name in ("one", "other"):  # ids that fit the other layer alone
+            of_other = {"one": shape, "other": shape, "ids": shape} | {name: (3, 6)}
+            yield of_sizes(**of_other), message
+    for shape, message in OTHER_SEQUENCES.items():
+        for name in ("one", "other"):
+            yield (
+                of_sizes(**{"one": (3, 6), "other": (3, 6), "ids": (3, 6)} | {name: shape}),
+                message,
+            )
+
+
+@in_each_way
+@pytest.mark.every_day("logits")
+def test_each_layer_refuses_ids_of_other_sizes(scope, tmp_path):
+    import tensorflow as tf
+
+    model = of_two_sequences()
+    unknown = {name: tf.TensorSpec((None, None), tf.int32) for name in ("one", "other", "ids")}
+    with scope():
+        call = tf.function(model, [unknown], autograph=False)
+        hm.export_saved_model(model, tmp_path / "model", check=False)
+    loaded = tf.saved_model.load(tmp_path / "model" / "1")
+    served = loaded.signatures["serving_default"]
+    for shape in (3, 6), (3, 1), (1, 1), (1, 6):
+        given = of_sizes(one=shape, other=shape, ids=shape)
+        wanted = model(given)
+        for found in (call(given), served(**given)):
+            for name, value in wanted.items():
+                assert_close(found[name], value)
+    for given, message in refused():
+        for route in (lambda: call(given), lambda: served(**given)):  # noqa: B023
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                route()
+
+
+@pytest.fixture
+def without_assertions():
+    """TensorFlow leaves them out, as other runtimes do."""
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"debug_stripper": True})
+    yield
+    tf.config.optimizer.set_experimental_options({"debug_stripper": False})
+
+
+@pytest.mark.usefixtures("without_assertions")
+def test_each_layer_refuses_them_where_assertions_are_left_out():
+    import tensorflow as tf
+
+    model = of_two_sequences()
+    unknown = {name: tf.TensorSpec((None, None), tf.int32) for name in ("one", "other", "ids")}
+    call = tf.function(model, [unknown], autograph=False)
+    for given, _ in refused():
+        with pytest.raises(tf.errors.InvalidArgumentError, match="mask_input_of_another_shape"):
+            call(given)
+
+
+def test_a_cross_attention_of_wrong_keys_is_refused_in_a_later_layer():
+    import tensorflow as tf
+
+    def model(x, y, z, first, second):
+        return by_layer(0, x, first, y, second), by_layer(1, x, first, z, second)
+
+    x, ids = tf.TensorSpec((None, None, 8)), tf.TensorSpec((None, None), tf.int32)
+    call = tf.function(model, [x, x, x, ids, ids], autograph=False)
+    x, y = np.ones((2, 5, 8), "float32"), np.ones((2, 7, 8), "float32")
+    assert call(x, y, y, FIRST, SECOND)[1].shape == x.shape
+    for length in (6, 8, 1):
+        z = np.ones((2, length, 8), "float32")
+        message = rf"length\] \[7\] \[where the attention has\] \[{length}\] \[keys"
+        for given in ((x, y, z), (x, z, y)):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                call(*given, FIRST, SECOND)

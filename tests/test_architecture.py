@@ -58,24 +58,25 @@ def test_the_arrows_are_those_that_are_checked():
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows} == ARROWS
 
 
-def table_of_kernels():
-    """The rows of the page, from the code."""
-    rows = ["| backend | kernel | computes | file |", "|---|---|---|---|"]
+def kernels_of_the_code():
+    """Backend, name, first line of its docstring and file, as in the table."""
     for backend, of_backend in choose.KERNELS.items():
         for kernel in of_backend:
             for one in getattr(kernel, "kernels", (kernel,)):
                 says = type(one).__doc__.partition("\n")[0]
-                rows.append(f"| {backend} | `{one.name}` | {says} | `attention/{one.file}.py` |")
-    return "\n".join(rows)
+                yield backend, f"`{one.name}`", says, f"`attention/{one.file}.py`"
 
 
 def test_the_table_of_kernels_is_that_of_the_code():
+    """What each takes is written by hand, and tried in `attention/test_choose.py`."""
     _, _, rest = PAGE.partition("<!-- kernels:start -->\n")
-    assert rest.partition("\n<!-- kernels:end -->")[0] == table_of_kernels()
+    _, _, *rows = rest.partition("\n<!-- kernels:end -->")[0].splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert [(x[0], x[1], x[3], x[4]) for x in cells] == list(kernels_of_the_code())
 
 
 def test_numbers_that_choose_a_kernel_are_those_of_the_code():
     named = re.findall(r"`(\w+)`\s+=\s+([\d,.]*\d)", PAGE)
-    assert len(named) >= 9
+    assert len(named) >= 3
     given = {name: float(number.replace(",", "")) for name, number in named}
     assert given == {name: getattr(Tuning(), name) for name in given}

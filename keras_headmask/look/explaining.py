@@ -2,28 +2,41 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 from keras import ops
 
-from keras_headmask.attention import blocks, choose, cpu, head_groups, observers
+from keras_headmask import _keras
+from keras_headmask.attention import choose, cpu, head_groups, observers
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.kernels import ByGroup, Kernel, first, impossible, without_choice
+from keras_headmask.attention.kernels import (
+    ByGroup,
+    Kernel,
+    Loop,
+    first,
+    impossible,
+    without_choice,
+)
 from keras_headmask.attention.request import Request
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.masks import Tensor
+from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.words import enough_heads, heads_in_words, listed
 
 _LENGTH = 1024  # by which shares are counted where lengths are not known
 _SIZE = 8  # of what a layer is given: it decides nothing
+_COMPILERS = {"tensorflow": "XLA", "jax": "jax.jit", "torch": "torch.compile"}
+_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +62,15 @@ class Explanation(Printed):
     Args:
         name: The path of the layer, or the rule.
         kernel: Its name, as in the table of kernels in `docs/architecture.md`; "by head group" if
-            they have several.
+            they have several. Without a rule to skip anything by: "Keras' own attention", "a fused
+            kernel of Keras" or "code of its class".
         groups: The heads that are computed together.
         lengths: Of the queries and keys, by which the shares are counted.
         refused: The kernels that were asked before, and why each refused.
         ways: What would change the choice.
+        compiled: The kernels in code that XLA, `jax.jit` or `torch.compile` compiles, for
+            inference.
+        step: Of a model that generates text: what a step of `generate()` computes.
     """
 
     name: str
@@ -62,6 +79,8 @@ class Explanation(Printed):
     lengths: tuple[int, int]
     refused: tuple[tuple[str, str], ...]
     ways: tuple[str, ...]
+    compiled: str = ""
+    step: str = ""
 
     def _said(self) -> Iterator[str | Table]:
         queries, keys = self.lengths
@@ -71,7 +90,7 @@ class Explanation(Printed):
             by_reason.setdefault(reason, []).append(name)
         refused = [f"not {listed(names, 'or')}: {why}" for why, names in by_reason.items()]
         yield f"{self.name}: {self.kernel}"
-        yield from (f"  {line}" for line in (*of_heads, *refused, *self.ways))
+        yield from (f"  {line}" for line in (*of_heads, *refused, *self.ways, *_elsewhere([self])))
 
 
 class Explanations(Printed, tuple[Explanation, ...]):
@@ -83,6 +102,15 @@ class Explanations(Printed, tuple[Explanation, ...]):
         groups = [[(f"{group}",) for group in x.groups] or [(x.kernel,)] for x in self]
         yield Table(of_layers([x.name for x in self], groups))
         yield from dict.fromkeys(way for x in self for way in x.ways)
+        yield from _elsewhere(self)
+
+
+def _elsewhere(found: Sequence[Explanation]) -> Iterator[str]:
+    """What runs in compiled code, and in a step of `generate()`."""
+    if compiled := list(dict.fromkeys(x.compiled for x in found if x.compiled)):
+        names = listed(compiled, "and")
+        yield f"Compiled by {_COMPILERS[keras.backend.backend()]}: {names}."
+    yield from dict.fromkeys(f"A step of `generate()`: {x.step}." for x in found if x.step)
 
 
 def explain(
@@ -99,9 +127,10 @@ def explain(
 ) -> Any:
     """Say which code computes attention under a rule, which code refused and why.
 
-    It is the code of plain calls and of TensorFlow's graphs: what `torch.compile` or XLA compiles
-    may be computed by another kernel. On TensorFlow everything is traced and nothing computed; on
-    JAX and PyTorch a model runs once, on zeros, and nothing of that stays.
+    It is the code of plain calls and of TensorFlow's graphs; `compiled` of the result says what
+    computes code that XLA or `torch.compile` compiles, and `step` what a step of `generate()` does.
+    On TensorFlow everything is traced and nothing computed; on JAX and PyTorch a model runs once,
+    on zeros, and nothing of that stays.
 
     Args:
         what: A rule, an attention layer of this package, or a functional or Sequential model.
@@ -127,8 +156,8 @@ def explain(
 
     >>> import keras_headmask as hm
     >>> found = explain(hm.PerHead({0: hm.Window(31, 0)}), queries=64, num_heads=4)
-    >>> found.kernel
-    'dense'
+    >>> found.groups[0].share  # few logits: all are computed
+    1.0
     """
     given = {k: v for k, v in locals().items() if k != "what" and v is not None}
     kind = next((name for name, cls in _KINDS.items() if isinstance(what, cls)), None)
@@ -260,7 +289,19 @@ def _of_model(
     def call(inputs: Any) -> Any:
         return model(inputs, training=training)
 
-    return Explanations(_explanations(call, given, queries, layers, may_force=False))
+    found = _explanations(call, given, queries, layers, may_force=False)
+    step = _step_of(model)
+    return Explanations(dataclasses.replace(x, step=step) for x in found)
+
+
+def _step_of(model: keras.Model) -> str:
+    """What a step of `generate()` computes; nothing for a model that generates no text."""
+    if not hasattr(model, "generate_step"):
+        return ""
+    keeps_by_head = getattr(model, "keeps_by_head", None)  # of `generation.HeadMaskedCausalLM`
+    if keeps_by_head is not None and keeps_by_head():
+        return "one query against the keys that each head keeps, all logits of one row"
+    return "one query against KerasHub's cache, which keeps all keys"
 
 
 # --- Requests, and what computes them ------------------------------------------------------------
@@ -279,6 +320,7 @@ def _explanations(
     """
     running: list[Any] = [None]
     found: dict[Any, Explanation] = {}
+    by_operation: set[Any] = set()  # layers that call Keras' `dot_product_attention`
 
     def watch(request: Request, part: Part) -> Tensor | None:
         layer = running[-1]
@@ -303,12 +345,25 @@ def _explanations(
             if layer is not None:
                 stack.enter_context(observers.overriding(layer, "call", entered(layer)))
         stack.enter_context(choose.watched(watch))
+        stack.enter_context(observers.operations_seen(lambda: by_operation.add(running[-1])))
         _run(call, given)
-    own = "code of its class"  # no rule, a flash kernel, or a subclass
     return [
-        found.get(layer, Explanation(name, own, (), (0, 0), (), ()))
+        found[layer] if layer in found else _by_its_class(name, layer, layer in by_operation)
         for layer, name in names.items()
     ]
+
+
+def _by_its_class(name: str, layer: Any, by_operation: bool) -> Explanation:
+    """Of a layer that no kernel computes: it has no rule, a flash kernel, or code of its own."""
+    kernel = "code of its class"
+    if _keras.flash(layer) or (by_operation and keras.backend.backend() == "torch"):
+        kernel = "a fused kernel of Keras"
+    elif by_operation or not adapted(layer).has_own_code:
+        kernel = "Keras' own attention"
+    way = "Nothing restricts it, so all logits are computed."
+    if spec_of(layer) is not None:
+        way = "It gets the rule as a whole mask, so all logits are computed."
+    return Explanation(name, kernel, (), (0, 0), (), (way,))
 
 
 def _run(call: Callable, given: dict[str, Any]) -> None:
@@ -335,13 +390,34 @@ def _without_gradients() -> AbstractContextManager[Any]:
 def _explained(
     name: str, request: Request, part: Part, queries: int | None, may_force: bool
 ) -> Explanation:
-    kernels = choose.kernels_here()
-    chosen = choose.choose(request, part)
-    refused = [(x.name, x.refuses(request, part)) for x in kernels[: kernels.index(chosen)]]
+    chosen, of_groups, refused = _chosen(request, part)
     sizes = request.query.shape[1], request.key.shape[1]
     length, keys = (n if isinstance(n, int) else queries or _LENGTH for n in sizes)
     offset = request.query_offset if isinstance(request.query_offset, int) else 0
-    of_groups = []
+    few = _are_few(request, part) if isinstance(chosen, Loop) else False
+    shares = [
+        1.0 if few else kernel.share(group, length, keys, offset) for group, kernel in of_groups
+    ]
+    return Explanation(
+        name,
+        _names(of_groups) if len({x.name for _, x in of_groups}) == 1 else chosen.name,
+        tuple(
+            OfHeads(group.heads, kernel.name, share)
+            for (group, kernel), share in zip(of_groups, shares, strict=True)
+        ),
+        (length, keys),
+        refused,
+        tuple(_ways(request, part, chosen.name, few, length, may_force)),
+        _when_compiled(request),
+    )
+
+
+def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kernel]], tuple]:
+    """The kernel, that of each head group, and which refused before them and why."""
+    kernels = choose.kernels_here()
+    chosen = choose.choose(request, part)
+    refused = [(x.name, x.refuses(request, part)) for x in kernels[: kernels.index(chosen)]]
+    of_groups: list[tuple[Part, Kernel]] = []
     for group in head_groups.by_rule(part):
         kernel = chosen
         if isinstance(chosen, ByGroup):
@@ -349,46 +425,88 @@ def _explained(
             for other in chosen.kernels[: chosen.kernels.index(kernel)]:
                 why = f"{other.refuses(request, group)} ({heads_in_words(group.heads).lower()})"
                 refused.append((other.name, why))
-        of_groups.append(
-            OfHeads(group.heads, kernel.name, _share(kernel, group, length, keys, offset))
-        )
-    by = {group.kernel for group in of_groups}
+        of_groups.append((group, kernel))
     reasons = dict.fromkeys((name, reason) for name, reason in refused if reason is not None)
-    return Explanation(
-        name,
-        by.pop() if len(by) == 1 else chosen.name,
-        tuple(of_groups),
-        (length, keys),
-        tuple(reasons),
-        tuple(_ways(request, part, chosen.name, length, may_force)),
-    )
+    return chosen, of_groups, tuple(reasons)
 
 
-def _share(kernel: Kernel, group: Part, queries: int, keys: int, offset: int) -> float:
-    """Of the pairs of a group, by positions, those that a kernel meets."""
-    if not kernel.block:
-        return 1.0
-    block = min(getattr(group.tuning, kernel.block), keys)
-    tile = group.tuning.flex_tile if kernel.block == "flex_block" else group.tile
-    plan = blocks.plan(group.rule, queries, keys, offset, tile, block, len(group.heads))
-    return plan.share(keys)
+def _names(of_groups: list[tuple[Part, Kernel]]) -> str:
+    return listed(list(dict.fromkeys(kernel.name for _, kernel in of_groups)), "and")
 
 
-def _ways(request: Request, part: Part, chosen: str, length: int, may_force: bool) -> Iterator[str]:
-    """What would change the choice, in sentences."""
+def _are_few(request: Request, part: Part) -> bool | None:
+    """Whether `Loop` computes all logits; `None` where the run decides."""
+    from keras_headmask.attention.tensorflow.by_size import most_logits
+
+    batch, queries, heads, _ = request.query.shape
+    if None in (batch, queries, keys := request.key.shape[1]):
+        return None if most_logits(part) else False
+    return batch * queries * heads * keys <= most_logits(part)
+
+
+def _when_compiled(request: Request) -> str:
+    """The names of the kernels where the backend's compiler compiles `request`, for inference."""
+    found = []
+
+    def look() -> None:
+        try:
+            _, of_groups, _ = _chosen(request, choose.part_of_all(request))
+            found.append(_names(of_groups))
+        except ValueError as reason:
+            found.append(f"an error, {reason}".rstrip("."))
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        def traced() -> Tensor:
+            look()
+            return tf.zeros([])
+
+        tf.function(traced, jit_compile=True, autograph=False).get_concrete_function()
+    else:
+        with _as_if_compiled():
+            look()
+    return found[0]
+
+
+@contextlib.contextmanager
+def _as_if_compiled() -> Iterator[None]:
+    """Let PyTorch say in this thread that it compiles."""
+    if keras.backend.backend() != "torch":
+        yield
+        return
+    import torch
+
+    with _LOCK:
+        usual, here = torch.compiler.is_compiling, threading.get_ident()
+        torch.compiler.is_compiling = lambda: threading.get_ident() == here or usual()
+        try:
+            yield
+        finally:
+            torch.compiler.is_compiling = usual
+
+
+def _ways(
+    request: Request, part: Part, chosen: str, few: bool | None, length: int, may_force: bool
+) -> Iterator[str]:
+    """What would change the choice, in sentences; `few` as of `_are_few`."""
     if request.rule is None:
         return
-    if chosen == "by length":
+    if few is not False:
+        from keras_headmask.attention.tensorflow.by_size import most_logits
+
+        at_most = f"a batch of at most {most_logits(part):,} logits"
         yield (
-            f"The lengths decide when the graph runs: few logits are all computed. The shares are "
-            f"those of tiles, of {length} positions. Give `keras.Input` its length, and all is "
-            "known before."
+            f"The sizes decide when the graph runs: of {at_most} all are computed. The shares are "
+            f"those of tiles, of {length} positions."
+            if few is None
+            else f"All logits of {at_most} are computed."
         )
     if request.rule.inputs:
         yield "The shares are by positions; ids and flags may leave less."
     is_free = without_choice(request) is None and impossible(request) is None
     if may_force and is_free and not part.rule.constant:
-        if chosen == "dense":
+        if chosen == "dense" or few:
             yield "`tiled=True` skips what is hidden, whatever the size."
         elif not request.tiled:
             yield "`tiled=False` computes all logits."

@@ -20,6 +20,9 @@ kernels, cliff_cases = (
 )
 BACKEND = keras.backend.backend()
 RULE = hm.PerHead({0: hm.SameSentence(9), 1: hm.Window(3, 0)})
+COMPILED = {"tensorflow": "XLA", "jax": "jax.jit", "torch": "torch.compile"}[BACKEND]
+OF_COMPILED = {"tensorflow": "gathered", "jax": "loop", "torch": "FlexAttention"}[BACKEND]
+OF_FEW = "loop" if BACKEND == "tensorflow" else "dense"  # pairs
 CASES = [case for case in cliff_cases.grid() if case.step == "forward" and not case.dropout]
 
 
@@ -56,20 +59,44 @@ def test_a_layer_is_explained_as_it_is_called():
     assert not layer.built
     assert found.lengths == (300, 300)
     assert [group.heads for group in found.groups] == [(0,), (1,), (2, 3)]
-    reasons = " ".join(reason for _, reason in found.refused)
-    assert ("dropout" in reasons) == (BACKEND == "tensorflow")  # elsewhere all is dense
-    assert hm.explain(layer, queries=16).kernel == "dense"
+    assert hm.explain(layer, queries=16).kernel == OF_FEW
     forced = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=hm.Window(3, 0), tiled=True)
-    assert hm.explain(forced, queries=16, padding=True).kernel != "dense"
+    found = hm.explain(forced, queries=256, batch=1, padding=True)
+    assert found.kernel != "dense"
+    assert found.groups[0].share < 1
     grouped = hm.PerHeadMaskedGroupedQueryAttention(8, 4, 2, mask_spec=RULE)
     assert len(hm.explain(grouped, queries=16, keys=24).groups) == 3
 
 
-def test_a_layer_without_a_rule_skips_nothing():
+FUSED = "a fused kernel of Keras"
+KERAS = FUSED if BACKEND == "torch" else "Keras' own attention"
+
+
+def test_a_layer_without_a_rule_is_computed_by_keras():
     layer = hm.PerHeadMaskedMultiHeadAttention(4, 8)
-    assert hm.explain(layer, queries=300).kernel == "code of its class"
+    found = hm.explain(layer, queries=300)
+    assert (
+        str(found) == f"{layer.name}: {KERAS}\n  Nothing restricts it, so all logits are computed."
+    )
+    dropped = hm.PerHeadMaskedMultiHeadAttention(4, 8, dropout=0.5)
+    assert hm.explain(dropped, queries=300, training=True).kernel == "dense"
+    # Padding restricts it.
     found = hm.explain(layer, queries=300, padding=True)
     assert found.groups[-1].heads[-1] == 3
+
+
+def test_code_of_a_class_gets_the_rule_as_a_mask():
+    class Own(hm.PerHeadMaskedMultiHeadAttention):
+        def _compute_attention(self, query, key, value, attention_mask=None, *rest):
+            logits = keras.ops.einsum("bthd,bshd->bhts", query, key)
+            probabilities = keras.ops.softmax(keras.ops.where(attention_mask, logits, -1e9))
+            return keras.ops.einsum("bhts,bshd->bthd", probabilities, value), probabilities
+
+    x = keras.Input((16, 8))
+    model = keras.Model(x, Own(2, 4, mask_spec=hm.Window(3, 0), name="own")(x))
+    assert str(hm.explain(model)) == (
+        "own  code of its class\nIt gets the rule as a whole mask, so all logits are computed."
+    )
 
 
 def test_a_model_has_a_line_for_each_layer():
@@ -81,12 +108,13 @@ def test_a_model_has_a_line_for_each_layer():
     model = hm.apply_head_masks(keras.Model(ids, x), RULE, layers=("first", "third"))
     found = hm.explain(model, queries=300)
     assert [one.name for one in found] == ["first", "second", "third"]
-    assert found[1].kernel == "code of its class"
+    assert found[1].kernel == KERAS
     assert [len(one.groups) for one in found] == [3, 0, 3]
     lines = str(found).splitlines()
     assert [line.split("  ")[0] for line in lines[:4]] == ["layers 0 and 2"] * 3 + ["1 second"]
     assert lines[0].split("  ")[-1].startswith("Head 0, ")
-    assert lines[3].split() == ["1", "second", *["code", "of", "its", "class"]]
+    assert lines[3].split() == ["1", "second", *KERAS.split()]
+    assert lines[-1] == f"Compiled by {COMPILED}: {found[0].compiled}."
     # Nothing of the look stays.
     before = numpy(model(np.ones((1, 5), "int32")))
     hm.explain(model, queries=300)
@@ -138,19 +166,20 @@ def test_a_step_stands_behind_its_keys():
     found = hm.explain(rule, queries=256, keys=4096, query_offset=3840)
     assert found.groups[0].share < hm.explain(rule, queries=256, keys=256).groups[0].share
     ids = hm.SameSegment("ids") & hm.Window(31, 0)
-    assert hm.explain(ids, queries=1, keys=4096, query_offset=4095).kernel == "dense"
+    found = hm.explain(ids, queries=1, keys=4096, query_offset=4095, batch=1)
+    assert (found.kernel, found.groups[0].share) == (OF_FEW, 1)
 
 
 def test_no_advice_that_changes_nothing():
     forced = "`tiled=True` skips"
-    assert forced in str(hm.explain(hm.Window(3, 0), queries=16))
+    assert forced in str(hm.explain(hm.Window(3, 0), queries=16, batch=1))
     assert forced not in str(hm.explain(hm.Full(), queries=16))
     with hm.dense_scope():
         assert forced not in str(hm.explain(hm.Window(3, 0), queries=512))
 
 
 REFUSED = {  # arguments, and what is said of it
-    "few": ({"queries": 16}, r"not .*: there are fewer than 65536 pairs"),
+    "few": ({"queries": 16, "batch": 1}, r"there are fewer than 65536 pairs|All logits of a batch"),
     "asked": ({"queries": 512, "tiled": False}, r"not .*: `tiled=False` asks for all logits"),
 }
 
@@ -159,7 +188,7 @@ REFUSED = {  # arguments, and what is said of it
 def test_all_logits_and_why(why):
     arguments, message = REFUSED[why]
     found = hm.explain(RULE, **arguments)
-    assert found.kernel == "dense"
+    assert found.kernel == (OF_FEW if why == "few" else "dense")
     assert np.array([group.share for group in found.groups]).min() == 1
     assert re.search(message, str(found))
     with hm.dense_scope():
@@ -174,18 +203,59 @@ def test_the_reason_is_the_error_of_tiled():
 
 
 @pytest.mark.tensorflow
-def test_the_first_that_takes_it_computes():
-    """Here two would; the second alone where the batch is not known."""
-    assert hm.explain(RULE, queries=300, batch=1, num_heads=4).kernel == "at once"
-    assert hm.explain(RULE, queries=300, num_heads=4).kernel == "head by head"
+def test_sizes_decide_between_all_logits_and_tiles():
+    few, many, free = (
+        hm.explain(hm.Window(31, 0), queries=length, batch=batch, num_heads=2)
+        for length, batch in ((512, 1), (1024, 1), (None, None))
+    )
+    assert [x.kernel for x in (few, many, free)] == ["loop"] * 3
+    assert few.groups[0].share == 1 > 0.3 > many.groups[0].share == free.groups[0].share
+    assert "All logits of a batch of at most 524,288 logits are computed." in str(few)
+    assert free.lengths == (1024, 1024)
+    assert "The sizes decide when the graph runs: of a batch of at most 524,288" in str(free)
+    assert "logits" not in str(many).partition("\n")[2].replace(
+        "`tiled=False` computes all logits", ""
+    )
+    all_heads = hm.explain(RULE, queries=512, batch=4, num_heads=4)  # some head is not local
+    assert "of at most 4,194,304 logits" in str(all_heads)
+
+
+def test_what_compiled_code_runs():
+    """XLA, `jax.jit`, and `torch.compile` for inference."""
+    found = hm.explain(hm.Window(31, 0), queries=1024, batch=1, num_heads=2)
+    assert found.kernel == {"torch": "SDPA"}.get(BACKEND, "loop")
+    assert found.compiled == OF_COMPILED
+    assert str(found).splitlines()[-1] == f"  Compiled by {COMPILED}: {OF_COMPILED}."
+    assert hm.explain(hm.Window(31, 0), queries=16, batch=1).compiled == "dense"
+    two = hm.PerHead({0: hm.Window(31, 0), 1: hm.Window(15, 0)}, default=hm.Window(7, 0))
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=two)
+    assert hm.explain(layer, queries=1024).compiled == OF_COMPILED
+    if BACKEND == "torch":
+        import torch
+
+        assert not torch.compiler.is_compiling()
 
 
 @pytest.mark.tensorflow
-def test_lengths_that_are_not_known():
-    found = hm.explain(hm.Window(31, 0), num_heads=2)
-    assert (found.kernel, found.lengths) == ("by length", (1024, 1024))
-    assert found.groups[0].share < 0.3
-    assert "The lengths decide when the graph runs" in str(found)
+def test_xla_needs_lengths():
+    assert hm.explain(hm.Window(31, 0)).compiled == "dense"
+    found = hm.explain(hm.Window(31, 0), tiled=True)
+    assert found.compiled.startswith("an error, `tiled=True` is not possible here: outside Tens")
+
+
+def test_a_step_of_generate():
+    keras_hub = pytest.importorskip("keras_hub")
+    sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
+    backbone = keras_hub.models.GPT2Backbone(vocabulary_size=9, max_sequence_length=32, **sizes)
+    task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    masked = hm.apply_head_masks(task, hm.PerHead({0: hm.Window(3, 0)}))
+    said = str(hm.explain(masked, queries=16, batch=1)).splitlines()
+    assert said[-1] == (
+        "A step of `generate()`: one query against the keys that each head keeps, all logits of "
+        "one row."
+    )
+    assert hm.explain(task, queries=16)[0].step.endswith("KerasHub's cache, which keeps all keys")
+    assert hm.explain(hm.apply_head_masks(backbone, hm.Window(3, 0)), queries=16)[0].step == ""
 
 
 def test_what_cannot_be_explained():

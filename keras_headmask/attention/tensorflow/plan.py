@@ -78,7 +78,9 @@ def _tiles(
     slots = (place // tile * batch + example) * tile + place % tile
     runs = tf.broadcast_to(tf.transpose(runs, (1, 0, 2)), [tiles, batch, runs.shape[-1]])
     if needs_mask is not None:
-        needs_mask = tf.reshape(tf.broadcast_to(tf.transpose(needs_mask), [tiles, batch]), [-1])
+        # (As numbers: oneDNN cannot transpose booleans, and logs that.)
+        numbers = tf.transpose(tf.cast(needs_mask, tf.int32))
+        needs_mask = tf.reshape(tf.broadcast_to(numbers, [tiles, batch]), [-1]) > 0
     if (apart := places.get("query")) is not None:
         count = tf.shape(apart)[1]
         more = -(-count // tile)

@@ -69,8 +69,8 @@ class Tuning:
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    # Of a batch; up to so many TensorFlow computes all, and an eighth where a query sees few keys.
-    most_logits: int = 2**22
+    # Of a batch; up to so many TensorFlow computes all, or a 16th where a query sees few keys.
+    most_logits: int = 2**23
     most_computed: float = 0.5  # share of all logits, for tiles that are gathered to be worth it
     # Small tiles follow a narrow rule closely, large ones multiply faster.
     local_tile: int = 128  # queries

@@ -156,7 +156,7 @@ GROUPS = hm.PerHead({0: hm.Window(3, 3)})
 
 @pytest.mark.parametrize(
     ("spec", "logits"),
-    [(hm.Window(3, 3), 2**19), (PAD, 2**22), (GROUPS, 2**22), (GROUPS & PAD, 2**22)],
+    [(hm.Window(3, 3), 2**19), (PAD, 2**23), (GROUPS, 2**23), (GROUPS & PAD, 2**23)],
 )
 def test_up_to_how_many_logits_all_are_computed(which, spec, logits):
     assert which(spec, 1, logits // 2) == "all logits"

@@ -217,7 +217,7 @@ def test_sizes_decide_between_all_logits_and_tiles():
         "`tiled=False` computes all logits", ""
     )
     all_heads = hm.explain(RULE, queries=512, batch=4, num_heads=4)  # some head is not local
-    assert "of at most 4,194,304 logits" in str(all_heads)
+    assert "of at most 8,388,608 logits" in str(all_heads)
 
 
 def test_what_compiled_code_runs():

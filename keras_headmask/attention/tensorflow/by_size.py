@@ -60,7 +60,7 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
 def most_logits(part: Part) -> int:
     """Of a batch; up to so many are computed all. Where each query sees few keys, fewer."""
     are_local = all(rule.tiling.is_local for rule, _ in part.groups())
-    return part.tuning.most_logits // (8 if are_local else 1)
+    return part.tuning.most_logits // (16 if are_local else 1)
 
 
 def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:

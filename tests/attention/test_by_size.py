@@ -9,6 +9,9 @@ from contract import normal, numpy
 from tiled_contract import at_once, attend, tiles
 
 import keras_headmask as hm
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.tuning import Tuning
+from keras_headmask.rules import evaluation
 
 pytestmark = pytest.mark.tensorflow
 CHOICES = {"all logits": (at_once, None), "tiles": (tiles, True)}
@@ -173,3 +176,13 @@ def test_lengths_whose_product_32_bits_do_not_hold(which, queries):
 def test_operands_that_are_not_plain_go_by_tiles(which, name, bad):
     assert which(PAD, 4, 4, query=1.0, key=1.0, value=1.0) == "all logits"
     assert which(PAD, 4, 4, **{"query": 1.0, "key": 1.0, "value": 1.0, name: bad}) == "tiles"
+
+
+def test_a_step_of_wide_tiles_holds_one():
+    """Found as a bug: 64 heads x 256 queries x 131,072 keys are 0 logits or fewer in 32 bits."""
+    from keras_headmask.attention.tensorflow.plan import planned
+
+    length = 2**17
+    bound = evaluation.bind(hm.Window(after=0), None, length, length, batch=1)
+    part = Part(hm.Window(after=0), tuple(range(64)), bound, 1.0, Tuning())
+    assert planned(part).in_step == 1

@@ -99,8 +99,11 @@ def _tiles(
     if (of_keys := places.get("key")) is not None:
         most = tf.shape(of_keys)[1]
         widest, of_keys = widest + most, tf.broadcast_to(of_keys, [batch, most])[:, None]
-    total, logits = tiles * batch, tf.maximum(len(part.heads) * tile * widest, 1)
-    in_step = tf.clip_by_value(part.tuning.most_logits_of_a_step // logits, 1, tf.maximum(total, 1))
+    total = tiles * batch
+    # (In 64 bits: 64 heads x 256 queries x 131,072 keys are 0 in 32.)
+    logits = len(part.heads) * tf.cast(tile, tf.int64) * tf.cast(widest, tf.int64)
+    fitting = part.tuning.most_logits_of_a_step // tf.maximum(logits, 1)
+    in_step = tf.clip_by_value(tf.cast(fitting, tf.int32), 1, tf.maximum(total, 1))
     wanted = tf.scatter_nd(slots[..., None], tf.ones_like(slots), tf.reshape(total * tile, [1]))
     with_example = tf.concat([tf.broadcast_to(example[:, 0], [tiles, batch])[..., None], runs], -1)
     return Plan(

@@ -4,6 +4,7 @@ Attention asks a kind for tiles of any size, skips what `coverage` calls empty a
 outside of `looks_back`: a kind that breaks one of these laws gives wrong numbers, and no error.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.coverage import tile_grid
-from keras_headmask.rules.protocol import Bound, Cuts, Sides, Span
+from keras_headmask.rules.protocol import Bound, Cuts, Places, Sides, Span
 
 _ELEMENT_WISE = (
     "Each pair must follow from its `query_positions`, `key_positions` and `inputs` alone: nothing "
     "counts from the corner of a tile, as `np.tril` does, or sums over keys. What needs whole "
     "sequences belongs in `prepare`."
 )
+_TOGETHER = 3  # tiles, and as many queries and keys in each
 _SOUND = (
     "`possible` must be True where any pair is allowed, `certain` only where every one is. In "
     "doubt, say True and False."
@@ -85,6 +87,7 @@ def broken_in_masks(
     yield from _mixed_examples(trial)
     for tile in sizes:
         yield from _broken_tiles(trial, *tile)
+    yield from _broken_together(trial)
     for tile in ((1, 1), (5, 7), *sizes):
         yield from _broken_coverage(trial, *tile)
 
@@ -142,6 +145,29 @@ def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[
             problem += f"{_first(wrong, rows.start, columns.start)}, but not in the whole mask."
             yield Broken(trial.says("allowed", problem), _ELEMENT_WISE)
             return
+
+
+def _broken_together(trial: _Trial) -> Iterator[Broken]:
+    """Whether `allowed` says something else of several tiles at once."""
+    batch, _, queries, keys = trial.whole.shape
+    number = np.arange(_TOGETHER, dtype="int32")
+    examples = (number % batch)[:, None, None, None]
+    rows, columns = (
+        (number[:, None] * length // _TOGETHER + number[None]) % length
+        for length in (queries, keys)
+    )
+    of_tiles = rows[:, None, :, None], columns[:, None, None]
+    in_all = examples * queries + of_tiles[0], examples * keys + of_tiles[1]
+    tensors = (ops.convert_to_tensor(x, "int32") for x in (examples, *of_tiles, *in_all))
+    places = Places(*tensors, functools.partial(ops.take, axis=0))
+    expected = trial.whole[examples, :, of_tiles[0], of_tiles[1]][:, 0].transpose(0, 3, 1, 2)
+    where = f"for {_TOGETHER} tiles at once"
+    try:
+        answer = evaluation.allowed_at(trial.leaf, trial.bound, trial.heads, places)
+        if (ops.convert_to_numpy(answer) != expected).any():
+            yield Broken(trial.says("allowed", f"gives another mask {where}."), _ELEMENT_WISE)
+    except Exception as error:  # of the kind's own code
+        yield Broken(trial.says("allowed", f"fails {where}: {error}"), _ELEMENT_WISE)
 
 
 def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:

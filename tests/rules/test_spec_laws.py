@@ -68,6 +68,15 @@ BROKEN = [
         "`OneSize.allowed` fails for queries 0 to 2 and keys 0 to 3 alone: .*shape .12, 12.",
     ),
     (
+        "OneTile",
+        {
+            "allowed": lambda self, query, key, inputs: (
+                ops.reshape(query, (-1, 1)) >= ops.reshape(key, (1, -1))
+            )
+        },
+        "`OneTile.allowed` .*for 3 tiles at once",
+    ),
+    (
         "SaysAll",
         {"coverage": bounds(ANY, lambda tiles: tiles.key_first <= tiles.query_first)},
         "says that every pair of queries 0 to 4 and keys 0 to 6 is allowed, but one is not",

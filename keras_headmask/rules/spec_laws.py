@@ -158,8 +158,10 @@ def _broken_together(trial: _Trial) -> Iterator[Broken]:
     )
     of_tiles = rows[:, None, :, None], columns[:, None, None]
     in_all = examples * queries + of_tiles[0], examples * keys + of_tiles[1]
-    tensors = (ops.convert_to_tensor(x, "int32") for x in (examples, *of_tiles, *in_all))
-    places = Places(*tensors, functools.partial(ops.take, axis=0))
+    arrays = map(ops.convert_to_tensor, (examples, *of_tiles, *in_all))
+    example, row, column, in_rows, in_columns = arrays
+    take = functools.partial(ops.take, axis=0)
+    places = Places(example, row, column, in_rows, in_columns, take)
     expected = trial.whole[examples, :, of_tiles[0], of_tiles[1]][:, 0].transpose(0, 3, 1, 2)
     where = f"for {_TOGETHER} tiles at once"
     try:

@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(record, indent=2) + "\n")
     figures = record["ratios"] | {"nodes": record["nodes"]["rule"]}
     for name in filter(figures.get, GOALS):  # quick has other sizes
-        told = "met" if figures[name] <= GOALS[name] else "missed"
-        print(f"{name}: {round(figures[name], 3)}, goal {GOALS[name]} {told}")
+        verdict = "met" if figures[name] <= GOALS[name] else "missed"
+        print(f"{name}: {round(figures[name], 3)}, goal {GOALS[name]} {verdict}")
     print(f"nodes of stock: {record['nodes']['stock']}")
 
 

@@ -138,6 +138,18 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
     return [x[0] if len(x) == 1 else ops.concatenate(x, axis) for x in pieces]
 
 
+def of_groups(part: Part, *operands: Tensor) -> list[tuple]:
+    """Each head group with its operands: query, key, value, tensors of `part.changes`."""
+    groups = by_rule(part)
+    sets = [group.heads for group in groups]
+    of_keys = [key_heads(heads, part.sharing) for heads in sets]
+    pairs = zip(operands[:3], (sets, of_keys, of_keys), strict=True)
+    cuts = [cut_into(x, own, 2) for x, own in pairs]
+    changes = part.changes.with_tensors(operands[3:])
+    tensors = [changes_of_heads(changes, heads).tensors for heads in sets]
+    return [(group, *own, *more) for group, *own, more in zip(groups, *cuts, tensors, strict=True)]
+
+
 def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:
     """One tensor of all heads, of those with the heads of each of `sets`."""
     if len(tensors) == 1:

@@ -298,20 +298,12 @@ class ByGroup(Kernel):
         return f"{last.name}, tiles would compute {share:.0%} of the logits, more than {most:.0%}"
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        changes = part.changes.with_tensors(operands[3:])
-        groups = head_groups.by_rule(part)
-        sets = [group.heads for group in groups]
-        of_keys = [head_groups.key_heads(heads, request.sharing) for heads in sets]
-        cuts = [
-            head_groups.cut_into(x, own, 2)
-            for x, own in zip(operands[:3], (sets, of_keys, of_keys), strict=True)
-        ]
-        contexts: list[Tensor] = []
-        for group, *of_group in zip(groups, *cuts, strict=True):
+        contexts, sets = [], []
+        for group, *of_group in head_groups.of_groups(part, *operands):
             kernel = first(self.kernels, request, group)
             assert kernel is not None
-            tensors = head_groups.changes_of_heads(changes, group.heads).tensors
-            contexts.append(kernel.compute(request, group, *of_group, *tensors))
+            contexts.append(kernel.compute(request, group, *of_group))
+            sets.append(group.heads)
         return head_groups.joined(contexts, sets, 2)
 
 

@@ -95,7 +95,7 @@ def _of_sizes(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any])
     return checked
 
 
-def after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
+def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
     """`tensor`, once `checks` have run."""
     if not checks:
         return tensor
@@ -148,7 +148,7 @@ def checked(
 ) -> Any:
     """What a leaf prepared of what was `given`, for the graph to read once `checks` have run."""
     if not isinstance(prepared, Sides):
-        return after(checks, prepared)
+        return _after(checks, prepared)
     made = prepared
     for side, length in (("query", sizes.queries), ("key", sizes.keys)):
         tensor = getattr(prepared, side)
@@ -190,7 +190,7 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
         data = ["query_offset =", first, "puts the queries outside", f"`mask_inputs[{name!r}]`"]
         data += ["of length", length, "Received: queries =", queries]
         check = tf.raw_ops.Assert(condition=fits, data=data)  # `None` outside of a graph
-        positions = positions if check is None else after([check], positions)
+        positions = positions if check is None else _after([check], positions)
     return ops.take(ids, positions, axis=1)
 
 
@@ -230,12 +230,12 @@ def _of_size(
     axis. (TensorFlow removes a reshape, or a sum with zeros.)
     """
     if len(side.shape) != 2:
-        return after(checks, side)
+        return _after(checks, side)
     shape = (None, None) if given is None else given.shape
     wanted = zip(side.shape, shape, (batch, length), strict=True)
     sizes = [1 if known == 1 and before != 1 else size for known, before, size in wanted]
     if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
-        return after(checks, side)
+        return _after(checks, side)
     import tensorflow as tf
 
     with tf.control_dependencies(checks):

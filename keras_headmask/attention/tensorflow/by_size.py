@@ -21,7 +21,7 @@ from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import once
 
 _HIDES = 1e38  # taken from a hidden logit: any plain one is lost beside it
-_PLAIN = 1e36  # no logit is above the root of this, and no value
+_PLAIN = 1e36  # so that logits and values are far below, at most twice the root of this
 
 
 class Shared(NamedTuple):

@@ -44,19 +44,12 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`. There is a plan
     for each head group.
     """
-    groups = head_groups.by_rule(part)
-    sets = [group.heads for group in groups]
-    of_keys = [head_groups.key_heads(heads, part.sharing) for heads in sets]
-    cuts = [
-        head_groups.cut_into(x, own, 2)
-        for x, own in zip(operands[:3], (sets, of_keys, of_keys), strict=True)
+    groups = head_groups.of_groups(part, *operands)
+    found = [
+        _of_group(group, plan, *of_group)
+        for plan, (group, *of_group) in zip(plans, groups, strict=True)
     ]
-    changes = part.changes.with_tensors(operands[3:])
-    found = []
-    for group, plan, *of_group in zip(groups, plans, *cuts, strict=True):
-        tensors = head_groups.changes_of_heads(changes, group.heads).tensors
-        found.append(_of_group(group, plan, *of_group, *tensors))
-    return head_groups.joined(found, sets, 2)
+    return head_groups.joined(found, [group.heads for group, *_ in groups], 2)
 
 
 def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """The body of a step of TensorFlow's loop, forward and backward.
 
 Rows are queries of some heads, `(b, h, t, size)`, keys those that they may see, `(b, hk, s, size)`;
-`sharing` query heads read each key head. A kernel decides which rows and keys these are, and what
-is kept for the gradient.
+`sharing` query heads read each key head.
 """
 
 from collections.abc import Callable

@@ -187,9 +187,12 @@ THIRD = np.roll(FIRST, 2, 1)
 
 @functools.cache
 def attention(number, rule=READS):
-    layer = Ours(2, 3, mask_spec=rule, name=f"attention_{number}")
-    layer.build((None, None, 8), (None, None, 8))
-    random_biases(layer, seed=number)
+    import tensorflow as tf
+
+    with tf.init_scope():  # also where a graph is the first to ask for it
+        layer = Ours(2, 3, mask_spec=rule, name=f"attention_{number}")
+        layer.build((None, None, 8), (None, None, 8))
+        random_biases(layer, seed=number)
     return layer
 
 

@@ -24,6 +24,8 @@ from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
+_MOST_FLAGGED = 256  # of an example; where there are more, each tile is long
+
 # The mask inputs of each leaf that reads some: `Sides`, `(B or 1, L or 1)`, or a whole mask.
 LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
 
@@ -128,7 +130,7 @@ def flags_of(
         (flags,) = read
         count = most_set(flags)
         length = masks.sizes(flags)[1]
-        few = (count <= tuning.most_flagged) & (count * tuning.one_flagged_in <= length)
+        few = (count <= _MOST_FLAGGED) & (count * tuning.one_flagged_in <= length)
         leaves[leaf], flags = few, flags & few
         by_side[side] = by_side[side] | flags if side in by_side else flags
     return Flags(leaves, by_side)

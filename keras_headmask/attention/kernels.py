@@ -43,7 +43,7 @@ class Kernel:
 
     def _plan(self, part: Part, queries: int, keys: int, query_offset: int) -> blocks.Plan:
         block = getattr(part.tuning, self.block)
-        tile = part.tuning.flex_tile if self.block == "flex_block" else part.tile
+        tile = block if self.block == "flex_block" else part.tile
         return blocks.plan(part.rule, queries, keys, query_offset, tile, block, len(part.heads))
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:

@@ -78,15 +78,10 @@ class Tuning:
     block: int = 64  # keys that are kept or skipped together
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
     jax_block: int = 128  # in JAX', which meets them one by one
-    # Or all at once, under a rule on positions: where runs of keys of one length hold at least this
-    jax_least_of_runs: float = 0.75  # share of blocks that a tile may see,
-    jax_most_logits: int = 2**19  # of as many heads in a step as have no more logits: 2 MB
-    flex_tile: int = 64  # queries, in FlexAttention, which meets one block after the other
-    flex_block: int = 64  # keys
-    # Flagged positions that TensorFlow's loop looks at by themselves, apart from all tiles.
-    most_flagged: int = 256  # in an example; more are treated as any others
-    one_flagged_in: int = 8  # positions; where more are flagged they are treated as any others
-    most_logits_of_a_step: int = 2**20  # of TensorFlow's loop: 4 MB
+    flex_block: int = 64  # in FlexAttention, of queries and of keys
+    # So many positions may be flagged to be looked at by themselves, apart from all tiles.
+    one_flagged_in: int = 8
+    most_logits_of_a_step: int = 2**20  # of a loop: 4 MB; half of it where JAX' takes runs of keys
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())

@@ -44,9 +44,9 @@ def taken(monkeypatch):
     return calls
 
 
-def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, tile=4, block=3):
+def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, block=3):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
-    with tuned(flex_tile=tile, flex_block=block) as tuning:
+    with tuned(flex_block=block) as tuning:
         return Part(spec, tuple(range(heads)), bound, SCALE, tuning, sharing=sharing)
 
 
@@ -65,18 +65,18 @@ def listed(counts, orders):
 
 
 @MANY
-@given(by_sides, sizes, sizes)
-def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, tile, block):
+@given(by_sides, sizes)
+def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, block):
     spec, inputs, _, _, queries, keys, offset = case
-    part = part_of(spec, inputs, queries, keys, offset, tile=tile, block=block)
+    part = part_of(spec, inputs, queries, keys, offset, block=block)
     made = flex.block_mask(part, offset, queries, keys)
     partial = listed(made.kv_num_blocks, made.kv_indices)
     full = listed(made.full_kv_num_blocks, made.full_kv_indices)
     assert not (partial & full).any()
     mask = numpy(hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset))[:, 0]
     for example, row, column in np.ndindex(len(mask), *partial.shape[1:]):
-        rows, columns = row * tile, column * block
-        pairs = mask[example, rows : rows + tile, columns : columns + block]
+        rows, columns = row * block, column * block
+        pairs = mask[example, rows : rows + block, columns : columns + block]
         place = example % len(partial), row, column
         assert pairs.all() or not full[place]
         assert not pairs.any() or full[place] or partial[place]
@@ -84,9 +84,7 @@ def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, tile,
 
 def test_blocks_are_left_out_by_data_and_by_position():
     ids = np.arange(64)[None] // 16
-    part = part_of(
-        hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}, 64, 64, tile=8, block=8
-    )
+    part = part_of(hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}, 64, 64, block=8)
     made = flex.block_mask(part, 0, 64, 64)
     assert made.kv_num_blocks.sum() == 8, "the diagonal"
     assert made.full_kv_num_blocks.sum() == 4, "and what is below it in each document"

@@ -68,7 +68,7 @@ def _as_if_compiled():
     from torch.nn.attention import flex_attention as module
 
     by_definition = mock.patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    with tuned(flex_tile=4, flex_block=3), _compiling(), by_definition:
+    with tuned(flex_block=3), _compiling(), by_definition:
         yield
 
 

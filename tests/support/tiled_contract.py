@@ -35,7 +35,6 @@ def tiles(local=4, wide=6, block=3):
         block=block,
         tensorflow_block=block,
         jax_block=block,
-        jax_most_logits=30 * local * block,
         most_logits_of_a_step=10 * local * block,
         one_flagged_in=4,
         most_logits=0,

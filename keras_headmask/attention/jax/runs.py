@@ -29,6 +29,8 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.protocol import WHOLE, Bound, Cuts
 
+_LEAST = 0.75  # of what the runs hold, the blocks that a tile may see
+
 
 class Runs(NamedTuple):
     """What `Steps` is to other rules: each tile, of some heads, has one block of keys, its run."""
@@ -56,12 +58,12 @@ class Runs(NamedTuple):
             return None
         first, last = possible.argmax(1), possible.shape[1] - 1 - possible[:, ::-1].argmax(1)
         longest = int(np.where(possible.any(1), last - first + 1, 0).max())
-        if possible.sum() <= part.tuning.jax_least_of_runs * longest * len(possible):
+        if possible.sum() <= _LEAST * longest * len(possible):
             return None
         size = min(longest * block, keys)
         starts = np.minimum(first * block, keys - size).astype("int32")
         of_keys = batch * heads // part.sharing
-        most = part.tuning.jax_most_logits // (part.sharing * tile * size)
+        most = part.tuning.most_logits_of_a_step // 2 // (part.sharing * tile * size)
         bound = bound_of(program, [], queries, keys)
         if most == 0 or not _is_one_mask(part, bound):
             return None

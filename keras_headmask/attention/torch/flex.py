@@ -64,15 +64,15 @@ def block_mask(
     part: Part, query_offset: int, queries: int, keys: int, device: Any = None
 ) -> BlockMask:
     """The blocks that some pair is allowed in, and which of them need no mask."""
-    tile, block = part.tuning.flex_tile, part.tuning.flex_block
-    rest = (queries, keys), (tile, block), query_offset, _arrays(device)
+    size = (part.tuning.flex_block,) * 2
+    rest = (queries, keys), size, query_offset, _arrays(device)
     bounds = bounds_of(part.rule, part.bound.leaf_inputs, *rest)
     possible, certain = (x[:, None] for x in bounds)
     of_some, of_all = _ordered(possible & ~certain), _ordered(certain)
     return BlockMask.from_kv_blocks(
         *of_some,
         *of_all,
-        BLOCK_SIZE=(tile, block),
+        BLOCK_SIZE=size,
         mask_mod=_mask_mod(part, query_offset),
         seq_lengths=(queries, keys),
         compute_q_blocks=False,

@@ -4,7 +4,6 @@
 and eager TensorFlow know them all.)
 """
 
-import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -49,8 +48,9 @@ def given_sizes(
         is_other = side not in read or tensor is None or (side == "query" and is_cut)
         if is_other or len(tensor.shape) != 2:
             continue
-        sizes = once(functools.partial(_sizes, name, tensor), "sizes", tensor)
-        for field, size in (("batch", sizes[0]), (plural, sizes[1])):
+        _, sizes = _shape_and_sizes(name, tensor)
+        for field, axis in (("batch", 0), (plural, 1)):
+            size = sizes[axis] if tensor.shape[axis] is None else tensor.shape[axis]
             of_layer = getattr(own, field)
             if not isinstance(of_layer, int) and getattr(found, field) is of_layer:
                 found = found._replace(**{field: size})
@@ -67,32 +67,50 @@ def given_sizes(
     return found, _of_sizes(query, axes, checks(name, pair, read, own, is_cut))
 
 
-def _sizes(name: str, tensor: Tensor) -> list[Length]:
-    """As `masks.sizes`, by the node whose name says which input has another rank."""
+def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Its shape, and the sizes by the node whose name says which input has another rank."""
     import tensorflow as tf
 
-    found = tf.unstack(tf.shape(tensor), name=_of_another_rank(name))
-    return [x if size is None else size for x, size in zip(found, tensor.shape, strict=True)]
+    def found() -> tuple[Tensor, list[Tensor]]:
+        shape = tf.shape(tensor)
+        return shape, tf.unstack(shape, name=_of_another_rank(name))
+
+    return once(found, "sizes", name, tensor)
 
 
 def _of_sizes(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any]) -> Tensor:
     """`query`, or a graph that raises where two tuples of sizes differ.
 
-    As in `_of_size`, other runtimes refuse the join; it gives 0, for the shape of the query.
+    XLA leaves `checks` out, but not what computes a shape: where two tensors of these sizes would
+    stand if they were joined along an axis more. That is 0 for the first.
     """
     import tensorflow as tf
 
-    shape = tf.shape(query)
-    with tf.control_dependencies(checks):
-        for own, found in axes:
-            if all(a is b for a, b in zip(own, found, strict=True)):
-                continue
-            zeros = [tf.zeros([*sizes, 1], "int32") for sizes in (own, found)]
-            joined = tf.concat(zeros, -1, "mask_input_of_another_shape")
-            shape += tf.reduce_sum(joined)
+    differ = [pair for pair in axes if any(a is not b for a, b in zip(*pair, strict=True))]
+    pairs = [[_four(*sizes) for sizes in pair] for pair in differ]
+    shape, last = tf.shape(query), _constant(3)
+    with tf.control_dependencies(checks):  # they say more
+        for pair in pairs:
+            name = "mask_input_of_another_shape"
+            shape += tf.raw_ops.ConcatOffset(concat_dim=last, shape=pair, name=name)[0]
         checked = tf.reshape(query, shape)
     checked.set_shape(query.shape)
     return checked
+
+
+def _four(*sizes: Length) -> Tensor:
+    """A shape of rank 4 that begins with `sizes`."""
+    import tensorflow as tf
+
+    shape = [_constant(x) if isinstance(x, int) else x for x in (*sizes, 1, 1, 1)[:4]]
+    return once(lambda: tf.stack(shape), "shape", *shape)
+
+
+def _constant(value: Any) -> Tensor:
+    """The same node for all layers, outside of branches, which are graphs of their own."""
+    import tensorflow as tf
+
+    return once(lambda: tf.constant(value), "constant", value)
 
 
 def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
@@ -270,13 +288,14 @@ def _check(
     """An operation that raises if the size of `axis` is not `wanted`; its text holds both sizes."""
     import tensorflow as tf
 
-    shape = tf.shape(tensor)
-    size = tf.unstack(shape, name=_of_another_rank(name))[axis]
+    shape, sizes = _shape_and_sizes(name, tensor)
+    size = sizes[axis]
     fits = tf.equal(size, wanted)
     if broadcasts:
         fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"
     received = f"{behind}. Received: shape".removeprefix(". ")
     data = [before, size, between, wanted, received, shape, *([hint] if hint else [])]
+    data = [_constant(x) if isinstance(x, str) else x for x in data]
     return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))
 
 

@@ -203,6 +203,10 @@ class Dropout(NamedTuple):
     rows: Tensor
     columns: Tensor
 
+    def of(self, probabilities: Tensor) -> Tensor:
+        """`probabilities` `(B, H, T, S)` after the dropout."""
+        return probabilities * self.factors(probabilities.dtype)
+
     def factors(self, dtype: Any, cuts: Cuts = WHOLE) -> Tensor:
         """Of the probabilities of one tile, `(B, H, queries, keys)`: 0, or what scales them up."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
@@ -223,12 +227,31 @@ class Dropout(NamedTuple):
 def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
     drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
-    examples = ops.arange(batch, dtype="int32")[:, None, None]
+    given = drawn, ops.arange(batch, dtype="int32"), bound.query_positions, bound.key_positions
+    if not _is_graph_of_tensorflow():
+        return Dropout(rate, *_numbers(heads, *given))
+    from keras_headmask.attention.tensorflow.functions import for_equal_shapes
+
+    return Dropout(rate, *for_equal_shapes(_numbers, heads)(*given))  # its 100 nodes once
+
+
+def _is_graph_of_tensorflow() -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()
+
+
+def _numbers(
+    heads: int, drawn: Tensor, examples: Tensor, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The rows and columns of a `Dropout`."""
     of_head = ops.arange(heads, dtype="int32")[None, :, None]
     rows = drawn[0]
-    for number in (examples, of_head, bound.query_positions):
+    for number in (examples[:, None, None], of_head, queries):
         rows = _mixed(rows + number)
-    return Dropout(rate, rows, _mixed(drawn[1] + bound.key_positions))
+    return rows, _mixed(drawn[1] + keys)
 
 
 def _mixed(number: Tensor, is_compared: bool = False) -> Tensor:

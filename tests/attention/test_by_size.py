@@ -135,7 +135,8 @@ def which(monkeypatch):
     from keras_headmask.attention.tensorflow import by_size
 
     monkeypatch.setattr(by_size, "_of_all_logits", lambda part, shared, q, *_: tf.ones_like(q))
-    monkeypatch.setattr(by_size.loop, "attend", lambda part, plans, q, *_: tf.zeros_like(q))
+    monkeypatch.setattr(by_size, "_by_definition", lambda part, shared, q, *_: 2 * tf.ones_like(q))
+    monkeypatch.setattr(by_size.loop, "attend", lambda part, shared, q, *_: tf.zeros_like(q))
 
     def chosen(spec, queries, keys, query=0.0, key=0.0, value=0.0):
         def run(q, k, v, flags):
@@ -148,7 +149,7 @@ def which(monkeypatch):
         operands = [tf.fill([1, length, 2, 3], number) for length, number in lengths]
         got = numpy(traced(*operands, tf.ones([1, keys], "bool")))
         assert got.min() == got.max()
-        return {1: "all logits", 0: "tiles"}[got.max()]
+        return {1: "all logits", 2: "the definition", 0: "tiles"}[got.max()]
 
     return chosen
 
@@ -173,9 +174,10 @@ def test_lengths_whose_product_32_bits_do_not_hold(which, queries):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e20])
-def test_operands_that_are_not_plain_go_by_tiles(which, name, bad):
-    assert which(PAD, 4, 4, query=1.0, key=1.0, value=1.0) == "all logits"
-    assert which(PAD, 4, 4, **{"query": 1.0, "key": 1.0, "value": 1.0, name: bad}) == "tiles"
+def test_operands_that_are_not_plain_obey_the_definition(which, name, bad):
+    plain = {"query": 1.0, "key": 1.0, "value": 1.0}
+    assert which(PAD, 4, 4, **plain) == "all logits"
+    assert which(PAD, 4, 4, **plain | {name: bad}) == "the definition"
 
 
 def test_a_step_of_wide_tiles_holds_one():
@@ -186,3 +188,28 @@ def test_a_step_of_wide_tiles_holds_one():
     bound = evaluation.bind(hm.Window(after=0), None, length, length, batch=1)
     part = Part(hm.Window(after=0), tuple(range(64)), bound, 1.0, Tuning())
     assert planned(part).in_step == 1
+
+
+@pytest.mark.parametrize("length", [64, 2048])
+def test_known_sizes_trace_one_of_the_two(length):
+    import tensorflow as tf
+
+    x = tf.TensorSpec([1, length, 2, 3])
+    call = tf.function(lambda x: attend((x, x, x), hm.Window(3, 3), tiled=None), autograph=False)
+    functions = call.get_concrete_function(x).graph.as_graph_def().library.function
+    has_loop = any("While" in node.op for made in functions for node in made.node_def)
+    assert has_loop == (length == 2048)
+
+
+def test_the_definition_drops_what_all_logits_drop():
+    x = normal(2, 8, 2, 4, seed=3)
+    spoilt = x.copy()
+    spoilt[:, -1] = np.nan  # which the last query alone sees
+
+    def dropped(value):
+        given = {"dropout": 0.5, "seed": 3}
+        return numpy(attend((x, x, value), hm.Window(after=0), tiled=None, **given))[:, :-1]
+
+    np.testing.assert_allclose(dropped(spoilt), dropped(x), rtol=1e-5, atol=1e-6)
+    whole = numpy(attend((x, x, x), hm.Window(after=0), tiled=None))[:, :-1]
+    assert np.abs(dropped(x) - whole).max() > 0.1

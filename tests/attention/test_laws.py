@@ -74,7 +74,7 @@ def random_rules(route, many):
         local, wide, block = tile_sizes
         blocks = dict.fromkeys(("block", "tensorflow_block", "jax_block", "flex_block"), block)
         step = {"most_logits_of_a_step": (1, 30, 100, 2**20)[seed % 4]}
-        with tuned(local_tile=local, wide_tile=wide, flex_tile=wide, **blocks, **step):
+        with tuned(local_tile=local, wide_tile=wide, **blocks, **step):
             check(route, qkv, spec, inputs, offset)
 
 
@@ -172,10 +172,11 @@ def test_no_change_opens_a_hidden_key(route):
         return results(route, qkv, LOCAL, SEEN, 0, upstream, changes | {"bias": bias})
 
     with route.setting():
-        wanted, _ = run(shift)
+        wanted, _ = run(1e30)
+        close(run(shift)[0], wanted)  # (few plain logits are computed by code of their own)
         assert (wanted[:, :2] == 0).all()
         assert np.abs(wanted[:, 2:]).min() > 0
-        for odd in (np.inf,) if route.is_traced else (np.inf, -np.inf, np.nan, 1e30, -3e38):
+        for odd in (np.inf,) if route.is_traced else (np.inf, -np.inf, np.nan, -3e38):
             got, gradients = run(odd)
             np.testing.assert_array_equal(got, wanted)
             assert (gradients["bias"][hidden] == 0).all()

@@ -1,21 +1,27 @@
 """Attention in TensorFlow's graphs: all logits where they are few, else the loop over tiles.
 
 What follows from the rule and its inputs alone, the mask of short sequences or the plan of long
-ones, is made once in a graph for all layers. The sizes that the run has decide between them: once
-for what is shared, and in each layer, which also sees whether its operands are plain. So short
-sequences need no repair of inf and NaN: the loop, which has one, takes what is not plain.
+ones, is made once in a graph for all layers. The sizes that the run has decide between them. Each
+layer sees whether its operands are plain: so short sequences need no repair of inf and NaN. What is
+not plain is left to the definition, which has one.
 """
 
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import checks_numerics, in_forward_mode, in_vectorized_map
-from keras_headmask.attention import head_groups
+from keras_headmask._keras import (
+    NOT_INLINED,
+    checks_numerics,
+    in_forward_mode,
+    in_vectorized_map,
+)
+from keras_headmask.attention import dense, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tensorflow import loop
+from keras_headmask.attention.tensorflow.graph import one_function
 from keras_headmask.attention.tensorflow.plan import Plan, planned
-from keras_headmask.attention.tensorflow.tile import product_of, softmax
+from keras_headmask.attention.tensorflow.tile import product_of
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import once
@@ -29,7 +35,7 @@ class Shared(NamedTuple):
 
     `is_short`: whether all logits are computed; a bool, or a tensor. Then `mask` `(B or 1, H or 1,
     T, S)` is 0 or what hides, and `alive` `(B or 1, T, H or 1, 1)` 1 for queries that see
-    something, else 0. `plans`: one for each head group.
+    something, else 0. Else there is a plan for each head group.
     """
 
     is_short: bool | Tensor
@@ -48,13 +54,23 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     dtype = operands[0].dtype
     about = part.rule, part.heads, part.sharing, part.tuning, part.bound, dtype, by_tiles_alone
     shared = once(lambda: _shared(part, dtype, by_tiles_alone), "attention", *about)
-    if shared.is_short is False:
-        return loop.attend(part, shared.plans, *operands)
-    return tf.cond(
-        tf.logical_and(shared.is_short, _are_plain(part, *operands)),
-        lambda: _of_all_logits(part, shared, *operands),
-        lambda: loop.attend(part, shared.plans, *operands),
-    )
+    attend = loop.attend if shared.is_short is False else _attend
+    return attend(part, shared, *operands)
+
+
+@one_function
+def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+    def with_repair() -> Tensor:
+        if shared.is_short is True:
+            return _by_definition(part, shared, *operands)
+        return tf.cond(
+            shared.is_short,
+            lambda: _by_definition(part, shared, *operands),
+            lambda: loop.attend(part, shared, *operands),
+        )
+
+    is_simple = tf.logical_and(shared.is_short, _are_plain(part, *operands))
+    return tf.cond(is_simple, lambda: _of_all_logits(part, shared, *operands), with_repair)
 
 
 def most_logits(part: Part) -> int:
@@ -70,22 +86,34 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
     for size in bound.sizes:  # in 64 bits: 65,536 squared is 0 in 32
         count *= tf.cast(size, tf.int64) if tf.is_tensor(size) else size
     is_short = count <= most if most else False
+    nothing = tf.zeros([0] * 4, dtype)
 
-    def of_short() -> Shared:
+    def of_short() -> tuple[Tensor, Tensor]:
         mask = mask_of_all_heads(part.rule, bound, len(part.heads))
         alive = tf.cast(tf.reduce_any(mask, -1, keepdims=True), dtype)
         hides = tf.where(mask, tf.zeros([], dtype), tf.constant(-_HIDES, dtype))
-        plans = [planned(group, looks_at_all=True) for group in groups]
-        return Shared(True, hides, tf.transpose(alive, (0, 2, 1, 3)), plans)
+        return hides, tf.transpose(alive, (0, 2, 1, 3))
 
-    def of_long() -> Shared:
-        nothing = tf.zeros([0, 0, 0, 0], dtype)
-        return Shared(False, nothing, nothing, [planned(group) for group in groups])
+    def of_long() -> list[Plan]:
+        return [planned(group) for group in groups]
 
-    if not tf.is_tensor(is_short):
-        return of_short() if is_short else of_long()
-    made = tf.cond(is_short, lambda: of_short()[1:], lambda: of_long()[1:])
-    return Shared(is_short, *made)
+    if is_short is True:
+        mask, alive = of_short()
+        return Shared(True, mask, alive, [])
+    if is_short is False:
+        return Shared(False, nothing, nothing, of_long())
+    # A function: TensorFlow optimises it when it first runs.
+    plans = tf.function(of_long, autograph=False, experimental_attributes=NOT_INLINED)
+    plans = plans.get_concrete_function()
+    no_plans = tf.nest.map_structure(_empty, plans.structured_outputs)
+    mask, alive, made = tf.cond(
+        is_short, lambda: (*of_short(), no_plans), lambda: (nothing, nothing, plans())
+    )
+    return Shared(is_short, mask, alive, made)
+
+
+def _empty(like: tf.TensorSpec | None) -> Tensor | None:
+    return None if like is None else tf.zeros([size or 0 for size in like.shape], like.dtype)
 
 
 def _are_plain(part: Part, query: Tensor, key: Tensor, *others: Tensor) -> bool | Tensor:
@@ -103,8 +131,30 @@ def _of_all_logits(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     logits = product_of(query, key, part.sharing, transpose_b=True)
     if changes.are_some:
         logits, _ = changes.of_logits(logits, part.heads, part.bound[:2])
-    probabilities, _ = softmax(changes, logits + shared.mask)
+    logits += shared.mask
+    if changes.sinks is None:
+        probabilities = tf.nn.softmax(logits)
+    else:  # one key more, whose value is 0
+        of_rows = tf.reduce_sum(tf.zeros_like(logits), -1, keepdims=True)
+        sinks = tf.reshape(changes.sinks, [-1, 1, 1]) + of_rows
+        probabilities = tf.nn.softmax(tf.concat([logits, sinks], -1))[..., :-1]
     if part.dropout is not None:
-        probabilities *= part.dropout.factors(logits.dtype)
+        probabilities = part.dropout.of(probabilities)
     context = product_of(probabilities, value, part.sharing)
     return tf.transpose(context, (0, 2, 1, 3)) * shared.alive
+
+
+def _by_definition(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+    query, key, value, *tensors = operands
+    drop = None if part.dropout is None else part.dropout.of
+    return dense.attention(
+        query,
+        key,
+        value,
+        tf.equal(shared.mask, 0),
+        part.scale,
+        part.changes.with_tensors(tensors),
+        part.bound[:2],
+        drop,
+        may_branch=False,
+    )[0]

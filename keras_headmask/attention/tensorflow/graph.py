@@ -1,7 +1,7 @@
 """What attention in TensorFlow's graphs is put into: functions that layers share, own gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -13,18 +13,18 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Bound, Sides
 
 
-def shared(compute: Callable) -> Callable:
-    """Let `compute(part, plans, *operands)` be one function in a graph for all equal `Part`s.
+def one_function(compute: Callable) -> Callable:
+    """Let `compute(part, shared, *operands)` be one function in a graph for all equal `Part`s.
 
     So a model of 24 layers holds, exports and loads each loop once. Whole masks come widened: see
     `_widened`.
     """
 
     @functools.wraps(compute)
-    def call(part: Any, plans: Sequence, *operands: Tensor) -> Tensor:
+    def call(part: Any, shared: Any, *operands: Tensor) -> Tensor:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():
-            return compute(part._replace(bound=_widened(bound)), plans, *operands)
+            return compute(part._replace(bound=_widened(bound)), shared, *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
         drawn = []
@@ -38,7 +38,7 @@ def shared(compute: Callable) -> Callable:
         if key not in functions:
             functions[key] = _function(compute, part, names)
         positions = bound.query_positions, bound.key_positions
-        return functions[key](*positions, values, drawn, list(plans), *operands)
+        return functions[key](*positions, values, drawn, shared, *operands)
 
     return call
 
@@ -50,7 +50,7 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
     # optimised as many.
     @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
     def function(
-        queries: Tensor, keys: Tensor, values: list, drawn: list, plans: list, *operands: Tensor
+        queries: Tensor, keys: Tensor, values: list, drawn: list, shared: Any, *operands: Tensor
     ) -> Tensor:
         inputs = {
             leaf: dict(zip(of_leaf, given, strict=True))
@@ -60,7 +60,7 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
         if dropout is not None:
             dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
         bound = _widened(Bound(queries, keys, inputs))
-        return compute(part._replace(bound=bound, dropout=dropout), plans, *operands)
+        return compute(part._replace(bound=bound, dropout=dropout), shared, *operands)
 
     return function
 

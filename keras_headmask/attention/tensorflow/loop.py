@@ -7,8 +7,8 @@ keeping them, so that peak memory grows with length x tile.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.tensorflow.graph import (
     added,
-    shared,
+    one_function,
     with_own_gradient,
     zeros_to_add_to,
 )
@@ -37,8 +37,8 @@ from keras_headmask.rules.evaluation import allowed_at
 from keras_headmask.rules.protocol import Places
 
 
-@shared
-def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
+@one_function
+def attend(part: Part, shared: Any, *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
     H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`. There is a plan
@@ -47,7 +47,7 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     groups = head_groups.of_groups(part, *operands)
     found = [
         _of_group(group, plan, *of_group)
-        for plan, (group, *of_group) in zip(plans, groups, strict=True)
+        for plan, (group, *of_group) in zip(shared.plans, groups, strict=True)
     ]
     return head_groups.joined(found, [group.heads for group, *_ in groups], 2)
 

@@ -30,8 +30,8 @@ class Plan(NamedTuple):
     in_step: Tensor
 
 
-def planned(part: Part, looks_at_all: bool = False) -> Plan:
-    """What the heads of `part`, which obey one rule, look at; or a plan by which they see all."""
+def planned(part: Part) -> Plan:
+    """What the heads of `part`, which obey one rule, look at."""
     rule, bound, tuning = part.rule, part.bound, part.tuning
     _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
     tiles = -(-queries // part.tile)
@@ -39,20 +39,15 @@ def planned(part: Part, looks_at_all: bool = False) -> Plan:
     block, inputs = tuning.tensorflow_block, bound.leaf_inputs
     flags = flags_of(rule, inputs, tuning, _most_set)
     has_gaps = leaves_gaps(rule, flags.leaves)
-    always_masked = bool(flags.leaves) or rule.tiling.is_local
     run_of_all = tf.stack([0, keys, keys, keys] if has_gaps else [0, keys])[None, None]
-    if looks_at_all:
-        runs = tf.tile(run_of_all, [1, tiles, 1])
-        needs_mask = None if always_masked else tf.ones([1, tiles], tf.bool)
-        places = dict.fromkeys(flags.by_side, tf.zeros([1, 0], tf.int32))
-    else:
-        offset = tf.reduce_min(bound.query_positions)
-        of_grid = (queries, keys), (tile, block), offset, _ARRAYS, flags.leaves
-        possible, certain = bounds_of(rule, inputs, *of_grid)
-        blocks = _runs(possible, has_gaps)
-        runs = tf.minimum(blocks * block, keys)
-        needs_mask = None if always_masked else _needs_mask(blocks, certain)
-        places = {side: _places(found) for side, found in flags.by_side.items()}
+    offset = tf.reduce_min(bound.query_positions)
+    of_grid = (queries, keys), (tile, block), offset, _ARRAYS, flags.leaves
+    possible, certain = bounds_of(rule, inputs, *of_grid)
+    blocks = _runs(possible, has_gaps)
+    runs = tf.minimum(blocks * block, keys)
+    always_masked = bool(flags.leaves) or rule.tiling.is_local
+    needs_mask = None if always_masked else _needs_mask(blocks, certain)
+    places = {side: _places(found) for side, found in flags.by_side.items()}
     return _tiles(part, tile, tiles, runs, run_of_all, needs_mask, places)
 
 

@@ -20,7 +20,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 _LEAST_SECONDS = 0.02  # of a run; a shorter call is repeated within it
-SIZES = {"long": (1, 1024), "short": (8, 128), "middle": (4, 512)}  # batch and positions
+SIZES = {  # batch and positions
+    "long": (1, 1024),
+    "short": (8, 128),
+    "middle": (4, 512),
+    "4,096": (1, 4096),
+    "16,384": (1, 16384),
+}
 MODEL = "a retrofitted model"
 
 
@@ -29,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=15, help="runs of each process, in turns")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases whose name holds it")
+    parser.add_argument("--out", type=Path, help="a JSON file, to which this backend is added")
     parser.add_argument("--quick", action="store_true", help="a tiny case: does it run?")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -41,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     workers = [Worker(tree) for tree in (HERE, folder, folder)]
     ratios: list[float] = []
     noise: list[float] = []
+    found: dict[str, Any] = {}
     for name in ("quick",) if options.quick else filter(lambda x: options.only in x, names()):
         calls = max(worker.ask(["make", name]) for worker in workers)
         runs = [
@@ -51,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         ratios.append(statistics.median(new / old for new, old, _ in runs))
         noise.append(statistics.median(again / old for _, old, again in runs))
         ms = 1000 * statistics.median(old for _, old, _ in runs) / calls
+        found[name] = {"ratio": ratios[-1], "noise": noise[-1], "milliseconds": ms}
         print(f"{ratios[-1]:.3f}  noise {noise[-1]:.3f}  {ms:8.2f} ms  {name}", flush=True)
     if not ratios:
         raise SystemExit(f"No case has {options.only!r} in its name: {', '.join(names())}.")
@@ -58,7 +67,22 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(ratios)} cases: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}; "
         f"noise: median {statistics.median(noise):.3f}, {min(noise):.3f} to {max(noise):.3f}."
     )
+    if options.out:
+        from benchmarks import machine
+
+        record = json.loads(options.out.read_text()) if options.out.exists() else {}
+        backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+        about = machine.describe() | {"commit": _commit(HERE), "before": _commit(folder)}
+        record[backend] = about | {"cases": found}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
     return 0
+
+
+def _commit(tree: Path) -> str:
+    said = subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return said.stdout.strip()
 
 
 def _turned(things: list, by: int) -> list:
@@ -148,7 +172,7 @@ def made(name: str) -> Callable[[], Any]:
         return _of_model(name.endswith("fit"))
     if name == "quick":
         return _of_attention(Case("window", 2, 40, 40, 4, 8, "gradient", "known"))
-    rule, size, step = name.split(", ")
+    rule, size, step = name.rsplit(", ", 2)
     batch, length = SIZES[size]
     return _of_attention(Case(rule, batch, length, length, 8, 64, step, "known"))
 

@@ -122,8 +122,8 @@ def places(heads, length):
 def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
     (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])
     heads = 2 * sharing
-    few = tuned(most_logits_of_a_step=48)
-    with tiles(local=2, wide=3, block=2), few, mock.patch.object(jax_runs, "_LEAST", 0.3):
+    less = mock.patch.object(jax_runs, "_LEAST", 0.3)
+    with tiles(local=2, wide=3, block=2), tuned(most_logits_of_a_step=48), less:
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
         program, _ = jax_steps.planned(part, offset)

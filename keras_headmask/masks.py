@@ -21,7 +21,7 @@ Tensor: TypeAlias = Any  # of any backend, a NumPy array, or a symbolic Keras te
 Mask: TypeAlias = Tensor  # boolean, (B or 1, H or 1, T, S); True: may attend
 Length: TypeAlias = int | Tensor  # a number of positions: an int, or a scalar where a graph runs
 
-_HIDDEN = -1e9
+HIDDEN = -1e9  # what is added to a hidden logit
 _HIDDEN_FLOAT16 = -3e4  # -1e9 would be -inf in float16, and a row of them NaN
 # Additive masks in the wild: -1e4 (in bfloat16 -9984), -3e4, -1e9, the dtype's lowest, -inf.
 _HIDES = -9984.0
@@ -322,7 +322,7 @@ def to_additive(mask: Tensor, dtype: str = "float32") -> Tensor:
     if "float" not in dtype:
         raise TypeError(f"An additive mask needs a float dtype. Received: {dtype!r}.")
     mask = as_bool(mask)
-    hidden = ops.cast(_HIDDEN_FLOAT16 if dtype == "float16" else _HIDDEN, dtype)
+    hidden = ops.cast(_HIDDEN_FLOAT16 if dtype == "float16" else HIDDEN, dtype)
     return ops.where(mask, ops.cast(0.0, dtype), hidden)
 
 

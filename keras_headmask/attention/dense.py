@@ -48,7 +48,7 @@ def attention(
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
     if keras.backend.standardize_dtype(value_dtype) in precision.HALF:
         value = ops.cast(value, dtype)
-    given, changes = (query, key, value), changes.cast(dtype)
+    given, changes, zero = (query, key, value), changes.cast(dtype), ops.cast(0.0, dtype)
     if mask is not None or may_branch:  # (else other runtimes would not fuse a bias alone)
         mask = changes.allowed(mask)
     if mask is not None:
@@ -57,7 +57,7 @@ def attention(
     logits = precision.product("bthd,bshd->bhts", query, key, half)
     if mask is not None and changes.soft_cap is not None:
         # Whose derivative is NaN where a product overflows.
-        logits = ops.where(mask, logits, ops.zeros_like(logits))
+        logits = ops.where(mask, logits, zero)
     logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
@@ -68,10 +68,10 @@ def attention(
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
         (logits,) = nonfinite.unless_for_all(all_finite, nonfinite.with_marks, logits, beside=given)
-        # A hidden logit becomes the lowest number first: -1e9 alone would hide it neither where it
-        # is infinite, nor where all allowed ones are below -1e9.
-        hidden = ops.cast(lowest, dtype)
-        logits = ops.where(mask, logits, hidden) + masks.to_additive(mask, dtype)
+        # -1e9 is added to the lowest number, in place of a hidden logit: alone it would hide none
+        # that is infinite, nor any where all allowed ones are below -1e9.
+        hidden = ops.cast(lowest + masks.HIDDEN, dtype)
+        logits = ops.where(mask, logits, hidden)
     if sinks is None:
         probabilities = ops.softmax(logits, axis=-1)
     else:  # one key more, whose value is 0
@@ -79,7 +79,7 @@ def attention(
         with_sink = ops.concatenate([logits, sinks + of_rows], axis=-1)
         probabilities = ops.softmax(with_sink, axis=-1)[..., :-1]
     if mask is not None:  # for fully masked rows
-        probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))
+        probabilities = ops.where(mask, probabilities, zero)
     rounded = ops.cast(probabilities, value_dtype)
     kept = ops.cast(probabilities if drop is None else drop(rounded), value.dtype)
     context = precision.product("bhts,bshd->bthd", kept, value, half)

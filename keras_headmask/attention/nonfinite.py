@@ -126,16 +126,19 @@ def with_marks(logits: Tensor, query: Tensor, *keys: Tensor) -> list[Tensor]:
     return [logits + marks(query, *keys)]
 
 
-def marks(query: Tensor, *keys: Tensor, heads_first: bool = False) -> Tensor:
+def marks(query: Tensor, *keys: Tensor) -> Tensor:
     """0, and NaN for each pair with a query or key that is not finite: `(B, H, T, S)`.
 
     To be added to the logits before hidden ones are replaced. `keys` are the keys and what else
-    belongs to them. The operands are `(B, L, H, D)`, or `(B, H, L, D)` if `heads_first`.
+    belongs to them. The operands are `(B, L, H, D)`.
     """
-    heads, length = (1, 2) if heads_first else (2, 1)
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
-    of_rows = ops.transpose(marks_of(query), (0, heads, length, 3))
-    return of_rows + ops.transpose(marks_of(*keys), (0, heads, 3, length))
+    of_rows = ops.transpose(marks_of(query), (0, 2, 1, 3))
+    of_keys = ops.transpose(marks_of(*keys), (0, 2, 3, 1))
+    if keras.backend.backend() == "torch":
+        # Else their sum has the heads innermost, and the logits are read out of order to add it.
+        of_rows, of_keys = of_rows.contiguous(), of_keys.contiguous()
+    return of_rows + of_keys
 
 
 def marks_of(*tensors: Tensor) -> Tensor:

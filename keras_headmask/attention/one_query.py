@@ -38,8 +38,8 @@ def attention(
         logits = soft_cap * tanh(logits / soft_cap)
     if mask.shape[1] != 1:
         mask = ops.reshape(mask, (-1, of_keys, heads // of_keys, key.shape[2]))
-    hidden = ops.cast(np.finfo(dtype).min, dtype)  # as in `dense`
-    logits = ops.where(mask, logits, hidden) + masks.to_additive(mask, dtype)
+    hidden = ops.cast(np.finfo(dtype).min + masks.HIDDEN, dtype)  # as in `dense`
+    logits = ops.where(mask, logits, hidden)
     only_one = key.shape[2] == 1  # of which Keras' softmax warns
     probabilities = ops.ones_like(logits) if only_one else ops.softmax(logits, axis=-1)
     probabilities = ops.where(mask, probabilities, ops.zeros_like(logits))

@@ -8,7 +8,6 @@ float32, on any device; products are float32 there, which an NVIDIA GPU since Am
 its tensor cores as TF32: the operands fit into that unrounded.
 """
 
-import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,10 +59,10 @@ def _is_on_accelerator(tensor: Tensor) -> bool:
         import tensorflow as tf
 
         return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
-    return _has_kernel(tensor)
+    return has_kernel(tensor)
 
 
-def _has_kernel(tensor: Tensor) -> bool:
+def has_kernel(tensor: Tensor) -> bool:
     """Whether PyTorch has a product into float32 where `tensor` is."""
     import torch
 
@@ -91,7 +90,9 @@ def product(subscripts: str, left: Tensor, right: Tensor, half: str | None) -> T
     # Neither backend has a gradient of such products.
     if backend == "tensorflow":
         return _in_tensorflow(subscripts, half, left, right)
-    return _torch_function().apply(left, right, subscripts, half)
+    from keras_headmask.attention.torch.products import Product
+
+    return Product.apply(left, right, subscripts, half)
 
 
 def of_left(subscripts: str) -> str:
@@ -109,7 +110,7 @@ def _letters(subscripts: str) -> list[str]:
     return subscripts.replace("->", ",").split(",")
 
 
-def _axes(subscripts: str) -> tuple[list[int], list[int], list[int]]:
+def axes(subscripts: str) -> tuple[list[int], list[int], list[int]]:
     """The orders of axes that make `left @ right` of an einsum, and of its result what is wanted.
 
     The orders are (batch, head, row, summed), (batch, head, summed, column), and back.
@@ -131,7 +132,7 @@ def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> T
     import tensorflow as tf
 
     def with_gradient(left: Tensor, right: Tensor) -> tuple:
-        rows, columns, back = _axes(subscripts)
+        rows, columns, back = axes(subscripts)
         rounded = (tf.transpose(tf.cast(x, half), o) for x, o in ((left, rows), (right, columns)))
         made = tf.transpose(tf.matmul(*rounded, output_type=tf.float32), back)
 
@@ -145,38 +146,3 @@ def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> T
     if is_forward_only():
         return with_gradient(left, right)[0]
     return custom_gradient(with_gradient)(left, right)
-
-
-@functools.cache
-def _torch_function() -> Any:
-    import torch
-
-    class Product(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(left: Tensor, right: Tensor, subscripts: str, half: str) -> Tensor:
-            rows, columns, back = _axes(subscripts)
-            dtype = getattr(torch, half)
-            left, right = (x.to(dtype).permute(o) for x, o in ((left, rows), (right, columns)))
-            if _has_kernel(left):
-                flat = (x.flatten(0, 1) for x in (left, right))
-                made = torch.bmm(*flat, out_dtype=torch.float32)
-                made = made.unflatten(0, left.shape[:2])
-            else:  # what is multiplied and summed is the same
-                made = torch.matmul(left.float(), right.float())
-            return made.permute(back)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-            left, right, ctx.subscripts, ctx.half = inputs
-            ctx.save_for_backward(left, right)
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Tensor) -> tuple:
-            left, right = ctx.saved_tensors
-            d_left = product(of_left(ctx.subscripts), upstream, right, ctx.half)
-            d_right = product(of_right(ctx.subscripts), left, upstream, ctx.half)
-            return d_left.to(left.dtype), d_right.to(right.dtype), None, None
-
-    return Product

@@ -1,0 +1,37 @@
+"""Products of half operands on PyTorch, where a GPU sums them in float32."""
+
+from typing import Any
+
+import torch
+
+from keras_headmask.attention import precision
+from keras_headmask.masks import Tensor
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor, subscripts: str, half: str) -> Tensor:
+        rows, columns, back = precision.axes(subscripts)
+        dtype = getattr(torch, half)
+        left, right = (x.to(dtype).permute(o) for x, o in ((left, rows), (right, columns)))
+        if precision.has_kernel(left):
+            flat = (x.flatten(0, 1) for x in (left, right))
+            made = torch.bmm(*flat, out_dtype=torch.float32)
+            made = made.unflatten(0, left.shape[:2])
+        else:  # what is multiplied and summed is the same
+            made = torch.matmul(left.float(), right.float())
+        return made.permute(back)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        left, right, ctx.subscripts, ctx.half = inputs
+        ctx.save_for_backward(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple:
+        left, right = ctx.saved_tensors
+        d_left = precision.product(precision.of_left(ctx.subscripts), upstream, right, ctx.half)
+        d_right = precision.product(precision.of_right(ctx.subscripts), left, upstream, ctx.half)
+        return d_left.to(left.dtype), d_right.to(right.dtype), None, None

@@ -1,0 +1,72 @@
+"""The definition on PyTorch, as a GPU runs it: in what order, and inside `torch.compile`."""
+
+import keras
+import numpy as np
+import pytest
+from contract import normal
+
+import keras_headmask as hm
+from keras_headmask.attention import nonfinite
+from keras_headmask.attention.precision import half_products, product
+
+if keras.backend.backend() != "torch":
+    pytest.skip("needs the PyTorch backend", allow_module_level=True)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BATCH, QUERIES, KEYS, HEADS = 2, 6, 10, 3
+
+
+class Written(TorchDispatchMode):
+    """The tensors of as many numbers as there are logits that operations write."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.numel() == BATCH * HEADS * QUERIES * KEYS:
+            read = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if made.untyped_storage().data_ptr() not in read:  # else it is a view
+                self.found.append((str(function), made.dtype, made.is_contiguous()))
+        return made
+
+
+def test_the_logits_are_walked_in_order_and_seldom():
+    """Found on a GPU: 20 passes, of which one read the logits with the heads innermost."""
+    query, key, value = (
+        torch.from_numpy(normal(BATCH, length, HEADS, 4, seed=length))
+        for length in (QUERIES, KEYS, KEYS)
+    )
+    with hm.dense_scope(), Written() as written:  # without the branches that a CPU takes
+        hm.dot_product_attention(query, key, value, mask_spec=hm.Window(2, 2), query_offset=4)
+    floats = [name for name, dtype, _ in written.found if dtype.is_floating_point]
+    assert all(in_order for *_, in_order in written.found), written.found
+    # The product, the marks of NaN and their sum, what hides, the softmax, 0 in rows that see none.
+    assert len(floats) <= 6, floats
+
+
+def test_marks_lie_as_logits_do():
+    query, key = (torch.ones(BATCH, n, HEADS, 4) for n in (QUERIES, KEYS))
+    query[1, 2, 0, 3] = float("nan")
+    key[0, 5, 2, 0] = float("inf")
+    marks = nonfinite.marks(query, key)
+    wanted = np.zeros((BATCH, HEADS, QUERIES, KEYS), bool)
+    wanted[1, 0, 2] = wanted[0, 2, :, 5] = True
+    np.testing.assert_array_equal(torch.isnan(marks), wanted)
+    assert marks.is_contiguous()
+
+
+def test_products_of_halves_are_compiled_whole():
+    """Found on a GPU: a class was made inside the code that `torch.compile` reads."""
+    left, right = (torch.from_numpy(normal(2, n, 3, 4, seed=n)) for n in (5, 7))
+
+    def of_halves(left, right):
+        return product("bthd,bshd->bhts", left, right, "bfloat16")
+
+    with half_products(True):
+        wanted = of_halves(left, right)
+    got = torch.compile(of_halves, fullgraph=True, backend="eager")(left, right)
+    torch.testing.assert_close(got, wanted)

@@ -135,7 +135,7 @@ def marks(query: Tensor, *keys: Tensor) -> Tensor:
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
     of_rows = ops.transpose(marks_of(query), (0, 2, 1, 3))
     of_keys = ops.transpose(marks_of(*keys), (0, 2, 3, 1))
-    if keras.backend.backend() == "torch":
+    if keras.backend.backend() == "torch" and not keras.backend.is_keras_tensor(of_rows):
         # Else their sum has the heads innermost, and the logits are read out of order to add it.
         of_rows, of_keys = of_rows.contiguous(), of_keys.contiguous()
     return of_rows + of_keys

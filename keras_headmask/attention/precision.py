@@ -9,12 +9,12 @@ its tensor cores as TF32: the operands fit into that unrounded.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import keras
 from keras import ops
 
 from keras_headmask._keras import custom_gradient, in_xla
+from keras_headmask.attention.subscripts import axes, of_left, of_right
 from keras_headmask.attention.tuning import Held, holding, is_forward_only
 from keras_headmask.masks import Tensor
 
@@ -59,15 +59,9 @@ def _is_on_accelerator(tensor: Tensor) -> bool:
         import tensorflow as tf
 
         return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
+    from keras_headmask.attention.torch.products import has_kernel
+
     return has_kernel(tensor)
-
-
-def has_kernel(tensor: Tensor) -> bool:
-    """Whether PyTorch has a product into float32 where `tensor` is."""
-    import torch
-
-    on_cuda = tensor.device.type == "cuda" and torch.version.cuda is not None
-    return on_cuda and hasattr(torch.ops.aten.bmm, "dtype")
 
 
 # --- Products ------------------------------------------------------------------------------------
@@ -93,39 +87,6 @@ def product(subscripts: str, left: Tensor, right: Tensor, half: str | None) -> T
     from keras_headmask.attention.torch.products import Product
 
     return Product.apply(left, right, subscripts, half)
-
-
-def of_left(subscripts: str) -> str:
-    """The subscripts of the gradient of the left operand: that of the product, times the right."""
-    left, right, out = _letters(subscripts)
-    return f"{out},{right}->{left}"
-
-
-def of_right(subscripts: str) -> str:
-    left, right, out = _letters(subscripts)
-    return f"{left},{out}->{right}"
-
-
-def _letters(subscripts: str) -> list[str]:
-    return subscripts.replace("->", ",").split(",")
-
-
-def axes(subscripts: str) -> tuple[list[int], list[int], list[int]]:
-    """The orders of axes that make `left @ right` of an einsum, and of its result what is wanted.
-
-    The orders are (batch, head, row, summed), (batch, head, summed, column), and back.
-    """
-    left, right, out = _letters(subscripts)
-    shared = "".join(x for x in left if x in right and x in out)
-    (row,), (column,), (summed,) = (
-        (set(one) & set(other)) - set(shared)
-        for one, other in ((left, out), (right, out), (left, right))
-    )
-    of_left, of_right = (
-        [operand.index(x) for x in shared + last]
-        for operand, last in ((left, row + summed), (right, summed + column))
-    )
-    return of_left, of_right, [(shared + row + column).index(x) for x in out]
 
 
 def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> Tensor:

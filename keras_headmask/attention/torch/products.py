@@ -4,8 +4,14 @@ from typing import Any
 
 import torch
 
-from keras_headmask.attention import precision
+from keras_headmask.attention.subscripts import axes, of_left, of_right
 from keras_headmask.masks import Tensor
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether PyTorch has a product into float32 where `tensor` is."""
+    on_cuda = tensor.device.type == "cuda" and torch.version.cuda is not None
+    return on_cuda and hasattr(torch.ops.aten.bmm, "dtype")
 
 
 class Product(torch.autograd.Function):
@@ -13,10 +19,10 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(left: Tensor, right: Tensor, subscripts: str, half: str) -> Tensor:
-        rows, columns, back = precision.axes(subscripts)
+        rows, columns, back = axes(subscripts)
         dtype = getattr(torch, half)
         left, right = (x.to(dtype).permute(o) for x, o in ((left, rows), (right, columns)))
-        if precision.has_kernel(left):
+        if has_kernel(left):
             flat = (x.flatten(0, 1) for x in (left, right))
             made = torch.bmm(*flat, out_dtype=torch.float32)
             made = made.unflatten(0, left.shape[:2])
@@ -32,6 +38,6 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple:
         left, right = ctx.saved_tensors
-        d_left = precision.product(precision.of_left(ctx.subscripts), upstream, right, ctx.half)
-        d_right = precision.product(precision.of_right(ctx.subscripts), left, upstream, ctx.half)
+        d_left = Product.apply(upstream, right, of_left(ctx.subscripts), ctx.half)
+        d_right = Product.apply(left, upstream, of_right(ctx.subscripts), ctx.half)
         return d_left.to(left.dtype), d_right.to(right.dtype), None, None

@@ -1,243 +1,166 @@
-"""`python -m benchmarks.gpu`: the same cases on a CUDA machine, on JAX and PyTorch.
+"""`python -m benchmarks.gpu`: what the card gives, whether answers are right there, and how fast.
 
-Ours as it chooses by itself, dense, and tiled in several tile sizes; the peers are
-cuDNN attention and SDPA with a mask, and compiled FlexAttention. bfloat16 by default. Without a GPU
-`--quick` shows that it runs.
+Each part is a process with a time limit of its own, and writes its JSON after each figure, so that
+a part that is stopped, or a machine that is gone, costs what was not measured yet alone. All parts
+take ten minutes on an H100. `--quick` runs each on a CPU, in tiny sizes.
+
+Times are of the card: CUDA events around many calls, the sum of all kernels by the profiler, and
+beside them milliseconds of the host, and launches, of a call.
 """
 
 import argparse
-import functools
+import dataclasses
+import importlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+from benchmarks import cases, machine
 
-from benchmarks import cases, machine, measure, workers
+OUT = Path(__file__).parent / "results" / "gpu"
+
+
+class Part(NamedTuple):
+    """`function` of `module` gets a `Record`; `seconds` is its limit."""
+
+    module: str
+    function: str
+    seconds: int
+
+
+PARTS = {
+    "card": Part("gpu_torch", "card", 30),
+    "torch-semantics": Part("gpu_torch", "semantics", 80),
+    "torch": Part("gpu_torch", "attention", 170),
+    "torch-training": Part("gpu_torch", "training", 100),
+    "jax": Part("gpu_jax", "attention", 140),
+    "proxies": Part("gpu_torch", "proxies", 40),
+}
+
+
+class Record:
+    """The JSON file of a part, which is written with each figure."""
+
+    def __init__(self, file: Path, quick: bool) -> None:
+        self.file, self.quick, self.figures = file, quick, {}
+
+    def put(self, *path: str, value: Any) -> None:
+        place: dict[str, Any] = self.figures
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        place[path[-1]] = value
+        # (Never half of a file: a part may be stopped at any moment.)
+        made = self.file.with_suffix(".new")
+        made.write_text(json.dumps(self.figures))
+        os.replace(made, self.file)
+
+    def attempt(self, *path: str, do: Any) -> Any:
+        """What `do()` gives, put there; or its error, which costs the others nothing."""
+        try:
+            value = do()
+        except Exception as error:  # whatever an engine raises belongs in the record
+            self.put(*path, value={"error": f"{type(error).__name__}: {error}"[:600]})
+            return None
+        self.put(*path, value=value)
+        return value
+
+
+def sized(quick: bool) -> Iterator[cases.Case]:
+    """The cases in the order of what is wanted most: B = 8, then 16,384 positions, then B = 1."""
+    every = cases.all_cases(quick)
+    names = ("window",) if quick else ("window", "documents", "bert", "mixed", "longformer")
+    for batch in (2,) if quick else (8, 1):
+        for name in names:
+            yield dataclasses.replace(every[name], batch=batch)
+        if batch != 1 and not quick:
+            for name in ("window", "documents"):
+                yield dataclasses.replace(every[name], length=16384)
+
+
+def titled(case: cases.Case) -> str:
+    return f"{case.name}, {case.batch} x {case.length}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    if options.worker:
-        task = json.loads(options.worker)
-        Path(options.json).write_text(json.dumps(_serve(task)))
+    if options.part:
+        part = PARTS[options.part]
+        function = getattr(importlib.import_module(f"benchmarks.{part.module}"), part.function)
+        function(Record(options.json, options.quick))
         return
-    names = options.only.split(",") if options.only else list(cases.all_cases())
+    options.out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
         **machine.describe(),
         "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
-        "dtype": options.dtype,
         "quick": options.quick,
-        "cases": {name: {} for name in names},
+        "parts": {},
     }
-    for name_group in [names] if options.quick else [[name] for name in names]:
-        for backend in options.backends.split(","):
-            print(f"{', '.join(name_group)}: {backend}", file=sys.stderr, flush=True)
-            task = {
-                "backend": backend,
-                "names": name_group,
-                "dtype": options.dtype,
-                "quick": options.quick,
-                "repetitions": options.repetitions or (2 if options.quick else 20),
-                "tiles": [64] if options.quick else [int(x) for x in options.tiles.split(",")],
-                "threads": os.cpu_count(),
-            }
-            # JAX would take most of the memory at once, PyTorch's share too.
-            told = workers.run(
-                task,
-                module="benchmarks.gpu",
-                KERAS_BACKEND=backend,
-                XLA_PYTHON_CLIENT_PREALLOCATE="false",
-            )
-            for name in name_group:
-                record["cases"][name][backend] = told.get(name, {"errors": told.get("errors")})
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "record.json").write_text(json.dumps(record, indent=2) + "\n")
-    (options.out / "RESULTS.md").write_text(_markdown(record), encoding="utf-8")
+    for name in options.only.split(",") if options.only else PARTS:
+        print(name, file=sys.stderr, flush=True)
+        record["parts"][name] = _run(name, options.quick)
+        (options.out / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+        (options.out / "RESULTS.md").write_text(_markdown(record), encoding="utf-8")
 
 
-def _serve(task: dict[str, Any]) -> dict[str, Any]:
-    every = cases.all_cases(task["quick"])
-    on_backend = _on_jax if task["backend"] == "jax" else _on_torch
-    results: dict[str, Any] = {}
-    for name in task["names"]:
+def _run(name: str, quick: bool) -> dict[str, Any]:
+    """What the part wrote, how long it took, and how it ended."""
+    environment = os.environ | {
+        "KERAS_BACKEND": "jax" if "jax" in PARTS[name].module else "torch",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file, start = Path(folder) / "part.json", time.monotonic()
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--json", str(file)]
         try:
-            results[name] = on_backend(every[name], task)
-        except Exception as error:  # one case must not cost the others
-            results[name] = {"errors": {"all": measure.message(error)}}
-    return results
-
-
-def _ours(case: cases.Case, tiled: bool | None, tile: int | None = None) -> Callable:
-    """Ours as a function of operands and mask inputs; the tile counts while it is traced."""
-    import keras_headmask as hm
-    from keras_headmask.attention.tuning import tuned
-
-    spec = case.spec()
-    sizes = {} if tile is None else {"local_tile": tile, "wide_tile": tile}
-
-    def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
-        with tuned(**sizes):
-            return hm.dot_product_attention(
-                query, key, value, mask_spec=spec, mask_inputs=inputs or None, tiled=tiled
+            done = subprocess.run(
+                command + ["--quick"] * quick,
+                env=environment,
+                timeout=600 if quick else PARTS[name].seconds,
+                stdout=sys.stderr,
+                stderr=subprocess.PIPE,
             )
-
-    return attend
-
-
-def _every_way(case: cases.Case, tiles: list[int]) -> dict[str, Callable]:
-    ways = {f"ours, tiles of {tile}": _ours(case, True, tile) for tile in tiles}
-    return {"ours": _ours(case, None), "ours, dense": _ours(case, False), **ways}
-
-
-def _on_jax(case: cases.Case, task: dict[str, Any]) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    operands = [jnp.asarray(x, task["dtype"]) for x in case.operands()]
-    data = case.data()
-    inputs = {name: jnp.asarray(array) for name, array in data.items()}
-    allowed = case.mask(data)
-    mask = jnp.asarray(allowed)
-    functions = {}
-    for name, attend in _every_way(case, task["tiles"]).items():
-        functions[name] = functools.partial(jax.jit(attend), *operands, inputs)
-    for implementation in ("xla", "cudnn"):
-        if implementation == "cudnn" and jax.default_backend() != "gpu":
-            continue
-        attend = functools.partial(jax.nn.dot_product_attention, implementation=implementation)
-        theirs = jax.jit(lambda q, k, v, mask, attend=attend: attend(q, k, v, mask=mask))
-        functions[f"jax.nn, {implementation}"] = functools.partial(theirs, *operands, mask)
-    functions = {
-        name: lambda function=function: jax.block_until_ready(function())
-        for name, function in functions.items()
-    }
-    result = measure.interleaved(functions, task["repetitions"])
-    outputs = _outputs(functions, result, lambda x: np.asarray(x, "float32"))
-    return result | _differences(outputs, "jax.nn, xla", allowed)
-
-
-def _on_torch(case: cases.Case, task: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from benchmarks import peers_torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        torch.set_num_threads(task["threads"])
-    torch._dynamo.reset()
-    heads_first = peers_torch.heads_first(case, task["dtype"], device)
-    operands = [x.transpose(1, 2).contiguous() for x in heads_first]
-    data = case.data()
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in data.items()}
-    allowed = case.mask(data)
-    mask = torch.from_numpy(allowed).to(device)
-    functions: dict[str, Callable] = {}
-    for name, attend in _every_way(case, task["tiles"]).items():
-        functions[name] = functools.partial(attend, *operands, inputs)
-        if not task["quick"]:  # (on a CPU it is C++ to be built for each)
-            compiled = torch.compile(attend, dynamic=False)
-            functions[f"{name}, compiled"] = functools.partial(compiled, *operands, inputs)
-    functions |= _torch_peers(heads_first, mask, device)
-    if not task["quick"] or case.name == "window":
-        flex = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=False)
-        blocks = peers_torch.block_mask(case, device)
-        functions["flex"] = functools.partial(flex, *heads_first, block_mask=blocks)
-        if case.reads_data:
-            make = torch.compile(peers_torch.create_block_mask, dynamic=False)
-            maker = peers_torch.block_mask_maker(case, device, make)
-            functions["flex with its mask, compiled"] = lambda: flex(
-                *heads_first, block_mask=maker()
-            )
-
-    def finished(function: Callable) -> Any:
-        with torch.no_grad():
-            result = function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return result
-
-    functions = {name: functools.partial(finished, f) for name, f in functions.items()}
-    result = measure.interleaved(functions, task["repetitions"], warm_up=3)
-
-    def as_array(x: Any) -> np.ndarray:
-        return x.float().cpu().numpy()
-
-    outputs = _outputs(functions, result, as_array)
-    for name in outputs:
-        if not name.startswith("ours"):
-            outputs[name] = np.swapaxes(outputs[name], 1, 2)
-    return result | _differences(outputs, "sdpa", allowed)
-
-
-def _torch_peers(operands: list[Any], mask: Any, device: str) -> dict[str, Callable]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    sdpa = functools.partial(scaled_dot_product_attention, *operands, attn_mask=mask)
-
-    def cudnn() -> Any:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return sdpa()
-
-    return {"sdpa": sdpa, **({"sdpa, cudnn": cudnn} if device == "cuda" else {})}
-
-
-def _outputs(functions: dict, result: dict, as_array: Callable) -> dict[str, np.ndarray]:
-    return {name: as_array(functions[name]()) for name in result["seconds"]}
-
-
-def _differences(
-    outputs: dict[str, np.ndarray], reference: str, allowed: np.ndarray
-) -> dict[str, Any]:
-    """The largest difference of each output from the reference, over rows that see something."""
-    if reference not in outputs:
-        return {"differences": {}}
-    expected = outputs[reference]
-    alive = np.swapaxes(allowed.any(-1), 1, 2)[..., None]  # (B or 1, T, H or 1, 1)
-    return {
-        "differences": {
-            name: float(np.abs(np.where(alive, output - expected, 0)).max())
-            for name, output in outputs.items()
-            if name != reference
-        }
-    }
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            ended = "whole" if done.returncode == 0 else f"exit {done.returncode}: {lines[-1:]}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {PARTS[name].seconds} s"
+        figures = json.loads(file.read_text()) if file.exists() else {}
+    return {"ended": ended, "seconds": round(time.monotonic() - start, 1), "figures": figures}
 
 
 def _markdown(record: dict[str, Any]) -> str:
     accelerator = record["machine"]["accelerator"] or record["machine"]["processor"]
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines = [f"# Benchmarks: {accelerator}", ""]
-    lines += [f"{record['dtype']}; {versions}; {record['date']}; `{record['command']}`.", ""]
-    for name, backends in record["cases"].items():
-        lines += [f"## {name}", "", "| backend | | ms | difference |", "|---|---|---|---|"]
-        failed = []
-        for backend, told in backends.items():
-            differences = told.get("differences", {})
-            for what, seconds in sorted(told.get("seconds", {}).items(), key=lambda kv: kv[1]):
-                far = f"{differences[what]:.1e}" if what in differences else "-"
-                lines.append(f"| {backend} | {what} | {seconds * 1e3:.3g} | {far} |")
-            for what, text in (told.get("errors") or {}).items():
-                failed.append(f"Failed: {backend}, {what}: {' '.join(text.split())}")
-        lines += ["", *failed, ""]
-    return "\n".join(lines)
+    lines = [f"# On a card: {accelerator}", "", f"{versions}; {record['date']}; "]
+    lines[-1] += f"`{record['command']}`."
+    for name, part in record["parts"].items():
+        lines += ["", f"## {name}", "", f"{part['seconds']} s, {part['ended']}."]
+        for group, figures in part["figures"].items():
+            lines += ["", f"- {group}"]
+            for what, value in figures.items() if isinstance(figures, dict) else [("", figures)]:
+                lines.append(f"    - {what}: {_short(value)}".replace(" : ", " "))
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(x)}" for key, x in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="tiny sizes, 2 repetitions: does it run?")
-    add("--only", default="", help="cases, comma-separated")
-    add("--out", type=Path, default=Path(__file__).parent / "results" / "gpu")
-    add("--backends", default="jax,torch")
-    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    add("--repetitions", type=int)
-    add("--tiles", default="64,128,256,512", help="tile sizes, comma-separated")
-    add("--worker", help=argparse.SUPPRESS)
-    add("--json", help=argparse.SUPPRESS)
+    add("--quick", action="store_true", help="tiny sizes, a few calls, on a CPU: does it run?")
+    add("--only", default="", help=f"parts, with commas between: {', '.join(PARTS)}")
+    add("--out", type=Path, default=OUT)
+    add("--part", help=argparse.SUPPRESS)
+    add("--json", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

@@ -50,11 +50,6 @@ class Changes(NamedTuple):
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.bias, self.table, self.sinks) if x is not None]
 
-    @property
-    def axes_of_heads(self) -> list[int]:
-        """Of each of the `tensors`; along it a bias may have size 1, for all heads."""
-        return [axis for name, axis in _AXES_OF_HEADS.items() if getattr(self, name) is not None]
-
     def cast(self, dtype: str) -> "Changes":
         """In the dtype of the logits. A sink of inf becomes one that takes all of each row, too."""
         changes = self._with(lambda _, x: ops.cast(x, dtype))

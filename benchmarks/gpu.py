@@ -1,8 +1,8 @@
 """`python -m benchmarks.gpu`: what the card gives, whether answers are right there, and how fast.
 
 Each part is a process with a time limit of its own, and writes its JSON after each figure, so that
-a part that is stopped, or a machine that is gone, costs what was not measured yet alone. All parts
-take ten minutes on an H100. `--quick` runs each on a CPU, in tiny sizes.
+a part that is stopped, or a machine that is gone, costs what was not measured yet alone. The limits
+of all parts are less than ten minutes. `--quick` runs each on a CPU, in tiny sizes.
 
 Times are of the card: CUDA events around many calls, the sum of all kernels by the profiler, and
 beside them milliseconds of the host, and launches, of a call.
@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import cases, machine
+from benchmarks import cases, machine, measure
 
 OUT = Path(__file__).parent / "results" / "gpu"
 
@@ -60,15 +60,13 @@ class Record:
         made.write_text(json.dumps(self.figures))
         os.replace(made, self.file)
 
-    def attempt(self, *path: str, do: Any) -> Any:
+    def attempt(self, *path: str, do: Callable[[], Any]) -> None:
         """What `do()` gives, put there; or its error, which costs the others nothing."""
         try:
             value = do()
         except Exception as error:  # whatever an engine raises belongs in the record
-            self.put(*path, value={"error": f"{type(error).__name__}: {error}"[:600]})
-            return None
+            value = {"error": measure.message(error)}
         self.put(*path, value=value)
-        return value
 
 
 def sized(quick: bool) -> Iterator[cases.Case]:
@@ -81,6 +79,18 @@ def sized(quick: bool) -> Iterator[cases.Case]:
         if batch != 1 and not quick:
             for name in ("window", "documents"):
                 yield dataclasses.replace(every[name], length=16384)
+
+
+def ours(spec: Any) -> Callable:
+    """Attention under `spec`, of query, key, value and mask inputs."""
+    import keras_headmask as hm
+
+    def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
+        return hm.dot_product_attention(
+            query, key, value, mask_spec=spec, mask_inputs=inputs or None
+        )
+
+    return attend
 
 
 def titled(case: cases.Case) -> str:

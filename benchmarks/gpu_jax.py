@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import gpu_semantics
-from benchmarks.gpu import Record, sized, titled
+from benchmarks.gpu import Record, ours, sized, titled
 
 ON_CARD = jax.default_backend() == "gpu"
 
@@ -26,7 +26,7 @@ def attention(record: Record) -> None:
         data = case.data()
         inputs = {name: jnp.asarray(array) for name, array in data.items()}
         mask = jnp.asarray(case.mask(data))
-        calls = {"ours": (_ours(case.spec()), (*operands, inputs))}
+        calls = {"ours": (ours(case.spec()), (*operands, inputs))}
         for engine in ("cudnn", "xla") if ON_CARD else ("xla",):
             calls[engine] = functools.partial(_theirs, engine), (*operands, mask)
         for name, (attend, given) in calls.items():
@@ -36,17 +36,6 @@ def attention(record: Record) -> None:
             for name, (attend, given) in calls.items():
                 do = functools.partial(_timed, _gradients(attend), given, record.quick)
                 record.attempt(f"{titled(case)}, training", name, do=do)
-
-
-def _ours(spec: Any) -> Callable:
-    import keras_headmask as hm
-
-    def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
-        return hm.dot_product_attention(
-            query, key, value, mask_spec=spec, mask_inputs=inputs or None
-        )
-
-    return attend
 
 
 def _theirs(engine: str, query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -82,9 +71,9 @@ def _difference(question: gpu_semantics.Question, dtype: str) -> dict[str, float
     exact = [np.asarray(x, "float32") for x in given]
     wanted = gpu_semantics.Question(question.rule, exact, question.inputs, question.mask).context()
     inputs = {name: jnp.asarray(x) for name, x in question.inputs.items()}
-    made = jax.jit(_ours(question.spec()))(*given, inputs)
+    made = jax.jit(ours(question.spec()))(*given, inputs)
     gradients = jax.grad(
-        lambda *qkv: _ours(question.spec())(*qkv, inputs).astype("float32").sum(), (0, 1, 2)
+        lambda *qkv: ours(question.spec())(*qkv, inputs).astype("float32").sum(), (0, 1, 2)
     )(*given)
     are_finite = all(bool(jnp.isfinite(x).all()) for x in gradients)
     difference = float(np.abs(np.asarray(made, "float64") - wanted).max())

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import cases, gpu_semantics, peers_torch
-from benchmarks.gpu import Record, sized, titled
+from benchmarks.gpu import Record, ours, sized, titled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_CARD = DEVICE == "cuda"
@@ -85,9 +85,9 @@ def card(record: Record) -> None:
 def semantics(record: Record) -> None:
     """The largest difference from NumPy's answer, and from PyTorch's gradients in float64."""
     for name, question in gpu_semantics.questions(record.quick).items():
-        engines = {"eager": _ours(question.spec())}
+        engines = {"eager": ours(question.spec())}
         if ON_CARD:
-            engines["compiled"] = torch.compile(_ours(question.spec()), dynamic=False)
+            engines["compiled"] = torch.compile(ours(question.spec()), dynamic=False)
         for dtype in ("float32", "bfloat16"):
             rounded = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in question.operands]
             exact = dataclasses.replace(question, operands=[x.float().numpy() for x in rounded])
@@ -95,17 +95,6 @@ def semantics(record: Record) -> None:
             for engine, attend in engines.items():
                 do = functools.partial(_differences, attend, operands, exact, wanted)
                 record.attempt(name, f"{engine}, {dtype}", do=do)
-
-
-def _ours(spec: Any, **how: Any) -> Callable:
-    import keras_headmask as hm
-
-    def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
-        return hm.dot_product_attention(
-            query, key, value, mask_spec=spec, mask_inputs=inputs or None, **how
-        )
-
-    return attend
 
 
 def _exact(question: gpu_semantics.Question) -> list[Any]:
@@ -152,12 +141,12 @@ def _of_case(record: Record, case: cases.Case, trains: bool) -> None:
     data = case.data()
     inputs = {name: torch.from_numpy(array).to(DEVICE) for name, array in data.items()}
     mask = torch.from_numpy(case.mask(data)).to(DEVICE)
-    ours = _ours(case.spec())
+    attend = ours(case.spec())
     calls: dict[str, tuple[Callable, list[Any]]] = {
-        "ours": (lambda *qkv: ours(*qkv, inputs), operands)
+        "ours": (lambda *qkv: attend(*qkv, inputs), operands)
     }
     if ON_CARD:
-        compiled = torch.compile(ours, dynamic=False)
+        compiled = torch.compile(attend, dynamic=False)
         calls["ours, compiled"] = lambda *qkv: compiled(*qkv, inputs), operands
     calls |= _sdpa(heads_first, mask)
     if ON_CARD or not trains:  # FlexAttention has no gradient on a CPU

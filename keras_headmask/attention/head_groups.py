@@ -228,19 +228,11 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
     drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
     given = drawn, ops.arange(batch, dtype="int32"), bound.query_positions, bound.key_positions
-    if not _is_graph_of_tensorflow():
+    if keras.backend.backend() != "tensorflow":
         return Dropout(rate, *_numbers(heads, *given))
     from keras_headmask.attention.tensorflow.functions import for_equal_shapes
 
     return Dropout(rate, *for_equal_shapes(_numbers, heads)(*given))  # its 100 nodes once
-
-
-def _is_graph_of_tensorflow() -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()
 
 
 def _numbers(

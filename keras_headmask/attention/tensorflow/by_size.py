@@ -54,8 +54,9 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     dtype = operands[0].dtype
     about = part.rule, part.heads, part.sharing, part.tuning, part.bound, dtype, by_tiles_alone
     shared = once(lambda: _shared(part, dtype, by_tiles_alone), "attention", *about)
-    attend = loop.attend if shared.is_short is False else _attend
-    return attend(part, shared, *operands)
+    if shared.is_short is False:
+        return loop.attend(part, shared.plans, *operands)
+    return _attend(part, shared, *operands)
 
 
 @one_function
@@ -66,7 +67,7 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
         return tf.cond(
             shared.is_short,
             lambda: _by_definition(part, shared, *operands),
-            lambda: loop.attend(part, shared, *operands),
+            lambda: loop.attend(part, shared.plans, *operands),
         )
 
     is_simple = tf.logical_and(shared.is_short, _are_plain(part, *operands))

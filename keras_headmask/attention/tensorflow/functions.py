@@ -26,8 +26,10 @@ def held() -> dict[tuple, Callable]:
 def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
     """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
 
-    TensorFlow puts it in place of each call.
+    TensorFlow puts it in place of each call. (What runs eagerly is not traced.)
     """
+    if tf.executing_eagerly():
+        return functools.partial(compute, *first)
     functions, key = held(), (compute, *first, is_forward_only(), _keras.checks_numerics())
     if key not in functions:
         functions[key] = tf.function(functools.partial(compute, *first), autograph=False)

@@ -10,21 +10,21 @@ from keras_headmask import _keras
 from keras_headmask.attention.tensorflow.functions import held
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.protocol import Bound, Sides
+from keras_headmask.rules.protocol import Bound
 
 
 def one_function(compute: Callable) -> Callable:
     """Let `compute(part, shared, *operands)` be one function in a graph for all equal `Part`s.
 
-    So a model of 24 layers holds, exports and loads each loop once. Whole masks come widened: see
-    `_widened`.
+    So a model of 24 layers holds, exports and loads each loop once. `shared` is a structure of
+    tensors.
     """
 
     @functools.wraps(compute)
     def call(part: Any, shared: Any, *operands: Tensor) -> Tensor:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():
-            return compute(part._replace(bound=_widened(bound)), shared, *operands)
+            return compute(part, shared, *operands)
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
         drawn = []
@@ -59,32 +59,10 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
         dropout = part.dropout
         if dropout is not None:
             dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
-        bound = _widened(Bound(queries, keys, inputs))
+        bound = Bound(queries, keys, inputs)
         return compute(part._replace(bound=bound, dropout=dropout), shared, *operands)
 
     return function
-
-
-def _widened(bound: Bound) -> Bound:
-    """Whole masks, widened to all queries and keys along the axes of a size not known yet.
-
-    An axis of size 1 is not cut into tiles, and here only the run shows whether it is 1.
-    """
-
-    def widen(value: Tensor | Sides) -> Tensor | Sides:
-        if isinstance(value, Sides):
-            return value
-        if value.shape[2] is None:
-            value = value & (bound.query_positions >= bound.query_positions)[:, None]
-        if value.shape[3] is None:
-            value = value & (bound.key_positions >= bound.key_positions)
-        return value
-
-    inputs = {
-        leaf: {name: widen(value) for name, value in values.items()}
-        for leaf, values in bound.leaf_inputs.items()
-    }
-    return bound._replace(leaf_inputs=inputs)
 
 
 def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:

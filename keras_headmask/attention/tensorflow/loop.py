@@ -7,8 +7,8 @@ keeping them, so that peak memory grows with length x tile.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -34,22 +34,45 @@ from keras_headmask.attention.tensorflow.tile import (
 )
 from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.evaluation import allowed_at
-from keras_headmask.rules.protocol import Places
+from keras_headmask.rules.protocol import Bound, Places, Sides
 
 
 @one_function
-def attend(part: Part, shared: Any, *operands: Tensor) -> Tensor:
+def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
     H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`. There is a plan
     for each head group.
     """
+    part = part._replace(bound=_widened(part.bound))
     groups = head_groups.of_groups(part, *operands)
     found = [
         _of_group(group, plan, *of_group)
-        for plan, (group, *of_group) in zip(shared.plans, groups, strict=True)
+        for plan, (group, *of_group) in zip(plans, groups, strict=True)
     ]
     return head_groups.joined(found, [group.heads for group, *_ in groups], 2)
+
+
+def _widened(bound: Bound) -> Bound:
+    """Whole masks, widened to all queries and keys along the axes of a size not known yet.
+
+    An axis of size 1 is not cut into tiles, and here only the run shows whether it is 1.
+    """
+
+    def widen(value: Tensor | Sides) -> Tensor | Sides:
+        if isinstance(value, Sides):
+            return value
+        if value.shape[2] is None:
+            value = value & (bound.query_positions >= bound.query_positions)[:, None]
+        if value.shape[3] is None:
+            value = value & (bound.key_positions >= bound.key_positions)
+        return value
+
+    inputs = {
+        leaf: {name: widen(value) for name, value in values.items()}
+        for leaf, values in bound.leaf_inputs.items()
+    }
+    return bound._replace(leaf_inputs=inputs)
 
 
 def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:

@@ -151,12 +151,9 @@ def _of_case(record: Record, case: cases.Case, trains: bool) -> None:
     calls |= _sdpa(heads_first, mask)
     if ON_CARD or not trains:  # FlexAttention has no gradient on a CPU
         calls |= _flex(case, heads_first)
-    for name, (attend, given) in calls.items():
-        record.attempt(
-            titled(case),
-            name,
-            do=lambda f=attend, x=given: timed(_step(f, x, trains), record.quick),
-        )
+    for name, (call, given) in calls.items():
+        do = functools.partial(timed, _step(call, given, trains), record.quick)
+        record.attempt(titled(case), name, do=do)
 
 
 def _step(attend: Callable, operands: list[Any], trains: bool) -> Callable[[], Any]:

@@ -14,6 +14,7 @@ import keras
 from keras import ops
 
 from keras_headmask._keras import custom_gradient, in_xla
+from keras_headmask.attention import device
 from keras_headmask.attention.subscripts import axes, of_left, of_right
 from keras_headmask.attention.tuning import Held, holding, is_forward_only
 from keras_headmask.masks import Tensor
@@ -51,17 +52,21 @@ def half_dtype(scale: float, *operands: Tensor) -> str | None:
 def _is_on_accelerator(tensor: Tensor) -> bool:
     """Whether one multiplies half operands into float32."""
     backend = keras.backend.backend()
-    if backend == "jax":
+    if backend == "torch":
+        from keras_headmask.attention.torch.products import has_kernel
+
+        return has_kernel(tensor)
+    return device.is_gpu(tensor) or _is_on_tpu()
+
+
+def _is_on_tpu() -> bool:
+    if keras.backend.backend() == "jax":
         import jax
 
-        return jax.default_backend() != "cpu"
-    if backend == "tensorflow":
-        import tensorflow as tf
+        return jax.default_backend() == "tpu"
+    import tensorflow as tf
 
-        return any(tf.config.list_logical_devices(kind) for kind in ("GPU", "TPU"))
-    from keras_headmask.attention.torch.products import has_kernel
-
-    return has_kernel(tensor)
+    return bool(tf.config.list_logical_devices("TPU"))
 
 
 # --- Products ------------------------------------------------------------------------------------

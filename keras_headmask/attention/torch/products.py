@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
+from keras_headmask.attention import device
 from keras_headmask.attention.subscripts import axes, of_left, of_right
 from keras_headmask.masks import Tensor
 
 
 def has_kernel(tensor: Tensor) -> bool:
     """Whether PyTorch has a product into float32 where `tensor` is."""
-    on_cuda = tensor.device.type == "cuda" and torch.version.cuda is not None
-    return on_cuda and hasattr(torch.ops.aten.bmm, "dtype")
+    return device.is_gpu(tensor) and hasattr(torch.ops.aten.bmm, "dtype")
 
 
 class Product(torch.autograd.Function):

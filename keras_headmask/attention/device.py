@@ -1,0 +1,40 @@
+"""Which device attention is computed on: that of the operands, or one that somebody asks about."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+
+from keras_headmask.attention.tuning import Held, holding
+from keras_headmask.masks import Tensor
+
+_asked_about: Held[str | None] = Held("device", None)
+
+
+def assuming(device: str | None) -> AbstractContextManager[Any]:
+    """Choose as for "gpu", "cpu", or `None`, the device at hand; nothing can run inside."""
+    return holding(_asked_about, device)
+
+
+def is_gpu(tensor: Tensor) -> bool:
+    """Whether what is done with `tensor` is done on an NVIDIA GPU.
+
+    (Of TensorFlow's graphs this is known when they run: `tensorflow/plan.py` asks there.)
+    """
+    asked = _asked_about.get()
+    if asked is not None:
+        return asked == "gpu"
+    backend = keras.backend.backend()
+    if backend == "torch":
+        import torch
+
+        return tensor.device.type == "cuda" and torch.version.cuda is not None
+    if backend == "jax":
+        import jax
+
+        return jax.default_backend() == "gpu"
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.config.list_logical_devices("GPU"))
+    return False

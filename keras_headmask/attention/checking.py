@@ -32,9 +32,9 @@ def check_operands(**operands: Tensor) -> None:
     dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
     if any("float" not in dtype for dtype in dtypes.values()):
         raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    of_keys = key, value
-    same = ((0, (query, key, value)), (1, of_keys), (2, of_keys), (3, (query, key)))
-    if any(len({x.shape[axis] for x in those} - {None}) > 1 for axis, those in same):
+    # (Pair by pair: in a set, PyTorch's compiler would take each length for a constant.)
+    pairs = (0, query, key), (0, key, value), (0, query, value), (1, key, value), (2, key, value)
+    if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
         raise ValueError(
             "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
             f"Received: {received()}."
@@ -45,6 +45,10 @@ def check_operands(**operands: Tensor) -> None:
             f"The number of key heads must divide the number of query heads: {key_heads} does not "
             f"divide {heads}. Received: {received()}."
         )
+
+
+def _agree(size: int | None, other: int | None) -> bool:
+    return None in (size, other) or size == other
 
 
 def refuse_rule_by_position(name: str, arguments: Mapping[str, Any]) -> None:

@@ -17,9 +17,11 @@ from keras_headmask.attention.kernels import (
     ByGroup,
     Dense,
     FlexAttention,
+    FlexOnGpu,
     Gathered,
     Kernel,
     Loop,
+    MaskedSdpa,
     Sdpa,
     first,
     impossible,
@@ -33,7 +35,12 @@ from keras_headmask.rules.positions import Full
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "tensorflow": (Loop(), ByGroup(Gathered()), Dense()),
     "jax": (ByGroup(BlockLoop(), Gathered()), Dense()),
-    "torch": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
+    "torch": (
+        FlexOnGpu(),
+        ByGroup(Sdpa(), FlexAttention(), Gathered()),
+        MaskedSdpa(),
+        Dense(),
+    ),
 }
 _OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this package does not know
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)

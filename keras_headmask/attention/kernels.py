@@ -12,13 +12,16 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask._keras import in_xla
-from keras_headmask.attention import blocks, dense, gathered, head_groups, precision
+from keras_headmask.attention import blocks, dense, device, gathered, head_groups, precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
+from keras_headmask.rules.protocol import BOTH
+
+_FEWEST_PAIRS_ON_GPU = 2**20  # of a head, for which tiles are worth their overhead there
 
 
 class Kernel:
@@ -43,7 +46,7 @@ class Kernel:
 
     def _plan(self, part: Part, queries: int, keys: int, query_offset: int) -> blocks.Plan:
         block = getattr(part.tuning, self.block)
-        tile = block if self.block == "flex_block" else part.tile
+        tile = block if isinstance(self, FlexAttention) else part.tile
         return blocks.plan(part.rule, queries, keys, query_offset, tile, block, len(part.heads))
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
@@ -134,6 +137,8 @@ def _skips_nothing(request: Request, part: Part) -> str | None:
         return reason
     queries, keys = _lengths(request)
     fewest = part.tuning.fewest_pairs
+    if _is_torch_on_gpu(request):
+        fewest = max(fewest, _FEWEST_PAIRS_ON_GPU)
     if None not in (queries, keys) and queries * keys < fewest:
         # (No sizes in these sentences: code that is compiled may not know them.)
         return f"there are fewer than {fewest} pairs, for which one product is faster"
@@ -204,7 +209,20 @@ class BlockLoop(Kernel):
         return loop.compute(part, request.query_offset, *operands)
 
 
+def _is_torch_on_gpu(request: Request) -> bool:
+    return keras.backend.backend() == "torch" and device.is_gpu(request.query)
+
+
+def _is_compiled() -> bool:
+    """Whether PyTorch's compiler reads this."""
+    import torch
+
+    return torch.compiler.is_compiling()
+
+
 def _not_on_torch(request: Request) -> str | None:
+    if device.is_gpu(request.query):
+        return "tiles one by one suit a CPU"
     changed = "soft caps, biases and sinks" if request.changes.are_some else None
     return _not_in_float32(request) or changed
 
@@ -233,28 +251,54 @@ class Sdpa(Kernel):
 
 
 class FlexAttention(Kernel):
-    """PyTorch's kernel that is compiled for a rule."""
+    """PyTorch's kernel that is compiled for a rule, on a CPU."""
 
-    name, file, block = "FlexAttention", "torch/flex", "flex_block"
+    name, file, block = "FlexAttention", "torch/flex", "block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention.torch import flex
 
-        reason = _not_on_torch(request)
-        if reason is not None:
-            return reason
-        operands = request.query, request.key, request.value
-        if flex.is_possible(request.bound, request.scale, *operands):
-            return None
-        return (
-            "it is for code compiled for inference on a CPU, of several queries, without whole "
-            "masks"
-        )
+        return _not_on_torch(request) or flex.why_not_on_cpu(request)
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.torch import flex
 
         return flex.compute(part, request.query_offset, *operands)
+
+
+class FlexOnGpu(FlexAttention):
+    """The same on a GPU, of all heads at once."""
+
+    name, block = "FlexAttention on CUDA", "gpu_block"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        from keras_headmask.attention.torch import flex
+
+        reason = _not_asked(request) or flex.why_not_on_gpu(request)
+        return reason or (None if request.tiled else _skips_little(request, part))
+
+    def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
+        from keras_headmask.attention.torch import flex
+
+        return flex.run(request, part), None
+
+
+class MaskedSdpa(Kernel):
+    """PyTorch's own attention of all logits, with what hides as their bias, on a GPU."""
+
+    name, file = "SDPA with the mask", "torch/masked"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        from keras_headmask.attention.torch import masked
+
+        if request.tiled and without_choice(request) is None:
+            return "`tiled=True` asks for tiles"
+        return "`hm.dense_scope` holds" if is_dense_scope() else masked.why_not(request)
+
+    def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
+        from keras_headmask.attention.torch import masked
+
+        return masked.run(request, part), None
 
 
 class Gathered(Kernel):
@@ -288,6 +332,8 @@ class ByGroup(Kernel):
         *own, last = self.kernels
         if request.tiled or first(own, request, part) is not None:
             return None
+        if _is_torch_on_gpu(request) and _is_compiled():
+            return "a plan by NumPy would split the code that is compiled"
         # The last looks at positions alone, and copies the keys of each tile.
         shares, sizes = [], (*_lengths(request), request.query_offset)
         for group in head_groups.by_rule(part):
@@ -305,6 +351,25 @@ class ByGroup(Kernel):
             contexts.append(kernel.compute(request, group, *of_group))
             sets.append(group.heads)
         return head_groups.joined(contexts, sets, 2)
+
+
+def _skips_little(request: Request, part: Part) -> str | None:
+    """Why a GPU computes all logits rather than blocks.
+
+    By what the rule says of itself, since code that is compiled knows neither sizes nor ids.
+    """
+    queries, keys = _lengths(request)
+    if queries * keys < _FEWEST_PAIRS_ON_GPU:
+        return f"of fewer than {_FEWEST_PAIRS_ON_GPU} pairs a GPU computes all at once"
+    skipping = [heads for rule, heads in part.groups() if _may_skip_half(rule)]
+    if 2 * sum(map(len, skipping)) > len(part.heads):
+        return None
+    return "most heads see most keys"
+
+
+def _may_skip_half(rule: Any) -> bool:
+    compares_ids = any(kind.sides == BOTH for kind in rule.inputs.values())
+    return rule.tiling.is_local or compares_ids or "after" in rule.sampling.closes
 
 
 def first(kernels: Any, request: Request, part: Part) -> Kernel | None:

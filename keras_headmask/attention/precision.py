@@ -37,9 +37,8 @@ def half_dtype(scale: float, *operands: Tensor) -> str | None:
 
     The queries are multiplied by `scale` first, which must not take them out of float16.
     """
-    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in operands}
-    dtype = dtypes.pop()
-    if dtypes or dtype not in HALF or any(map(keras.backend.is_keras_tensor, operands)):
+    dtype = common_half(*operands)
+    if dtype is None or any(map(keras.backend.is_keras_tensor, operands)):
         return None
     if dtype == "float16" and not (isinstance(scale, (int, float)) and abs(scale) <= 1):
         return None
@@ -47,6 +46,12 @@ def half_dtype(scale: float, *operands: Tensor) -> str | None:
     if wanted is False or (backend == "tensorflow" and not in_xla()):
         return None
     return dtype if wanted or _is_on_accelerator(operands[0]) else None
+
+
+def common_half(*operands: Tensor) -> str | None:
+    """The half precision that all `operands` have."""
+    dtypes = {keras.backend.standardize_dtype(x.dtype) for x in operands}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*HALF} else None
 
 
 def _is_on_accelerator(tensor: Tensor) -> bool:

@@ -75,10 +75,10 @@ class Tuning:
     # Small tiles follow a narrow rule closely, large ones multiply faster.
     local_tile: int = 128  # queries
     wide_tile: int = 256
-    block: int = 64  # keys that are kept or skipped together
+    block: int = 64  # keys that are kept or skipped together; FlexAttention's queries, too
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
     jax_block: int = 128  # in JAX', which meets them one by one
-    flex_block: int = 64  # in FlexAttention, of queries and of keys
+    gpu_block: int = 128  # in FlexAttention on a GPU, of queries and of keys
     # So many positions may be flagged to be looked at by themselves, apart from all tiles.
     one_flagged_in: int = 8
     most_logits_of_a_step: int = 2**20  # of a loop: 4 MB; half of it where JAX' takes runs of keys

@@ -46,7 +46,7 @@ def taken(monkeypatch):
 
 def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, block=3):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
-    with tuned(flex_block=block) as tuning:
+    with tuned(block=block) as tuning:
         return Part(spec, tuple(range(heads)), bound, SCALE, tuning, sharing=sharing)
 
 

@@ -68,7 +68,33 @@ def _as_if_compiled():
     from torch.nn.attention import flex_attention as module
 
     by_definition = mock.patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    with tuned(flex_block=3), _compiling(), by_definition:
+    with tuned(block=3), _compiling(), by_definition:
+        yield
+
+
+@contextlib.contextmanager
+def _as_if_on_gpu():
+    """What is for a GPU, by the definitions of its engines, also of float32 and tiny heads."""
+    from torch.nn.attention import flex_attention as module
+
+    from keras_headmask.attention import device, kernels
+    from keras_headmask.attention.torch import flex, masked
+
+    with contextlib.ExitStack() as stack:
+        for holder, name, value in (
+            (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+            (module, "_validate_device", lambda *_: None),  # (a CPU has no gradient)
+            (flex, "_DTYPES", [{"float32"}, {"bfloat16"}, {"float16"}]),
+            (flex, "_LEAST_SIZE", 1),
+            (flex, "one_compiled", lambda compute: compute),
+            (masked, "one_compiled", lambda compute: compute),
+            (masked, "can_compile", lambda _: True),
+            (kernels, "_may_skip_half", lambda _: True),
+            (kernels, "_FEWEST_PAIRS_ON_GPU", 0),
+        ):
+            stack.enter_context(mock.patch.object(holder, name, value))
+        stack.enter_context(device.assuming("gpu"))
+        stack.enter_context(tuned(gpu_block=3, block=3))
         yield
 
 
@@ -94,6 +120,8 @@ MODES = {
     ],
     "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
     "FlexAttention": [("", _as_if_compiled, "known")],
+    "FlexAttention on CUDA": [("", _as_if_on_gpu, "known")],
+    "SDPA with the mask": [("", _as_if_on_gpu, "known")],
 }
 
 

@@ -1,0 +1,251 @@
+"""What PyTorch computes on a GPU, seen on a CPU: which engine, its blocks, what is compiled.
+
+That its engines keep all laws is in `test_laws.py`, by the definitions of their kernels.
+"""
+
+import contextlib
+import gc
+import weakref
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given
+from strategies import FEW, cases, positional_leaves, reading_leaves, specs
+from tiled_contract import SCALE, attend, close, operands
+
+import keras_headmask as hm
+from keras_headmask.attention import device, kernels
+from keras_headmask.attention.choose import choose, part_of_all
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.logits import given_changes
+from keras_headmask.attention.request import Request, bound_to
+from keras_headmask.attention.tuning import tuned
+from keras_headmask.rules import evaluation
+
+if keras.backend.backend() != "torch":
+    pytest.skip("needs the PyTorch backend", allow_module_level=True)
+
+import torch
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.nn.attention import flex_attention
+
+from keras_headmask.attention.torch import compiled, flex, masked
+
+DOCUMENTS = hm.SameSegment("ids")
+FLEX, SDPA = "FlexAttention on CUDA", "SDPA with the mask"
+# What is asked of 2,048 positions of 4 heads of 64, in bfloat16 unless said: which engine.
+CHOICES = {
+    "window": (hm.Window(99, 99), {}, FLEX),
+    "documents": (DOCUMENTS, {}, FLEX),
+    "four rules": (hm.PerHead({0: hm.Window(9, 9), 1: DOCUMENTS}, hm.Window(99, 0)), {}, FLEX),
+    "capped, with sinks": (
+        hm.Window(99, 99),
+        {"changes": {"soft_cap": 3.0, "sinks": [0.0] * 4}},
+        FLEX,
+    ),
+    "alibi": (hm.Window(99, 99), {"changes": {"position_bias": hm.alibi(4)}}, FLEX),
+    "padding": (hm.KeyFlag("flags"), {}, SDPA),
+    "one head in its document": (hm.PerHead({0: DOCUMENTS}, hm.KeyFlag("flags")), {}, SDPA),
+    "no rule": (None, {}, SDPA),
+    "short": (hm.Window(9, 9), {"length": 512}, SDPA),
+    "all logits asked for": (hm.Window(99, 99), {"tiled": False}, SDPA),
+    "a whole mask": (hm.MaskInput("mask"), {}, SDPA),
+    "float32, padding": (hm.KeyFlag("flags"), {"dtype": torch.float32}, SDPA),
+    "float32, window": (hm.Window(99, 99), {"dtype": torch.float32}, "by head group"),
+    "heads of 8": (hm.Window(99, 99), {"size": 8}, "by head group"),
+    "dropout": (hm.Window(99, 99), {"dropout": 0.1, "seed": 1}, "by head group"),
+    "bias": (hm.KeyFlag("flags"), {"changes": {"bias": np.zeros((1, 1, 1, 1), "f4")}}, "dense"),
+    "float64": (hm.KeyFlag("flags"), {"dtype": torch.float64}, "dense"),
+    "probabilities": (hm.Window(99, 99), {"wants_probabilities": True}, "dense"),
+}
+
+
+def request(spec, length=2048, size=64, dtype=torch.bfloat16, changes=None, **rest):
+    query = torch.zeros((2, length, 4, size), dtype=dtype)
+    inputs = {
+        "ids": torch.zeros((2, length), dtype=torch.int32),
+        "flags": torch.ones((2, length), dtype=torch.bool),
+        "mask": torch.ones((1, 1, length, length), dtype=torch.bool),
+    }
+    inputs = {name: inputs[name] for name in ([] if spec is None else spec.inputs)}
+    bound = None if spec is None else bound_to(spec, inputs, query, query, 0)[0]
+    changes = given_changes((2, 4, length, length), **(changes or {}))
+    return Request(query, query, query, spec, bound, scale=SCALE, changes=changes, **rest)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_which_engine_takes_it(name):
+    spec, given, wanted = CHOICES[name]
+    asked = request(spec, **given)
+    with device.assuming("gpu"):
+        assert choose(asked, part_of_all(asked)).name == wanted
+    with device.assuming("cpu"):
+        assert choose(asked, part_of_all(asked)).name not in (FLEX, SDPA)
+
+
+# ---------------------------------------------------------------- which blocks, which pairs
+
+_leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
+
+
+def part_of(spec, inputs, queries, keys, offset=0, heads=1, block=4):
+    bound = evaluation.bind(spec, inputs, queries, keys, offset)
+    with tuned(block=block, gpu_block=block) as tuning:
+        return Part(spec, tuple(range(heads)), bound, SCALE, tuning)
+
+
+def listed(counts, orders):
+    """Which blocks are listed, `(B, H, tiles, blocks)`, as a mask."""
+    counts, orders = numpy(counts), numpy(orders)
+    found = np.zeros(orders.shape, bool)
+    for place in np.ndindex(*counts.shape):
+        found[(*place, orders[(*place, slice(counts[place]))])] = True
+    return found
+
+
+@FEW
+@given(cases(specs(_leaves)))
+def test_blocks_and_pairs_of_rules_that_differ_by_head(case):
+    """No block that holds an allowed pair is left out, of any head; and a full one is full."""
+    spec, inputs, batch, heads, queries, keys, offset = case
+    part = part_of(spec, inputs, queries, keys, offset, heads)
+    made = flex.block_mask(part, offset, queries, keys, trains=True)
+    mask = numpy(hm.make_mask(spec, queries, keys, heads, inputs, query_offset=offset))
+    mask = np.broadcast_to(mask, (batch, heads, queries, keys))
+    visited = numpy(made.to_dense()).astype(bool)
+    visited = np.broadcast_to(visited, (batch, heads, *visited.shape[2:]))
+    covered = visited.repeat(4, 2).repeat(4, 3)[:, :, :queries, :keys]
+    assert not (mask & ~covered).any()
+    full = listed(made.full_kv_num_blocks, made.full_kv_indices)
+    full = np.broadcast_to(full, visited.shape).repeat(4, 2).repeat(4, 3)[:, :, :queries, :keys]
+    assert not (full & ~mask).any()
+    for place in np.ndindex(batch, heads, queries, keys):
+        assert bool(made.mask_mod(*map(torch.tensor, place))) == mask[place], place
+
+
+def test_flags_are_read_as_numbers():
+    """A kernel reads booleans many times more slowly."""
+    flags = torch.ones((1, 8), dtype=torch.bool)
+    part = part_of(hm.KeyFlag("flags"), {"flags": flags}, 8, 8)
+    ((_, inputs),) = part.bound.leaf_inputs.items()
+    captured, is_flag = flex._captured(inputs["flags"].key)
+    assert is_flag
+    assert captured.dtype == torch.int32
+
+
+# ---------------------------------------------------------------- what is compiled
+
+
+@contextlib.contextmanager
+def compiling(counter):
+    """Let what is compiled for a GPU be counted, and run as it is."""
+    usual = torch.compile
+    torch._dynamo.reset()
+    compiled._function.cache_clear()
+    with mock.patch("torch.compile", lambda f, **rest: usual(f, **rest, backend=counter)):
+        yield
+    compiled._function.cache_clear()
+
+
+def small(spec, inputs, length, heads=4, seed=0):
+    """A request of float32, and the context that the definition has for it."""
+    qkv = [torch.from_numpy(x) for x in operands(1, length, length, heads, seed, 16, 16)]
+    bound = bound_to(spec, inputs, *qkv[:2], 0)[0]
+    return Request(*qkv, spec, bound, scale=SCALE), attend(qkv, spec, inputs, tiled=False)
+
+
+@torch.no_grad()
+def test_each_rule_is_compiled_once_and_lengths_twice():
+    """The twelfth window is compiled as the first: PyTorch gives up after eight of one code."""
+    counter = CompileCounter()
+    with compiling(counter):
+        for before in range(12):
+            asked, wanted = small(hm.Window(before, 1), {}, 64)
+            for _ in range(2):
+                close(flex.run(asked, part_of_all(asked)), wanted)
+        assert counter.frame_count == 12
+        for length in (65, 67, 71, 90, 64):
+            asked, wanted = small(hm.Window(0, 1), {}, length)
+            close(flex.run(asked, part_of_all(asked)), wanted)
+        assert counter.frame_count == 13
+
+
+@torch.no_grad()
+def test_ids_and_layers_compile_nothing_more():
+    counter = CompileCounter()
+    with compiling(counter):
+        for seed in range(3):
+            ids = {"ids": torch.arange(64)[None] // (7 + seed)}
+            asked, wanted = small(DOCUMENTS, ids, 64, seed=seed)
+            close(flex.run(asked, part_of_all(asked)), wanted)
+        assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("engine", [flex, masked], ids=["FlexAttention", "SDPA"])
+def test_what_was_computed_is_not_held(engine):
+    counter = CompileCounter()
+    with compiling(counter), mock.patch.object(masked, "can_compile", return_value=True):
+        ids = torch.arange(64)[None] // 7
+        with torch.no_grad():
+            asked, _ = small(DOCUMENTS, {"ids": ids}, 64)
+            engine.run(asked, part_of_all(asked))
+        assert counter.frame_count == 1
+        held = [weakref.ref(x) for x in (asked.query, asked.key, ids)]
+        del asked, ids
+        gc.collect()
+        assert not any(x() is not None for x in held)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Code is chosen as for a GPU. (`device.assuming` would split the graph.)"""
+    monkeypatch.setattr(device, "is_gpu", lambda _: True)
+    monkeypatch.setattr(flex, "_DTYPES", [{"float32"}])
+    monkeypatch.setattr(kernels, "_FEWEST_PAIRS_ON_GPU", 0)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", ["four rules", "padding"])
+def test_code_that_a_user_compiles_is_one_graph(name, trains):
+    """And two graphs serve all lengths."""
+    spec, _, engine = CHOICES[name]
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(
+        lambda inputs, *qkv: attend(qkv, spec, inputs, tiled=None), fullgraph=True, backend=counter
+    )
+    for length in (300, 301, 323):
+        qkv = [torch.from_numpy(x) for x in operands(2, length, length, 4, 0, 16, 16)]
+        ids = torch.arange(length)[None].expand(2, -1)
+        inputs = {"ids": ids // 70, "flags": ids < 290}
+        inputs = {name: inputs[name] for name in spec.inputs}
+        with hm.dense_scope():
+            wanted = attend(qkv, spec, inputs, tiled=None)
+        close(run(inputs, *(x.requires_grad_(trains) for x in qkv)).detach(), wanted)
+    assert counter.frame_count == 2
+    called = {FLEX: "flex_attention", SDPA: "scaled_dot_product_attention"}[engine]
+    for graph in counter.graphs:
+        assert called in {getattr(x.target, "__name__", x.target) for x in graph.graph.nodes}
+
+
+@pytest.mark.long
+@torch.no_grad()
+@pytest.mark.skipif(not flex._HAS_KERNEL, reason="needs AVX2")
+def test_one_call_of_all_heads_by_a_kernel_that_is_compiled():
+    """The axis of heads, shared key heads, and a length that fits no block."""
+    spec = hm.PerHead({0: DOCUMENTS, 2: hm.Window(70, 0)}, hm.Window(30, 9)) & hm.KeyFlag("pad")
+    inputs = {"ids": torch.arange(301)[None] // 70, "pad": torch.arange(301)[None] < 290}
+    qkv = [torch.from_numpy(x) for x in operands(2, 301, 301, 4, 0, 16, 16, key_heads=2)]
+    inputs = {name: x.expand(2, -1) for name, x in inputs.items()}
+    bound = bound_to(spec, inputs, *qkv[:2], 0)[0]
+    asked = Request(*qkv, spec, bound, scale=SCALE)
+    torch._dynamo.reset()
+    compiled._function.cache_clear()
+    got = flex.run(asked, part_of_all(asked))
+    compiled._function.cache_clear()
+    close(got, attend(qkv, spec, inputs, tiled=False))

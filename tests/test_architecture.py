@@ -59,12 +59,15 @@ def test_the_arrows_are_those_that_are_checked():
 
 
 def kernels_of_the_code():
-    """Backend, name, first line of its docstring and file, as in the table."""
-    for backend, of_backend in choose.KERNELS.items():
-        for kernel in of_backend:
-            for one in getattr(kernel, "kernels", (kernel,)):
-                says = type(one).__doc__.partition("\n")[0]
-                yield backend, f"`{one.name}`", says, f"`attention/{one.file}.py`"
+    """Backend and device, name, first line of its docstring and file, as in the table."""
+    for backend, devices in choose.KERNELS.items():
+        of_any = len(set(devices.values())) == 1
+        for device, of_device in devices.items():
+            where = f"{backend}, any" if of_any else f"{backend}, {device.upper()}"
+            for kernel in () if of_any and device != "cpu" else of_device:
+                for one in getattr(kernel, "kernels", (kernel,)):
+                    says = type(one).__doc__.partition("\n")[0]
+                    yield where, f"`{one.name}`", says, f"`attention/{one.file}.py`"
 
 
 def test_the_table_of_kernels_is_that_of_the_code():

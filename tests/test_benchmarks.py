@@ -530,7 +530,7 @@ def test_the_page_says_what_a_corpus_was_measured_to_take():
 
 def test_the_page_says_what_a_gpu_was_measured_to_take():
     record = json.loads((RESULTS / "gpu/record.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     titles = {goal.ratio.split(" / ")[0]: goal.case for goal in report.GOALS}
     for name, of_case in record["cases"].items():
         torch, jax = (of_case[backend].get("seconds") for backend in ("torch", "jax"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.attention import precision
+from keras_headmask.attention import device, precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     BlockLoop,
@@ -32,17 +32,16 @@ from keras_headmask.attention.tuning import Held, current_tuning, holding
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.positions import Full
 
-KERNELS: dict[str, tuple[Kernel, ...]] = {
-    "tensorflow": (Loop(), ByGroup(Gathered()), Dense()),
-    "jax": (ByGroup(BlockLoop(), Gathered()), Dense()),
-    "torch": (
-        FlexOnGpu(),
-        ByGroup(Sdpa(), FlexAttention(), Gathered()),
-        MaskedSdpa(),
-        Dense(),
-    ),
-}
 _OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this package does not know
+KERNELS: dict[str, dict[str, tuple[Kernel, ...]]] = {
+    # (A graph is traced on one device and may run on another: the loop asks when it runs.)
+    "tensorflow": dict.fromkeys(("cpu", "gpu"), (Loop(), ByGroup(Gathered()), Dense())),
+    "jax": {"cpu": (ByGroup(BlockLoop(), Gathered()), Dense()), "gpu": _OF_OTHERS},
+    "torch": {
+        "cpu": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
+        "gpu": (FlexOnGpu(), ByGroup(Gathered()), MaskedSdpa(), Dense()),
+    },
+}
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 
 # Gets each request, and may return the context in place of a kernel.
@@ -55,9 +54,12 @@ def watched(watch: _Watch) -> AbstractContextManager[Any]:
     return holding(_watch, watch)
 
 
-def kernels_here() -> tuple[Kernel, ...]:
-    """Those of the backend of Keras, in order."""
-    return KERNELS.get(keras.backend.backend(), _OF_OTHERS)
+def kernels_for(request: Request) -> tuple[Kernel, ...]:
+    """Those of the backend of Keras, and of the device that `request` is on, in order."""
+    of_backend = KERNELS.get(keras.backend.backend())
+    if of_backend is None:
+        return _OF_OTHERS
+    return of_backend["gpu" if device.is_gpu(request.query) else "cpu"]
 
 
 def choose(request: Request, part: Part) -> Kernel:
@@ -69,7 +71,7 @@ def choose(request: Request, part: Part) -> Kernel:
     reason = None if without_choice(request) else impossible(request)
     if request.tiled and reason is not None:
         raise ValueError(f"`tiled=True` is not possible here: {reason}.")
-    chosen = first(kernels_here(), request, part)
+    chosen = first(kernels_for(request), request, part)
     assert chosen is not None  # the last refuses nothing
     return chosen
 

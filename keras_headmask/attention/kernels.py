@@ -221,8 +221,6 @@ def _is_compiled() -> bool:
 
 
 def _not_on_torch(request: Request) -> str | None:
-    if device.is_gpu(request.query):
-        return "tiles one by one suit a CPU"
     changed = "soft caps, biases and sinks" if request.changes.are_some else None
     return _not_in_float32(request) or changed
 

@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention import choose, cpu, head_groups, observers
 from keras_headmask.attention.api import dot_product_attention
+from keras_headmask.attention.device import assuming, is_gpu
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     ByGroup,
@@ -23,6 +25,7 @@ from keras_headmask.attention.kernels import (
     without_choice,
 )
 from keras_headmask.attention.request import Request
+from keras_headmask.attention.tuning import holding
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.masks import Tensor
@@ -124,6 +127,7 @@ def explain(
     padding: bool | None = None,
     training: bool | None = None,
     tiled: bool | None = None,
+    device: str | None = None,
 ) -> Any:
     """Say which code computes attention under a rule, which code refused and why.
 
@@ -144,6 +148,9 @@ def explain(
         padding: For a layer: whether its query has a mask of padding.
         training: For a layer or a model: whether dropout is drawn.
         tiled: For a rule: as in `hm.dot_product_attention`. A layer has its own.
+        device: "gpu" (NVIDIA's) or "cpu"; by default the one at hand. Operands of a rule have the
+            compute dtype of `keras.config.dtype_policy()`: on a GPU half precision has engines that
+            float32 has not.
 
     Returns:
         An `Explanation` of a rule or a layer; a tuple of them, which prints, for a model: of the
@@ -151,8 +158,8 @@ def explain(
 
     Raises:
         TypeError: for `what` of another kind, or an argument that is for another kind.
-        ValueError: for lengths that are not known on JAX or PyTorch, a model without inputs, or a
-            number below 1.
+        ValueError: for lengths that are not known on JAX or PyTorch, a model without inputs, a
+            number below 1, or another device.
 
     >>> import keras_headmask as hm
     >>> found = explain(hm.PerHead({0: hm.Window(31, 0)}), queries=64, num_heads=4)
@@ -167,6 +174,9 @@ def explain(
             "Keras that `apply_head_masks` gave a rule is explained with its model.) Received: "
             f"{what!r}."
         )
+    if device not in (None, "cpu", "gpu"):
+        raise ValueError(f'`device` must be "cpu" or "gpu". Received: {device!r}.')
+    given.pop("device", None)
     if unknown := sorted(given.keys() - _ARGUMENTS[kind]):
         raise TypeError(f"{kind} has no {unknown[0]!r} of its own to set here. Leave it out.")
     for name in ("queries", "keys", "batch", "num_heads", "head_dim"):
@@ -180,9 +190,11 @@ def explain(
                 f"for example hm.explain(..., queries={_LENGTH})."
             )
     of: dict[str, Callable] = {"A rule": _of_rule, "A layer": _of_layer, "A model": _of_model}
-    return of[kind](what, **given)
+    with holding(_device, device):
+        return of[kind](what, **given)
 
 
+_device: ContextVar[str | None] = ContextVar("device", default=None)  # that is asked about
 _KINDS = {"A rule": MaskSpec, "A model": keras.Model, "A layer": MaskedAttention}
 _ARGUMENTS = {
     "A rule": {"queries", "keys", "batch", "num_heads", "head_dim", "query_offset", "tiled"},
@@ -222,7 +234,8 @@ def _of_rule(
 ) -> Explanation:
     keys = queries if keys is None else keys
     heads = enough_heads(spec) if num_heads is None else num_heads
-    query, key = (_Tensor((batch, length, heads, head_dim)) for length in (queries, keys))
+    dtype = keras.config.dtype_policy().compute_dtype
+    query, key = (_Tensor((batch, length, heads, head_dim), dtype) for length in (queries, keys))
     # Ids of the keys' length serve the queries of a step.
     seen = keys if query_offset else queries
     given = {"query": query, "key": key, "inputs": _inputs(spec, batch, seen, keys)}
@@ -325,7 +338,8 @@ def _explanations(
     def watch(request: Request, part: Part) -> Tensor | None:
         layer = running[-1]
         if layer in names and layer not in found:
-            found[layer] = _explained(names[layer], request, part, queries, may_force)
+            with assuming(_device.get()):
+                found[layer] = _explained(names[layer], request, part, queries, may_force)
         if None not in names or request.wants_probabilities:
             return None  # a function inside of a model would keep what is traced now
         return ops.zeros_like(request.query[..., :1]) + request.value[:, :1, :1] * 0
@@ -407,14 +421,14 @@ def _explained(
         ),
         (length, keys),
         refused,
-        tuple(_ways(request, part, chosen.name, few, length, may_force)),
+        tuple(_ways(request, part, chosen, few, length, may_force)),
         _when_compiled(request),
     )
 
 
 def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kernel]], tuple]:
     """The kernel, that of each head group, and which refused before them and why."""
-    kernels = choose.kernels_here()
+    kernels = choose.kernels_for(request)
     chosen = choose.choose(request, part)
     refused = [(x.name, x.refuses(request, part)) for x in kernels[: kernels.index(chosen)]]
     of_groups: list[tuple[Part, Kernel]] = []
@@ -487,7 +501,7 @@ def _as_if_compiled() -> Iterator[None]:
 
 
 def _ways(
-    request: Request, part: Part, chosen: str, few: bool | None, length: int, may_force: bool
+    request: Request, part: Part, chosen: Kernel, few: bool | None, length: int, may_force: bool
 ) -> Iterator[str]:
     """What would change the choice, in sentences; `few` as of `_are_few`."""
     if request.rule is None:
@@ -506,10 +520,12 @@ def _ways(
         yield "The shares are by positions; ids and flags may leave less."
     is_free = without_choice(request) is None and impossible(request) is None
     if may_force and is_free and not part.rule.constant:
-        if chosen == "dense" or few:
+        if few or not (chosen.block or isinstance(chosen, ByGroup)):
             yield "`tiled=True` skips what is hidden, whatever the size."
         elif not request.tiled:
             yield "`tiled=False` computes all logits."
+    if is_gpu(request.query):
+        return
     one_dnn = cpu.one_dnn()
     if one_dnn is not None:
         yield str(one_dnn)

@@ -281,8 +281,8 @@ def test_what_cannot_be_explained():
 
 
 def test_every_kernel_has_a_name_of_its_own_on_its_backend():
-    for of_backend in choose.KERNELS.values():
-        names = [one.name for x in of_backend for one in getattr(x, "kernels", (x,))]
+    for of_device in (kernels for x in choose.KERNELS.values() for kernels in x.values()):
+        names = [one.name for x in of_device for one in getattr(x, "kernels", (x,))]
         assert len(names) == len(set(names))
         assert names[-1] == "dense"
 

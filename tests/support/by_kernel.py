@@ -23,7 +23,7 @@ from tiled_contract import SCALE, at_once, tiles
 import keras_headmask as hm
 from keras_headmask import masks
 from keras_headmask.attention import head_groups
-from keras_headmask.attention.choose import kernels_here, part_of_all
+from keras_headmask.attention.choose import KERNELS, part_of_all
 from keras_headmask.attention.kernels import ByGroup, Kernel
 from keras_headmask.attention.logits import given_changes
 from keras_headmask.attention.request import Request, all_that_restricts
@@ -126,13 +126,15 @@ MODES = {
 
 
 def _routes():
-    for kernel in kernels_here():
+    devices, seen = KERNELS[BACKEND], set()
+    for kernel in (*devices["cpu"], *devices["gpu"]):
         is_of_groups = isinstance(kernel, ByGroup)
         each = [(x.name, ByGroup(x)) for x in kernel.kernels] if is_of_groups else []
         for name, of_all_heads in (*each, (kernel.name, kernel)):
             for word, setting, manner in MODES.get(name, [("", tiles, "known")]):
-                if manner == "known" or BACKEND == "tensorflow":
-                    words = f"{name}, {word}" if word else name
+                words = f"{name}, {word}" if word else name
+                if words not in seen and (manner == "known" or BACKEND == "tensorflow"):
+                    seen.add(words)
                     yield Route(words, of_all_heads, setting, manner)
 
 

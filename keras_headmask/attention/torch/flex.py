@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from keras_headmask.attention import blocks, device, nonfinite, precision
+from keras_headmask.attention import blocks, nonfinite, precision
 from keras_headmask.attention.biases import Alibi
 from keras_headmask.attention.blocks import Arrays, across
 from keras_headmask.attention.head_groups import Part
@@ -59,8 +59,6 @@ def why_not_on_cpu(request: Request) -> str | None:
 def why_not_on_gpu(request: Request) -> str | None:
     """The same of a GPU, where it has gradients, and multiplies half operands."""
     operands, changes = (request.query, request.key, request.value), request.changes
-    if not device.is_gpu(request.query):
-        return "it is for NVIDIA GPUs"
     if request.dropout:
         return "it has no dropout"
     if changes.bias is not None or changes.table is not None:

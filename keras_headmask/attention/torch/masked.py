@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from keras_headmask.attention import device, head_groups, precision
+from keras_headmask.attention import head_groups, precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.torch.compiled import (
@@ -27,8 +27,6 @@ _ENGINES = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 def why_not(request: Request) -> str | None:
     """Why it does not come into question, in words."""
     operands = request.query, request.key, request.value
-    if not device.is_gpu(request.query):
-        return "it is for NVIDIA GPUs"
     if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
         return "returned probabilities and symbolic Keras tensors need all logits"
     if request.dropout or request.changes.are_some or not isinstance(request.scale, (int, float)):

@@ -15,6 +15,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     BlockLoop,
     ByGroup,
+    CuDNN,
     Dense,
     FlexAttention,
     Gathered,
@@ -32,7 +33,7 @@ from keras_headmask.rules.positions import Full
 
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "tensorflow": (Loop(), ByGroup(Gathered()), Dense()),
-    "jax": (ByGroup(BlockLoop(), Gathered()), Dense()),
+    "jax": (ByGroup(BlockLoop(), Gathered()), CuDNN(), Dense()),
     "torch": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
 }
 _OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this package does not know

@@ -16,6 +16,8 @@ from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     ByGroup,
+    CuDNN,
+    Dense,
     Kernel,
     Loop,
     first,
@@ -506,7 +508,7 @@ def _ways(
         yield "The shares are by positions; ids and flags may leave less."
     is_free = without_choice(request) is None and impossible(request) is None
     if may_force and is_free and not part.rule.constant:
-        if chosen == "dense" or few:
+        if chosen in (Dense.name, CuDNN.name) or few:
             yield "`tiled=True` skips what is hidden, whatever the size."
         elif not request.tiled:
             yield "`tiled=False` computes all logits."

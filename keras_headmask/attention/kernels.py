@@ -238,7 +238,8 @@ class BlockLoop(Kernel):
         import jax
 
         # A step of theirs would gather what several devices hold.
-        if jax.default_backend() != "cpu" or jax.device_count() != 1:
+        is_cpu = jax.default_backend() == "cpu" and not device.is_gpu(request.query)
+        if not is_cpu or jax.device_count() != 1:
             return "loops suit one CPU"
         if not all(isinstance(size, int) for size in request.query.shape):
             return "a size is not known"

@@ -70,7 +70,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scal
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys))
     sees = jnp.any(mask, axis=-1, keepdims=True)
     # A row that sees nothing is opened, and 0 in the end.
-    bias = jnp.where(mask | ~sees, 0.0, _HIDES).astype(query.dtype)
+    bias = jnp.where(mask | ~sees, *(np.asarray(x, query.dtype) for x in (0.0, _HIDES)))
     pairs = (query, good_rows), (key, good_keys), (value, good_values)
     zeroed = [jnp.where(are_good, x, 0) for x, are_good in pairs]
     context = _fused(zeroed[0], zeroed[1], zeroed[2], bias, scale)

@@ -355,3 +355,26 @@ def test_a_query_that_is_not_finite_and_sees_nothing_has_a_finite_gradient(bad):
     for gradient in jax.grad(total, (0, 1, 2))(query, key, value):
         assert np.isfinite(gradient).all()
     assert (cudnn.attention(query, key, value, mask, SCALE)[:, 0] == 0).all()
+
+
+def test_a_row_that_is_nan_spoils_no_gradient_of_keys_that_it_may_not_see():
+    """Though its own gradient is NaN: cuDNN multiplies that by a probability of 0."""
+    qkv = [jnp.asarray(x) for x in operands(1, 4, 4, 1, size=8, value_size=8)]
+    qkv[2] = qkv[2].at[0, 3, 0, 0].set(np.nan)
+    mask = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)[None, None]
+    square = jax.grad(lambda *x: (cudnn.attention(*x, mask, SCALE) ** 2).sum(), (0, 1, 2))
+    of_query, *of_keys = square(*qkv)
+    assert np.isnan(of_query[:, 2:]).all()
+    assert np.isfinite(of_query[:, :2]).all()
+    for of_key in of_keys:
+        assert np.isfinite(of_key[:, :2]).all()
+        assert (np.abs(of_key[:, :2]).sum() > 0).all()
+
+
+def test_a_row_that_sees_nothing_is_open_to_cudnn():
+    """Which need not subtract numbers that are large and negative from each other there."""
+    mask = np.array([[False, False], [True, False]])[None, None]
+    with mock.patch.object(cudnn, "_fused", side_effect=cudnn._fused) as fused:
+        cudnn.attention(*(jnp.ones((1, 2, 1, 8)) for _ in range(3)), mask, SCALE)
+    bias = fused.call_args.args[3]
+    assert bias.tolist() == [[[[0.0, 0.0], [0.0, -(2.0**41)]]]]

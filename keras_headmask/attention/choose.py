@@ -15,6 +15,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     BlockLoop,
     ByGroup,
+    CuDNN,
     Dense,
     FlexAttention,
     FlexOnGpu,
@@ -36,7 +37,10 @@ _OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this packag
 KERNELS: dict[str, dict[str, tuple[Kernel, ...]]] = {
     # (A graph is traced on one device and may run on another: the loop asks when it runs.)
     "tensorflow": dict.fromkeys(("cpu", "gpu"), (Loop(), ByGroup(Gathered()), Dense())),
-    "jax": {"cpu": (ByGroup(BlockLoop(), Gathered()), Dense()), "gpu": _OF_OTHERS},
+    "jax": {
+        "cpu": (ByGroup(BlockLoop(), Gathered()), Dense()),
+        "gpu": (ByGroup(Gathered()), CuDNN(), Dense()),
+    },
     "torch": {
         "cpu": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
         "gpu": (FlexOnGpu(), ByGroup(Gathered()), MaskedSdpa(), Dense()),

@@ -12,8 +12,8 @@ _asked_about: Held[str | None] = Held("device", None)
 
 
 def assuming(device: str | None) -> AbstractContextManager[Any]:
-    """Choose as for "gpu", "cpu", or `None`, the device at hand; nothing can run inside."""
-    return holding(_asked_about, device)
+    """Choose as for "gpu" or "cpu"; `None` changes nothing. What is chosen need not run here."""
+    return holding(_asked_about, device or _asked_about.get())
 
 
 def is_gpu(tensor: Tensor) -> bool:

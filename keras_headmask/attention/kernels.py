@@ -17,8 +17,9 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import is_dense_scope
-from keras_headmask.masks import Tensor
+from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
+from keras_headmask.rules.heads import restricts
 from keras_headmask.rules.protocol import BOTH
 
 _FEWEST_PAIRS_ON_GPU = 2**20  # of a head, for which tiles are worth their overhead there
@@ -79,12 +80,7 @@ class Dense(Kernel):
         return None
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
-        mask = None
-        if request.make_mask is not None:
-            mask = request.make_mask()
-        elif request.rule is not None:
-            heads = request.query.shape[2]
-            mask = evaluation.mask_of_all_heads(request.rule, request.bound, heads)
+        mask = _whole_mask(request)
         drop = None
         if request.dropout:
             drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
@@ -92,6 +88,15 @@ class Dense(Kernel):
         positions = None if changes.position_bias is None else request.positions
         may_branch = not is_dense_scope()
         return dense.attention(*operands, mask, request.scale, changes, positions, drop, may_branch)
+
+
+def _whole_mask(request: Request) -> Mask | None:
+    """All that restricts, of rank 4; `None` where nothing does."""
+    if request.make_mask is not None:
+        return request.make_mask()
+    if request.rule is None:
+        return None
+    return evaluation.mask_of_all_heads(request.rule, request.bound, request.query.shape[2])
 
 
 # --- What holds for all that skip something ------------------------------------------------------
@@ -170,6 +175,47 @@ class Loop(Kernel):
         from keras_headmask.attention.tensorflow import by_size
 
         return by_size.compute(part, *operands)
+
+
+# --- JAX -----------------------------------------------------------------------------------------
+
+
+class CuDNN(Kernel):
+    """cuDNN's attention on an NVIDIA GPU: all logits, of which none is kept; a bias hides."""
+
+    name, file = "cuDNN", "jax/cudnn"
+
+    def refuses(self, request: Request, part: Part) -> str | None:
+        from keras_headmask.attention.jax import cudnn
+
+        operands = request.query, request.key, request.value
+        if is_dense_scope():
+            return "`hm.dense_scope` holds"
+        if keras.config.is_flash_attention_enabled() is False:
+            return "`keras.config.disable_flash_attention()` was called"
+        if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
+            return "returned probabilities and symbolic Keras tensors need the logits"
+        if request.dropout or request.changes.are_some:
+            return "dropout, soft caps, biases and sinks"
+        if evaluation.heads_are_spread():
+            return "heads are spread over devices"
+        sizes = [size for operand in operands for size in operand.shape]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            return "a size is 0 or not known"
+        return cudnn.limit(*operands, request.scale, self._is_masked(request))
+
+    def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
+        from keras_headmask.attention.jax import cudnn
+
+        operands = request.query, request.key, request.value
+        mask = _whole_mask(request) if self._is_masked(request) else None
+        return cudnn.attention(*operands, mask, request.scale), None
+
+    def _is_masked(self, request: Request) -> bool:
+        """Whether some pair may be hidden."""
+        if request.rule is None or request.make_mask is not None:
+            return request.make_mask is not None
+        return restricts(request.rule, request.query.shape[2])
 
 
 # --- A head group --------------------------------------------------------------------------------

@@ -304,10 +304,19 @@ class MaskedAttention(keras.Layer):
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
-        more = {"changes": changes} | dropout_of(self, training)
-        scale = _keras.scale(self)
-        made = Request(query, key, value, scale=scale, make_mask=lambda: attention_mask, **more)
-        return attend(made)
+        make_mask = None if attention_mask is None else lambda: attention_mask
+        return attend(
+            Request(
+                query,
+                key,
+                value,
+                scale=_keras.scale(self),
+                changes=changes,
+                wants_probabilities=wants_scores,
+                make_mask=make_mask,
+                **dropout_of(self, training),
+            )
+        )
 
     def _window(self, use_causal_mask: bool) -> MaskSpec | None:
         """The causal flag and the sliding window as a spec."""

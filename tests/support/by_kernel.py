@@ -22,7 +22,7 @@ from tiled_contract import SCALE, at_once, tiles
 
 import keras_headmask as hm
 from keras_headmask import masks
-from keras_headmask.attention import head_groups
+from keras_headmask.attention import device, head_groups
 from keras_headmask.attention.choose import KERNELS, part_of_all
 from keras_headmask.attention.kernels import ByGroup, Kernel
 from keras_headmask.attention.logits import given_changes
@@ -98,6 +98,34 @@ def _as_if_on_gpu():
         yield
 
 
+@contextlib.contextmanager
+def _on_a_cpu():
+    """cuDNN's code with XLA in its place, which takes any length, and float32.
+
+    (It wants values as large as keys: the smaller get zeros.)
+    """
+    from keras_headmask.attention.jax import cudnn
+
+    fused = cudnn._fused
+
+    def padded(query, key, value, *rest):
+        most = max(query.shape[-1], value.shape[-1])
+        query, key, wider = (
+            ops.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in (query, key, value)
+        )
+        return fused(query, key, wider, *rest)[..., : value.shape[-1]]
+
+    def limit(query, *_):
+        return str(query.dtype) if query.dtype in ("float16", "float64") else None
+
+    with (
+        device.assuming("gpu"),
+        mock.patch.object(cudnn, "limit", limit),
+        mock.patch.object(cudnn, "_fused", padded),
+    ):
+        yield
+
+
 def _many_tiles():
     """Of so many sizes that some in a class are filled up."""
     return tiles(local=1, wide=2, block=2)
@@ -122,6 +150,7 @@ MODES = {
     "FlexAttention": [("", _as_if_compiled, "known")],
     "FlexAttention on CUDA": [("", _as_if_on_gpu, "known")],
     "SDPA with the mask": [("", _as_if_on_gpu, "known")],
+    "cuDNN": [("", _on_a_cpu, "known")],
 }
 
 
@@ -167,8 +196,8 @@ def every_day(route):
 
 
 def _is_own(route):
-    """On JAX, which traces each case, its own loop; what any backend can run, others run."""
-    return BACKEND != "jax" or route.name == "loop"
+    """On JAX, which traces each case, its own kernels; what any backend can run, others run."""
+    return BACKEND != "jax" or route.name in ("loop", "cuDNN")
 
 
 def dealt(names, route, share):

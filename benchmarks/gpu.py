@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 PARTS = {
     "card": Part("gpu_torch", "card", 30),
-    "torch-semantics": Part("gpu_torch", "semantics", 80),
-    "torch": Part("gpu_torch", "attention", 170),
+    "torch-semantics": Part("gpu_torch", "semantics", 110),
+    "torch": Part("gpu_torch", "attention", 160),
     "torch-training": Part("gpu_torch", "training", 100),
     "jax": Part("gpu_jax", "attention", 140),
     "proxies": Part("gpu_torch", "proxies", 40),
@@ -81,13 +81,13 @@ def sized(quick: bool) -> Iterator[cases.Case]:
                 yield dataclasses.replace(every[name], length=16384)
 
 
-def ours(spec: Any) -> Callable:
+def ours(spec: Any, tiled: bool | None = None) -> Callable:
     """Attention under `spec`, of query, key, value and mask inputs."""
     import keras_headmask as hm
 
     def attend(query: Any, key: Any, value: Any, inputs: Any) -> Any:
         return hm.dot_product_attention(
-            query, key, value, mask_spec=spec, mask_inputs=inputs or None
+            query, key, value, mask_spec=spec, mask_inputs=inputs or None, tiled=tiled
         )
 
     return attend

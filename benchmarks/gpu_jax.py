@@ -1,6 +1,7 @@
 """The part of `benchmarks.gpu` that runs on JAX."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ ON_CARD = jax.default_backend() == "gpu"
 def attention(record: Record) -> None:
     """Whether answers are right; then ours beside JAX' own, and what each takes to compile."""
     for name, question in gpu_semantics.questions(record.quick).items():
-        for dtype in ("float32", "bfloat16"):
-            do = functools.partial(_difference, question, dtype)
-            record.attempt("semantics", f"{name}, {dtype}", do=do)
+        for dtype, tiled in itertools.product(("float32", "bfloat16"), (True, False)):
+            do = functools.partial(_difference, question, dtype, tiled)
+            engine = "tiled" if tiled else "all logits"
+            record.attempt("semantics", f"{name}, {engine}, {dtype}", do=do)
     for case in sized(record.quick):
         operands = [jnp.asarray(x, "bfloat16") for x in case.operands()]
         data = case.data()
@@ -66,15 +68,16 @@ def _timed(attend: Callable, given: tuple, quick: bool) -> dict[str, float]:
     return {"ms": ms, "host": 1e3 * host / calls, "compiled in s": seconds}
 
 
-def _difference(question: gpu_semantics.Question, dtype: str) -> dict[str, float]:
+def _difference(question: gpu_semantics.Question, dtype: str, tiled: bool) -> dict[str, float]:
+    attend = ours(question.spec(), tiled)
     given = [jnp.asarray(x, dtype) for x in question.operands]
     exact = [np.asarray(x, "float32") for x in given]
     wanted = gpu_semantics.Question(question.rule, exact, question.inputs, question.mask).context()
     inputs = {name: jnp.asarray(x) for name, x in question.inputs.items()}
-    made = jax.jit(ours(question.spec()))(*given, inputs)
-    gradients = jax.grad(
-        lambda *qkv: ours(question.spec())(*qkv, inputs).astype("float32").sum(), (0, 1, 2)
-    )(*given)
+    made = jax.jit(attend)(*given, inputs)
+    gradients = jax.grad(lambda *qkv: attend(*qkv, inputs).astype("float32").sum(), (0, 1, 2))(
+        *given
+    )
     are_finite = all(bool(jnp.isfinite(x).all()) for x in gradients)
     difference = float(np.abs(np.asarray(made, "float64") - wanted).max())
     return {"context": difference, "gradients are finite": are_finite}

@@ -25,6 +25,8 @@ def is_gpu(tensor: Tensor) -> bool:
     if asked is not None:
         return asked == "gpu"
     backend = keras.backend.backend()
+    if keras.backend.is_keras_tensor(tensor):
+        return False
     if backend == "torch":
         import torch
 

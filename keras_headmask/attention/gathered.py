@@ -123,11 +123,18 @@ def _is_computed_again(*operands: Tensor) -> bool:
 
     if torch.compiler.is_exporting() or not torch.is_grad_enabled():
         return False
-    return torch.compiler.is_compiling() or not any(map(is_stand_in, operands))
+    return not any(map(is_stand_in, operands))
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`."""
+    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`.
+
+    (Nor have those of code that is compiled; but they stand for some that have.)
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return False
     try:
         tensor.data_ptr()
     except RuntimeError:

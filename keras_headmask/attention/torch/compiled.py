@@ -16,13 +16,6 @@ _OLDEST = (8, 0)  # of the capabilities of GPUs: Ampere
 _MOST = 256  # functions that are kept; they hold no tensor
 
 
-def is_seen_through(*tensors: Tensor) -> bool:
-    """Whether none stands for another one, as those inside of `torch.func` do."""
-    if torch.compiler.is_compiling():
-        return True
-    return not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
-
-
 def is_trained(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 

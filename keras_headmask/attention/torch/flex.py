@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from keras_headmask.attention import blocks, nonfinite, precision
 from keras_headmask.attention.biases import Alibi
 from keras_headmask.attention.blocks import Arrays, across
+from keras_headmask.attention.gathered import is_stand_in
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.torch.compiled import (
     can_compile,
-    is_seen_through,
     is_trained,
     one_compiled,
 )
@@ -73,7 +73,7 @@ def why_not_on_gpu(request: Request) -> str | None:
         return "a whole mask is read, of which nothing is known by blocks"
     if not request.query.shape[0]:
         return "there is no example"
-    if torch.compiler.is_exporting() or not is_seen_through(*operands):
+    if torch.compiler.is_exporting() or any(map(is_stand_in, operands)):
         return "code is exported, or mapped"
     if request.query.is_cuda and not can_compile(request.query.device):
         return "it needs Triton, and a GPU of compute capability 8.0 or more"

@@ -6,11 +6,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from keras_headmask.attention import head_groups, precision
+from keras_headmask.attention.gathered import is_stand_in
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.torch.compiled import (
     can_compile,
-    is_seen_through,
     is_trained,
     one_compiled,
 )
@@ -37,7 +37,7 @@ def why_not(request: Request) -> str | None:
         return "there are no examples, queries, or keys"
     if request.key.shape[1] > _MOST_KEYS and is_trained(*operands):
         return f"its gradient is of at most {_MOST_KEYS} keys"
-    return None if is_seen_through(*operands) else "code is mapped"
+    return "code is mapped" if any(map(is_stand_in, operands)) else None
 
 
 def run(request: Request, part: Part) -> Tensor:

@@ -59,7 +59,7 @@ class GradientsOfChanges:
 
     def _with_bias(self, total: Tensor, of_tiles: Tensor, places: Places, valid: Mask) -> Tensor:
         """`total`, of the shape of the bias, with what the tiles add: `(m, h, b or 1, w or 1)`."""
-        keys = sizes(total, "int64")[3]
+        keys = sizes(total)[3]
         rows = rows_at(total, places)
         if total.shape[3] != 1:
             of_tiles = _at_all_keys(of_tiles, places, valid, keys)
@@ -71,12 +71,14 @@ class GradientsOfChanges:
 
 def _at_all_keys(of_tiles: Tensor, places: Places, valid: Mask | None, keys: Tensor) -> Tensor:
     """The keys of each tile among all keys, 0 between: by gathering, as a scatter is slow."""
-    to = places.keys if valid is None else tf.where(valid, places.keys, keys)
+    to = places.keys
+    if valid is not None:
+        to = tf.where(valid, to, tf.cast(keys, to.dtype))
     to = to[:, 0, 0]
-    shape = tiles, count = sizes(to, "int64")
-    number, place = (tf.range(size, dtype=tf.int64) for size in shape)
+    shape = tiles, count = sizes(to)
+    number, place = (tf.cast(tf.range(size), to.dtype) for size in shape)
     at = tf.stack([tf.broadcast_to(number[:, None], shape), to], -1)
-    nowhere = tf.fill([tiles, keys + 1], count)
+    nowhere = tf.fill([tiles, keys + 1], tf.cast(count, to.dtype))
     which = tf.tensor_scatter_nd_update(nowhere, at, tf.broadcast_to(place, shape))[:, :-1]
     with_0 = tf.pad(of_tiles, [[0, 0], [0, 0], [0, 0], [0, 1]])
     return tf.gather(with_0, which, axis=3, batch_dims=1)

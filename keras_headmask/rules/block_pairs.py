@@ -24,9 +24,7 @@ def open_pairs(
 
         from keras_headmask._keras import in_xla
 
-        are_wide = all(
-            tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks)
-        )
+        are_wide = all(tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks))
         if are_wide and not in_xla():
             found = _looked_up(is_open)(query_blocks, key_blocks, start, limit)
             found.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))

@@ -187,7 +187,7 @@ def test_a_step_of_wide_tiles_holds_one():
     length = 2**17
     bound = evaluation.bind(hm.Window(after=0), None, length, length, batch=1)
     part = Part(hm.Window(after=0), tuple(range(64)), bound, 1.0, Tuning())
-    assert planned(part, 0).in_step == 1
+    assert planned(part).in_step == 1
 
 
 @pytest.mark.parametrize("length", [64, 2048])

@@ -147,7 +147,7 @@ def planned(spec, inputs):
 
     bound = evaluation.bind(spec, inputs, 23, 23, 0, batch=3)
     tuning = dataclasses.replace(BLOCKS_OF_3, local_tile=4, wide_tile=4)
-    made = plan.planned(Part(spec, tuple(range(4)), bound, 1.0, tuning), 0)
+    made = plan.planned(Part(spec, tuple(range(4)), bound, 1.0, tuning))
     example, *edges = np.moveaxis(numpy(made.runs)[:, 0, 0], 1, 0)
     runs = np.stack(edges, -1)
     places, wanted = (numpy(x)[:, 0, :, 0] for x in (made.queries, made.counts))

@@ -103,9 +103,7 @@ def on_gpu() -> Tensor:
 
 
 @_keras.custom_gradient
-def added(
-    tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor
-) -> tuple[Tensor, Callable]:
+def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
 
     def gradient(upstream: Tensor) -> tuple:

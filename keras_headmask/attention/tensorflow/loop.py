@@ -290,8 +290,10 @@ class _Steps:
             masked = tf.reduce_max(plan.needs_mask[first:stop])
             needs_mask = functools.reduce(tf.maximum, uneven, masked) > 0
         example, queries = tf.cast(number, tf.int64), plan.queries[first:stop]
-        in_all = [example * x + at for x, at in zip(self.lengths, (queries, keys), strict=True)]
-        places = Places(example, queries, keys, *in_all, tf.gather)
+        rows, columns = (
+            example * x + at for x, at in zip(self.lengths, (queries, keys), strict=True)
+        )
+        places = Places(example, queries, keys, rows, columns, tf.gather)
         return Visit(self, places, valid, plan.counts[first:stop], needs_mask)
 
 

@@ -1,5 +1,6 @@
 """What each tile of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
 
+import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -20,8 +21,9 @@ class Plan(NamedTuple):
     wanted. `runs` `(N, 1, 1, 3 or 5)`: the example, and where the one run or the two start and
     stop; what lies between more than two runs is looked at too, and masked. `flagged` `(B, 1, F)`:
     keys that all tiles of an example look at, -1 where it has fewer. `needs_mask` `(N,)`: 1 where
-    some pair may be hidden, else 0; `None`: all are masked. `slots` `(B, T)`: where the results are,
-    counted over all tiles. `in_step`: how many tiles are looked at together. `is_gpu`: by `on_gpu`.
+    some pair may be hidden, else 0; `None`: all are masked. `slots` `(B, T)`: where the results
+    are, counted over all tiles. `in_step`: how many tiles are looked at together. `is_gpu`: what
+    `on_gpu` gives.
     """
 
     queries: Tensor
@@ -31,10 +33,10 @@ class Plan(NamedTuple):
     needs_mask: Tensor | None
     slots: Tensor
     in_step: Tensor
-    is_gpu: Tensor
+    is_gpu: Tensor | int
 
 
-def planned(part: Part, is_gpu: Tensor) -> Plan:
+def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     """What the heads of `part`, which obey one rule, look at."""
     rule, bound, tuning = part.rule, part.bound, part.tuning
     _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
@@ -45,8 +47,8 @@ def planned(part: Part, is_gpu: Tensor) -> Plan:
     has_gaps = leaves_gaps(rule, flags.leaves)
     run_of_all = tf.stack([0, keys, keys, keys] if has_gaps else [0, keys])[None, None]
     offset = tf.reduce_min(bound.query_positions)
-    wide = [tf.cast(size, offset.dtype) for size in (queries, keys, tile)]
-    of_grid = wide[:2], (wide[2], block), offset, _ARRAYS, flags.leaves
+    wide = functools.partial(tf.cast, dtype=offset.dtype)
+    of_grid = (wide(queries), wide(keys)), (wide(tile), block), offset, _ARRAYS, flags.leaves
     possible, certain = bounds_of(rule, inputs, *of_grid)
     blocks = _runs(possible, has_gaps)
     runs = tf.minimum(blocks * block, keys)
@@ -64,7 +66,7 @@ def _tiles(
     run_of_all: Tensor,
     needs_mask: Mask | None,
     places: dict[str, Tensor],
-    is_gpu: Tensor,
+    is_gpu: Tensor | int,
 ) -> Plan:
     """The `tiles` of a sequence, of so many queries, as those of all examples, side by side.
 

@@ -140,7 +140,9 @@ class RelativePositionBias(PositionBias):
     def buckets(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         farthest = self.max_distance  # and all that is farther
         ahead = ops.clip(_ahead(query_positions, key_positions), -farthest, farthest)
-        return ops.take(ops.convert_to_tensor(_bucket_by_distance(self)), ahead + farthest)
+        # (Rows in the dtype of positions: on a GPU TensorFlow has no int32 for all pairs.)
+        dtype = keras.backend.standardize_dtype(ahead.dtype)
+        return ops.take(ops.convert_to_tensor(_bucket_by_distance(self), dtype), ahead + farthest)
 
     def of_tile(
         self,

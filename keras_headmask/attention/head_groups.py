@@ -189,7 +189,7 @@ def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:
 # Whether a probability is dropped is a hash of the seed, the example, the head, the query and the
 # key, so that the backward pass finds it again in any tile, in any order.
 # Odd numbers whose products mix well (Wellons 2018, "prospecting for hash functions": lowbias32).
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 class Dropout(NamedTuple):
@@ -210,16 +210,19 @@ class Dropout(NamedTuple):
     def factors(self, dtype: Any, cuts: Cuts = WHOLE) -> Tensor:
         """Of the probabilities of one tile, `(B, H, queries, keys)`: 0, or what scales them up."""
         rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
-        return self._factors(rows + cuts.keys(self.columns, 0), dtype)
+        return self._factors(rows, cuts.keys(self.columns, 0), dtype)
 
     def factors_at(self, dtype: Any, places: Places) -> Tensor:
         """The same of several tiles at once, `(n, H, queries, keys)`."""
         rows = pairs_at(self.rows[..., None], places)
-        return self._factors(rows + places.take(self.columns, places.keys), dtype)
+        return self._factors(rows, places.take(self.columns, places.keys), dtype)
 
-    def _factors(self, number: Tensor, dtype: Any) -> Tensor:
-        number = _mixed(number, is_compared=True)
-        kept = number >= int(self.rate * 2**32) - 2**31
+    def _factors(self, rows: Tensor, columns: Tensor, dtype: Any) -> Tensor:
+        number = _mixed(_bits(rows) + _bits(columns), is_compared=True)
+        least = int(self.rate * 2**32) - 2**31
+        # (Of int32 the least is -2**31, of uint32 0.)
+        is_unsigned = _is_unsigned(number)
+        kept = number - least % 2**32 <= 2**31 - 1 - least if is_unsigned else number >= least
         scale = ops.cast(1 / (1 - self.rate), dtype)
         return ops.where(kept, scale, ops.zeros_like(scale))
 
@@ -227,7 +230,8 @@ class Dropout(NamedTuple):
 def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
     drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
-    given = drawn, ops.arange(batch, dtype="int32"), bound.query_positions, bound.key_positions
+    positions = (ops.cast(x, "int32") for x in (bound.query_positions, bound.key_positions))
+    given = drawn, ops.arange(batch, dtype="int32"), *positions
     if keras.backend.backend() != "tensorflow":
         return Dropout(rate, *_numbers(heads, *given))
     from keras_headmask.attention.tensorflow.functions import for_equal_shapes
@@ -240,10 +244,19 @@ def _numbers(
 ) -> tuple[Tensor, Tensor]:
     """The rows and columns of a `Dropout`."""
     of_head = ops.arange(heads, dtype="int32")[None, :, None]
-    rows = drawn[0]
+    rows, columns = _bits(drawn[0]), _bits(drawn[1])
     for number in (examples[:, None, None], of_head, queries):
-        rows = _mixed(rows + number)
-    return rows, _mixed(drawn[1] + keys)
+        rows = _mixed(rows + _bits(number))
+    return _bits(rows, "int32"), _bits(_mixed(columns + _bits(keys)), "int32")
+
+
+def _bits(number: Tensor, dtype: str = "uint32") -> Tensor:
+    """On TensorFlow these 32 bits as uint32, which it computes on a GPU, and int32 on the host."""
+    if keras.backend.backend() != "tensorflow":
+        return number
+    import tensorflow as tf
+
+    return tf.bitcast(number, dtype)
 
 
 def _mixed(number: Tensor, is_compared: bool = False) -> Tensor:
@@ -252,8 +265,23 @@ def _mixed(number: Tensor, is_compared: bool = False) -> Tensor:
     Of a number that is only compared the lower half, which the last step mixes, says nothing.
     """
     for bits, factor in ((16, _FIRST), (15, _SECOND), *([] if is_compared else [(16, None)])):
-        # XOR itself shifted right, zeros shifted in: the integers that backends share have a sign.
-        shifted = ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
-        number = ops.bitwise_xor(number, shifted)
-        number = number if factor is None else number * factor
+        number = ops.bitwise_xor(number, _shifted(number, bits))
+        if factor is not None:
+            number = number * (factor if _is_unsigned(number) else _signed(factor))
     return number
+
+
+def _shifted(number: Tensor, bits: int) -> Tensor:
+    """Shifted right, zeros shifted in."""
+    if not _is_unsigned(number):
+        return ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
+    return ops.right_shift(number, ops.convert_to_tensor(bits, "uint32"))
+
+
+def _is_unsigned(number: Tensor) -> bool:
+    return keras.backend.standardize_dtype(number.dtype) == "uint32"
+
+
+def _signed(number: int) -> int:
+    """The int32 of the same bits."""
+    return (number + 2**31) % 2**32 - 2**31

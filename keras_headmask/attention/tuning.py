@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import keras
 
 from keras_headmask import _keras
+from keras_headmask.rules.places import narrow
 
 T = TypeVar("T")
 _LOCK = threading.Lock()
@@ -119,7 +120,8 @@ def functions_of_export() -> dict | None:
 _in_dense_scope: Held[bool] = Held("dense", False)
 
 
-def dense_scope() -> AbstractContextManager[bool]:
+@contextlib.contextmanager
+def dense_scope() -> Iterator[None]:
     """Let attention that is run or traced inside compute all logits, whatever its `tiled` says.
 
     Tiles are a loop whose sizes the data decide, which ONNX Runtime, OpenVINO and LiteRT do not
@@ -137,7 +139,8 @@ def dense_scope() -> AbstractContextManager[bool]:
     >>> context.shape == (1, 512, 2, 4)
     True
     """
-    return holding(_in_dense_scope, True)
+    with holding(_in_dense_scope, True), holding(narrow, True):
+        yield
 
 
 def is_dense_scope() -> bool:

@@ -72,8 +72,9 @@ class MaskSpec(FormerNames):
         It must be element-wise.
 
         Args:
-            query_positions: int32 `(queries, 1)`; of n tiles at once `(n, 1, queries, 1)`.
-            key_positions: int32 `(1, keys)`, or `(n, 1, 1, keys)`.
+            query_positions: `(queries, 1)`; of n tiles at once `(n, 1, queries, 1)`. Integers, on
+                TensorFlow of 64 bits, else of 32.
+            key_positions: `(1, keys)`, or `(n, 1, 1, keys)`.
             inputs: By name, a `Sides` of shapes `(batch, 1, queries, 1)` and `(batch, 1, 1, keys)`;
                 of n tiles at once n stands for the batch.
 

@@ -24,7 +24,8 @@ def open_pairs(
 
         from keras_headmask._keras import in_xla
 
-        if tf.is_tensor(query_blocks) and tf.is_tensor(key_blocks) and not in_xla():
+        are_wide = all(tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks))
+        if are_wide and not in_xla():
             found = _looked_up(is_open)(query_blocks, key_blocks, start, limit)
             found.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))
             return found
@@ -36,7 +37,7 @@ def _looked_up(is_open: Hash) -> Callable:
     """A function that is traced once, whatever the number of rules that call it."""
     import tensorflow as tf
 
-    of_blocks, number = tf.TensorSpec(None, tf.int32), tf.TensorSpec([], tf.int32)
+    of_blocks, number = tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.int64)
 
     @tf.function(autograph=False, input_signature=[of_blocks, of_blocks, number, number])
     def looked_up(query_blocks: Tensor, key_blocks: Tensor, start: Tensor, limit: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def _looked_up(is_open: Hash) -> Callable:
         ]
         rows, columns = (tf.range(a, b + 1) for a, b in zip(first, last, strict=True))
         table = is_open(rows[:, None], columns[None], start, limit)
-        places = (query_blocks - first[0]) * tf.size(columns) + (key_blocks - first[1])
+        places = (query_blocks - first[0]) * tf.size(columns, tf.int64) + (key_blocks - first[1])
         return tf.gather(tf.reshape(table, [-1]), places)
 
     return looked_up

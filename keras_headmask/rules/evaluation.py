@@ -21,7 +21,7 @@ from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
 from keras_headmask.rules.once import once
-from keras_headmask.rules.places import pairs_at
+from keras_headmask.rules.places import pairs_at, position_dtype
 from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
 
@@ -272,11 +272,12 @@ def _bound(
             "or use PerHeadMaskedMultiHeadAttention: it makes the mask when the model is called."
         )
     if beside is None:
-        query_positions = ops.arange(queries, dtype="int32")
+        dtype = position_dtype()
+        query_positions = ops.arange(queries, dtype=dtype)
         if as_int(query_offset) != 0:
-            query_positions += ops.cast(query_offset, "int32")
+            query_positions += ops.cast(query_offset, dtype)
         sizes = Sizes(batch, queries, keys)
-        beside = Bound(query_positions, ops.arange(keys, dtype="int32"), {}, sizes)
+        beside = Bound(query_positions, ops.arange(keys, dtype=dtype), {}, sizes)
     bound = dict(beside.leaf_inputs)
     sizes = beside.sizes
     for leaf in leaves(spec):
@@ -299,7 +300,8 @@ def _bound(
                 sizes = sizes._replace(batch=graph_shapes.batch_of(sides[name]))
             checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut)
         if sides:
-            bound[leaf] = dict((prepared or {}).get(leaf) or leaf.prepare(sides))
+            made = (prepared or {}).get(leaf) or leaf.prepare(sides)
+            bound[leaf] = {name: _as_wide(value) for name, value in made.items()}
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
@@ -311,6 +313,19 @@ def _bound(
                     name, sides.get(name), made, read, sizes, checks
                 )
     return beside._replace(leaf_inputs=bound, sizes=sizes)
+
+
+def _as_wide(value: Any) -> Any:
+    """Ids of 32 bits in the dtype of positions; others, flags and whole masks as they are."""
+    if not isinstance(value, Sides):
+        return value
+
+    def wide(ids: Tensor | None) -> Tensor | None:
+        is_int32 = ids is not None and keras.backend.standardize_dtype(ids.dtype) == "int32"
+        return ops.cast(ids, position_dtype()) if is_int32 else ids
+
+    query = wide(value.query)
+    return Sides(query, query if value.key is value.query else wide(value.key))
 
 
 def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:

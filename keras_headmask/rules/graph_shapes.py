@@ -203,7 +203,8 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
     if keras.backend.backend() == "tensorflow" and not are_symbolic:
         import tensorflow as tf
 
-        length, queries, first = tf.shape(ids)[1], tf.shape(positions)[0], positions[:1]
+        first, dtype = positions[:1], positions.dtype
+        length, queries = (tf.shape(x, dtype)[axis] for x, axis in ((ids, 1), (positions, 0)))
         fits = tf.reduce_all((first >= 0) & (first + queries <= length))
         data = ["query_offset =", first, "puts the queries outside", f"`mask_inputs[{name!r}]`"]
         data += ["of length", length, "Received: queries =", queries]

@@ -399,7 +399,7 @@ def _returning(result):
     ("spec", "message"),
     [
         (_returning(lambda q, k: True), "`Wrong.allowed` must return a boolean tensor.*True"),
-        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype int32"),
+        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype int"),
         (
             _returning(lambda q, k: np.ones((2, 2), object)),
             "`Wrong.allowed` must return a boolean tensor. Received: dtype object",

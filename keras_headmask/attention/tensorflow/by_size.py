@@ -19,7 +19,7 @@ from keras_headmask._keras import (
 from keras_headmask.attention import dense, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tensorflow import loop
-from keras_headmask.attention.tensorflow.graph import one_function
+from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
 from keras_headmask.attention.tensorflow.plan import Plan, planned
 from keras_headmask.attention.tensorflow.tile import product_of
 from keras_headmask.masks import Tensor
@@ -95,12 +95,14 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
         hides = tf.where(mask, tf.zeros([], dtype), tf.constant(-_HIDES, dtype))
         return hides, tf.transpose(alive, (0, 2, 1, 3))
 
-    def of_long() -> list[Plan]:
-        return [planned(group) for group in groups]
-
     if is_short is True:
         mask, alive = of_short()
         return Shared(True, mask, alive, [])
+    is_gpu = on_gpu()  # (Here, once: it would be a state of functions.)
+
+    def of_long() -> list[Plan]:
+        return [planned(group, is_gpu) for group in groups]
+
     if is_short is False:
         return Shared(False, nothing, nothing, of_long())
     # A function: TensorFlow optimises it when it first runs.

@@ -92,13 +92,32 @@ def zeros_to_add_to(like: Tensor) -> Tensor:
     return tf.raw_ops.Empty(shape=tf.shape(like), dtype=like.dtype, init=True)
 
 
+def on_gpu() -> Tensor:
+    """0 if what is traced runs on a CPU, else at least 1: an int32, which stays on the host.
+
+    The graph asks when it runs: a model that is saved on a CPU may be served on a GPU.
+    """
+    if _keras.in_vectorized_map():  # which cannot map the question
+        return tf.constant(0)
+    return tf.raw_ops.DeviceIndex(device_names=["CPU", "GPU"])
+
+
 @_keras.custom_gradient
-def added(tensor: Tensor, where: Tensor, rows: Tensor) -> tuple[Tensor, Callable]:
+def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
 
     def gradient(upstream: Tensor) -> tuple:
-        return upstream, None, tf.gather(upstream, where)
+        return upstream, None, tf.gather(upstream, where), None
 
-    # (`tensor_scatter_nd_add` would copy all of it in each step.)
+    def in_place() -> Tensor:
+        return tf.raw_ops.InplaceAdd(x=tensor, i=tf.cast(where, tf.int32), v=rows)
+
+    def in_copy() -> Tensor:
+        return tf.tensor_scatter_nd_add(tensor, where[:, None], rows)
+
+    # A GPU that adds in place loses rows of places that occur twice; a CPU would copy all of
+    # `tensor` in each of its many steps.
     with _keras.unrecorded():
-        return tf.raw_ops.InplaceAdd(x=tensor, i=where, v=rows), gradient
+        if _keras.in_vectorized_map():
+            return in_place(), gradient
+        return tf.cond(is_gpu > 0, in_copy, in_place), gradient

@@ -71,11 +71,14 @@ class GradientsOfChanges:
 
 def _at_all_keys(of_tiles: Tensor, places: Places, valid: Mask | None, keys: Tensor) -> Tensor:
     """The keys of each tile among all keys, 0 between: by gathering, as a scatter is slow."""
-    to = places.keys if valid is None else tf.where(valid, places.keys, keys)
+    to = places.keys
+    if valid is not None:
+        to = tf.where(valid, to, tf.cast(keys, to.dtype))
     to = to[:, 0, 0]
-    tiles, count = sizes(to)
-    at = tf.stack([tf.broadcast_to(tf.range(tiles)[:, None], [tiles, count]), to], -1)
-    number = tf.broadcast_to(tf.range(count), [tiles, count])
-    which = tf.tensor_scatter_nd_update(tf.fill([tiles, keys + 1], count), at, number)[:, :-1]
+    shape = tiles, count = sizes(to)
+    number, place = (tf.cast(tf.range(size), to.dtype) for size in shape)
+    at = tf.stack([tf.broadcast_to(number[:, None], shape), to], -1)
+    nowhere = tf.fill([tiles, keys + 1], tf.cast(count, to.dtype))
+    which = tf.tensor_scatter_nd_update(nowhere, at, tf.broadcast_to(place, shape))[:, :-1]
     with_0 = tf.pad(of_tiles, [[0, 0], [0, 0], [0, 0], [0, 1]])
     return tf.gather(with_0, which, axis=3, batch_dims=1)

@@ -100,6 +100,8 @@ def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
         keys, values = map(_rows_of_heads, (key, value))
         delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
         is_sound = nonfinite.are_finite(context)
+        if tf.is_tensor(is_sound):  # as a number the host has it once, as a boolean in each step
+            is_sound = tf.cast(is_sound, tf.int32)
         of_changes = GradientsOfChanges(part, changes)
 
         def step(visit: Visit, d_keys: Tensor, d_values: Tensor, *sums: Tensor) -> tuple:
@@ -107,7 +109,8 @@ def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
             products, logits, alive = _logits(part, changes, visit, rows, of_keys)
             probabilities, log_sum = softmax(changes, logits)
             # A row whose logits overflow is NaN, but not where keys are hidden.
-            (probabilities,) = nonfinite.unless(is_sound, _hidden_as_0(logits), probabilities)
+            sound = is_sound > 0 if tf.is_tensor(is_sound) else is_sound
+            (probabilities,) = nonfinite.unless(sound, _hidden_as_0(logits), probabilities)
             # Fully masked rows add nothing, nor do those beyond the last query.
             counts = visit.counts & alive
             d_context, of_delta = (alive_or_0(counts, visit.rows(x)) for x in (upstream, delta))
@@ -206,7 +209,7 @@ class Visit(NamedTuple):
     def rows(self, tensor: Tensor) -> Tensor:
         """Of `(B, T, h, size)` the queries of the tiles, `(m, h, b, size)`."""
         heads, size = tensor.shape[2:]
-        at = self.places.rows * heads + tf.range(heads)[:, None, None]
+        at = self.places.rows * heads + tf.range(heads, dtype=tf.int64)[:, None, None]
         return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
 
     def keys(self, tensor: Tensor) -> Tensor:
@@ -215,21 +218,24 @@ class Visit(NamedTuple):
 
     @property
     def _at(self) -> Tensor:
-        heads = tf.range(self.steps.heads)[:, None, None]
-        of_head = (self.places.examples * self.steps.heads + heads) * self.steps.keys
+        steps = self.steps
+        heads = tf.range(steps.heads, dtype=tf.int64)[:, None, None]
+        of_head = (self.places.examples * steps.heads + heads) * steps.lengths[1]
         return of_head + self.places.keys
 
     def added(self, sums: Tensor, made: Tensor) -> Tensor:
         """`sums` `(B * h * S, size)`, and what this step adds to its keys, `(m, h, w, size)`."""
-        return added(sums, tf.reshape(self._at, [-1]), tf.reshape(made, [-1, made.shape[3]]))
+        rows = tf.reshape(made, [-1, made.shape[3]])
+        return added(sums, tf.reshape(self._at, [-1]), rows, self.steps.plan.is_gpu)
 
 
 class _Steps:
     """All steps of the loop over the tiles of `plan`."""
 
     def __init__(self, plan: Plan, query: Tensor, key: Tensor):
-        self.plan, self.queries = plan, sizes(query)[1]
+        self.plan = plan
         self.batch, self.keys, self.heads, _ = sizes(key)
+        self.lengths = [sizes(x, "int64")[1] for x in (query, key)]
 
     def keys_joined(self, sums: Tensor) -> Tensor:
         """Of `(B * h * S, size)`: `(B, S, h, size)`."""
@@ -246,8 +252,7 @@ class _Steps:
 
         def body(i: Tensor, found: tf.TensorArray, sums: list[Tensor]) -> tuple:
             first = i * in_step
-            numbers = tf.range(first, tf.minimum(first + in_step, total))
-            made, *sums = step(self._visit(numbers), *sums)
+            made, *sums = step(self._visit(first, tf.minimum(first + in_step, total)), *sums)
             return i + 1, found.write(i, _heads_first(made)), sums
 
         start = tf.constant(0), found, list(sums)
@@ -256,30 +261,42 @@ class _Steps:
         rows = tf.reshape(rows, tf.concat([[-1], tf.shape(rows)[2:]], 0))
         return [tf.gather(rows, self.plan.slots), *run[2]]
 
-    def _visit(self, numbers: Tensor) -> Visit:
+    def _visit(self, first: Tensor, stop: Tensor) -> Visit:
+        """The step of these tiles of the plan."""
         plan = self.plan
-        example, *edges = tf.split(tf.gather(plan.runs, numbers), plan.runs.shape[-1], -1)
+        # What decides sizes and branches is int32, which TensorFlow computes on the host: a GPU
+        # is not waited for. What is as large as tiles x keys is int64, which it computes there.
+        count = plan.runs.shape[-1]
+        number, *edges = tf.split(plan.runs[first:stop], [1] * count, -1)
         pairs, valid = list(zip(edges[::2], edges[1::2], strict=True)), None
-        widths = [tf.maximum(tf.reduce_max(stop - start), 0) for start, stop in pairs]
+        lengths = [stop - start for start, stop in pairs]
+        widths = [tf.maximum(tf.reduce_max(of_run), 0) for of_run in lengths]
         if len(pairs) == 1 and plan.flagged is None:  # keys beside the run are as good as padding
-            ((start, stop),), (width,) = pairs, widths
-            keys = tf.minimum(start, self.keys - width) + tf.range(width)
-            is_uneven = tf.reduce_any(stop - start < width)
+            keys = _run(tf.minimum(edges[0], self.keys - widths[0]), widths[0])
         else:
-            pieces = [a + tf.range(width) for (a, _), width in zip(pairs, widths, strict=True)]
-            are_there = [x < stop for x, (_, stop) in zip(pieces, pairs, strict=True)]
+            pieces = [_run(start, width) for (start, _), width in zip(pairs, widths, strict=True)]
+            wide = [[tf.cast(edge, tf.int64) for edge in pair] for pair in pairs]
+            are_there = [x < stop for x, (_, stop) in zip(pieces, wide, strict=True)]
             if plan.flagged is not None:
-                flagged = tf.gather(plan.flagged, tf.squeeze(example, [2, 3]))
-                seen = [(flagged >= start) & (flagged < stop) for start, stop in pairs]
+                flagged = tf.gather(plan.flagged, tf.squeeze(number, [2, 3]))
+                seen = [(flagged >= start) & (flagged < stop) for start, stop in wide]
                 pieces.append(flagged)
                 are_there.append((flagged >= 0) & ~functools.reduce(tf.logical_or, seen))
-            keys = tf.clip_by_value(tf.concat(pieces, 3), 0, self.keys - 1)
+            keys = tf.clip_by_value(tf.concat(pieces, 3), 0, self.lengths[1] - 1)
             valid = tf.concat(are_there, 3)
-            is_uneven = ~tf.reduce_all(valid)
         needs_mask = None
         if plan.needs_mask is not None:
-            needs_mask = tf.reduce_any(tf.gather(plan.needs_mask, numbers)) | is_uneven
-        queries = tf.gather(plan.queries, numbers)
-        in_all = example * self.queries + queries, example * self.keys + keys
-        places = Places(example, queries, keys, *in_all, tf.gather)
-        return Visit(self, places, valid, tf.gather(plan.counts, numbers), needs_mask)
+            uneven = [x - tf.reduce_min(y) for x, y in zip(widths, lengths, strict=True)]
+            masked = tf.reduce_max(plan.needs_mask[first:stop])
+            needs_mask = functools.reduce(tf.maximum, uneven, masked) > 0
+        example, queries = tf.cast(number, tf.int64), plan.queries[first:stop]
+        rows, columns = (
+            example * x + at for x, at in zip(self.lengths, (queries, keys), strict=True)
+        )
+        places = Places(example, queries, keys, rows, columns, tf.gather)
+        return Visit(self, places, valid, plan.counts[first:stop], needs_mask)
+
+
+def _run(start: Tensor, width: Tensor) -> Tensor:
+    """From `start`, `(m, 1, 1, 1)`, so many places on: `(m, 1, 1, width)`."""
+    return tf.cast(start, tf.int64) + tf.cast(tf.range(width), tf.int64)

@@ -1,5 +1,6 @@
 """What each tile of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
 
+import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -9,6 +10,9 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.protocol import leaves_gaps
 
+# Of a step: 256 MB of float32. A GPU is idle between steps, which launch some 20 kernels each.
+_MOST_LOGITS_ON_GPU = 2**26
+
 
 class Plan(NamedTuple):
     """The tiles of all examples, N of b queries each, and the keys that each looks at.
@@ -16,21 +20,23 @@ class Plan(NamedTuple):
     `queries` `(N, 1, b, 1)`: their places in the sequence; `counts`: whether the result of one is
     wanted. `runs` `(N, 1, 1, 3 or 5)`: the example, and where the one run or the two start and
     stop; what lies between more than two runs is looked at too, and masked. `flagged` `(B, 1, F)`:
-    keys that all tiles of an example look at, -1 where it has fewer. `needs_mask` `(N,)`: whether
-    some pair may be hidden; `None`: all are masked. `slots` `(B, T)`: where the results are,
-    counted over all tiles. `in_step`: how many tiles are looked at together.
+    keys that all tiles of an example look at, -1 where it has fewer. `needs_mask` `(N,)`: 1 where
+    some pair may be hidden, else 0; `None`: all are masked. `slots` `(B, T)`: where the results
+    are, counted over all tiles. `in_step`: how many tiles are looked at together. `is_gpu`: what
+    `on_gpu` gives.
     """
 
     queries: Tensor
     counts: Mask
     runs: Tensor
     flagged: Tensor | None
-    needs_mask: Mask | None
+    needs_mask: Tensor | None
     slots: Tensor
     in_step: Tensor
+    is_gpu: Tensor | int
 
 
-def planned(part: Part) -> Plan:
+def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     """What the heads of `part`, which obey one rule, look at."""
     rule, bound, tuning = part.rule, part.bound, part.tuning
     _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
@@ -41,14 +47,15 @@ def planned(part: Part) -> Plan:
     has_gaps = leaves_gaps(rule, flags.leaves)
     run_of_all = tf.stack([0, keys, keys, keys] if has_gaps else [0, keys])[None, None]
     offset = tf.reduce_min(bound.query_positions)
-    of_grid = (queries, keys), (tile, block), offset, _ARRAYS, flags.leaves
+    wide = functools.partial(tf.cast, dtype=offset.dtype)
+    of_grid = (wide(queries), wide(keys)), (wide(tile), block), offset, _ARRAYS, flags.leaves
     possible, certain = bounds_of(rule, inputs, *of_grid)
     blocks = _runs(possible, has_gaps)
     runs = tf.minimum(blocks * block, keys)
     always_masked = bool(flags.leaves) or rule.tiling.is_local
     needs_mask = None if always_masked else _needs_mask(blocks, certain)
     places = {side: _places(found) for side, found in flags.by_side.items()}
-    return _tiles(part, tile, tiles, runs, run_of_all, needs_mask, places)
+    return _tiles(part, tile, tiles, runs, run_of_all, needs_mask, places, is_gpu)
 
 
 def _tiles(
@@ -59,6 +66,7 @@ def _tiles(
     run_of_all: Tensor,
     needs_mask: Mask | None,
     places: dict[str, Tensor],
+    is_gpu: Tensor | int,
 ) -> Plan:
     """The `tiles` of a sequence, of so many queries, as those of all examples, side by side.
 
@@ -75,7 +83,7 @@ def _tiles(
     if needs_mask is not None:
         # (As numbers: oneDNN cannot transpose booleans, and logs that.)
         numbers = tf.transpose(tf.cast(needs_mask, tf.int32))
-        needs_mask = tf.reshape(tf.broadcast_to(numbers, [tiles, batch]), [-1]) > 0
+        needs_mask = tf.reshape(tf.broadcast_to(numbers, [tiles, batch]), [-1])
     if (apart := places.get("query")) is not None:
         count = tf.shape(apart)[1]
         more = -(-count // tile)
@@ -97,18 +105,20 @@ def _tiles(
     total = tiles * batch
     # (In 64 bits: 64 heads x 256 queries x 131,072 keys are 0 in 32.)
     logits = len(part.heads) * tf.cast(tile, tf.int64) * tf.cast(widest, tf.int64)
-    fitting = part.tuning.most_logits_of_a_step // tf.maximum(logits, 1)
+    most = tf.maximum(part.tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
+    fitting = tf.cast(most, tf.int64) // tf.maximum(logits, 1)
     in_step = tf.clip_by_value(tf.cast(fitting, tf.int32), 1, tf.maximum(total, 1))
     wanted = tf.scatter_nd(slots[..., None], tf.ones_like(slots), tf.reshape(total * tile, [1]))
     with_example = tf.concat([tf.broadcast_to(example[:, 0], [tiles, batch])[..., None], runs], -1)
     return Plan(
-        tf.reshape(rows, [total, 1, tile, 1]),
+        tf.cast(tf.reshape(rows, [total, 1, tile, 1]), tf.int64),
         tf.reshape(wanted > 0, [total, 1, tile, 1]),
         tf.reshape(with_example, [total, 1, 1, runs.shape[-1] + 1]),
-        of_keys,
+        None if of_keys is None else tf.cast(of_keys, tf.int64),
         needs_mask,
         slots,
         in_step,
+        is_gpu,
     )
 
 
@@ -142,7 +152,7 @@ def _runs(possible: Mask, two: bool) -> Tensor:
 def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:
     """Whether a row looks at a block that may hide some pair, or at nothing."""
     number, looked_at = tf.range(sizes(certain)[-1]), tf.zeros_like(certain)
-    edges = tf.split(blocks, blocks.shape[-1], -1)
+    edges = tf.split(blocks, [1] * blocks.shape[-1], -1)
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         looked_at |= (number >= start) & (number < stop)
     return tf.reduce_any(looked_at & ~certain, -1) | ~tf.reduce_any(looked_at, -1)
@@ -153,7 +163,7 @@ def _most_set(flags: Mask) -> Tensor:
 
 
 def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:
-    length = sizes(values)[1]
+    length = sizes(values, "int64")[1]
     # (The last value once more as often as the last block is short.)
     places = tf.minimum(tf.range((length + size - 1) // size * size), length - 1)
     places = tf.reshape(places, [-1, 1, size] if axis == 0 else [1, -1, size])

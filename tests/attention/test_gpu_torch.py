@@ -174,6 +174,18 @@ def test_each_rule_is_compiled_once_and_lengths_twice():
 
 
 @torch.no_grad()
+def test_biases_by_position_count_the_offset():
+    query, key, value = (torch.from_numpy(x) for x in operands(1, 40, 64, 4, 0, 16, 16))
+    rule, bias = hm.Window(9, 30), {"position_bias": hm.alibi(4)}
+    bound = bound_to(rule, {}, query, key, 24)[0]
+    changes = given_changes((1, 4, 40, 64), **bias)
+    asked = Request(query, key, value, rule, bound, scale=SCALE, query_offset=24, changes=changes)
+    with compiling(CompileCounter()):
+        got = flex.run(asked, part_of_all(asked))
+    close(got, attend((query, key, value), rule, None, 24, tiled=False, **bias))
+
+
+@torch.no_grad()
 def test_ids_and_layers_compile_nothing_more():
     counter = CompileCounter()
     with compiling(counter):

@@ -280,6 +280,36 @@ def test_what_cannot_be_explained():
         assert hm.explain(hm.apply_head_masks(known, hm.Window(1, 1)))
 
 
+@pytest.fixture
+def in_bfloat16():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_it_explains_a_gpu_that_is_not_at_hand():
+    """Nothing is computed there, and what runs after it is for this machine again."""
+    sizes = {"queries": 2048, "batch": 1, "num_heads": 4}
+    near, padded = hm.Window(99, 99), hm.KeyFlag("flags")
+    of_window = {"tensorflow": "loop", "jax": "gathered", "torch": "FlexAttention on CUDA"}
+    of_padding = {"tensorflow": "loop", "jax": "cuDNN", "torch": "SDPA with the mask"}
+    at_hand = hm.explain(near, **sizes)
+    assert hm.explain(near, device="gpu", **sizes).kernel == of_window[BACKEND]
+    assert hm.explain(padded, device="gpu", **sizes).kernel == of_padding[BACKEND]
+    assert hm.explain(near, **sizes) == hm.explain(near, device="cpu", **sizes) == at_hand
+    layer = hm.PerHeadMaskedMultiHeadAttention(4, 64, mask_spec=padded)
+    made = hm.explain(layer, queries=2048, batch=1, device="gpu")
+    assert made.kernel == of_padding[BACKEND]
+    assert "oneDNN" not in str(made)
+
+
+def test_a_device_that_it_does_not_know():
+    with pytest.raises(ValueError, match="`device` must be"):
+        hm.explain(RULE, queries=4, device="cuda")
+
+
 def test_every_kernel_has_a_name_of_its_own_on_its_backend():
     for of_device in (kernels for x in choose.KERNELS.values() for kernels in x.values()):
         names = [one.name for x in of_device for one in getattr(x, "kernels", (x,))]

@@ -152,7 +152,8 @@ def has_own_softmax(layer: Any) -> bool:
 
 
 # The projections of query, key and value, and that of the output.
-projections = operator.attrgetter("_query_dense", "_key_dense", "_value_dense", "_output_dense")
+def projections(layer: Any) -> tuple[Any, ...]:
+    return layer._query_dense, layer._key_dense, layer._value_dense, layer._output_dense
 
 
 def gate(layer: Any) -> Any:
@@ -174,7 +175,8 @@ def scale(layer: Any) -> float:
 
 
 # Grouped-query attention hands on by an attribute whether probabilities are asked for.
-wants_scores = operator.attrgetter("_return_attention_scores")
+def wants_scores(layer: Any) -> bool:
+    return layer._return_attention_scores
 
 
 def want_scores(layer: Any, wanted: bool) -> None:
@@ -182,7 +184,8 @@ def want_scores(layer: Any, wanted: bool) -> None:
 
 
 # What drops probabilities: its seed is the layer's, in every implementation.
-dropout_layer = operator.attrgetter("_dropout_layer")
+def dropout_layer(layer: Any) -> Any:
+    return layer._dropout_layer
 
 
 # What a subclass of KerasHub's attention may override, to attend differently.
@@ -214,10 +217,16 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
 
 # A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
+
+
 # The calls of an operation, as `nodes` gives them, in every graph.
-calls_of = operator.attrgetter("_inbound_nodes")
+def calls_of(operation: Any) -> Any:
+    return operation._inbound_nodes
+
+
 # The RematScope of when a layer was built; `None` outside of one. No config holds it.
-remat_mode = operator.attrgetter("_remat_mode")
+def remat_mode(layer: Any) -> Any:
+    return layer._remat_mode
 
 
 def sublayers(layer: Any) -> Iterable[keras.Layer]:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.checking import check_operands, checked_tiled
@@ -22,6 +24,11 @@ _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 # This file is imported when the function is first used. The function itself cannot change Keras:
 # `torch.compile` may read it.
 adapt_exports()
+
+
+def _plain(scale: Any) -> Any:
+    """NumPy's numbers as Python's, which engines take for one that is known."""
+    return scale.item() if isinstance(scale, np.generic) else scale
 
 
 def dot_product_attention(
@@ -123,7 +130,7 @@ def dot_product_attention(
         value,
         rule,
         bound,
-        scale=1 / math.sqrt(size) if scale is None else scale,
+        scale=1 / math.sqrt(size) if scale is None else _plain(scale),
         query_offset=query_offset,
         dropout=dropout,
         seed=seed,

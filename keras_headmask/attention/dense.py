@@ -58,7 +58,7 @@ def attention(
     if mask is not None and changes.soft_cap is not None:
         # Whose derivative is NaN where a product overflows.
         logits = ops.where(mask, logits, zero)
-    logits, _ = changes.of_logits(logits, range(query.shape[2]), positions)
+    logits = changes.of_logits(logits, range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
         lowest = np.finfo(dtype).min

@@ -17,7 +17,7 @@ def assuming(device: str | None) -> AbstractContextManager[Any]:
 
 
 def is_gpu(tensor: Tensor) -> bool:
-    """Whether what is done with `tensor` is done on an NVIDIA GPU.
+    """Whether what is done with `tensor` is done on a GPU.
 
     (Of TensorFlow's graphs this is known when they run: `tensorflow/plan.py` asks there.)
     """
@@ -34,7 +34,8 @@ def is_gpu(tensor: Tensor) -> bool:
     if backend == "jax":
         import jax
 
-        return jax.default_backend() == "gpu"
+        default = jax.config.jax_default_device  # of a `keras.device` scope
+        return (getattr(default, "platform", default) or jax.default_backend()) == "gpu"
     if backend == "tensorflow":
         import tensorflow as tf
 

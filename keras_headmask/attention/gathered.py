@@ -219,7 +219,7 @@ def _probabilities(
         # Where a hidden logit is NaN, so is the derivative of its cap.
         logits = ops.where(allowed, logits, ops.zeros_like(logits))
     positions = tuple(map(_taken, bound[:2], at[:2])) if changes.position_bias is not None else None
-    logits, _ = changes.of_logits(logits, part.heads, positions)
+    logits = changes.of_logits(logits, part.heads, positions)
     allowed, alive = changes.allowed(allowed), None
     if allowed is not None:
         alive = ops.any(allowed, axis=-1, keepdims=True)
@@ -236,7 +236,7 @@ def _probabilities(
         rows = _bias_at(part.dropout.rows[..., None], plan, each)[..., 0]
         columns = _taken(part.dropout.columns, at.keys)[:, None, None, :]
         drawn = part.dropout._replace(rows=rows, columns=columns)
-        probabilities = probabilities * drawn.factors(probabilities.dtype)
+        probabilities = drawn.of(probabilities)
     return probabilities, alive
 
 

@@ -12,7 +12,7 @@ from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.places import pairs_at
-from keras_headmask.rules.protocol import WHOLE, Bound, Cuts, Places
+from keras_headmask.rules.protocol import Bound, Places
 
 
 class Part(NamedTuple):
@@ -205,15 +205,11 @@ class Dropout(NamedTuple):
 
     def of(self, probabilities: Tensor) -> Tensor:
         """`probabilities` `(B, H, T, S)` after the dropout."""
-        return probabilities * self.factors(probabilities.dtype)
-
-    def factors(self, dtype: Any, cuts: Cuts = WHOLE) -> Tensor:
-        """Of the probabilities of one tile, `(B, H, queries, keys)`: 0, or what scales them up."""
-        rows = cuts.queries(cuts.batch(self.rows, 0), 2)[..., None]
-        return self._factors(rows, cuts.keys(self.columns, 0), dtype)
+        rows, dtype = self.rows[..., None], probabilities.dtype
+        return probabilities * self._factors(rows, self.columns, dtype)
 
     def factors_at(self, dtype: Any, places: Places) -> Tensor:
-        """The same of several tiles at once, `(n, H, queries, keys)`."""
+        """Of several tiles at once, `(n, H, queries, keys)`: 0, or what scales them up."""
         rows = pairs_at(self.rows[..., None], places)
         return self._factors(rows, places.take(self.columns, places.keys), dtype)
 

@@ -5,6 +5,7 @@ this imports no code of a backend.
 """
 
 import functools
+import warnings
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from keras_headmask.attention import blocks, dense, device, gathered, head_group
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.tuning import is_dense_scope
+from keras_headmask.attention.tuning import is_dense_scope, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.heads import restricts
@@ -88,6 +89,14 @@ class Dense(Kernel):
         positions = None if changes.position_bias is None else request.positions
         may_branch = not is_dense_scope()
         return dense.attention(*operands, mask, request.scale, changes, positions, drop, may_branch)
+
+
+def _read(request: Request) -> Any:
+    """The mask inputs of the rule."""
+    inputs = () if request.bound is None else request.bound.leaf_inputs.values()
+    return (
+        x for of_leaf in inputs for sides in of_leaf.values() for x in keras.tree.flatten(sides)
+    )
 
 
 def _whole_mask(request: Request) -> Mask | None:
@@ -189,8 +198,10 @@ class CuDNN(Kernel):
         from keras_headmask.attention.jax import cudnn
 
         operands = request.query, request.key, request.value
-        if is_dense_scope():
-            return "`hm.dense_scope` holds"
+        if is_dense_scope() or is_forward_only():
+            return "`hm.dense_scope` holds, or a model is exported, to run anywhere"
+        if any(map(cudnn.is_mapped, keras.tree.flatten([operands, list(_read(request))]))):
+            return "code is mapped"
         if keras.config.is_flash_attention_enabled() is False:
             return "`keras.config.disable_flash_attention()` was called"
         if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
@@ -311,20 +322,20 @@ class FlexAttention(Kernel):
 
 
 class FlexOnGpu(FlexAttention):
-    """The same on a GPU, of all heads at once."""
+    """FlexAttention on a GPU: one call for all heads, compiled for the rule."""
 
     name, block = "FlexAttention on CUDA", "gpu_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention.torch import flex
 
-        reason = _not_asked(request) or flex.why_not_on_gpu(request)
-        return reason or (None if request.tiled else _skips_little(request, part))
+        reason = _skips_nothing(request, part) or flex.why_not_on_gpu(request)
+        return reason or (None if request.tiled else _skips_little(part))
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
         from keras_headmask.attention.torch import flex
 
-        return flex.run(request, part), None
+        return _unless_not_compiled(flex.run, request, part)
 
 
 class MaskedSdpa(Kernel):
@@ -335,14 +346,27 @@ class MaskedSdpa(Kernel):
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention.torch import masked
 
-        if request.tiled and without_choice(request) is None:
-            return "`tiled=True` asks for tiles"
         return "`hm.dense_scope` holds" if is_dense_scope() else masked.why_not(request)
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
         from keras_headmask.attention.torch import masked
 
-        return masked.run(request, part), None
+        return _unless_not_compiled(masked.run, request, part)
+
+
+def _unless_not_compiled(run: Any, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
+    """`run(request, part)`; the definition for a rule that PyTorch's compiler cannot read."""
+    from keras_headmask.attention.torch.compiled import NotCompiled
+
+    try:
+        return run(request, part), None
+    except NotCompiled as reason:
+        warnings.warn(
+            "PyTorch's compiler cannot read a rule, so all logits are computed, without an engine "
+            f"for GPUs: {reason} Let `allowed` use operations of `keras.ops` or torch alone.",
+            stacklevel=2,
+        )
+        return Dense().run(request, part)
 
 
 class Gathered(Kernel):
@@ -397,14 +421,11 @@ class ByGroup(Kernel):
         return head_groups.joined(contexts, sets, 2)
 
 
-def _skips_little(request: Request, part: Part) -> str | None:
+def _skips_little(part: Part) -> str | None:
     """Why a GPU computes all logits rather than blocks.
 
     By what the rule says of itself, since code that is compiled knows neither sizes nor ids.
     """
-    queries, keys = _lengths(request)
-    if queries * keys < _FEWEST_PAIRS_ON_GPU:
-        return f"of fewer than {_FEWEST_PAIRS_ON_GPU} pairs a GPU computes all at once"
     skipping = [heads for rule, heads in part.groups() if _may_skip_half(rule)]
     if 2 * sum(map(len, skipping)) > len(part.heads):
         return None

@@ -87,20 +87,11 @@ class Changes(NamedTuple):
         return self if self.bias is None else self._replace(bias=pairs_at(self.bias, places))
 
     def of_logits(
-        self,
-        logits: Tensor,
-        heads: Sequence[int],
-        positions: Positions | None,
-        cuts: Cuts = WHOLE,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The logits `(B, h, queries, keys)` of a tile, changed, and the soft cap's derivative.
-
-        The tensors are those of `heads`.
-        """
-        slope = None
+        self, logits: Tensor, heads: Sequence[int], positions: Positions | None, cuts: Cuts = WHOLE
+    ) -> Tensor:
+        """The logits `(B, h, queries, keys)` of a tile, changed; tensors are those of `heads`."""
         if self.soft_cap is not None:
-            bent = tanh(logits / self.soft_cap)
-            logits, slope = self.soft_cap * bent, 1 - bent * bent
+            logits = self.soft_cap * tanh(logits / self.soft_cap)
         if self.bias is not None:
             logits = logits + self.bias_of_tile(cuts)
         if self.position_bias is not None:
@@ -109,7 +100,7 @@ class Changes(NamedTuple):
             dtype = keras.backend.standardize_dtype(logits.dtype)
             by_position = self.position_bias.of_tile(queries, keys, heads, self.table, dtype)
             logits = logits + ops.cast(by_position, logits.dtype)
-        return logits, slope
+        return logits
 
     def allowed(self, allowed: Mask | None, cuts: Cuts = WHOLE) -> Mask | None:
         """The pairs of a tile that are allowed, without those that the bias hides."""

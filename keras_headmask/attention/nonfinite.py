@@ -122,15 +122,9 @@ def marked(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def with_marks(logits: Tensor, query: Tensor, *keys: Tensor) -> list[Tensor]:
-    """`logits` `(B, H, T, S)` with `marks` added."""
-    return [logits + marks(query, *keys)]
+    """`logits` `(B, H, T, S)`, NaN for each pair with a query or key that is not finite.
 
-
-def marks(query: Tensor, *keys: Tensor) -> Tensor:
-    """0, and NaN for each pair with a query or key that is not finite: `(B, H, T, S)`.
-
-    To be added to the logits before hidden ones are replaced. `keys` are the keys and what else
-    belongs to them. The operands are `(B, L, H, D)`.
+    `keys` are the keys and what else belongs to them. The operands are `(B, L, H, D)`.
     """
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
     of_rows = ops.transpose(marks_of(query), (0, 2, 1, 3))
@@ -138,7 +132,7 @@ def marks(query: Tensor, *keys: Tensor) -> Tensor:
     if keras.backend.backend() == "torch" and not keras.backend.is_keras_tensor(of_rows):
         # Else their sum has the heads innermost, and the logits are read out of order to add it.
         of_rows, of_keys = of_rows.contiguous(), of_keys.contiguous()
-    return of_rows + of_keys
+    return [logits + (of_rows + of_keys)]
 
 
 def marks_of(*tensors: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +19,9 @@ from keras_headmask.attention.tuning import Held, holding
 
 # Each is called with what it stands for, and then with the arguments.
 _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
-_overrides: ContextVar[_Overrides] = ContextVar("overrides", default=MappingProxyType({}))
-_rules_off: ContextVar[bool] = ContextVar("rules_off", default=False)
-_wanted_probabilities: ContextVar[frozenset[int]] = ContextVar("wanted", default=frozenset())
+_overrides: Held[_Overrides] = Held("overrides", MappingProxyType({}))
+_rules_off: Held[bool] = Held("rules_off", False)
+_wanted_probabilities: Held[frozenset[int]] = Held("wanted", frozenset())
 _operations: Held[Callable[[], None] | None] = Held("operations", None)
 _LOCK = threading.Lock()  # of adding wrappers and removing them
 

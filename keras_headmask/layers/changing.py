@@ -6,7 +6,6 @@ them, and their signatures have no place for these changes. So a context variabl
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import keras
@@ -21,7 +20,7 @@ from keras_headmask.attention.logits import (
     checked_position_bias,
     checked_soft_cap,
 )
-from keras_headmask.attention.tuning import holding
+from keras_headmask.attention.tuning import Held, holding
 from keras_headmask.masks import Length, Tensor
 
 OPTIONS = "logit_options"  # the attribute of our layers
@@ -134,7 +133,7 @@ class _Held:
         self.layer, self.changes, self.was_read = layer, changes, False
 
 
-_held: ContextVar[_Held | None] = ContextVar("changes", default=None)
+_held: Held[_Held | None] = Held("changes", None)
 
 
 def now(layer: Any, default: Changes = NONE) -> Changes:

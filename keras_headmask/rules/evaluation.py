@@ -385,7 +385,10 @@ def _answers(
     """What `rule` allows, from what its leaves do; `sizes` are those that an answer fits."""
 
     def of_leaf(leaf: MaskSpec) -> Tensor:
-        answer = leaf.allowed(query_positions, key_positions, inputs_of(leaf))
+        asked = leaf.allowed
+        if keras.backend.backend() == "tensorflow":
+            asked = functools.partial(_allowed_on_tensorflow, leaf)
+        answer = asked(query_positions, key_positions, inputs_of(leaf))
         result = checked_answer(leaf, answer)
         shape = tuple(result.shape)
         if len(shape) not in (2, 4) or not all(map(masks.fits, shape, sizes[-len(shape) :])):
@@ -400,6 +403,20 @@ def _answers(
 
     # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
     return masks.lift(rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not))
+
+
+def _allowed_on_tensorflow(leaf: MaskSpec, query_positions: Tensor, *rest: Any) -> Tensor:
+    """What `leaf` allows; an error in it says which integers positions are."""
+    try:
+        return leaf.allowed(query_positions, *rest)
+    except Exception as error:
+        dtype = keras.backend.standardize_dtype(query_positions.dtype)
+        error.add_note(
+            f"`{type(leaf).__name__}.allowed` got positions in {dtype}. (They, and ids, are int64 "
+            "here, and int32 in XLA and in `hm.dense_scope()`: cast what is compared with them to "
+            "`query_positions.dtype`.)"
+        )
+        raise
 
 
 def heads_are_spread() -> bool:

@@ -196,6 +196,58 @@ def test_ids_and_layers_compile_nothing_more():
         assert counter.frame_count == 1
 
 
+class Unreadable(hm.MaskSpec):
+    """Its `allowed` leaves the graph: the compiler cannot follow."""
+
+    tiling = hm.Tiling(is_local=True)
+
+    def allowed(self, query_positions, key_positions, inputs):
+        print(end="")
+        return abs(query_positions - key_positions) <= int(torch.tensor(3).numpy())
+
+
+def test_any_shapes(monkeypatch):
+    """PyTorch would give up after eight compilations of one code."""
+    sizes = [(2, 4, 4), (1, 4, 4), (2, 1, 4), (1, 1, 4), (2, 5, 8), (3, 6, 8), (1, 2, 1), (4, 5, 3)]
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    with compiling("aot_eager"):
+        for number, (batch, queries, keys) in enumerate(sizes * 2):
+            query, key, value = (
+                torch.from_numpy(x).requires_grad_(number % 3 > 0)
+                for x in operands(batch, queries, keys, 2, number, 16, 16)
+            )
+            rule, offset = hm.Window(5, 3), max(keys - queries, 0)
+            bound = bound_to(rule, {}, query, key, offset)[0]
+            asked = Request(query, key, value, rule, bound, scale=SCALE, query_offset=offset)
+            got = flex.run(asked, part_of_all(asked))
+            close(
+                got.detach(), attend((query, key, value), rule, None, offset, tiled=False).detach()
+            )
+            if number % 3:
+                (got**2).sum().backward()
+
+
+@torch.no_grad()
+def test_a_rule_that_cannot_be_compiled_is_computed_by_the_definition():
+    qkv = [torch.from_numpy(x) for x in operands(1, 64, 64, 4, 0, 16, 16)]
+    bound = bound_to(Unreadable(), {}, *qkv[:2], 0)[0]
+    asked = Request(*qkv, Unreadable(), bound, scale=SCALE)
+    with compiling(CompileCounter()):
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="cannot read a rule, so all logits are computed"):
+                got, _ = kernels.FlexOnGpu().run(asked, part_of_all(asked))
+            close(got, attend(qkv, hm.Window(3, 3), tiled=False))
+
+
+def test_a_layer_is_a_part_of_code_that_a_user_compiles():
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 16, mask_spec=hm.Window(5, 3))
+    x = torch.from_numpy(operands(1, 40, 40, 1, size=8)[0][:, :, 0])
+    wanted = layer(x, x)
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, backend=CompileCounter())
+    close(run(x, x).detach(), wanted.detach())
+
+
 @pytest.mark.parametrize("engine", [flex, masked], ids=["FlexAttention", "SDPA"])
 def test_what_was_computed_is_not_held(engine):
     counter = CompileCounter()

@@ -46,6 +46,12 @@ def _is_at_hand() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def is_mapped(tensor: Any) -> bool:
+    """Whether `jax.vmap` maps it now: JAX' rule for cuDNN fails where one operand is not mapped."""
+    inner = getattr(tensor, "primal", None)  # of a gradient that is traced
+    return type(tensor).__name__ == "BatchTracer" or (inner is not None and is_mapped(inner))
+
+
 def _capability() -> tuple[int, ...]:
     """What the GPU computes, as NVIDIA numbers it: the least that will do where none is at hand."""
     if not _is_at_hand():

@@ -37,7 +37,7 @@ class ChangesOfBlocks(NamedTuple):
         return cls(changes, part.heads, steps.bound)
 
     def of_logits(self, logits: Tensor, visit: KeyBlock) -> Tensor:
-        return self.changes.of_logits(logits, self.heads, self.bound[:2], visit.cuts)[0]
+        return self.changes.of_logits(logits, self.heads, self.bound[:2], visit.cuts)
 
     def allowed(self, visit: KeyBlock) -> Mask | None:
         return self.changes.allowed(visit.allowed, visit.cuts)
@@ -52,7 +52,7 @@ class ChangesOfBlocks(NamedTuple):
 
         def changed(logits: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
             changes = self.changes._replace(bias=bias, table=table)
-            return changes.of_logits(logits, self.heads, positions)[0]
+            return changes.of_logits(logits, self.heads, positions)
 
         d_logits, d_tile, d_table = jax.vjp(changed, logits, tile, table)[1](d_changed)
         if bias is not None:

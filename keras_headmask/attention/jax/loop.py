@@ -19,13 +19,7 @@ from keras_headmask.attention import dense, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.jax.logits import ChangesOfBlocks, as_bias
 from keras_headmask.attention.jax.runs import Runs
-from keras_headmask.attention.jax.steps import (
-    Program,
-    QueryTile,
-    Steps,
-    bound_of,
-    planned,
-)
+from keras_headmask.attention.jax.steps import Program, QueryTile, Steps, bound_of, planned
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 

@@ -10,12 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import (
-    NOT_INLINED,
-    checks_numerics,
-    in_forward_mode,
-    in_vectorized_map,
-)
+from keras_headmask._keras import NOT_INLINED, checks_numerics, in_forward_mode, in_vectorized_map
 from keras_headmask.attention import dense, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tensorflow import loop
@@ -133,7 +128,7 @@ def _of_all_logits(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     query, key, value = (tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value))
     logits = product_of(query, key, part.sharing, transpose_b=True)
     if changes.are_some:
-        logits, _ = changes.of_logits(logits, part.heads, part.bound[:2])
+        logits = changes.of_logits(logits, part.heads, part.bound[:2])
     logits += shared.mask
     if changes.sinks is None:
         probabilities = tf.nn.softmax(logits)

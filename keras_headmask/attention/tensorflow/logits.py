@@ -43,7 +43,7 @@ class GradientsOfChanges:
         tensors = [x for x in (here.bias, here.table) if x is not None]
         with tf.GradientTape() as tape:
             tape.watch([products, *tensors])
-            changed, _ = here.of_logits(products, self.part.heads, self.part.positions_at(places))
+            changed = here.of_logits(products, self.part.heads, self.part.positions_at(places))
         d_products, *found = tape.gradient(changed, [products, *tensors], d_changed)
         # (A hidden product may make the gradient of a soft cap NaN.)
         d_products = tf.where(tf.equal(d_changed, 0), d_changed, d_products)

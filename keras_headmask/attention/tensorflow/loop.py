@@ -151,7 +151,7 @@ def _logits(
         if not here.are_some:
             return products, products
         positions = part.positions_at(visit.places)
-        return products, here.of_logits(products, part.heads, positions)[0]
+        return products, here.of_logits(products, part.heads, positions)
 
     def masked() -> tuple:
         allowed = visit.valid

@@ -1,4 +1,8 @@
-"""Functions that PyTorch's compiler makes of the code of a kernel: one for each rule."""
+"""Functions that PyTorch's compiler makes of the code of a kernel: one for each rule.
+
+PyTorch compiles one code a few times, and then gives up. So each has code of its own, also for what
+it is compiled for anew: sizes of 1, equal lengths, other dtypes, what has a gradient.
+"""
 
 import functools
 import importlib.util
@@ -7,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Tensor
@@ -14,6 +19,19 @@ from keras_headmask.rules.protocol import Bound
 
 _OLDEST = (8, 0)  # of the capabilities of GPUs: Ampere
 _MOST = 256  # functions that are kept; they hold no tensor
+
+
+class NotCompiled(Exception):
+    """PyTorch's compiler cannot read a rule; its reason."""
+
+
+_failed: dict[tuple, str] = {}  # what was tried in vain, by kernel and rule
+
+
+def _about(tensor: Tensor) -> tuple:
+    """What of an operand is compiled for anew."""
+    ones = tuple(size == 1 for size in tensor.shape)
+    return tensor.dtype, ones, tensor.is_contiguous(), tensor.requires_grad
 
 
 def is_trained(*operands: Tensor) -> bool:
@@ -32,6 +50,9 @@ def one_compiled(compute: Callable) -> Callable:
     """Let `compute(part, query_offset, *operands)` be compiled, once for all equal `Part`s.
 
     In code that is compiled already it is a part of that.
+
+    Raises:
+        NotCompiled: for a rule that the compiler cannot read.
     """
 
     @functools.wraps(compute)
@@ -42,9 +63,20 @@ def one_compiled(compute: Callable) -> Callable:
         names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
         values = [list(values.values()) for values in bound.leaf_inputs.values()]
         nothing: Any = None
-        of_operands = tuple(x.dtype for x in operands), is_trained(*operands)
-        function = _function(compute, part._replace(bound=nothing), names, of_operands)
-        return function(query_offset, tuple(bound[:2]), values, *operands)
+        about = query_offset in (0, 1), operands[0].shape[1] == operands[1].shape[1]
+        of_operands = *about, *map(_about, operands), torch.is_grad_enabled()
+        key = compute, part._replace(bound=nothing), names, of_operands
+        if (reason := _failed.get(key[:3])) is not None:
+            raise NotCompiled(reason)
+        given = query_offset, tuple(bound[:2]), values, *operands
+        try:
+            return _function(*key)(*given)
+        except FailOnRecompileLimitHit:
+            _function.cache_clear()
+            return _function(*key)(*given)
+        except TorchDynamoException as error:
+            _failed[key[:3]] = str(error).partition("\n")[0]
+            raise NotCompiled(_failed[key[:3]]) from error
 
     return call
 
@@ -59,7 +91,6 @@ def _function(compute: Callable, part: Part, names: tuple, of_operands: tuple) -
         bound = Bound(positions[0], positions[1], inputs)
         return compute(part._replace(bound=bound), query_offset, *operands)
 
-    # With code of its own: PyTorch compiles one code a few times, and no more.
     code = function.__code__.replace(co_name=f"attention_{id(function)}")
     own = types.FunctionType(code, function.__globals__, closure=function.__closure__)
     return torch.compile(own, fullgraph=True)

@@ -17,11 +17,7 @@ from keras_headmask.attention.blocks import Arrays, across
 from keras_headmask.attention.gathered import is_stand_in
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.torch.compiled import (
-    can_compile,
-    is_trained,
-    one_compiled,
-)
+from keras_headmask.attention.torch.compiled import can_compile, is_trained, one_compiled
 from keras_headmask.attention.torch.repair import shaded, sound
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import MaskSpec

@@ -198,8 +198,10 @@ class CuDNN(Kernel):
         from keras_headmask.attention.jax import cudnn
 
         operands = request.query, request.key, request.value
-        if is_dense_scope() or is_forward_only():
-            return "`hm.dense_scope` holds, or a model is exported, to run anywhere"
+        if is_dense_scope():
+            return "`hm.dense_scope` holds"
+        if is_forward_only():
+            return "a model is exported, to run on any device"
         if any(map(cudnn.is_mapped, keras.tree.flatten([operands, list(_read(request))]))):
             return "code is mapped"
         if keras.config.is_flash_attention_enabled() is False:

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as theirs
 
 from keras_headmask.attention.jax import cudnn
+from keras_headmask.attention.tuning import forward_only
 
 HALF = "bfloat16", "float16"
 CAUSAL = hm.Window(after=0)
@@ -202,6 +203,25 @@ def test_not_where_flash_attention_or_the_format_forbids_it():
         keras.config.enable_flash_attention()
     with hm.dense_scope():
         assert kernel_of() == ("dense", "`hm.dense_scope` holds")
+
+
+def test_not_in_code_that_is_mapped_or_exported(monkeypatch):
+    """JAX' rule for mapped calls of cuDNN fails where an operand is not mapped."""
+    taken = []
+    monkeypatch.setattr(cudnn, "_fused", lambda query, *_: taken.append(1) or query)
+    x = jnp.ones((2, 1, 16, 4, 64), "bfloat16")
+
+    def attended(q):
+        return hm.dot_product_attention(q, q, x[0], mask_spec=CAUSAL, tiled=False)
+
+    with device.assuming("gpu"):
+        jax.vmap(attended)(x)
+        jax.vmap(jax.grad(lambda q: attended(q).astype("float32").sum()))(x)
+        with forward_only():
+            attended(x[0])
+        assert not taken
+        attended(x[0])
+        assert taken
 
 
 @pytest.mark.parametrize("dtype", HALF)

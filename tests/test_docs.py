@@ -24,7 +24,7 @@ FETCHED = re.compile(
 
 
 # Their snippets take half a minute each; another test or an example does the same every day.
-SLOW = "devices", "export", "task"
+SLOW = "devices", "export", "retrofit", "task"
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend

@@ -97,6 +97,7 @@ def test_every_private_name_is_covered():
     assert names - {"OVERRIDDEN"} == COVERED
 
 
+@pytest.mark.long
 @pytest.mark.tensorflow  # (the same on each)
 def test_fresh_processes_have_the_same_keras():
     run_fresh("import sys, keras; assert keras.__file__ == sys.argv[1], keras", keras.__file__)
@@ -115,6 +116,7 @@ else:
 """
 
 
+@pytest.mark.long
 @pytest.mark.tensorflow  # (the same on each)
 @pytest.mark.parametrize("version", ["3.12.4"])
 def test_a_keras_that_is_too_old_is_refused_at_import(version):

@@ -42,7 +42,8 @@ def _looked_up(is_open: Hash) -> Callable:
     @tf.function(autograph=False, input_signature=[of_blocks, of_blocks, number, number])
     def looked_up(query_blocks: Tensor, key_blocks: Tensor, start: Tensor, limit: Tensor) -> Tensor:
         # As many blocks as lie between the first and the last position.
-        first = [tf.reduce_min(blocks) for blocks in (query_blocks, key_blocks)]
+        # (TensorFlow has no least int64 on a GPU.)
+        first = [-tf.reduce_max(-blocks) for blocks in (query_blocks, key_blocks)]
         # (At least `first - 1`: there may be no position.)
         last = [
             tf.maximum(tf.reduce_max(blocks), at - 1)

@@ -43,7 +43,7 @@ def test_buckets_are_those_of_t5(half, farther, bidirectional, offset):
 
 @pytest.mark.tensorflow  # one backend is enough
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.every_day("True")
+@pytest.mark.long
 def test_hugging_face_has_the_same(bidirectional):
     torch = pytest.importorskip("torch")
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")

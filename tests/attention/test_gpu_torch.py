@@ -276,6 +276,7 @@ def on_gpu(monkeypatch):
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", ["four rules", "padding"])
+@pytest.mark.every_day("four rules-training|padding-inference")
 def test_code_that_a_user_compiles_is_one_graph(name, trains):
     """And two graphs serve all lengths."""
     spec, _, engine = CHOICES[name]

@@ -367,6 +367,7 @@ for number, found in enumerate(together):
 """
 
 
+@pytest.mark.long
 def test_two_devices_have_masks_of_their_own():
     run_fresh(TWO_DEVICES)
 

@@ -104,6 +104,7 @@ def test_samples_for_a_masked_model_inside_go_by_the_table_of_each_input():
     assert 0.1 < (given["token_ids"] == 9).mean() < 0.4
 
 
+@pytest.mark.long
 @tensorflow_only
 def test_a_masked_task_is_published_on_made_up_requests_and_on_what_its_preprocessor_makes(
     tmp_path, monkeypatch

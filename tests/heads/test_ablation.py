@@ -149,6 +149,7 @@ def test_copies_evaluate_as_the_model_does(number):
     assert [copy() for copy in copies] == [None] * 3  # the losses and metrics keep none of them
 
 
+@pytest.mark.long
 def test_a_metric_that_trains_its_model_trains_a_copy():
     model = classifier()
     before, steps = model.get_weights(), int(model.optimizer.iterations)

@@ -381,6 +381,7 @@ def assert_as_saved(model, file):
         assert found.keys() == set(expected.files)
 
 
+@pytest.mark.long
 def test_files_are_smaller_and_load_in_a_fresh_process(made, tmp_path):
     for name, (_, masked, pruned) in made.items():
         file = tmp_path / f"{name}.keras"

@@ -84,7 +84,7 @@ def panels_of(
     lengths = evaluation.Lengths(None, num_heads, queries, keys)
     evaluation.check_inputs(spec, mask_inputs, lengths, query_offset, f"{called}(spec, ...)")
     bound = evaluation.bind(spec, mask_inputs, queries, keys, query_offset)
-    values = tree.flatten([list(inputs.values()) for inputs in bound.leaf_inputs.values()])
+    values = tree.flatten(bound.values)
     batch = max((int(value.shape[0]) for value in values if value is not None), default=1)
     if batch != 1:  # else it serves every example
         check_example(example, batch)

@@ -1,7 +1,7 @@
 """The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from keras_headmask.rules import fields
@@ -53,6 +53,25 @@ class Bound(NamedTuple):
     key_positions: Tensor
     leaf_inputs: dict[Any, dict[str, Any]]  # by the leaf that reads them
     sizes: Any = None  # `Sizes`
+
+    @property
+    def values(self) -> list[Any]:
+        """Each prepared mask input: `Sides`, or a whole mask."""
+        return [value for inputs in self.leaf_inputs.values() for value in inputs.values()]
+
+
+def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, list[list[Any]]]:
+    """The names of prepared mask inputs, which can be a key, and the tensors of a function."""
+    names = tuple((leaf, tuple(values)) for leaf, values in leaf_inputs.items())
+    return names, [list(values.values()) for values in leaf_inputs.values()]
+
+
+def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dict[str, Any]]:
+    """What was `taken_apart`."""
+    return {
+        leaf: dict(zip(of_leaf, given, strict=True))
+        for (leaf, of_leaf), given in zip(names, values, strict=True)
+    }
 
 
 def _whole(tensor: Tensor, axis: int) -> Tensor:

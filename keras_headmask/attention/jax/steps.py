@@ -12,7 +12,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.evaluation import allowed_tile
-from keras_headmask.rules.protocol import Bound, Cuts, Sides
+from keras_headmask.rules.protocol import Bound, Cuts, Sides, put_together, taken_apart
 
 
 class Program(NamedTuple):
@@ -27,10 +27,10 @@ def planned(part: Part, query_offset: int) -> tuple[Program, list]:
     """With the mask inputs, in the order of the program's names."""
     bound, read = part.bound, leaves(part.rule)
     inputs = {leaf: values for leaf, values in bound.leaf_inputs.items() if leaf in read}
-    names = tuple((leaf, tuple(values)) for leaf, values in inputs.items())
+    names, values = taken_apart(inputs)
     nothing: Any = None
     program = Program(part._replace(bound=nothing, scale=1.0), names, query_offset)
-    return program, [list(values.values()) for values in inputs.values()]
+    return program, values
 
 
 class KeyBlock(NamedTuple):
@@ -147,12 +147,9 @@ class Steps(NamedTuple):
 
 
 def bound_of(program: Program, given: list, queries: int, keys: int) -> Bound:
-    inputs = {
-        leaf: dict(zip(of_leaf, values, strict=True))
-        for (leaf, of_leaf), values in zip(program.names, given, strict=True)
-    }
     query_positions = jnp.arange(queries, dtype="int32") + program.query_offset
-    return Bound(query_positions, jnp.arange(keys, dtype="int32"), inputs)
+    key_positions = jnp.arange(keys, dtype="int32")
+    return Bound(query_positions, key_positions, put_together(program.names, given))
 
 
 def lengthened(bound: Bound, queries: int, keys: int) -> Bound:

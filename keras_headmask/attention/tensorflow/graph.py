@@ -10,7 +10,7 @@ from keras_headmask import _keras
 from keras_headmask.attention.tensorflow.functions import held
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.protocol import Bound
+from keras_headmask.rules.protocol import Bound, put_together, taken_apart
 
 
 def one_function(compute: Callable) -> Callable:
@@ -25,8 +25,7 @@ def one_function(compute: Callable) -> Callable:
         bound, dropout = part.bound, part.dropout
         if tf.executing_eagerly():
             return compute(part, shared, *operands)
-        names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
-        values = [list(values.values()) for values in bound.leaf_inputs.values()]
+        names, values = taken_apart(bound.leaf_inputs)
         drawn = []
         if dropout is not None:
             drawn = [dropout.rows, dropout.columns]
@@ -52,14 +51,10 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
     def function(
         queries: Tensor, keys: Tensor, values: list, drawn: list, shared: Any, *operands: Tensor
     ) -> Tensor:
-        inputs = {
-            leaf: dict(zip(of_leaf, given, strict=True))
-            for (leaf, of_leaf), given in zip(names, values, strict=True)
-        }
         dropout = part.dropout
         if dropout is not None:
             dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
-        bound = Bound(queries, keys, inputs)
+        bound = Bound(queries, keys, put_together(names, values))
         return compute(part._replace(bound=bound, dropout=dropout), shared, *operands)
 
     return function

@@ -77,8 +77,7 @@ def why_not_on_gpu(request: Request) -> str | None:
 
 
 def _reads_sides_alone(bound: Bound) -> bool:
-    of_leaves = [value for inputs in bound.leaf_inputs.values() for value in inputs.values()]
-    return all(isinstance(value, Sides) for value in of_leaves)
+    return all(isinstance(value, Sides) for value in bound.values)
 
 
 def run(request: Request, part: Part) -> Tensor:

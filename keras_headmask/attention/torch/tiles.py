@@ -40,8 +40,7 @@ def is_known(*tensors: Tensor) -> bool:
 
 def can_read(bound: Bound, *operands: Tensor) -> bool:
     """Whether tiles are possible here for these operands and mask inputs."""
-    of_leaves = [value for inputs in bound.leaf_inputs.values() for value in inputs.values()]
-    sides = [side for value in of_leaves for side in _tensors(value) if side is not None]
+    sides = [side for value in bound.values for side in _tensors(value) if side is not None]
     return is_known(*operands, *sides)
 
 

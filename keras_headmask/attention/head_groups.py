@@ -215,10 +215,8 @@ class Dropout(NamedTuple):
 
     def _factors(self, rows: Tensor, columns: Tensor, dtype: Any) -> Tensor:
         number = _mixed(_bits(rows) + _bits(columns), is_compared=True)
-        least = int(self.rate * 2**32) - 2**31
-        # (Of int32 the least is -2**31, of uint32 0.)
-        is_unsigned = _is_unsigned(number)
-        kept = number - least % 2**32 <= 2**31 - 1 - least if is_unsigned else number >= least
+        share = int(self.rate * 2**32)  # (of uint32 as many lie below it, of int32 below the other)
+        kept = number + 2**31 >= share if _is_unsigned(number) else number >= share - 2**31
         scale = ops.cast(1 / (1 - self.rate), dtype)
         return ops.where(kept, scale, ops.zeros_like(scale))
 

@@ -151,8 +151,8 @@ def has_own_softmax(layer: Any) -> bool:
     return type(layer)._masked_softmax is not stock._masked_softmax
 
 
-# The projections of query, key and value, and that of the output.
 def projections(layer: Any) -> tuple[Any, ...]:
+    """Those of query, key and value, and that of the output."""
     return layer._query_dense, layer._key_dense, layer._value_dense, layer._output_dense
 
 
@@ -174,8 +174,8 @@ def scale(layer: Any) -> float:
     return layer._inverse_sqrt_head_dim if is_grouped(layer) else layer._inverse_sqrt_key_dim
 
 
-# Grouped-query attention hands on by an attribute whether probabilities are asked for.
 def wants_scores(layer: Any) -> bool:
+    """Whether probabilities are asked for: grouped-query attention says that by an attribute."""
     return layer._return_attention_scores
 
 
@@ -183,8 +183,8 @@ def want_scores(layer: Any, wanted: bool) -> None:
     layer._return_attention_scores = wanted
 
 
-# What drops probabilities: its seed is the layer's, in every implementation.
 def dropout_layer(layer: Any) -> Any:
+    """What drops probabilities: its seed is the layer's, in every implementation."""
     return layer._dropout_layer
 
 
@@ -219,13 +219,13 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
 layers_of = operator.methodcaller("_flatten_layers")
 
 
-# The calls of an operation, as `nodes` gives them, in every graph.
 def calls_of(operation: Any) -> Any:
+    """The calls of an operation, as `nodes` gives them, in every graph."""
     return operation._inbound_nodes
 
 
-# The RematScope of when a layer was built; `None` outside of one. No config holds it.
 def remat_mode(layer: Any) -> Any:
+    """The RematScope of when a layer was built; `None` outside of one. No config holds it."""
     return layer._remat_mode
 
 

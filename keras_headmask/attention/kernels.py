@@ -91,14 +91,6 @@ class Dense(Kernel):
         return dense.attention(*operands, mask, request.scale, changes, positions, drop, may_branch)
 
 
-def _read(request: Request) -> Any:
-    """The mask inputs of the rule."""
-    inputs = () if request.bound is None else request.bound.leaf_inputs.values()
-    return (
-        x for of_leaf in inputs for sides in of_leaf.values() for x in keras.tree.flatten(sides)
-    )
-
-
 def _whole_mask(request: Request) -> Mask | None:
     """All that restricts, of rank 4; `None` where nothing does."""
     if request.make_mask is not None:
@@ -202,7 +194,8 @@ class CuDNN(Kernel):
             return "`hm.dense_scope` holds"
         if is_forward_only():
             return "a model is exported, to run on any device"
-        if any(map(cudnn.is_mapped, keras.tree.flatten([operands, list(_read(request))]))):
+        read = [] if request.bound is None else request.bound.values
+        if any(map(cudnn.is_mapped, keras.tree.flatten([operands, read]))):
             return "code is mapped"
         if keras.config.is_flash_attention_enabled() is False:
             return "`keras.config.disable_flash_attention()` was called"
@@ -340,6 +333,22 @@ class FlexOnGpu(FlexAttention):
         return _unless_not_compiled(flex.run, request, part)
 
 
+def _skips_little(part: Part) -> str | None:
+    """Why a GPU computes all logits rather than blocks.
+
+    By what the rule says of itself, since code that is compiled knows neither sizes nor ids.
+    """
+    skipping = [heads for rule, heads in part.groups() if _may_skip_half(rule)]
+    if 2 * sum(map(len, skipping)) > len(part.heads):
+        return None
+    return "most heads see most keys"
+
+
+def _may_skip_half(rule: Any) -> bool:
+    compares_ids = any(kind.sides == BOTH for kind in rule.inputs.values())
+    return rule.tiling.is_local or compares_ids or "after" in rule.sampling.closes
+
+
 class MaskedSdpa(Kernel):
     """PyTorch's own attention of all logits, with what hides as their bias, on a GPU."""
 
@@ -357,15 +366,15 @@ class MaskedSdpa(Kernel):
 
 
 def _unless_not_compiled(run: Any, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
-    """`run(request, part)`; the definition for a rule that PyTorch's compiler cannot read."""
+    """`run(request, part)`; the definition for a rule that PyTorch's compiler fails on."""
     from keras_headmask.attention.torch.compiled import NotCompiled
 
     try:
         return run(request, part), None
     except NotCompiled as reason:
         warnings.warn(
-            "PyTorch's compiler cannot read a rule, so all logits are computed, without an engine "
-            f"for GPUs: {reason} Let `allowed` use operations of `keras.ops` or torch alone.",
+            "PyTorch's compiler fails on a rule, so all logits are computed, without an engine for "
+            f"GPUs: {reason} Let `allowed` use operations of `keras.ops` or torch alone.",
             stacklevel=2,
         )
         return Dense().run(request, part)
@@ -421,22 +430,6 @@ class ByGroup(Kernel):
             contexts.append(kernel.compute(request, group, *of_group))
             sets.append(group.heads)
         return head_groups.joined(contexts, sets, 2)
-
-
-def _skips_little(part: Part) -> str | None:
-    """Why a GPU computes all logits rather than blocks.
-
-    By what the rule says of itself, since code that is compiled knows neither sizes nor ids.
-    """
-    skipping = [heads for rule, heads in part.groups() if _may_skip_half(rule)]
-    if 2 * sum(map(len, skipping)) > len(part.heads):
-        return None
-    return "most heads see most keys"
-
-
-def _may_skip_half(rule: Any) -> bool:
-    compares_ids = any(kind.sides == BOTH for kind in rule.inputs.values())
-    return rule.tiling.is_local or compares_ids or "after" in rule.sampling.closes
 
 
 def first(kernels: Any, request: Request, part: Part) -> Kernel | None:

@@ -234,7 +234,7 @@ def test_a_rule_that_cannot_be_compiled_is_computed_by_the_definition():
     asked = Request(*qkv, Unreadable(), bound, scale=SCALE)
     with compiling(CompileCounter()):
         for _ in range(2):
-            with pytest.warns(UserWarning, match="cannot read a rule, so all logits are computed"):
+            with pytest.warns(UserWarning, match="fails on a rule, so all logits are computed"):
                 got, _ = kernels.FlexOnGpu().run(asked, part_of_all(asked))
             close(got, attend(qkv, hm.Window(3, 3), tiled=False))
 

@@ -15,14 +15,14 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.protocol import Bound
+from keras_headmask.rules.protocol import Bound, put_together, taken_apart
 
 _OLDEST = (8, 0)  # of the capabilities of GPUs: Ampere
 _MOST = 256  # functions that are kept; they hold no tensor
 
 
 class NotCompiled(Exception):
-    """PyTorch's compiler cannot read a rule; its reason."""
+    """PyTorch's compiler fails on a rule; its reason."""
 
 
 _failed: dict[tuple, str] = {}  # what was tried in vain, by kernel and rule
@@ -52,7 +52,7 @@ def one_compiled(compute: Callable) -> Callable:
     In code that is compiled already it is a part of that.
 
     Raises:
-        NotCompiled: for a rule that the compiler cannot read.
+        NotCompiled: for a rule that the compiler fails on.
     """
 
     @functools.wraps(compute)
@@ -60,8 +60,7 @@ def one_compiled(compute: Callable) -> Callable:
         if torch.compiler.is_compiling():
             return compute(part, query_offset, *operands)
         bound = part.bound or Bound(None, None, {})
-        names = tuple((leaf, tuple(values)) for leaf, values in bound.leaf_inputs.items())
-        values = [list(values.values()) for values in bound.leaf_inputs.values()]
+        names, values = taken_apart(bound.leaf_inputs)
         nothing: Any = None
         about = query_offset in (0, 1), operands[0].shape[1] == operands[1].shape[1]
         of_operands = *about, *map(_about, operands), torch.is_grad_enabled()
@@ -75,6 +74,8 @@ def one_compiled(compute: Callable) -> Callable:
             _function.cache_clear()
             return _function(*key)(*given)
         except TorchDynamoException as error:
+            if len(_failed) == _MOST:
+                _failed.clear()
             _failed[key[:3]] = str(error).partition("\n")[0]
             raise NotCompiled(_failed[key[:3]]) from error
 
@@ -84,11 +85,7 @@ def one_compiled(compute: Callable) -> Callable:
 @functools.lru_cache(_MOST)
 def _function(compute: Callable, part: Part, names: tuple, of_operands: tuple) -> Callable:
     def function(query_offset: int, positions: tuple, values: list, *operands: Tensor) -> Tensor:
-        inputs = {
-            leaf: dict(zip(of_leaf, given, strict=True))
-            for (leaf, of_leaf), given in zip(names, values, strict=True)
-        }
-        bound = Bound(positions[0], positions[1], inputs)
+        bound = Bound(positions[0], positions[1], put_together(names, values))
         return compute(part._replace(bound=bound), query_offset, *operands)
 
     code = function.__code__.replace(co_name=f"attention_{id(function)}")

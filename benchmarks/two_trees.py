@@ -10,6 +10,7 @@ predicts and is fitted. Ratios are medians of calls side by side.
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,10 @@ SIZES = {  # batch and positions
     "long": (1, 1024),
     "short": (8, 128),
     "middle": (4, 512),
+    "2,048": (1, 2048),
     "4,096": (1, 4096),
     "16,384": (1, 16384),
+    "65,536": (1, 65536),
 }
 MODEL = "a retrofitted model"
 
@@ -34,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=15, help="runs of each process, in turns")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases whose name holds it")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases in whose name it is")
     parser.add_argument("--out", type=Path, help="a JSON file, to which this backend is added")
     parser.add_argument("--quick", action="store_true", help="a tiny case: does it run?")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -49,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     ratios: list[float] = []
     noise: list[float] = []
     found: dict[str, Any] = {}
-    for name in ("quick",) if options.quick else filter(lambda x: options.only in x, names()):
+    wanted = [name for name in names() if re.search(options.only, name)]
+    for name in ("quick",) if options.quick else wanted:
         calls = max(worker.ask(["make", name]) for worker in workers)
         runs = [
             [worker.ask(["run", calls]) for worker in _turned(workers, turn)]
@@ -60,22 +64,27 @@ def main(arguments: list[str] | None = None) -> int:
         noise.append(statistics.median(again / old for _, old, again in runs))
         ms = 1000 * statistics.median(old for _, old, _ in runs) / calls
         found[name] = {"ratio": ratios[-1], "noise": noise[-1], "milliseconds": ms}
+        if options.out:
+            _record(options.out, folder, found)
         print(f"{ratios[-1]:.3f}  noise {noise[-1]:.3f}  {ms:8.2f} ms  {name}", flush=True)
     if not ratios:
-        raise SystemExit(f"No case has {options.only!r} in its name: {', '.join(names())}.")
+        raise SystemExit(f"{options.only!r} is in the name of no case: {', '.join(names())}.")
     print(
         f"{len(ratios)} cases: median {statistics.median(ratios):.3f}, most {max(ratios):.3f}; "
         f"noise: median {statistics.median(noise):.3f}, {min(noise):.3f} to {max(noise):.3f}."
     )
-    if options.out:
-        from benchmarks import machine
-
-        record = json.loads(options.out.read_text()) if options.out.exists() else {}
-        backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-        about = machine.describe() | {"commit": _commit(HERE), "before": _commit(folder)}
-        record[backend] = about | {"cases": found}
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
     return 0
+
+
+def _record(file: Path, before: Path, cases: dict[str, Any]) -> None:
+    """Write what is known so far: a run that is cut off loses nothing."""
+    from benchmarks import machine
+
+    record = json.loads(file.read_text()) if file.exists() else {}
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    about = machine.describe() | {"commit": _commit(HERE), "before": _commit(before)}
+    record[backend] = about | {"cases": cases}
+    file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _commit(tree: Path) -> str:

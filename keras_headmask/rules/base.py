@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from keras_headmask.rules import config, fields
-from keras_headmask.rules.former_names import FormerNames
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
@@ -28,7 +27,7 @@ from keras_headmask.rules.protocol import (
 T = TypeVar("T")
 
 
-class MaskSpec(FormerNames):
+class MaskSpec:
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).

@@ -12,18 +12,15 @@ from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
 from keras_headmask.rules.fields import RULE, Limits, fail
 from keras_headmask.rules.positions import Full
-from keras_headmask.rules.published import ByLayer
 from keras_headmask.rules.registration import register_spec
 
 _LAST_HEAD = 65535
 _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."
 _PART = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
-_SCHEMA = {
-    "description": 'Head numbers to rules: "0", "1-3" (inclusive), "0,4-7".',
-    "type": "object",
-    "propertyNames": {"pattern": f"^{_PART}(,{_PART})*$"},
-    "additionalProperties": RULE,
-}
+
+
+class ByLayer(dict):
+    """The rule of each layer: a type that `PerHead` does not take for rules by head."""
 
 
 def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:

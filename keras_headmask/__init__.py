@@ -100,7 +100,6 @@ __all__ = [
     "recipes",
     "register_spec",
     "relative_position_bias",
-    "schema",
     "suggest_rules",
     "summary_masks",
     "testing",
@@ -144,7 +143,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
     from keras_headmask.rules.evaluation import make_mask
-    from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
     "attention.api": "dot_product_attention",
@@ -174,7 +172,6 @@ _HOMES = {
     "retrofit.apply": "apply_head_masks",
     "retrofit.masked_model": "mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",
-    "rules.json_schema": "schema",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -291,17 +291,6 @@ token that `padding_mask` does not hide.
         """
         return config.build_dataclass(cls, fields, path)
 
-    @classmethod
-    def json_fields(cls) -> dict[str, dict[str, Any]]:
-        """The JSON Schema of each field in `get_config`; by default from the annotations.
-
-        Needed where `from_fields` is overridden. `{"$ref": "#/$defs/rule"}` is a spec; a field
-        whose schema has a `default` may be left out.
-        """
-        from keras_headmask.rules import json_schema  # seldom needed
-
-        return json_schema.of_fields(cls)
-
     # --- & | ~ ---
     __array_ufunc__ = None  # NumPy's operators leave `array & spec` to the spec, as a whole
 

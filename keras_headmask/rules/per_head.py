@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
-from keras_headmask.rules.fields import RULE, Limits, fail
+from keras_headmask.rules.fields import Check, fail
 from keras_headmask.rules.positions import Full
 from keras_headmask.rules.registration import register_spec
 
@@ -84,8 +84,8 @@ class PerHead(Compound):
     PerHead({0: SameSegment('sentence_ids'), '1-3': Window(before=2, after=2)})
     """
 
-    heads: Annotated[Mapping[Any, MaskSpec], Limits(_SCHEMA, _by_number)]  # kept as sorted pairs
-    default: Annotated[MaskSpec, Limits(RULE, _default)] = Full()  # noqa: RUF009 (it is a value)
+    heads: Annotated[Mapping[Any, MaskSpec], Check(_by_number)]  # kept as sorted pairs
+    default: Annotated[MaskSpec, Check(_default)] = Full()  # noqa: RUF009 (it is a value)
 
     def __post_init__(self) -> None:
         fields.check_fields(self)

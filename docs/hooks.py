@@ -26,7 +26,7 @@ LINKED = (
     "benchmarks/results/**/*.png",
     "docs/images/*.png",
     "examples/*.py",
-    "tests/server/older_tensorflow.json",
+    "tests/serving/older_tensorflow.json",
 )
 # In the order in which a newcomer reads them; one that is missing is skipped.
 TUTORIALS = (

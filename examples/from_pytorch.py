@@ -8,7 +8,7 @@ dtype, and a mask in the wrong one mostly runs. Here the weights and the masks o
 over in a few lines, outputs are compared, and the traps are walked into, with the number that shows
 it.
 
-    pip install -e ".[tutorials]"
+    pip install -e ".[examples]"
     python examples/from_pytorch.py                    # up to 1 CPU minute, most of it imports
     jupytext --to notebook examples/from_pytorch.py    # the same as a notebook
 """

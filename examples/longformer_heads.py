@@ -11,7 +11,7 @@ window for all heads of a layer. Here a rule says the pattern, so each head may 
 The document is a chapter of Python's own manual, which comes with every Python. Its headings are
 the global tokens: what stands under a heading can look up to it, and the heading reads the chapter.
 
-    pip install -e ".[plot]" torch transformers
+    pip install -e ".[examples]"
     python examples/longformer_heads.py            # 2 to 5 CPU minutes; 4 GiB of memory
     python examples/longformer_heads.py --quick    # seconds: a short text, a narrow layer
 

@@ -6,7 +6,7 @@ Attention gives each query a weight for each key. A mask says which keys a query
 all. Nearly every mistake in it is silent: shapes fit, rows look like probabilities, the loss falls.
 This page makes the usual mistakes on purpose and shows the number that gives each away.
 
-    pip install -e ".[tutorials]"
+    pip install -e ".[examples]"
     python examples/masks_101.py                        # seconds
     jupytext --to notebook examples/masks_101.py        # the same as a notebook
 """

@@ -7,7 +7,7 @@ sees where a mask per head goes. Then the proof that nothing else is going on: t
 `PerHeadMaskedMultiHeadAttention` and, without masks, from stock Keras. Last, the block that the
 attention lives in: LayerNorm and the skip connection.
 
-    pip install -e ".[tutorials]"
+    pip install -e ".[examples]"
     python examples/multi_head_from_scratch.py                    # seconds
     jupytext --to notebook examples/multi_head_from_scratch.py    # the same as a notebook
 """

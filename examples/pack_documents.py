@@ -11,7 +11,7 @@ Here Grain, the library for data of the JAX family (it runs under Keras on any b
 rule of one line keeps the documents apart; and each claim is checked: no document sees another, and
 packed logits are those of each document alone. At the end both kinds of rows are timed.
 
-    pip install -e ".[packing]"
+    pip install -e ".[beyond]"
     python examples/pack_documents.py            # 1 to 4 CPU minutes
     python examples/pack_documents.py --quick    # seconds: short rows, a narrow model
 """

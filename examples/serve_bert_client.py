@@ -1,7 +1,7 @@
 """Asks a served sentence encoder which text is nearest to the first. Needs `requests` alone.
 
 `examples/serve_bert.py` calls it: token ids arrive as JSON on standard input, since what splits
-text into tokens is the model's business. Any server of TensorFlow Serving's REST dialect will do.
+text into tokens is the model's business. TensorFlow Serving answers, and KServe's V1.
 """
 
 import argparse
@@ -26,7 +26,6 @@ def main():
             answer = session.post(f"{args.url}:predict", json=request["body"], timeout=60)
             milliseconds.append(1000 * (time.perf_counter() - start))
             answer.raise_for_status()
-        status = session.get(args.url, timeout=60).json()["model_version_status"][0]
 
     # One output alone stands without its name: each prediction is an embedding of length 1.
     question, *texts = answer.json()["predictions"]
@@ -36,7 +35,7 @@ def main():
         print(f"{cosine:8.4f}  {text}")
     rows, length = len(request["texts"]), len(request["body"]["instances"][0]["token_ids"])
     print(
-        f"\nVersion {status['version']}, {rows} texts of {length} tokens a request, "
+        f"\n{rows} texts of {length} tokens a request, "
         f"{len(milliseconds)} requests: median {statistics.median(milliseconds):.1f} ms, "
         f"first {milliseconds[0]:.1f} ms"
     )

@@ -7,7 +7,7 @@ their own paragraph, none looks ahead. This script trains it in one process, the
 the two runs are apart. With `--kill` a worker is killed in mid-epoch. Both start again, go on from
 the last checkpoint, and end with the same weights.
 
-    pip install -e ".[workers]"   # Orbax, which writes the checkpoints on JAX, is in it
+    pip install -e ".[beyond]"   # Orbax, which writes the checkpoints on JAX, is in it
     python examples/train_on_workers.py                  # 1 to 3 CPU minutes
     python examples/train_on_workers.py --kill           # 2 to 4 CPU minutes
     python examples/train_on_workers.py --quick          # 20 steps

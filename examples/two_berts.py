@@ -7,7 +7,7 @@ sentence alone; in `text` every head sees everything but padding. Both read the 
 what they return is concatenated. With a rule per head one wide model can hold both: the heads of
 the one beside the heads of the other, equal outputs, half as many calls.
 
-    pip install -e ".[tutorials]"
+    pip install -e ".[examples]"
     python examples/two_berts.py                    # up to 1 CPU minute
     python examples/two_berts.py --quick            # times taken of fewer runs
     jupytext --to notebook examples/two_berts.py    # the same as a notebook

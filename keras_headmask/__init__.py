@@ -86,7 +86,6 @@ __all__ = [
     "find_leaks",
     "from_additive",
     "from_torch",
-    "head_layout",
     "lint",
     "make_mask",
     "mask_specs",
@@ -100,7 +99,6 @@ __all__ = [
     "recipes",
     "register_spec",
     "relative_position_bias",
-    "schema",
     "suggest_rules",
     "summary_masks",
     "testing",
@@ -118,7 +116,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.ablation import Ablation, ablate_heads
-    from keras_headmask.heads.devices import head_layout
     from keras_headmask.heads.head_report import HeadReport
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
@@ -144,7 +141,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
     from keras_headmask.rules.evaluation import make_mask
-    from keras_headmask.rules.json_schema import schema
 
 _HOMES = {
     "attention.api": "dot_product_attention",
@@ -155,7 +151,6 @@ _HOMES = {
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.ablation": "Ablation ablate_heads",
-    "heads.devices": "head_layout",
     "heads.head_report": "HeadReport",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",
@@ -174,7 +169,6 @@ _HOMES = {
     "retrofit.apply": "apply_head_masks",
     "retrofit.masked_model": "mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",
-    "rules.json_schema": "schema",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
@@ -223,7 +217,7 @@ def _is_command() -> bool:
     """
     if sys.argv[:1] == ["-m"]:  # Python replaces it once it has found the module
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module in ("keras_headmask", "keras_headmask.server")
+        return module == "keras_headmask"
     names = ("keras-headmask", "keras-headmask.exe", "keras-headmask-script.py")
     return bool(sys.argv) and pathlib.Path(sys.argv[0]).name in names
 

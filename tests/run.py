@@ -1,4 +1,4 @@
-"""`make test` and `make check`: every pass, whatever comes of the others, and then a report."""
+"""`make lint`, `make check` and `make test`: every pass, if others fail, too; then a report."""
 
 import os
 import subprocess
@@ -38,6 +38,7 @@ _SOURCE = (
 )
 # What each run says first (busy cores take longer), and its passes.
 RUNS = {
+    "lint": ("Style and types: under 2 minutes.", _SOURCE),
     "check": (
         "Style, the laws on TensorFlow, the README: under 5 minutes on two idle cores.",
         (*_SOURCE, ("laws, README", "tensorflow", (*_PYTEST, *_LAWS))),

@@ -1,37 +1,35 @@
-"""What the extras ask for fits together."""
+"""The extras that pages, examples and the Makefile name are there, and each is named."""
 
-import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.tensorflow  # the same on every backend
 
-EXTRAS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))[
-    "project"
-]["optional-dependencies"]
-# The limits of what is asked for, and what a fresh environment would get.
-VERSIONS = ["5.7.0", "5.9.5", "5.9.6", "5.9.8", "6.0.0", "6.1.1", "7.2.2"]
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+FILES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")]
+NAMED = re.compile(r"""["']\.\[([a-z,]+)\]["']""")
 
 
-def psutil_of(requirements):
-    found = [Requirement(text) for text in requirements or ()]
-    return [x.specifier for x in found if x.name == "psutil" and x.marker is None]
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_extras_that_a_page_names_exist(file):
+    named = {name for found in NAMED.findall(file.read_text("utf-8")) for name in found.split(",")}
+    assert named <= set(EXTRAS)
 
 
-@pytest.mark.parametrize("extra", ["server", "tutorials"])
-def test_each_extra_alone_takes_a_psutil_that_suits_both(extra):
-    """kserve refuses psutil 6; ipykernel before 7.4 takes any, so pip would take the newest."""
-    for peer in ("kserve", "ipykernel"):
-        pytest.importorskip(peer)
-    asked = [
-        specifier
-        for peer in ("kserve", "ipykernel")
-        for specifier in psutil_of(importlib.metadata.requires(peer))
-    ]
-    (ours,) = psutil_of(EXTRAS[extra])
-    assert asked  # else the pin has no reason any more
-    for version in VERSIONS:
-        assert ours.contains(version) == all(x.contains(version) for x in asked), version
+def test_the_tests_install_every_extra():
+    """Else what one of them asks for is never tried beside the others."""
+    (own,) = (x for x in EXTRAS["test"] if x.startswith("keras-headmask["))
+    assert set(own.split("[")[1].rstrip("]").split(",")) == set(EXTRAS) - {"test", "dev"}
+
+
+def test_lint_installs_its_tools_alone():
+    tools = [re.match(r"[\w-]+", text)[0] for text in PROJECT["dependency-groups"]["lint"]]
+    assert tools == ["mypy", "ruff"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert "\nlint: $(VENV)/.lint\n" in makefile
+    assert "$(VENV)/.lint $(VENV)/.dist: pyproject.toml\n" in makefile  # (and not by `$(VENV)/.%`)

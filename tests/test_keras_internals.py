@@ -954,7 +954,7 @@ def test_xla_is_told():
 
 
 @pytest.mark.tensorflow
-@relies_on("one_dnn_is_on", breaks="`info`, `bench` and `explain` would not say if oneDNN is on")
+@relies_on("one_dnn_is_on", breaks="`info` and `explain` would not say if oneDNN is on")
 @pytest.mark.long  # (a fresh process for each)
 @pytest.mark.parametrize("on", [True, False])
 def test_one_dnn_is_told(on):

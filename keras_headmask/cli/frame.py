@@ -20,7 +20,6 @@ import click
 import keras_headmask as hm
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.words import in_one_line, shown
-from keras_headmask.server.served_versions import reason
 
 FOUND, BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 # What the library and the system raise for arguments and files that are not usable.
@@ -71,7 +70,7 @@ def _said(error: Exception) -> str | None:
     # An operation's error, for ids that an embedding lacks or for want of memory.
     errors = getattr(sys.modules.get("tensorflow"), "errors", None)
     if errors is not None and isinstance(error, errors.OpError):
-        return in_one_line(f"TensorFlow cannot compute this: {reason(str(error))}")
+        return in_one_line(f"TensorFlow cannot compute this: {_reason(str(error))}")
     if isinstance(error, click.ClickException):
         return error.message
     if not isinstance(error, _USUAL):
@@ -85,6 +84,21 @@ def _said(error: Exception) -> str | None:
         )
     hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE))
     return in_one_line(said + next(hints, ""))
+
+
+# Of TensorFlow's messages: lines about places in the graph, and names of nodes in other lines.
+_PLACES = re.compile(
+    r"^(Graph execution error:|Detected at node|<stack traces|\s*File \"|\d+ root error).*"
+    r"|^(Exception encountered when calling|Arguments received by|\s*•).*"
+    r"|^\s*\(\d+\) [A-Z_]+:|\[\[?\{\{.*|\{\{[^}]*\}\}|\[Op:\w+\].*"
+)
+_BOLD = re.compile(r"\x1b\[[0-9;]*m")  # as Keras writes it around TensorFlow's message
+
+
+def _reason(message: str) -> str:
+    """The line of TensorFlow's message that says what is wrong, without places in the graph."""
+    lines = (_PLACES.sub("", line).strip() for line in _BOLD.sub("", message).splitlines())
+    return next((line for line in lines if line), "it gives no reason")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,4 @@
-"""`keras-headmask`: see a rule, check it, apply it, export and serve the model."""
+"""`keras-headmask`: see a rule, check it, apply it, export the model."""
 
 from keras_headmask.cli import (  # noqa: F401  # they add themselves
     leak_commands,
@@ -6,6 +6,5 @@ from keras_headmask.cli import (  # noqa: F401  # they add themselves
     rule_commands,
 )
 from keras_headmask.cli.frame import cli
-from keras_headmask.server import main as server
 
-cli.add_command(server.main, "serve")
+__all__ = ["cli"]

@@ -1,7 +1,6 @@
-"""The commands on rules: draw, lint, describe, explain, schema, bench."""
+"""The commands on rules: draw, lint, describe, explain."""
 
 import importlib.util
-import json
 from typing import Any
 
 import click
@@ -175,48 +174,3 @@ def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> 
         assert rule is not None
         found = hm.explain(files.read_rule(rule), **given)
     return Answer(str(found), found)
-
-
-@command
-def schema() -> Answer:
-    """Print the JSON Schema of rules.
-
-    With it an editor completes and checks a rule's file.
-
-    \b
-    keras-headmask schema > rule.schema.json
-    keras-headmask schema --import my_specs.py > rule.schema.json
-    """
-    hm.register_all()
-    found = hm.schema()
-    return Answer(json.dumps(found, indent=2), found)
-
-
-@command
-@click.argument("rule")
-@click.option("-q", "--queries", type=AT_LEAST_ONE, default=1024, show_default=True)
-@click.option(
-    "-n", "--heads", "num_heads", type=AT_LEAST_ONE, help="By default 8, or as many as RULE names."
-)
-@click.option("--key-dim", type=AT_LEAST_ONE, default=64, show_default=True, help="Per head.")
-@click.option("--batch", type=AT_LEAST_ONE, default=1, show_default=True)
-@inputs_option
-@click.option("--repetitions", type=AT_LEAST_ONE, default=20, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-def bench(rule: str, inputs: str | None, **given: Any) -> Answer:
-    """Time a layer under RULE beside stock Keras.
-
-    Stock Keras is fed the same mask ready made. One forward of self-attention with projections, in
-    interleaved runs; what RULE reads is made up unless it is given.
-
-    Exit code 1 if the two outputs differ.
-
-    \b
-    keras-headmask bench rule.json --queries 2048 --heads 16
-    """
-    spec = files.read_rule(rule)
-    from keras_headmask.cli import bench
-
-    found = bench.compare(spec, mask_inputs=files.read_tensors(inputs), **given)
-    fails = (found["difference"] or 0) > bench.TOLERANCE
-    return Answer(bench.as_text(found), found, FOUND if fails else 0)

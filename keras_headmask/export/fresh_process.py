@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +38,11 @@ def environment() -> dict[str, str]:
 
 
 def write(file: str, numbered: Iterable[dict[str, np.ndarray]]) -> None:
-    arrays = {f"{i}/{name}": x for i, one in enumerate(numbered) for name, x in one.items()}
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # no key is an argument's name
+    # `Any`: to mypy a key might be the name of an argument that takes no array.
+    arrays: dict[str, Any] = {
+        f"{i}/{name}": x for i, one in enumerate(numbered) for name, x in one.items()
+    }
+    np.savez(file, **arrays)
 
 
 def read(file: str, count: int) -> list[dict[str, np.ndarray]]:

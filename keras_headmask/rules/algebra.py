@@ -56,14 +56,11 @@ def _is_sparse(tiling: Tiling) -> bool:
     return tiling.is_sparse or tiling.opens is not None
 
 
-_SCHEMA = {"type": "array", "items": fields.RULE, "minItems": 1}
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Join(Compound):
     """Two or more specs; compared as a set, shown in the order written."""
 
-    specs: Annotated[tuple[MaskSpec, ...], fields.Limits(_SCHEMA)]
+    specs: tuple[MaskSpec, ...]
     symbol = ""
 
     @classmethod
@@ -199,7 +196,7 @@ class Or(Join):
 class Not(Compound):
     """The exact complement of `spec`; written `~a`."""
 
-    spec: Annotated[MaskSpec, fields.Limits(fields.RULE, check_spec)]
+    spec: Annotated[MaskSpec, fields.Check(check_spec)]
     tiling = Tiling(gaps=True)
 
     @property

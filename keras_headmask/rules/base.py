@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from keras_headmask.rules import config, fields
-from keras_headmask.rules.former_names import FormerNames
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
@@ -28,7 +27,7 @@ from keras_headmask.rules.protocol import (
 T = TypeVar("T")
 
 
-class MaskSpec(FormerNames):
+class MaskSpec:
     """Which keys each query may attend to, apart from any length, batch or backend.
 
     Specs are immutable, hashable values. Combine them with `&` (and), `|` (or) and `~` (not).
@@ -291,17 +290,6 @@ token that `padding_mask` does not hide.
             ValueError: for a field that is missing, unknown or not valid.
         """
         return config.build_dataclass(cls, fields, path)
-
-    @classmethod
-    def json_fields(cls) -> dict[str, dict[str, Any]]:
-        """The JSON Schema of each field in `get_config`; by default from the annotations.
-
-        Needed where `from_fields` is overridden. `{"$ref": "#/$defs/rule"}` is a spec; a field
-        whose schema has a `default` may be left out.
-        """
-        from keras_headmask.rules import json_schema  # seldom needed
-
-        return json_schema.of_fields(cls)
 
     # --- & | ~ ---
     __array_ufunc__ = None  # NumPy's operators leave `array & spec` to the spec, as a whole

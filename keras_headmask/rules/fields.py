@@ -1,4 +1,4 @@
-"""What the fields of a spec may hold: checked in constructors, and as JSON Schema for editors."""
+"""What the fields of a spec may hold, checked in constructors."""
 
 import dataclasses
 import functools
@@ -9,27 +9,24 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
-RULE = {"$ref": "#/$defs/rule"}  # in a JSON Schema, a spec
 _LARGEST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Limits:
-    """In the `Annotated` type of a field: the JSON Schema of its values, and a check of them.
+class Check:
+    """In the `Annotated` type of a field: a function of the value and the name of the field.
 
-    The check gets the value and the name of the field, and returns what is stored.
+    The function raises for a bad value, and returns the value to store.
     """
 
-    schema: dict[str, Any]
-    check: Callable[[Any, str], Any] | None = None
+    function: Callable[[Any, str], Any]
 
 
-def limits_of(annotation: Any) -> Limits | None:
-    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, Limits)), None)
+def _check_in(annotation: Any) -> Check | None:
+    return next((x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, Check)), None)
 
 
-@functools.cache
-def types_of(cls: Any) -> dict[str, Any]:
+def _types_of(cls: Any) -> dict[str, Any]:
     """The annotations of a dataclass, those that are text evaluated, too."""
     try:
         return typing.get_type_hints(cls, include_extras=True)
@@ -43,7 +40,7 @@ _checks: dict[type, list[tuple[str, Callable[[Any, str], Any], bool]]] = {}
 
 
 def check_fields(spec: Any) -> None:
-    """Check each field of a spec under construction that has `Limits`, or `Limits` or None."""
+    """Check each field of a spec under construction that has a `Check`, or a `Check` or None."""
     if type(spec) not in _checks:
         _checks[type(spec)] = _checks_of(type(spec))
     for name, check, is_option in _checks[type(spec)]:
@@ -53,15 +50,15 @@ def check_fields(spec: Any) -> None:
 
 
 def _checks_of(cls: Any) -> list[tuple[str, Callable[[Any, str], Any], bool]]:
-    types = types_of(cls)
-    found = []
+    types = _types_of(cls)
+    checks = []
     for field in dataclasses.fields(cls):
         annotation = types[field.name]
         options = [(annotation, False), *((x, True) for x in typing.get_args(annotation))]
         for option, is_option in options:
-            if (limits := limits_of(option)) and limits.check:
-                found.append((field.name, limits.check, is_option))
-    return found
+            if check := _check_in(option):
+                checks.append((field.name, check.function, is_option))
+    return checks
 
 
 def fail(error: type[Exception], field: str, message: str) -> NoReturn:
@@ -134,18 +131,14 @@ def id_tuple(value: Any, field: str) -> tuple[int, ...]:
     return ids
 
 
-def _whole(at_least: int) -> Limits:
-    schema = {"type": "integer", "minimum": at_least, "maximum": _LARGEST}
-    return Limits(schema, functools.partial(whole_number, at_least=at_least))
+def _whole(**limits: Any) -> Check:
+    return Check(functools.partial(whole_number, **limits))
 
 
-_SEED = functools.partial(whole_number, at_least=0, any_size=True)
-_ID = _whole(-_LARGEST)
-_IDS = {"anyOf": [_ID.schema, {"type": "array", "items": _ID.schema, "minItems": 1}]}
-Whole = Annotated[int, _ID]
-NotNegative = Annotated[int, _whole(0)]
-Positive = Annotated[int, _whole(1)]
-Seed = Annotated[int, Limits({"type": "integer", "minimum": 0}, _SEED)]
-Fraction = Annotated[float, Limits({"type": "number", "minimum": 0, "maximum": 1}, fraction)]
-Name = Annotated[str, Limits({"type": "string", "minLength": 1}, input_name)]
-Ids = Annotated[int | Sequence[int], Limits(_IDS, id_tuple)]  # kept as a tuple
+Whole = Annotated[int, _whole()]
+NotNegative = Annotated[int, _whole(at_least=0)]
+Positive = Annotated[int, _whole(at_least=1)]
+Seed = Annotated[int, _whole(at_least=0, any_size=True)]
+Fraction = Annotated[float, Check(fraction)]
+Name = Annotated[str, Check(input_name)]
+Ids = Annotated[int | Sequence[int], Check(id_tuple)]  # kept as a tuple

@@ -10,20 +10,17 @@ from typing import Annotated, Any
 from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
-from keras_headmask.rules.fields import RULE, Limits, fail
+from keras_headmask.rules.fields import Check, fail
 from keras_headmask.rules.positions import Full
-from keras_headmask.rules.published import ByLayer
 from keras_headmask.rules.registration import register_spec
 
 _LAST_HEAD = 65535
 _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."
 _PART = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
-_SCHEMA = {
-    "description": 'Head numbers to rules: "0", "1-3" (inclusive), "0,4-7".',
-    "type": "object",
-    "propertyNames": {"pattern": f"^{_PART}(,{_PART})*$"},
-    "additionalProperties": RULE,
-}
+
+
+class ByLayer(dict):
+    """The rule of each layer: a type that `PerHead` does not take for rules by head."""
 
 
 def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
@@ -87,8 +84,8 @@ class PerHead(Compound):
     PerHead({0: SameSegment('sentence_ids'), '1-3': Window(before=2, after=2)})
     """
 
-    heads: Annotated[Mapping[Any, MaskSpec], Limits(_SCHEMA, _by_number)]  # kept as sorted pairs
-    default: Annotated[MaskSpec, Limits(RULE, _default)] = Full()  # noqa: RUF009 (it is a value)
+    heads: Annotated[Mapping[Any, MaskSpec], Check(_by_number)]  # kept as sorted pairs
+    default: Annotated[MaskSpec, Check(_default)] = Full()  # noqa: RUF009 (it is a value)
 
     def __post_init__(self) -> None:
         fields.check_fields(self)

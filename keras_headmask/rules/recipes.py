@@ -12,12 +12,13 @@
 import os
 from collections.abc import Sequence
 
-from keras_headmask.rules import config, published
+from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
+from keras_headmask.rules.duo_attention import read_duo_attention
 from keras_headmask.rules.fields import fraction, id_tuple, whole_number
 from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
-from keras_headmask.rules.per_head import PerHead
+from keras_headmask.rules.per_head import ByLayer, PerHead
 from keras_headmask.rules.positions import Full, Keys, Queries, Window
 
 _Ids = int | Sequence[int]
@@ -256,7 +257,7 @@ def duo_attention(
     sparsity = fraction(sparsity, "sparsity")
     num_layers = whole_number(num_layers, "num_layers", at_least=1)
     num_heads = whole_number(num_heads, "num_heads", at_least=1)
-    pattern = published.read_duo_attention(folder)
+    pattern = read_duo_attention(folder)
     layers, key_heads = len(pattern.gates), len(pattern.gates[0])
     if layers != num_layers or num_heads % key_heads:
         raise ValueError(
@@ -265,65 +266,8 @@ def duo_attention(
             "`num_heads`). The layers must be as many, and the query heads a multiple."
         )
     rule, shared = streaming(pattern.sink_size, pattern.recent_size), num_heads // key_heads
-    rules: dict[str, MaskSpec] = published.ByLayer()
+    rules: dict[str, MaskSpec] = ByLayer()
     for layer, heads in enumerate(pattern.streaming_heads(sparsity)):
         named = {tuple(range(head * shared, (head + 1) * shared)): rule for head in sorted(heads)}
-        rules[str(layer)] = PerHead(named) if named else Full()
-    return rules
-
-
-def retrieval_heads(
-    file: str | os.PathLike[str],
-    sinks: int,
-    window: int,
-    num_layers: int,
-    num_heads: int,
-    threshold: float = 0.1,
-) -> dict[str, MaskSpec]:
-    """The rule of each layer by the published numbers of retrieval heads (Wu et al. 2024).
-
-    The numbers say how often a query head of a decoder copies the token it attends to, out of a
-    long text. Heads whose mean is at least `threshold` keep what the model lets them see; the
-    others stream: they see the first `sinks` tokens and the last `window`, the query itself
-    included.
-
-    Args:
-        file: A copy of one of `head_score/*.json` of github.com/nightdessert/Retrieval_Head:
-            `{"layer-head": [numbers], ...}`.
-        sinks: How many first keys are always open, at least 0.
-        window: How many last keys are open, at least 1.
-        num_layers: The layers of the model. The file must have as many.
-        num_heads: The query heads of a layer. The file must have as many.
-        threshold: The least mean of a retrieval head, from 0 to 1; the paper has 0.1.
-
-    Returns:
-        The mapping that `apply_head_masks` takes: `{"0": spec, "1": spec, ...}`.
-
-    Raises:
-        TypeError: if a number is not of its kind.
-        ValueError: if a size of the model does not fit the file, a number is out of its range, or
-            the file does not hold what it should.
-        FileNotFoundError: if the file is not there.
-
-    >>> import pathlib, tempfile
-    >>> file = pathlib.Path(tempfile.mkdtemp(), "scores.json")
-    >>> _ = file.write_text('{"0-0": [0.1, 0.2], "0-1": [0.0]}')
-    >>> retrieval_heads(file, sinks=4, window=256, num_layers=1, num_heads=2)
-    {'0': PerHead({1: Window(after=0) & (Keys(0, stop=4) | Window(before=255))})}
-    """
-    rule, threshold = streaming(sinks, window), fraction(threshold, "threshold")
-    num_layers = whole_number(num_layers, "num_layers", at_least=1)
-    num_heads = whole_number(num_heads, "num_heads", at_least=1)
-    scores = published.read_retrieval_scores(file)
-    layers, heads = len(scores), len(scores[0])
-    if (layers, heads) != (num_layers, num_heads):
-        raise ValueError(
-            f"{file} is of another model: it has {layers} layers of {heads} query heads, and yours "
-            f"{num_layers} layers of {num_heads} (`num_layers`, `num_heads`)."
-        )
-    rules: dict[str, MaskSpec] = published.ByLayer()
-    least = published.decimal(threshold)
-    for layer, row in enumerate(scores):
-        named = {head: rule for head, score in enumerate(row) if score < least}
         rules[str(layer)] = PerHead(named) if named else Full()
     return rules

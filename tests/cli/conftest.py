@@ -1,7 +1,6 @@
 """Files to run commands on."""
 
 import json
-import logging
 import shutil
 import sys
 
@@ -61,6 +60,4 @@ def here(files, tmp_path, monkeypatch):
     shutil.copytree(files, folder)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))  # --import adds to it
-    # A server sets logging up anew; absl would then close the stream it knew, which is pytest's.
-    monkeypatch.setattr(logging, "shutdown", lambda *_: None)
     return folder

@@ -68,7 +68,6 @@ BAD = [
         r"cannot compute this: indices\[0,1\] = 99999 is not in \[0, 12\)",
     ),
     ("lint nope.json", "Cannot read 'nope.json'"),
-    ("bench nope.json", "Cannot read 'nope.json'"),
     ("export nope.keras base", "Cannot read 'nope.keras'"),
     ("info nope.keras", "Cannot read 'nope.keras'"),
     ("info folder", "Cannot read 'folder': Is a directory."),
@@ -89,18 +88,11 @@ BAD = [
     ("apply model.keras rule.json --layers no -o out.keras", "Paths: 'attention'"),
     ("apply lambda.keras rule.json --unsafe -o out.keras", "holds no self-attention layer"),
     ("export model.keras rule.json --no-check", "must be a folder of versions"),
-    ("serve nope", "There is no folder 'nope'"),
-    ("serve folder", "holds no version"),
-    ("bench rule.json -q 1000000", "GiB for the logits"),
-    ("bench rule.json -q 4 --inputs inputs.json", "hold 2 examples, and the batch has 1"),
-    ("bench rule.json -n 1", "names head 1, but there is one head, numbered 0"),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=[line for line, _ in BAD])
 def test_bad_input_is_an_error_of_one_line(line, message, here):
-    if line.startswith("serve"):
-        pytest.importorskip("kserve")
     before = {path.name for path in here.iterdir()}
     assert re.search(message, failure(*shlex.split(line)))
     assert {path.name for path in here.iterdir()} == before
@@ -240,7 +232,6 @@ def test_a_module_that_ends_the_process(text, message, here):
         ("apply model.keras rule.json", "Missing option '-o'"),
         ("export model.keras base --xla 8", "'8' is not a pair such as 8x128"),
         ("export model.keras base --precision int8", "'int8' is not one of"),
-        ("serve base --port 99999", "not in the range"),
     ],
 )
 def test_wrong_usage_names_the_help(line, message):
@@ -311,7 +302,7 @@ def test_help_has_examples_that_are_commands():
         assert summary[-3:] != "..."
         joined = re.sub(r"\\\n", " ", text)
         examples = re.findall(rf"^ *(?:.*\| )?keras-headmask {name} ([^>\n]*)", joined, re.M)
-        assert name == "schema" or examples, name
+        assert examples, name
         pathlib.Path("my_specs.py").touch()
         for example in examples:  # parsed, not run
             command.make_context(name, shlex.split(example))
@@ -321,14 +312,24 @@ def test_help_has_examples_that_are_commands():
 
 def test_progress_is_for_terminals(monkeypatch):
     monkeypatch.setattr(command_frame, "on_a_terminal", lambda: True)
-    for arguments, label in (
-        (("apply", "model.keras", "rule.json", "-o", "out.keras"), "writing"),
-        (("bench", CAUSAL, "-q", "40", "-n", "3", "--repetitions", "3"), "measuring"),
-    ):
-        result = run(*arguments, "--json")
-        assert result.exit_code == 0, result.output
-        json.loads(result.stdout)
-        assert label in result.stderr
+    result = run("apply", "model.keras", "rule.json", "-o", "out.keras", "--json")
+    assert result.exit_code == 0, result.output
+    json.loads(result.stdout)
+    assert "writing" in result.stderr
+
+
+def test_the_reason_is_taken_from_lines_about_the_graph():
+    lines = [
+        "Graph execution error:",
+        "",
+        "Detected at node a/b defined at (most recent call last):",
+        "<stack traces unavailable>",
+        "2 root error(s) found.",
+        "  (0) INVALID_ARGUMENT: {{function_node f}} Shapes [2,3] vs. [2,4]",
+        "\t [[{{node a/b}}]] [Op:__inference_signature_wrapper_7]",
+    ]
+    assert command_frame._reason("\n".join(lines)) == "Shapes [2,3] vs. [2,4]"
+    assert command_frame._reason("\n".join(lines[:4])) == "it gives no reason"
 
 
 @pytest.mark.long
@@ -377,7 +378,6 @@ STARTS = {
         ("matplotlib",),
         "Install it with `pip install matplotlib`",
     ),
-    "no kserve": ("serve folder", ("kserve",), "Install it with `pip install "),
     "no serving": (
         "export model.keras base --warmup 2x8",
         ("tensorflow_serving",),
@@ -415,27 +415,6 @@ def test_help_comes_before_keras_is_imported(tmp_path):
     (tmp_path / "helps.py").write_text(HELPS)
     process = start(path=tmp_path, module="helps")
     assert (*process.communicate(timeout=300), process.returncode) == ("", "", 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "missing", "code", "message"),
-    [
-        (["--help"], (), 0, "Serve the newest version under BASE"),
-        (["--port", "many", "base"], (), 2, "'many' is not a valid integer"),
-        (["folder", "--port", "-1"], (), 2, "-1 is not in the range"),
-        (["folder"], ("kserve",), 2, "Install it with `pip install"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_the_server_answers_before_tensorflow_is_imported(
-    arguments, missing, code, message, tmp_path
-):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(missing=missing, refused=SLOW))
-    process = start(*arguments, path=tmp_path, module="keras_headmask.server")
-    out, said = process.communicate(timeout=300)
-    assert process.returncode == code, said
-    assert message in out + said
-    assert "Traceback" not in said
 
 
 def test_without_the_backend(tmp_path):

@@ -2,8 +2,6 @@
 
 import pathlib
 import re
-import signal
-import socket
 
 import keras
 import numpy as np
@@ -14,8 +12,7 @@ import keras_headmask as hm
 
 pytest.importorskip("click")
 
-from calling import CAUSAL, RULE, answer, as_json, failure, run, start
-from tolerance import assert_close
+from calling import CAUSAL, RULE, answer, as_json, failure, run
 
 from keras_headmask.attention import cpu
 from keras_headmask.cli import model_commands
@@ -165,8 +162,7 @@ def test_apply_leaves_nothing_half_written(here, monkeypatch):
     assert {path.name for path in here.iterdir()} == before
 
 
-@pytest.mark.long  # (`test_examples` serves every day)
-def test_export_and_serve(here):
+def test_export(here):
     text = answer("export", "masked.keras", "served", "--no-check")
     assert text.startswith("served/1: ")
     assert "serve_padded(token_ids int32[?, ?], lengths int32[?])" in text
@@ -181,27 +177,6 @@ def test_export_and_serve(here):
     assert (here / "served/2/saved_model.pb").stat().st_size * 2 < (
         here / "served/1/saved_model.pb"
     ).stat().st_size
-
-    pytest.importorskip("kserve")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-        result = run("serve", "served", "--port", port)
-        assert result.exit_code == 2
-        assert f"Cannot listen on 127.0.0.1, port {port}: " in result.stderr
-    requests = pytest.importorskip("requests")
-    process = start("serve", "served", "--name", "small", "--port", "0")
-    try:
-        url = next(found for line in process.stdout if (found := re.search(r"http://\S+", line)))
-        found = requests.post(
-            f"{url.group()}:predict", json={"instances": TOKENS.tolist()}, timeout=60
-        ).json()
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-    expected = keras.saving.load_model("masked.keras")(TOKENS)
-    assert_close(found["predictions"], expected, depth=3)
-    assert process.returncode == 0
 
 
 def test_export_hands_its_options_on(monkeypatch):

@@ -1,12 +1,8 @@
 """Commands on a rule: they say and draw what the functions do."""
 
-import functools
 import json
-import re
 import sys
 
-import keras
-import numpy as np
 import pytest
 
 import keras_headmask as hm
@@ -14,9 +10,6 @@ import keras_headmask as hm
 pytest.importorskip("click")
 
 from calling import CAUSAL, RULE, answer, as_json, failure, run
-
-from keras_headmask.attention import cpu
-from keras_headmask.cli import bench
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 
@@ -131,10 +124,6 @@ def test_explain():
     assert "Give a RULE, or --model MODEL." in run("explain").stderr
 
 
-def test_schema():
-    assert json.loads(answer("schema")) == as_json("schema") == hm.schema()
-
-
 def test_own_specs(here):
     from keras_headmask.rules import config
 
@@ -146,7 +135,6 @@ def test_own_specs(here):
             sys.modules.pop("own_specs", None)
         # On standard error, not among the answer.
         assert set(result.stderr.splitlines()) == {"words of a module", "evaluated"}
-        assert "nearer_than" in answer("schema")
     finally:
         config.KINDS.pop("nearer_than", None)
     (here / "folder" / "json.py").write_text("")  # as a module of Python's own
@@ -156,55 +144,3 @@ def test_own_specs(here):
     result = run("describe", "own.json", "--import", "no_such_module")
     assert result.exit_code == 2
     assert "Cannot import 'no_such_module': ModuleNotFoundError" in result.stderr
-
-
-SMALL = ("-q", "40", "-n", "3", "--key-dim", "2", "--repetitions", "3")
-
-
-def test_bench():
-    found = as_json("bench", "rule.json", *SMALL, "--batch", "2", "--seed", "5")
-    assert found["ratio"] == found["layer"]["median"] / found["stock"]["median"]
-    for name in ("layer", "stock"):
-        assert 0 < found[name]["least"] <= found[name]["median"] <= found[name]["greatest"]
-    assert found["difference"] < 1e-5
-    assert 0.4 < found["allowed_share"] < 0.8  # a half, some, and all of three heads
-    assert (found["made_up"], found["batch"], found["seed"]) == (["token_ids"], 2, 5)
-    assert (found["rule"], found["versions"]["keras"]) == (RULE.get_config(), keras.__version__)
-    again = as_json("bench", "rule.json", *SMALL, "--batch", "2", "--seed", "5")
-    other = as_json("bench", "rule.json", *SMALL, "--batch", "2", "--seed", "6")
-    assert again["allowed_share"] == found["allowed_share"] != other["allowed_share"]
-
-
-def test_bench_with_inputs_that_are_given():
-    given = ("-q", "4", "--batch", "2", "--inputs", "inputs.json", "--repetitions", "1")
-    found = as_json("bench", "rule.json", *given)
-    inputs = {"token_ids": [[5, 9, 4, 6], [9, 1, 9, 1]]}
-    mask = keras.ops.convert_to_numpy(hm.make_mask(RULE, 4, 4, 8, inputs))
-    assert (found["made_up"], found["allowed_share"]) == ([], mask.mean())
-    text = answer("bench", CAUSAL, *SMALL)
-    assert re.search(r"^ratio \d+\.\d{3} of medians of 3 interleaved runs", text, re.MULTILINE)
-    assert "made up" not in text
-    assert f"\n{cpu.one_dnn()}\n" in text
-    assert "outputs not compared" in answer("bench", '{"kind": "nothing"}', *SMALL)
-
-
-def test_bench_fails_where_outputs_differ(monkeypatch):
-    wrong = hm.make_mask(hm.Window(after=1), 40, 40)
-    monkeypatch.setattr(bench, "make_mask", lambda *_: wrong)
-    assert as_json("bench", CAUSAL, *SMALL, code=1)["difference"] > 1e-4
-
-
-def test_bench_takes_turns():
-    called = []
-
-    def call(name):
-        called.append(name)
-        return np.zeros((1, 1, 1))
-
-    taken = bench._interleaved(
-        {name: functools.partial(call, name) for name in "ab"}, repetitions=3
-    )
-    rounds = list(zip(called[::2], called[1::2], strict=True))
-    assert len(rounds) == 3 + bench._WARM_UP
-    assert set(rounds) == {("a", "b"), ("b", "a")}
-    assert {name: len(times) for name, times in taken.items()} == {"a": 3, "b": 3}

@@ -7,14 +7,12 @@ import json
 import math
 import re
 import sys
-import tempfile
 from unittest import mock
 
 import jax
 import keras
 import numpy as np
 import oracle
-from jax.sharding import NamedSharding, PartitionSpec
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
@@ -65,8 +63,12 @@ def floats(*shape):
     return np.random.default_rng(1).normal(size=shape).astype("float32")
 
 
-def distribution(model):
-    layout = hm.head_layout(model, MESH)
+def distribution():
+    """That of docs/devices.md."""
+    layout = keras.distribution.LayoutMap(MESH)
+    layout[".*(query|key|value)/kernel"] = (None, "model", None)
+    layout[".*(query|key|value)/bias"] = ("model", None)
+    layout[".*attention_output/kernel"] = ("model", None, None)
     return keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
 
 
@@ -128,7 +130,7 @@ def layer_facts(rule, tiled):
     (_, outputs), gradients = jax.jit(squares(layer_call(one)))(
         values(one.trainable_variables), x, x, inputs
     )
-    with distribution(one).scope():
+    with distribution().scope():
         spread = twin_of(one, LENGTH)
         weights = values(spread.trainable_variables)
         operands = by_batch((x, x, inputs))
@@ -147,7 +149,7 @@ def perturbed(rule, tiled, length=24):
     """Whether each head, on its device, sees the keys that its rule allows, and no other."""
     one = layer_of(rule, tiled, length)
     x, inputs = floats(BATCH, length, DIM), ids(length)
-    with distribution(one).scope():
+    with distribution().scope():
         spread = twin_of(one, length)
         weights, call = values(spread.trainable_variables), jax.jit(layer_call(spread))
 
@@ -174,7 +176,7 @@ def sent_if_cut(rule, tiled):
     one = layer_of(rule, tiled, LENGTH)
     x = floats(BATCH, LENGTH, DIM)
     planted = mock.patch.object(evaluation, "heads_are_spread", return_value=False)
-    with distribution(one).scope(), planted:
+    with distribution().scope(), planted:
         spread = twin_of(one, LENGTH)
         given = values(spread.trainable_variables), *by_batch((x, x, ids()))
         return collectives(jax.jit(layer_call(spread)).lower(*given).compile())
@@ -191,131 +193,6 @@ def tiles():
     with tiny(LENGTH):
         facts = {"spread": layer_facts(NEAR, True), "sent if cut": sent_if_cut(NEAR, True)}
     return facts | {"seen": seen}
-
-
-# --- A backbone of KerasHub ----------------------------------------------------------------------
-
-
-def backbone():
-    import keras_hub
-
-    stock = keras_hub.models.BertBackbone(
-        vocabulary_size=20,
-        num_layers=2,
-        num_heads=HEADS,
-        hidden_dim=DIM,
-        intermediate_dim=32,
-        max_sequence_length=LENGTH,
-        dropout=0.0,
-    )
-    padding = np.arange(LENGTH) < np.array([[LENGTH], [50], [LENGTH], [70]])
-    data = ids() | {"segment_ids": np.zeros((BATCH, LENGTH), "int32"), "padding_mask": padding}
-    targets = floats(BATCH, 2)
-
-    def trainable():
-        masked = hm.apply_head_masks(stock, FAR, add_inputs=True)
-        head = keras.layers.Dense(2, name="head", kernel_initializer="ones")
-        model = keras.Model(masked.input, head(masked.output["pooled_output"]))
-        model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), "mse", jit_compile=True)
-        return model
-
-    def fit(model):
-        return model.fit(data, targets, batch_size=BATCH, epochs=20, verbose=0).history["loss"]
-
-    def gradients_of(model, data):
-        """Those of the weights of the blocks, and the program that makes them."""
-        weights = values(model.trainable_variables)
-        rest = values(model.non_trainable_variables)
-
-        def loss(weights, data):
-            return (model.stateless_call(weights, rest, data)[0] ** 2).mean()
-
-        compiled = jax.jit(jax.grad(loss)).lower(weights, data).compile()
-        pairs = zip(model.trainable_variables, compiled(weights, data), strict=True)
-        return [x for v, x in pairs if v.path.startswith("transformer_layer")], compiled
-
-    one = trainable()
-    gradients, _ = gradients_of(one, data)
-    outputs, losses = one.predict(data, verbose=0), fit(one)
-    with distribution(stock).scope():
-        model = trainable()
-        spread_gradients, compiled = gradients_of(model, by_batch(data))
-        facts = {
-            "outputs": difference(outputs, model.predict(data, verbose=0)),
-            "gradients": difference(gradients, spread_gradients),
-            "losses": difference(losses, fit(model)),
-            "weights": difference(one.get_weights(), model.get_weights()),
-            "learned": losses[0] - losses[-1],
-            "sent": collectives(compiled),
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            model.save(f"{folder}/model.keras")
-            loaded = keras.saving.load_model(f"{folder}/model.keras")
-    return facts | {"share": share(model), "share if loaded": share(loaded)}
-
-
-def share(model):
-    """Which part of each weight the first device holds."""
-    return {
-        variable.path: variable.value.addressable_shards[0].data.size / variable.value.size
-        for variable in model.trainable_variables
-    }
-
-
-# --- Queries over devices ------------------------------------------------------------------------
-
-
-def queries():
-    """Queries of a window over four devices with whole keys, by a constraint and by hand."""
-    rule, heads, size = hm.PerHead({0: hm.Window(9, 0)}, default=hm.Window(3, 3)), 2, 4
-    operands = [floats(BATCH, LENGTH, heads, size) * scale for scale in (1, 2, 3)]
-    mesh = MESH.backend_mesh
-    part, whole = PartitionSpec("batch", "model"), PartitionSpec("batch")
-    by_query = [NamedSharding(mesh, spec) for spec in (part, whole, whole)]
-
-    def constrained(query, key, value):
-        query = jax.lax.with_sharding_constraint(query, by_query[0])
-        context = hm.dot_product_attention(query, key, value, mask_spec=rule, tiled=False)
-        return jax.lax.with_sharding_constraint(context, by_query[0])
-
-    def on_one(query, key, value):  # device: its own queries, all keys
-        own = query.shape[1]
-
-        def at(first):
-            def attend(query, key, value):
-                given = {"mask_spec": rule, "query_offset": first, "tiled": True}
-                return hm.dot_product_attention(query, key, value, **given)
-
-            return attend
-
-        branches = [at(first) for first in range(0, key.shape[1], own)]
-        return jax.lax.switch(jax.lax.axis_index("model"), branches, query, key, value)
-
-    # With `check_vma`, JAX would sum gradients inside the branches, of which each device runs one.
-    specs = {"in_specs": (part, whole, whole), "out_specs": part, "check_vma": False}
-    by_hand = jax.shard_map(on_one, mesh=mesh, **specs)
-
-    def loss(attend):
-        def of(*operands):
-            context = attend(*operands)
-            return (context**2).sum(), context
-
-        return jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True))
-
-    usual = loss(lambda q, k, v: hm.dot_product_attention(q, k, v, mask_spec=rule))(*operands)
-    placed = [jax.device_put(x, where) for x, where in zip(operands, by_query, strict=True)]
-    facts = {}
-    with tiny(LENGTH):
-        for name, attend in (("constrained", constrained), ("by hand", by_hand)):
-            compiled = loss(attend).lower(*placed).compile()
-            (_, context), gradients = compiled(*placed)
-            facts[name] = {
-                "outputs": difference(usual[0][1], context),
-                "gradients": difference(usual[1], gradients),
-                "sent": collectives(compiled),
-                "queries of a device": context.addressable_shards[0].data.shape[1],
-            }
-    return facts
 
 
 if __name__ == "__main__":

@@ -145,30 +145,6 @@ def test_a_batch_holds_texts_of_like_lengths(once, corpus):
 
 
 @pytest.mark.long
-def test_a_run_that_ends_before_a_part_is_marked_writes_the_part_anew(
-    once, corpus, exported, tmp_path, monkeypatch
-):
-    """Its files are all there, and some of a run before it."""
-
-    def killed(out, part):
-        raise KeyboardInterrupt
-
-    (inputs, _, _), (_, model) = corpus, exported
-    left = tmp_path / "vectors" / "b.txt" / "beam-temp-part" / "part-00005-of-00006.parquet"
-    left.parent.mkdir(parents=True)
-    parquet.write_table(parquet.read_table(once[0] / "vectors"), left)
-    with monkeypatch.context() as patch:
-        patch.setattr(score_corpus, "mark_done", killed)
-        with pytest.raises(KeyboardInterrupt):
-            score_corpus.score(inputs[1:], model, str(tmp_path))
-    assert bad_in(tmp_path)
-    assert not list(tmp_path.glob("done/*"))
-    score_corpus.score(inputs, model, str(tmp_path))
-    check_same(tmp_path, once[0])
-    assert score_corpus.score(inputs, model, str(tmp_path)) == {"good": 0, "bad": 0}  # all is done
-
-
-@pytest.mark.long
 def test_killed_and_started_again_two_processes_do_what_one_did(once, corpus, exported, tmp_path):
     """SIGKILL of all, amid the second part. The workers can import no Keras."""
     (tmp_path / "sitecustomize.py").write_text(NO_KERAS_IN_WORKERS)
@@ -248,6 +224,8 @@ def test_input_that_makes_no_parts_is_refused(corpus, exported, tmp_path):
         score_corpus.score([*inputs, str(tmp_path / "b.txt")], model, str(tmp_path))
     with pytest.raises(ValueError, match=r"Received: `--out gs://b/out` without `--input`"):
         score_corpus.main(["--out", "gs://b/out", "--model", model])
+    with pytest.raises(ValueError, match=r"`--out` must hold none of \* \? \[. Received: a\[b"):
+        score_corpus.score([], "", "a[b")
 
 
 @pytest.fixture
@@ -271,23 +249,6 @@ def test_a_file_whose_name_says_no_part_is_refused(name, message, empty_model, t
     (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         score_corpus.parts_of([str(tmp_path / "a*")], str(empty_model))
-
-
-def test_json_is_known_by_the_name_of_the_file():
-    for name in ("a.jsonl", "a.ndjson", "a.json", "a.JSONL", "a.jsonl.bz2", "a.txt.json.zst"):
-        assert score_corpus.is_json(name)
-    for name in ("a.txt", "a.TXT", "a.jsonl.txt.gz"):
-        assert not score_corpus.is_json(name)
-
-
-def test_a_mark_at_the_begin_of_a_file_is_no_text():
-    assert score_corpus.text_of(b'\xef\xbb\xbf{"text": "a"}', is_json=True) == "a"
-    assert score_corpus.text_of(b"\xef\xbb\xbfa", is_json=False) == "a"
-
-
-def test_out_that_beam_takes_for_a_pattern_is_refused():
-    with pytest.raises(ValueError, match=r"`--out` must hold none of \* \? \[. Received: a\[b"):
-        score_corpus.score([], "", "a[b")
 
 
 def test_another_tokenizer_is_another_model_and_none_is_refused(empty_model):

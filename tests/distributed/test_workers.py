@@ -58,18 +58,6 @@ def differences(printed):
     return float(moved[1]), float(apart[1])
 
 
-@pytest.mark.long  # (`make test` has the run that is killed, which has two workers, too)
-@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
-def test_two_workers_end_with_the_weights_of_one_process(backend, tmp_path):
-    pytest.importorskip(backend)
-    code, printed = run(EXAMPLE, "--quick", "--out", tmp_path, backend=backend)
-    assert code == 0, printed
-    assert printed.count("Epoch 4/4") == 2, printed  # 20 steps each
-    moved, apart = differences(printed)
-    assert moved > 1e-3
-    assert apart <= 1e-5
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])
 def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(backend, tmp_path):
@@ -133,10 +121,17 @@ def test_workers_share_each_batch(example):
     assert len(np.unique([alone[step][1][:, 0] for step in range(5)])) == 60
 
 
-def test_a_batch_that_the_workers_do_not_divide(example):
-    message = r"A batch of 32 rows does not divide over 3 workers\. Change --batch to 33, or"
+@pytest.mark.parametrize(
+    ("batch", "worker", "workers", "message"),
+    [
+        (32, 0, 3, r"32 rows does not divide over 3 workers\. Change --batch to 33, or"),
+        (62, 0, 2, r"62 rows is more than the 60 rows of the text\. Change --batch, or"),
+        (32, 2, 2, r"no worker 2 of 2: they count from 0\. Change KERAS_DISTRIBUTION_PROCESS_ID"),
+    ],
+)
+def test_a_batch_or_a_worker_that_does_not_fit(example, batch, worker, workers, message):
     with pytest.raises(ValueError, match=message):
-        shard(example, 32, worker=0, workers=3)
+        shard(example, batch, worker, workers)
 
 
 def test_a_batch_that_the_devices_do_not_divide(example):
@@ -144,18 +139,6 @@ def test_a_batch_that_the_devices_do_not_divide(example):
     message = r"32 rows does not divide over the 6 devices of all workers\. Change --batch to 36\."
     with pytest.raises(ValueError, match=message):
         example.check_devices(32, 6)
-
-
-def test_a_batch_larger_than_the_text(example):
-    message = r"A batch of 62 rows is more than the 60 rows of the text\. Change --batch, or"
-    with pytest.raises(ValueError, match=message):
-        shard(example, 62, worker=0, workers=2)
-
-
-def test_a_worker_that_is_none(example):
-    message = r"There is no worker 2 of 2: they count from 0\. Change KERAS_DISTRIBUTION_PROCESS_ID"
-    with pytest.raises(ValueError, match=message):
-        shard(example, 32, worker=2, workers=2)
 
 
 @pytest.mark.parametrize(
@@ -224,13 +207,3 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_last(example, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         writer.on_epoch_end(0)
     assert (tmp_path / "checkpoint").read_text() == "whole"
-
-
-@pytest.mark.long
-def test_a_worker_that_fails_ends_the_others(tmp_path):
-    pytest.importorskip("jax")
-    code, printed = run(HERE / "failing_worker.py", "--quick", "--out", tmp_path, backend="jax")
-    assert code != 0
-    assert "OSError: no such row" in printed
-    assert "Worker 1 ended with 1; the others were stopped. See its error above." in printed
-    assert "Epoch 2/4" not in printed

@@ -166,7 +166,7 @@ NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received:
         ({1: A, (0, 1): A}, ValueError, "Head 1 has two rules"),
         ({"1,1": A}, ValueError, "Head 1 has two rules"),
         ({"1-3,2": A}, ValueError, "Head 2 has two rules"),
-        ({"\u0663": A}, ValueError, NAMED),  # a digit that a schema's pattern does not know
+        ({"\u0663": A}, ValueError, NAMED),  # a digit, though not an ASCII one
         ({"3-1": A}, ValueError, "The range '3-1' of heads runs backwards"),
         ({"": A}, ValueError, f"{NAMED}''"),
         ({"1-": A}, ValueError, f"{NAMED}'1-'"),
@@ -335,12 +335,12 @@ def test_a_rule_of_ones_own_joins_the_language():
 
 
 def test_a_field_may_not_hide_what_every_spec_has():
-    with pytest.raises(TypeError, match=r"A field named `reach` would hide.*Rename it in Far"):
+    with pytest.raises(TypeError, match=r"A field named `sampling` would hide.*Rename it in Far"):
 
         @hm.register_spec("test_specs_far")
         @dataclasses.dataclass(frozen=True)
         class Far(hm.MaskSpec):
-            reach: int
+            sampling: int
 
 
 def test_registering_what_is_no_spec():

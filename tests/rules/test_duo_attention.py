@@ -1,4 +1,4 @@
-"""Head patterns that people publish: what their files mean, and what is refused."""
+"""DuoAttention's published patterns: what their files mean, and what is refused."""
 
 import json
 
@@ -12,7 +12,7 @@ from oracle import picture
 from strategies import FEW
 
 import keras_headmask as hm
-from keras_headmask.rules import published
+from keras_headmask.rules.duo_attention import DuoAttentionFiles
 
 GATES = [[0.9, 0.1], [0.8, 0.7], [0.2, 1.0]]  # 3 layers, 2 key heads
 CONFIG = {"model_name": "tiny", "sink_size": 1, "recent_size": 2}
@@ -68,7 +68,7 @@ def test_as_drawn(folder):
 )
 def test_as_many_as_numpys_quantile_says(gates, eighths):
     """Heads at or above the quantile are full; values beyond 0 and 1 count as these."""
-    files = published.DuoAttentionFiles("file", [[g / 10 for g in row] for row in gates], 1, 2)
+    files = DuoAttentionFiles("file", [[g / 10 for g in row] for row in gates], 1, 2)
     sparsity = eighths / 8
     streaming = np.zeros((len(gates), 3), bool)
     for layer, heads in enumerate(files.streaming_heads(sparsity)):
@@ -82,7 +82,7 @@ def test_as_many_as_numpys_quantile_says(gates, eighths):
 
 
 def test_ties_are_broken_in_order(tmp_path):
-    files = published.DuoAttentionFiles("file", [[1.0, 0.5], [0.5, 0.5]], 1, 2)
+    files = DuoAttentionFiles("file", [[1.0, 0.5], [0.5, 0.5]], 1, 2)
     assert files.streaming_heads(0.3) == [{1}, set()]
     assert files.streaming_heads(0.6) == [{1}, {0}]
 
@@ -173,120 +173,3 @@ def test_a_missing_file(folder, name):
 def test_refused(folder, arguments, error, message):
     with pytest.raises(error, match=message):
         duo_attention(folder, **arguments)
-
-
-# --- Retrieval heads ------------------------------------------------------------------------------
-
-SCORES = {"0-0": [0.1, 0.3], "0-1": [0.0], "1-1": [0.1, 0.1, 0.1], "1-0": [0.3, 0, -0.1]}
-
-
-@pytest.fixture
-def scores(tmp_path):
-    file = tmp_path / "scores.json"
-    file.write_text(json.dumps(SCORES))
-    return file
-
-
-def retrieval_heads(file, sinks=1, window=2, num_layers=2, num_heads=2, **more):
-    return hm.recipes.retrieval_heads(file, sinks, window, num_layers, num_heads, **more)
-
-
-def test_heads_below_the_threshold_stream(scores):
-    """Means 0.2 and 0 in layer 0; 0.2 / 3 and 0.1, which is just enough, in layer 1."""
-    expected = {"0": hm.PerHead({1: STREAMING}), "1": hm.PerHead({0: STREAMING})}
-    assert retrieval_heads(scores) == retrieval_heads(str(scores)) == expected
-    assert retrieval_heads(scores, threshold=0.05) == {"0": expected["0"], "1": hm.Full()}
-    both = hm.PerHead({0: STREAMING, 1: STREAMING})
-    assert set(retrieval_heads(scores, threshold=1).values()) == {both}
-    assert set(retrieval_heads(scores, threshold=0).values()) == {hm.Full()}
-
-
-@pytest.mark.parametrize("numbers", [[0.3, 0, 0], [0.1] * 3, [0.2, 0.1, 0.0], [0.7] + [0] * 6])
-def test_means_are_of_decimals(tmp_path, numbers):
-    """As NumPy has it, 0.3 / 3 is below 0.1."""
-    file = tmp_path / "scores.json"
-    file.write_text(json.dumps({"0-0": numbers}))
-    for threshold in (0.1, np.float64(0.1)):
-        rules = retrieval_heads(file, num_layers=1, num_heads=1, threshold=threshold)
-        assert rules == {"0": hm.Full()}
-
-
-@FEW
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
-def test_means_are_numpys(tmp_path_factory, numbers):
-    file = tmp_path_factory.getbasetemp() / "one.json"
-    file.write_text(json.dumps({"0-0": numbers}))
-    means = np.array(published.read_retrieval_scores(file), float)
-    np.testing.assert_allclose(means, [[np.mean(numbers)]])
-    # Equal numbers do not fall below themselves.
-    file.write_text(json.dumps({"0-0": [numbers[0]] * 7}))
-    rules = retrieval_heads(file, num_layers=1, num_heads=1, threshold=numbers[0])
-    assert rules == {"0": hm.Full()}
-
-
-def test_a_model_takes_the_retrieval_heads(scores):
-    masked = hm.apply_head_masks(decoder(2, 2), retrieval_heads(scores, sinks=0))
-    window = hm.Window(before=1, after=0)
-    assert list(hm.mask_specs(masked).values()) == [
-        hm.PerHead({1: window}),
-        hm.PerHead({0: window}),
-    ]
-    with pytest.raises(TypeError, match=r"the rules of 2 layers.*apply_head_masks"):
-        hm.PerHead(retrieval_heads(scores))
-
-
-LIST = 'the numbers of head "0-0" must be a list of finite numbers, at least one. Found: '
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("0-0: [1]", "is not JSON: .* Found: '0-0"),
-        (b"\xff\xfe", "is not a text in UTF-8"),
-        ("[[0.1]]", r"must hold a JSON object. Found: '\[\[0.1"),
-        ("{}", "is empty: it must hold the numbers of each head"),
-        ('{"0-0": [1], "head 1": [1]}', "each key must be \"layer-head\".* Found: 'head 1'"),
-        ('{"00-0": [1]}', "each key must be .* Found: '00-0'"),
-        ('{"0-0": [1], "1-1": [1]}', 'lacks head "0-1": .* each head of 2 layers of 2 heads'),
-        ('{"9999999999-0": [1]}', 'lacks head "0-0"'),
-        ('{"0-0": []}', LIST + r"\[\]"),
-        ('{"0-0": 0.5}', LIST + "0.5"),
-        ('{"0-0": [0.5, NaN]}', LIST + r"\[0.5, nan\]"),
-        ('{"0-0": [-Infinity]}', LIST + r"\[-inf\]"),
-        ('{"0-0": [true]}', LIST + r"\[True\]"),
-        ('{"0-0": ["0.5"]}', LIST + r"\['0.5'\]"),
-    ],
-)
-def test_a_broken_file_of_scores(scores, content, message):
-    scores.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=rf"(?s)scores.json.*{message}"):
-        retrieval_heads(scores)
-
-
-def test_a_missing_file_of_scores(tmp_path):
-    missing = r"no file .*none.json. `file` must be one of `head_score/\*.json`"
-    with pytest.raises(FileNotFoundError, match=missing):
-        retrieval_heads(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(("num_layers", "num_heads"), [(1, 2), (2, 4)])
-def test_scores_of_another_model(scores, num_layers, num_heads):
-    sizes = f"2 layers of 2 query heads, and yours {num_layers} layers of {num_heads}"
-    with pytest.raises(ValueError, match=rf"scores.json is of another model: it has {sizes}"):
-        retrieval_heads(scores, num_layers=num_layers, num_heads=num_heads)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"sinks": -1}, ValueError, "`sinks` must be at least 0"),
-        ({"window": 0}, ValueError, "`window` must be at least 1"),
-        ({"num_layers": 0}, ValueError, "`num_layers` must be at least 1"),
-        ({"num_heads": 2.0}, TypeError, "`num_heads` must be a whole number"),
-        ({"threshold": 1.5}, ValueError, "`threshold` must lie between 0 and 1. Received: 1.5"),
-        ({"threshold": "0.1"}, TypeError, "`threshold` must be a number from 0 to 1"),
-    ],
-)
-def test_refused_of_scores(scores, arguments, error, message):
-    with pytest.raises(error, match=message):
-        retrieval_heads(scores, **arguments)

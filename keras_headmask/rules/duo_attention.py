@@ -1,22 +1,13 @@
-"""Head patterns that people publish, read from their files."""
+"""The files of DuoAttention's published patterns: which heads of a model stream."""
 
 import csv
 import json
 import math
 import os
-import re
-import statistics
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_headmask.rules.fields import whole_number
-
-_HEAD = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)  # its layer, and its number in there
-
-
-class ByLayer(dict):
-    """The rule of each layer: a type that `PerHead` does not take for rules by head."""
 
 
 class DuoAttentionFiles(NamedTuple):
@@ -50,46 +41,6 @@ def read_duo_attention(folder: str | os.PathLike[str]) -> DuoAttentionFiles:
     return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file, asked)), *sizes)
 
 
-def read_retrieval_scores(file: str | os.PathLike[str]) -> list[list[Fraction]]:
-    """A row for each layer, in it the mean of the numbers of each query head, as decimals."""
-    file = Path(file)
-    asked = "`file` must be one of `head_score/*.json` of github.com/nightdessert/Retrieval_Head."
-    means: dict[tuple[int, int], Fraction] = {}
-    for key, scores in _json_object(file, _text(file, asked)).items():
-        at = _HEAD.fullmatch(key)
-        if at is None:
-            raise ValueError(
-                f'{file}: each key must be "layer-head", such as "0-31". Found: {key!r}.'
-            )
-        means[int(at[1]), int(at[2])] = _mean(file, key, scores)
-    if not means:
-        raise ValueError(f"{file} is empty: it must hold the numbers of each head.")
-    layers, heads = (max(numbers) + 1 for numbers in zip(*means, strict=True))
-    every = ((layer, head) for layer in range(layers) for head in range(heads))
-    for layer, head in every:
-        if (layer, head) not in means:
-            raise ValueError(
-                f'{file} lacks head "{layer}-{head}": it must hold each head of {layers} layers '
-                f"of {heads} heads."
-            )
-    return [[means[layer, head] for head in range(heads)] for layer in range(layers)]
-
-
-def decimal(number: float) -> Fraction:
-    """What a float prints as, exactly: a third of 0.3 is 0.1, which no floats say."""
-    return Fraction(str(number))
-
-
-def _mean(file: Path, key: str, scores: Any) -> Fraction:
-    numbers = scores if isinstance(scores, list) else []
-    if not numbers or not all(type(x) in (int, float) and abs(x) < math.inf for x in numbers):
-        raise ValueError(
-            f'{file}: the numbers of head "{key}" must be a list of finite numbers, at least one. '
-            f"Found: {str(scores)[:80]}."
-        )
-    return statistics.mean(map(decimal, numbers))
-
-
 def _text(file: Path, asked: str) -> str:
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {file}. {asked}")
@@ -117,21 +68,21 @@ def _gates(file: Path, text: str) -> list[list[float]]:
     return rows
 
 
-def _bad_line(file: Path, number: int, found: str) -> ValueError:
+def _bad_line(file: Path, number: int, problem: str) -> ValueError:
     return ValueError(
-        f"{file}, line {number}: {found}. Each line is a layer, with one number for each key head, "
-        "divided by tabs."
+        f"{file}, line {number}: {problem}. Each line is a layer, with one number for each key "
+        "head, divided by tabs."
     )
 
 
 def _json_object(file: Path, text: str) -> dict[str, Any]:
     try:
-        found: Any = json.loads(text)
+        content: Any = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}. Found: {text[:80]!r}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object. Found: {text[:80]!r}.")
-    return found
+    return content
 
 
 def _sizes(file: Path, text: str) -> tuple[int, int]:

@@ -1,9 +1,5 @@
-"""The tiny model that the serving tests ask: written as versions, and computed here for comparison.
+"""The tiny model that servers are asked for: written as versions, and computed for comparison."""
 
-python tests/server/serving_model.py FOLDER   # writes FOLDER/1, for a server of your own
-"""
-
-import argparse
 import os
 import pathlib
 import shutil
@@ -39,14 +35,13 @@ def build(scale=1.0):
 
 
 def export(model, folder):
-    """A SavedModel: all inputs by name; with `lengths`; one input, one output; as slow as asked."""
+    """A SavedModel: all inputs by name; with `lengths`; one input, one output."""
     import tensorflow as tf
 
     ids = tf.TensorSpec((None, None), "int32", name="token_ids")
     mask = tf.TensorSpec((None, None), "bool", name="padding_mask")
     x = tf.TensorSpec((None, None, WIDTH), "float32", name="x")
     lengths = tf.TensorSpec((None,), "int32", name="lengths")
-    steps = tf.TensorSpec((None,), "int32", name="steps")
 
     def serving_default(token_ids, padding_mask, x):
         return model([token_ids, padding_mask, x])
@@ -59,21 +54,11 @@ def export(model, folder):
     def double(token_ids):
         return {"doubled": 2 * token_ids}
 
-    def slow(steps):
-        matrix = tf.eye(256)
-        matrix = tf.while_loop(
-            lambda i, _: i < tf.reduce_max(steps),
-            lambda i, m: (i + 1, m @ tf.eye(256)),
-            (tf.constant(0), matrix),
-        )[1]
-        return {"trace": tf.linalg.trace(matrix) * tf.ones_like(steps, "float32")}
-
     archive = keras.export.ExportArchive()
     archive.track(model)
     archive.add_endpoint("serving_default", serving_default, input_signature=[ids, mask, x])
     archive.add_endpoint("serve_padded", serve_padded, input_signature=[ids, mask, x, lengths])
     archive.add_endpoint("double", double, input_signature=[ids])
-    archive.add_endpoint("slow", slow, input_signature=[steps])
     archive.write_out(str(folder), verbose=False)
 
 
@@ -103,21 +88,3 @@ def as_json(arrays):
 def as_rows(arrays):
     columns = as_json(arrays)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def as_v2(arrays, datatypes={"int32": "INT32", "bool": "BOOL", "float32": "FP32"}):  # noqa: B006
-    return [
-        {
-            "name": name,
-            "datatype": datatypes[array.dtype.name],
-            "shape": list(array.shape),
-            "data": array.ravel().tolist(),
-        }
-        for name, array in arrays.items()
-    ]
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
-    export(build(), parser.parse_args().folder / "1")

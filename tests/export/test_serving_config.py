@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import serving_model
 from google.protobuf import (
     descriptor_pb2,
     descriptor_pool,
@@ -17,15 +18,24 @@ from serving_model import WIDTH, publish
 
 import keras_headmask as hm
 from keras_headmask.export import warmup
+from keras_headmask.export.versions import read_signatures
 
 pytestmark = pytest.mark.tensorflow
 
 
+@pytest.fixture(scope="session")
+def export(tmp_path_factory):
+    """A SavedModel, to be copied as versions."""
+    folder = tmp_path_factory.mktemp("export") / "version"
+    serving_model.export(serving_model.build(), folder)
+    return folder
+
+
 @pytest.fixture
-def base(exports, tmp_path):
+def base(export, tmp_path):
     base = tmp_path / "tiny"
     base.mkdir()
-    publish(exports[1], base, 3)
+    publish(export, base, 3)
     return base
 
 
@@ -268,3 +278,15 @@ def test_a_write_that_fails_leaves_what_was_there(base, monkeypatch):
     names = sorted(path.name for path in base.iterdir())
     assert names == ["3", "batching.txt", "models.config", "server.env"]
     assert (base / "models.config").read_text() == before
+
+
+def test_signatures_are_read_without_loading(export, tmp_path):
+    names = {"serving_default", "serve_padded", "double", "serve"}
+    assert read_signatures(export).keys() <= names
+    assert read_signatures(export).keys() >= names - {"serve"}
+    (tmp_path / "saved_model.pb").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="is not a readable SavedModel"):
+        read_signatures(tmp_path)
+    (tmp_path / "saved_model.pb").write_bytes(b"")  # a SavedModel of nothing
+    with pytest.raises(ValueError, match="holds no signature under the tag 'serve'"):
+        read_signatures(tmp_path)

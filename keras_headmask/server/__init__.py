@@ -1,1 +1,0 @@
-"""The development server: a base path of SavedModel versions over HTTP."""

@@ -87,6 +87,7 @@ __all__ = [
     "from_additive",
     "from_torch",
     "head_layout",
+    "hugging_face",
     "lint",
     "make_mask",
     "mask_specs",
@@ -110,6 +111,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
+    from keras_headmask import hugging_face
     from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.biases import alibi, relative_position_bias
     from keras_headmask.attention.tuning import dense_scope
@@ -186,6 +188,8 @@ def __getattr__(name: str) -> object:
             importlib.import_module(f"{home.__name__}.{name}")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
+    if name == "hugging_face":
+        return importlib.import_module(f"{__name__}.{name}")
     if (call := config.RECIPES.get(name)) is not None:
         raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

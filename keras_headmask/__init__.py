@@ -111,7 +111,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
-    from keras_headmask import hugging_face
     from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.biases import alibi, relative_position_bias
     from keras_headmask.attention.tuning import dense_scope
@@ -143,6 +142,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         or_masks,
         to_additive,
     )
+    from keras_headmask.retrofit import hugging_face
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
     from keras_headmask.rules.evaluation import make_mask
@@ -173,6 +173,7 @@ _HOMES = {
     "look.explaining": "Explanation explain",
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
+    "retrofit": "hugging_face",
     "retrofit.apply": "apply_head_masks",
     "retrofit.masked_model": "mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",
@@ -188,8 +189,6 @@ def __getattr__(name: str) -> object:
             importlib.import_module(f"{home.__name__}.{name}")
         globals()[name] = getattr(home, name)  # asked for once
         return globals()[name]
-    if name == "hugging_face":
-        return importlib.import_module(f"{__name__}.{name}")
     if (call := config.RECIPES.get(name)) is not None:
         raise AttributeError(f"keras_headmask has no `{name}`. It is a recipe: {call}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

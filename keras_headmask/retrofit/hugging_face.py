@@ -77,13 +77,7 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     """
     import transformers
 
-    if keras.backend.backend() != "torch":
-        raise RuntimeError(
-            "Hugging Face models are PyTorch, and Keras runs on "
-            f"{keras.backend.backend()}: set KERAS_BACKEND=torch before Keras is imported."
-        )
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"`model` must be a Hugging Face model. Received: {type(model).__name__}.")
+    _check(model)
     if any(map(_is_masked, model.modules())):
         raise ValueError("The model has rules already. `unmask` it, and pass them joined by `&`.")
     if isinstance(mask_spec, (str, pathlib.Path)):
@@ -103,7 +97,7 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     model.head_masks = {entry.path: spec for entry, spec in specs.items()}
     hooks = [x.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True) for x in models]
     hooks += [x.register_forward_hook(_leave, always_call=True) for x in models]
-    model._head_masks_undo = hooks, list(zip(models, before, strict=True))
+    model.head_mask_hooks = hooks, list(zip(models, before, strict=True))
     model.save_pretrained = functools.partial(_save, model)
     if hasattr(model, "prepare_inputs_for_generation"):
         model.prepare_inputs_for_generation = functools.partial(_prepare, model)
@@ -113,12 +107,18 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
 def unmask(model: Any) -> Any:
     """Take the rules of `mask_heads` off, in place; attention is computed as before.
 
+    Args:
+        model: A model that `mask_heads` returned.
+
+    Returns:
+        `model`.
+
     Raises:
         ValueError: for a model without rules of its own.
     """
-    if "_head_masks_undo" not in vars(model):
+    if "head_mask_hooks" not in vars(model):
         raise ValueError(f"{type(model).__name__} has no rules by `mask_heads`.")
-    hooks, before = model._head_masks_undo
+    hooks, before = model.head_mask_hooks
     for hook in hooks:
         hook.remove()
     for inner, implementation in before:
@@ -127,7 +127,7 @@ def unmask(model: Any) -> Any:
         del module.head_mask_spec
     for name in (
         "head_masks",
-        "_head_masks_undo",
+        "head_mask_hooks",
         "save_pretrained",
         "prepare_inputs_for_generation",
     ):
@@ -140,6 +140,12 @@ def mask_inputs(**tensors: Any) -> Iterator[None]:
     """Pass what rules read and the call of the model does not hold: `(batch, length)`, by name.
 
     In a step with a cache, the whole sequence: `with mask_inputs(token_ids=ids_so_far): ...`
+
+    Args:
+        tensors: The inputs of rules, by the names that the rules have for them.
+
+    Returns:
+        A context, of the calling thread.
     """
     before, _thread.passed = _thread.passed, _thread.passed | tensors
     try:
@@ -149,6 +155,18 @@ def mask_inputs(**tensors: Any) -> Iterator[None]:
 
 
 # --- Which modules attend ---
+
+
+def _check(model: Any) -> None:
+    import transformers
+
+    if keras.backend.backend() != "torch":
+        raise RuntimeError(
+            "Hugging Face models are PyTorch, and Keras runs on "
+            f"{keras.backend.backend()}: set KERAS_BACKEND=torch before Keras is imported."
+        )
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"`model` must be a Hugging Face model. Received: {type(model).__name__}.")
 
 
 def _is_masked(module: Any) -> bool:
@@ -262,14 +280,17 @@ def _attend(
         mask = mask[..., :keys]
     if spec is not None:
         call = _thread.calls[-1]
-        offset, first = call.cached, call.dropped.get(getattr(module, "layer_idx", None), 0)
+        offset, first = call.cached, call.dropped.get(getattr(module, "layer_idx", -1), 0)
         inputs = {x: _input(module, x, queries, first + keys, offset) for x in spec.inputs}
         if first:  # the cache of a sliding window: positions of a rule count from the text's start
             seen = make_mask(spec, queries, first + keys, query.shape[1], inputs, offset)
             mask, spec, inputs, offset = and_masks(mask, seen[..., first:]), None, None, None
     wants = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     context = dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        query,
+        key,
+        value,
         mask=mask,
         mask_spec=spec,
         mask_inputs=inputs,

@@ -32,6 +32,7 @@ LINKED = (
 TUTORIALS = (
     "masks_101",
     "multi_head_from_scratch",
+    "hugging_face",
     "sentence_heads",
     "pretrained_bert",
     "know_your_heads",

@@ -86,6 +86,7 @@ __all__ = [
     "find_leaks",
     "from_additive",
     "from_torch",
+    "hugging_face",
     "lint",
     "make_mask",
     "mask_specs",
@@ -138,6 +139,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
         or_masks,
         to_additive,
     )
+    from keras_headmask.retrofit import hugging_face
     from keras_headmask.retrofit.apply import apply_head_masks
     from keras_headmask.retrofit.masked_model import mask_specs, summary_masks, unmasked
     from keras_headmask.rules.evaluation import make_mask
@@ -166,6 +168,7 @@ _HOMES = {
     "look.explaining": "Explanation explain",
     "look.plotting": "plot plot_attention",
     "masks": "and_masks from_additive from_torch not_mask or_masks to_additive",
+    "retrofit": "hugging_face",
     "retrofit.apply": "apply_head_masks",
     "retrofit.masked_model": "mask_specs summary_masks unmasked",
     "rules.evaluation": "make_mask",

@@ -25,8 +25,13 @@ def with_members(name, value):
             yield f"{name}.{member}", own if isinstance(own, property) else getattr(value, member)
 
 
+MODULES = "hugging_face", "recipes", "testing"
+
+
 def public():
-    values = {name: getattr(hm, name) for name in hm.__all__ if name not in ("recipes", "testing")}
+    values = {name: getattr(hm, name) for name in hm.__all__ if name not in MODULES}
+    for name in ("mask_heads", "unmask", "mask_inputs"):
+        values[f"hugging_face.{name}"] = getattr(hm.hugging_face, name)
     values["testing.assert_no_leaks"] = hm.testing.assert_no_leaks
     values["testing.check_spec"] = hm.testing.check_spec
     for name, recipe in inspect.getmembers(hm.recipes, inspect.isfunction):

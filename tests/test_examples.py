@@ -172,6 +172,17 @@ def test_know_your_heads(tmp_path):
 
 
 @pytest.mark.tensorflow
+def test_hugging_face(tmp_path):
+    pytest.importorskip("transformers")
+    output = run_quick("hugging_face", tmp_path).stdout
+    assert output.startswith("Head 0: a token sees its own sentence")
+    ((of_head_0, of_others),) = rows(output, r"head 0 ([\d.]+), others ([\d.]+)$")
+    assert of_head_0 == 0 < of_others
+    assert "the same outputs" in output
+    assert (tmp_path / "model" / "head_masks.json").exists()
+
+
+@pytest.mark.tensorflow
 def test_streaming_heads(tmp_path):
     pytest.importorskip("keras_hub")
     output = run_quick("streaming_heads", tmp_path).stdout

@@ -212,8 +212,8 @@ def test_only_figures_imports_matplotlib_and_nothing_imports_figures_at_once():
 # --- Private names -------------------------------------------------------------------------------
 
 PRIVATE = re.compile("_[A-Za-z][A-Za-z0-9_]*")  # neither `_` nor `__dunder__`
-# Of tuples with names, of IPython, and of bytecode.
-OF_OTHERS = {"_replace", "_repr_html_", "_LOAD_FAST"}
+# Of tuples with names, of IPython, of bytecode; of transformers' configs, which have no other.
+OF_OTHERS = {"_replace", "_repr_html_", "_LOAD_FAST", "_attn_implementation"}
 
 
 def texts(module):
@@ -273,7 +273,12 @@ def test_private_names_of_keras_and_tensorflow_stand_in_one_folder(module):
 
 def test_no_module_is_named_like_a_public_function():
     names = {module.split(".")[-1] for module in MODULES}
-    assert names & set(hm.__all__) <= {"recipes", "testing"}  # which are the modules themselves
+    assert names & set(hm.__all__) <= {
+        "hugging_face",
+        "recipes",
+        "testing",
+    }  # which are the modules themselves
+    assert hm.hugging_face.__name__ == "keras_headmask.retrofit.hugging_face"
     assert hm.recipes.__name__ == "keras_headmask.rules.recipes"
     assert hm.testing.__name__ == "keras_headmask.heads.testing"
 

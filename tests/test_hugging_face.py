@@ -1,0 +1,340 @@
+"""`hm.hugging_face`: models of transformers under a rule, against masks made by hand."""
+
+import copy
+import itertools
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import keras_headmask as hm
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+hf = hm.hugging_face
+
+needs_torch = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="needs Keras on PyTorch"
+)
+
+END, WORDS, LENGTH, HEADS = 9, 50, 12, 4
+RULE = hm.PerHead({0: hm.SameSentence(END), 1: hm.Window(2, 1), 2: hm.Keys(0, 2) | hm.Window(1, 1)})
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": HEADS}
+SMALL |= {"intermediate_size": 32, "vocab_size": WORDS, "max_position_embeddings": 64}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+
+
+def encoder(name):
+    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**SMALL))
+
+
+def decoder(name, **more):
+    config = getattr(transformers, f"{name}Config")(**GROUPED, **SPECIAL, **more)
+    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
+
+
+def distilbert():
+    sizes = {"dim": 32, "n_layers": 3, "n_heads": HEADS, "hidden_dim": 32, "vocab_size": WORDS}
+    return transformers.DistilBertModel(transformers.DistilBertConfig(**sizes))
+
+
+def gpt2():
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": HEADS, "vocab_size": WORDS, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **SPECIAL))
+
+
+def gemma3():
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return decoder("Gemma3Text", sliding_window=5, layer_types=kinds)
+
+
+ENCODERS = {
+    "BERT": lambda: encoder("Bert"),
+    "RoBERTa": lambda: encoder("Roberta"),
+    "DistilBERT": distilbert,
+}
+DECODERS = {
+    "GPT-2": gpt2,
+    "Llama": lambda: decoder("Llama"),
+    "Mistral": lambda: decoder("Mistral", sliding_window=5),
+    "Qwen 3": lambda: decoder("Qwen3"),
+    "Gemma 2": lambda: decoder("Gemma2", sliding_window=5, attn_logit_softcapping=2.0),
+    "Gemma 3": gemma3,
+    "gpt-oss": lambda: decoder("GptOss", sliding_window=5, num_local_experts=4),
+}
+
+
+def made(name, models):
+    torch.manual_seed(0)
+    model = models[name]().eval()
+    with torch.no_grad():  # far from the even attention that small weights give
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)
+    return model
+
+
+def texts(batch=2, length=LENGTH):
+    rng = np.random.default_rng(3)
+    ids = rng.integers(10, WORDS, (batch, length))
+    ids[0, [3, 7]] = ids[1, 5] = END
+    return torch.tensor(ids)
+
+
+def by_hand(ids):
+    """What RULE allows, `(B, H, T, T)`, by a loop."""
+    ids = np.asarray(ids)
+    length = ids.shape[1]
+    mask = np.ones((len(ids), HEADS, length, length), bool)
+    for b, row in enumerate(ids):
+        for i in range(length):
+            for j in range(length):
+                low, high = sorted((i, j))
+                mask[b, 0, i, j] = END not in row[low:high]
+                mask[b, 1, i, j] = -2 <= j - i <= 1
+                mask[b, 2, i, j] = j < 2 or -1 <= j - i <= 1
+    return mask
+
+
+def additive(mask):
+    return torch.where(torch.as_tensor(mask), 0.0, torch.finfo(torch.float32).min)
+
+
+def apart(a, b, where=None):
+    difference = (a - b).abs()
+    return float((difference if where is None else difference[where]).max())
+
+
+def _close(found, wanted, plain, where=None):
+    assert apart(found, wanted, where) < 2e-5
+    assert apart(found, plain, where) > 1e-2  # the rule does something
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_obeys_beside_its_padding(name):
+    model, ids, real = made(name, ENCODERS), texts(), torch.ones(2, LENGTH, dtype=torch.long)
+    real[1, 8:] = 0
+    plain = model(ids, attention_mask=real)[0]
+    hf.mask_heads(model, RULE)
+    found = model(ids, attention_mask=real)[0]
+    for _ in range(2):  # what is unmasked may be masked again
+        assert torch.equal(hf.unmask(model)(ids, attention_mask=real)[0], plain)
+        hf.mask_heads(model, RULE)
+    hf.unmask(model).set_attn_implementation("eager")
+    both = by_hand(ids) & (np.asarray(real) > 0)[:, None, None]
+    wanted = model(ids, attention_mask=additive(both))[0]
+    _close(found, wanted, plain, real > 0)
+
+
+@needs_torch
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_obeys_beside_its_own_masks(name):
+    model, ids = made(name, DECODERS), texts()
+    plain = model(ids).logits
+    found = hf.mask_heads(model, RULE)(ids).logits
+    hf.unmask(model).set_attn_implementation("eager")
+    causal = by_hand(ids) & np.tri(LENGTH, dtype=bool)
+    near = causal & ~np.tri(LENGTH, k=-5, dtype=bool)  # a window of 5 keys
+    mask = additive(near if name == "Mistral" else causal)
+    if name in ("Gemma 2", "Gemma 3", "gpt-oss"):  # layers of both kinds
+        mask = {"full_attention": mask, "sliding_attention": additive(near)}
+    _close(found, model(ids, attention_mask=mask).logits, plain)
+
+
+@needs_torch
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate_with_a_cache_obeys(name, how):
+    model, ids = hf.mask_heads(made(name, DECODERS), RULE), texts()
+    real = torch.ones_like(ids)
+    real[1, :2] = 0  # padding on the left
+    more = {"attention_mask": real, "max_new_tokens": 9, "do_sample": False, "output_logits": True}
+    found = model.generate(ids, **more, **how, return_dict_in_generate=True)
+    how = {k: v for k, v in how.items() if k == "num_beams"}
+    wanted = model.generate(ids, **more, **how, use_cache=False, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, wanted.sequences)
+    steps = zip(found.logits, wanted.logits, strict=True)
+    assert max(apart(a, b) for a, b in steps) < 1e-4
+
+
+def oracle(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+    """Attention by its formula, under RULE where the queries are the keys."""
+    logits = query @ key.transpose(2, 3) * scaling
+    if query.shape[2] == key.shape[2] and module.head_rule:
+        mask = by_hand(np.zeros((1, query.shape[2])))  # without sentence ends
+        logits += additive(mask)
+    if attention_mask is not None:
+        logits += attention_mask
+    return (logits.softmax(-1) @ value).transpose(1, 2), None
+
+
+POSITIONS = hm.PerHead({1: hm.Window(2, 1), 2: hm.Keys(0, 2) | hm.Window(1, 1)})
+
+
+def vit():
+    sizes = {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_position_embeddings")}
+    return transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=16, patch_size=4))
+
+
+def whisper():
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8}
+    sizes |= {f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")}
+    sizes |= {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
+    sizes |= {"vocab_size": WORDS, "max_source_positions": 10, "max_target_positions": 32}
+    config = transformers.WhisperConfig(**sizes, **SPECIAL, decoder_start_token_id=1)
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+@needs_torch
+@pytest.mark.parametrize("build", [vit, whisper])
+def test_models_of_images_and_sound_obey(build):
+    model = made("it", {"it": build})
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    if build is whisper:
+        inputs = {"input_features": torch.randn(2, 8, 20), "decoder_input_ids": texts()}
+    plain = model(**inputs)[0]
+    found = hf.mask_heads(model, POSITIONS)(**inputs)[0]
+    masked = list(model.head_masks)
+    assert not any("encoder_attn" in path for path in masked)
+    hf.unmask(model)
+    for path, module in model.named_modules():
+        module.head_rule = path in masked
+    transformers.AttentionInterface.register("oracle", oracle)
+    transformers.AttentionMaskInterface.register("oracle", transformers.masking_utils.eager_mask)
+    model.set_attn_implementation("oracle")
+    _close(found, model(**inputs)[0], plain)
+
+
+@needs_torch
+def test_an_encoder_and_decoder_generate_with_a_cache():
+    model = hf.mask_heads(made("it", {"it": whisper}), POSITIONS)
+    more = {"max_new_tokens": 9, "do_sample": False, "output_logits": True}
+    sound = torch.randn(2, 8, 20)
+    steps = [
+        model.generate(sound, **more, use_cache=use, return_dict_in_generate=True).logits
+        for use in (True, False)
+    ]
+    assert max(apart(a, b) for a, b in zip(*steps, strict=True)) < 1e-4
+
+
+# --- What else users do ---
+
+
+@needs_torch
+@torch.no_grad()
+def test_a_step_by_hand_needs_the_whole_sequence():
+    model, ids = hf.mask_heads(made("GPT-2", DECODERS), RULE), texts()
+    whole = model(ids).logits
+    cache = model(ids[:, :8], use_cache=True).cache
+    with pytest.raises(RuntimeError, match=r"'token_ids' has 1 positions of 9.*mask_inputs"):
+        model(ids[:, 8:9], cache=copy.deepcopy(cache))
+    with hf.mask_inputs(token_ids=ids[:, :9]):
+        step = model(ids[:, 8:9], cache=cache).logits
+    assert apart(step, whole[:, 8:9]) < 1e-4
+
+
+@needs_torch
+def test_what_a_call_does_not_hold_is_passed_beside_it():
+    model, ids = made("BERT", ENCODERS), texts()
+    speakers = torch.arange(LENGTH).expand(2, -1) // 5
+    hf.mask_heads(model, hm.PerHead({0: hm.SameSegment("speakers")}))
+    with pytest.raises(RuntimeError, match="reads 'speakers', which the call does not hold"):
+        model(ids)
+    with hf.mask_inputs(speakers=speakers):
+        found = model(ids)[0]
+    hf.unmask(model)
+    hf.mask_heads(model, hm.PerHead({0: hm.Chunk(5)}))
+    assert apart(found, model(ids)[0]) < 1e-5
+
+
+@needs_torch
+def test_another_implementation_over_ours_raises_at_the_next_call():
+    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
+    found = model(ids)[0]
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="was set to 'sdpa', which does not know them"):
+        model(ids)
+    model.set_attn_implementation(hf.IMPLEMENTATION)
+    assert torch.equal(model(ids)[0], found)
+
+
+@needs_torch
+def test_rules_by_layer_are_written_beside_the_weights_and_read_again(tmp_path):
+    model, ids = made("BERT", ENCODERS), texts()
+    hf.mask_heads(model, {"0-1": RULE, "layer.2": hm.Window(1, 1)})
+    found = model(ids)[0]
+    with pytest.warns(UserWarning, match="do not hold its head masks"):
+        model.save_pretrained(tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path).eval()
+    assert apart(again(ids)[0], found) > 1e-2
+    hf.mask_heads(again, tmp_path / hf.FILE)
+    assert torch.equal(again(ids)[0], found)
+    assert list(again.head_masks.values()) == [RULE, RULE, hm.Window(1, 1)]
+    assert json.loads((tmp_path / hf.FILE).read_text())["encoder.layer.2.attention.self"]
+
+
+@needs_torch
+def test_a_copy_obeys_and_is_unmasked_alone():
+    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
+    found, twin = model(ids)[0], copy.deepcopy(model)
+    assert torch.equal(twin(ids)[0], found)
+    hf.unmask(twin)
+    assert torch.equal(model(ids)[0], found)
+    assert apart(twin(ids)[0], found) > 1e-2
+    with pytest.raises(ValueError, match="has no rules by `mask_heads`"):
+        hf.unmask(twin)
+
+
+@needs_torch
+def test_gradients_and_probabilities_are_those_of_the_masks_made_by_hand():
+    model, ids = made("BERT", ENCODERS), texts()
+    model.embeddings.requires_grad_(False)
+
+    def gradients(**inputs):
+        outputs = model(ids, output_attentions=True, **inputs)
+        outputs[0].square().sum().backward()
+        each = [p.grad.clone() for p in model.encoder.parameters()]
+        model.zero_grad()
+        return outputs.attentions, each
+
+    hf.mask_heads(model, RULE)
+    found = gradients()
+    hf.unmask(model).set_attn_implementation("eager")
+    wanted = gradients(attention_mask=additive(by_hand(ids)))
+    for ours, theirs in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        assert apart(ours, theirs) <= 1e-4 * max(1.0, float(theirs.abs().max()))
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["RoFormer", "XLNet"])
+def test_attention_that_does_not_ask_is_refused_by_name(name):
+    sizes = {"n_layer": 1, "n_head": 4, "d_model": 32} if name == "XLNet" else SMALL
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = getattr(transformers, f"{name}Model")(config)
+    with pytest.raises(ValueError, match=rf"{name}\w*Attention.*computes its attention itself"):
+        hf.mask_heads(model, RULE)
+    assert not hasattr(model, "head_masks")
+
+
+@needs_torch
+def test_wrong_arguments_are_refused_before_anything_changes():
+    model = made("BERT", ENCODERS)
+    with pytest.raises(TypeError, match="must be a Hugging Face model"):
+        hf.mask_heads(torch.nn.Linear(2, 2), RULE)
+    with pytest.raises(ValueError, match="names head 4, but there are 4 heads"):
+        hf.mask_heads(model, hm.PerHead({4: hm.Window(1, 1)}))
+    with pytest.raises(ValueError, match="There is no self-attention layer 3"):
+        hf.mask_heads(model, RULE, layers=3)
+    assert model.config._attn_implementation == "sdpa"
+    hf.mask_heads(model, RULE)
+    with pytest.raises(ValueError, match="has rules already"):
+        hf.mask_heads(model, RULE)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="needs another backend")
+def test_keras_on_another_backend_is_refused():
+    with pytest.raises(RuntimeError, match="set KERAS_BACKEND=torch before Keras is imported"):
+        hf.mask_heads(made("BERT", ENCODERS), RULE)

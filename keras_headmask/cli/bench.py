@@ -13,12 +13,12 @@ import click
 import keras
 import numpy as np
 
-from keras_headmask.attention import cpu
 from keras_headmask.cli import frame
 from keras_headmask.export import samples
 from keras_headmask.export.interface import Input, Interface
 from keras_headmask.export.report import installed_versions
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
+from keras_headmask.look import cpu
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads, in_one_line

@@ -15,8 +15,8 @@ pytest.importorskip("click")
 
 from calling import CAUSAL, RULE, answer, as_json, failure, run
 
-from keras_headmask.attention import cpu
 from keras_headmask.cli import bench
+from keras_headmask.look import cpu
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 

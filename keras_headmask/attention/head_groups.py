@@ -228,7 +228,7 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
     given = drawn, ops.arange(batch, dtype="int32"), *positions
     if keras.backend.backend() != "tensorflow":
         return Dropout(rate, *_numbers(heads, *given))
-    from keras_headmask.attention.tensorflow.functions import for_equal_shapes
+    from keras_headmask.attention.tensorflow.graph import for_equal_shapes
 
     return Dropout(rate, *for_equal_shapes(_numbers, heads)(*given))  # its 100 nodes once
 

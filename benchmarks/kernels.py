@@ -159,20 +159,18 @@ def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> flo
         from keras_headmask.attention.torch import steps, tiles
 
         made = steps.steps_of(part, tiles._read(part.bound), batch, queries, keys, offset)
-        return steps.share(made, batch, queries, keys)
+        return share_of_steps(made, batch, queries, keys)
     if backend == "jax":
         import numpy as np
 
-        from keras_headmask.attention.jax import runs, steps
+        from keras_headmask.attention.jax import steps
 
         plan, given = steps.planned(part, offset)
         heads = len(part.heads)
         rows = np.zeros((batch, queries, heads, 1)), np.zeros((batch, keys, heads, 1))
-        if (of_runs := runs.Runs.of(plan, *rows)) is not None:
-            return of_runs.size / keys
         made = steps.Steps.of(plan, given, *rows)
-        counts = np.asarray(made.counts)
-        return float(counts.mean()) * made.size / keys
+        counts = 1 if made.counts is None else float(np.asarray(made.counts).mean())
+        return counts * made.size / keys
     from keras_headmask.attention.tensorflow.plan import planned
 
     found = planned(part)
@@ -180,6 +178,16 @@ def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> flo
     looked_at = (edges[:, 1::2] - edges[:, ::2]).sum(1).mean()
     flagged = 0 if found.flagged is None else (found.flagged.numpy() >= 0).sum() / batch
     return float(looked_at + flagged) / keys
+
+
+def share_of_steps(steps: list[Any], batch: int, queries: int, keys: int) -> float:
+    """The share of all logits that is computed."""
+    seen = sum(
+        (stop - first) * (rows[1] - rows[0] if is_run else len(rows)) * step.keys
+        for step in steps
+        for (first, stop), rows, is_run in [step[:3]]
+    )
+    return seen / max(batch * queries * keys, 1)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_headmask import masks
 from keras_headmask.attention import observers
-from keras_headmask.attention.checking import check_operands, checked_tiled
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import given_changes
-from keras_headmask.attention.request import Request, all_that_restricts, bound_to
+from keras_headmask.attention.request import Request, all_that_restricts, bound_to, checked_tiled
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
@@ -103,7 +103,7 @@ def dot_product_attention(
      [0.33 0.33 0.33]]
     """
     query, key, value = (masks.as_tensor(x) for x in (query, key, value))
-    check_operands(query=query, key=key, value=value)
+    _check_operands(query=query, key=key, value=value)
     batch, queries, heads, size = query.shape
     lengths = evaluation.Lengths(batch, heads, queries, key.shape[1])
     if mask is not None:
@@ -140,3 +140,37 @@ def dot_product_attention(
     )
     context, probabilities = attend(request)
     return (context, probabilities) if return_scores else context
+
+
+def _check_operands(**operands: Tensor) -> None:
+    """Floats of shape `(batch, length, heads, size)` that agree; the key heads may be fewer."""
+
+    def received() -> str:  # (`torch.compile` cannot read it where lengths vary)
+        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+
+    query, key, value = operands.values()
+    if any(len(x.shape) != 4 for x in (query, key, value)):
+        raise ValueError(
+            "`query`, `key` and `value` must have shape (batch, length, heads, size). "
+            f"Received: {received()}."
+        )
+    dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
+    if any("float" not in dtype for dtype in dtypes.values()):
+        raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
+    # (Pair by pair: in a set, PyTorch's compiler would take each length for a constant.)
+    pairs = (0, query, key), (0, key, value), (0, query, value), (1, key, value), (2, key, value)
+    if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
+        raise ValueError(
+            "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
+            f"Received: {received()}."
+        )
+    heads, key_heads = query.shape[2], key.shape[2]
+    if heads != key_heads and None not in (heads, key_heads) and heads % (key_heads or heads + 1):
+        raise ValueError(
+            f"The number of key heads must divide the number of query heads: {key_heads} does not "
+            f"divide {heads}. Received: {received()}."
+        )
+
+
+def _agree(size: int | None, other: int | None) -> bool:
+    return None in (size, other) or size == other

@@ -4,8 +4,8 @@ Queries are cut into tiles, and keys into blocks. Of each tile and block `covera
 pair may be allowed, and whether all are, from their positions and from the least and the greatest
 value of each mask input there. It is asked here alone, by the same code for NumPy's arrays and
 those of each backend. Kernels read the answer in the form that they need: `Plan` here, as known
-lengths and positions give it; `gathered.py` and `jax/runs.py` of these; `tensorflow/plan.py`,
-`jax/steps.py`, `torch/steps.py` and `torch/flex.py`, which look at data, too.
+lengths and positions give it, which `gathered.py` reads; `tensorflow/plan.py`, `jax/steps.py`,
+`torch/steps.py` and `torch/flex.py` look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence

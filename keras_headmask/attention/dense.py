@@ -4,7 +4,7 @@ Booleans are merged first; -1e9 is added once, in at least float32, before the s
 has probability exactly 0, and a fully masked row gives exactly 0.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -27,11 +27,12 @@ def attention(
     positions: Positions | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
     may_branch: bool = True,
+    heads: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention under `mask`, boolean of rank 4, or `None`.
 
-    `positions` are for a bias by position. Without `may_branch` the graph has no branch for
-    operands that are all finite.
+    `positions` are for a bias by position, and the numbers of the `heads`, by default 0 to H - 1.
+    Without `may_branch` the graph has no branch for operands that are all finite.
 
     Of fewer key heads than query heads each is repeated for the queries that share it.
 
@@ -53,12 +54,12 @@ def attention(
         mask = changes.allowed(mask)
     if mask is not None:
         all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
-        query, key, value = nonfinite.unless_for_all(all_finite, nonfinite.zeroed, *given)
+        query, key, value = nonfinite.repaired(all_finite, nonfinite.replace_nonfinite, *given)
     logits = precision.product("bthd,bshd->bhts", query, key, half)
     if mask is not None and changes.soft_cap is not None:
         # Whose derivative is NaN where a product overflows.
         logits = ops.where(mask, logits, zero)
-    logits = changes.of_logits(logits, range(query.shape[2]), positions)
+    logits = changes.of_logits(logits, heads or range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
         lowest = np.finfo(dtype).min
@@ -67,7 +68,9 @@ def attention(
             largest = ops.stop_gradient(ops.max(allowed, axis=-1, keepdims=True, initial=lowest))
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
-        (logits,) = nonfinite.unless_for_all(all_finite, nonfinite.with_marks, logits, beside=given)
+        (logits,) = nonfinite.repaired(
+            all_finite, nonfinite.add_nan_to_logits, logits, beside=given
+        )
         # -1e9 is added to the lowest number, in place of a hidden logit: alone it would hide none
         # that is infinite, nor any where all allowed ones are below -1e9.
         hidden = ops.cast(lowest + masks.HIDDEN, dtype)

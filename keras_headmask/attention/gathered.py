@@ -94,10 +94,9 @@ def compute(
     query = query * part.scale
     of_queries, of_keys = [query], [key, value]
     if nonfinite.are_finite(query, key, value) is not True:
-        marks = nonfinite.marks_of(query), nonfinite.marks_of(key, value)
-        of_queries, of_keys = nonfinite.zeroed(*of_queries), nonfinite.zeroed(*of_keys)
-        for of_side, of_marks in zip((of_queries, of_keys), marks, strict=True):
-            of_side.append(of_marks)
+        marks = nonfinite.nan_marks(query), nonfinite.nan_marks(key, value)
+        of_queries = [*nonfinite.replace_nonfinite(*of_queries), marks[0]]
+        of_keys = [*nonfinite.replace_nonfinite(*of_keys), marks[1]]
     of_queries = [_split(x, 1, plan.tile) for x in of_queries]
     of_keys = [_split(x, 1, plan.block) for x in of_keys]
     classes, contexts, is_again = classes_of(plan), [], _is_computed_again(query, key, value)

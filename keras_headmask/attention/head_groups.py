@@ -100,9 +100,8 @@ def of_equal_sharing(heads: tuple[int, ...], sharing: int) -> list[tuple[int, ..
     return [tuple(heads) for heads in sets.values()]
 
 
-# Keys are not repeated for the query heads that share them: rows of these heads, one head after the
-# other, stand in the products as rows of one head. What such a product sums over rows, as gradients
-# of keys, is so summed over these heads, too.
+# Grouped queries: the query heads of one key head are folded into the axis of rows, so keys need no
+# repeat, and their gradient sums over these heads.
 
 
 def folded(rows: Tensor, sharing: int) -> Tensor:
@@ -114,7 +113,7 @@ def folded(rows: Tensor, sharing: int) -> Tensor:
 
 
 def unfolded(rows: Tensor, sharing: int) -> Tensor:
-    """What was `folded`, as it was."""
+    """The inverse of `folded`."""
     if sharing == 1:
         return rows
     batch, heads, length, size = ops.shape(rows)
@@ -228,7 +227,7 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
     given = drawn, ops.arange(batch, dtype="int32"), *positions
     if keras.backend.backend() != "tensorflow":
         return Dropout(rate, *_numbers(heads, *given))
-    from keras_headmask.attention.tensorflow.functions import for_equal_shapes
+    from keras_headmask.attention.tensorflow.graph import for_equal_shapes
 
     return Dropout(rate, *for_equal_shapes(_numbers, heads)(*given))  # its 100 nodes once
 

@@ -23,8 +23,6 @@ from keras_headmask.rules import evaluation
 from keras_headmask.rules.heads import restricts
 from keras_headmask.rules.protocol import BOTH
 
-_FEWEST_PAIRS_ON_GPU = 2**20  # of a head, for which tiles are worth their overhead there
-
 
 class Kernel:
     """Computes attention under a rule without what the rule hides.
@@ -142,9 +140,8 @@ def _skips_nothing(request: Request, part: Part) -> str | None:
     if reason is not None or request.tiled:
         return reason
     queries, keys = _lengths(request)
-    fewest = part.tuning.fewest_pairs
-    if _is_torch_on_gpu(request):
-        fewest = max(fewest, _FEWEST_PAIRS_ON_GPU)
+    is_gpu = _is_torch_on_gpu(request)
+    fewest = part.tuning.fewest_pairs_on_gpu if is_gpu else part.tuning.fewest_pairs
     if None not in (queries, keys) and queries * keys < fewest:
         # (No sizes in these sentences: code that is compiled may not know them.)
         return f"there are fewer than {fewest} pairs, for which one product is faster"
@@ -165,7 +162,7 @@ def has_loops() -> bool:
 
 
 class Loop(Kernel):
-    """All logits where they are few, else a loop over tiles; the sizes that the run has decide."""
+    """All logits where they are few, else a loop over tiles: a `tf.cond` on the sizes picks one."""
 
     name, file, block = "loop", "tensorflow/by_size", "tensorflow_block"
 

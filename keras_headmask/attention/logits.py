@@ -26,9 +26,9 @@ _AXES_OF_HEADS = {"bias": 1, "table": 1, "sinks": 0}
 
 
 class Changes(NamedTuple):
-    """By default none. In a `Part`, `True` stands for a tensor, which is then an operand.
+    """Soft cap, biases, sinks. A bias of -inf hides a key as the mask does.
 
-    Bias of -inf hides a key as the mask does.
+    A `Part` must be hashable, so each tensor is replaced by `True` there and passed as an operand.
     """
 
     soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)

@@ -66,44 +66,39 @@ def are_finite(*tensors: Tensor, may_branch: bool = True) -> bool | Tensor:
             return False
 
 
-def unless(finite: bool | Tensor, repair: Callable, *tensors: Tensor) -> list[Tensor]:
-    """`tensors` as they are if `finite`, the answer of `are_finite`, else `repair(*tensors)`."""
-    if isinstance(finite, bool):
-        return list(tensors if finite else repair(*tensors))
-    return list(ops.cond(finite, lambda: list(tensors), lambda: list(repair(*tensors))))
-
-
-def unless_for_all(
+def repaired(
     finite: bool | Tensor, repair: Callable, *tensors: Tensor, beside: Sequence[Tensor] = ()
 ) -> list[Tensor]:
-    """The same, by `repair(*tensors, *beside)`; traced once in a graph for all of equal shapes.
+    """`tensors` as they are if `finite`, the answer of `are_finite`, else repaired.
 
-    So `repair` captures no tensor. (Branches took a quarter of the first `predict` of a model.)
+    That is `repair(*tensors, *beside)`, a list. A graph traces it once for all of equal shapes,
+    since branches took a quarter of the first `predict` of a model: so `repair` is a function of a
+    module, which captures no tensor.
     """
     if isinstance(finite, bool):
-        return _unless(repair, finite, tensors, beside)
-    from keras_headmask.attention.tensorflow.functions import for_equal_shapes
+        return list(tensors) if finite else repair(*tensors, *beside)
+    from keras_headmask.attention.tensorflow.graph import for_equal_shapes
 
-    return for_equal_shapes(_unless, repair)(finite, tensors, tuple(beside))
+    return for_equal_shapes(_branch, repair)(finite, tensors, tuple(beside))
 
 
-def _unless(
-    repair: Callable, finite: bool | Tensor, tensors: Sequence[Tensor], beside: Sequence[Tensor]
+def _branch(
+    repair: Callable, finite: Tensor, tensors: Sequence[Tensor], beside: Sequence[Tensor]
 ) -> list[Tensor]:
-    return unless(finite, lambda *given: repair(*given, *beside), *tensors)
+    return ops.cond(finite, lambda: list(tensors), lambda: repair(*tensors, *beside))
 
 
-def zeroed(*tensors: Tensor) -> list[Tensor]:
+def replace_nonfinite(*tensors: Tensor) -> list[Tensor]:
     """`tensors` with 0 in place of inf and NaN."""
     return [ops.where(_is_finite(x), x, ops.zeros_like(x)) for x in tensors]
 
 
-def without_bad(*tensors: Tensor) -> list[Tensor]:
-    """`zeroed`, and nothing is copied where all are finite."""
-    return unless(are_finite(*tensors), zeroed, *tensors)
+def replace_nonfinite_if_any(*tensors: Tensor) -> list[Tensor]:
+    """The same, and nothing is copied where all are finite."""
+    return repaired(are_finite(*tensors), replace_nonfinite, *tensors)
 
 
-def marked(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def nan_at_nonfinite(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """The operands for logits that are NaN where a query may see what is not finite.
 
     `value` has 0 in place of inf and NaN; a key is NaN as a whole where it or its value had one,
@@ -111,31 +106,31 @@ def marked(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     hidden ones.) Any order of axes, the size last. Values alone are checked first: a key spoils no
     other row, and each check costs a percent or two.
     """
-
-    def mark(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        bad = _nan(key.dtype)
-        sound = ops.logical_and(_rows_are_finite(key), _rows_are_finite(value))
-        query = ops.where(_rows_are_finite(query), query, bad)
-        return [query, ops.where(sound, key, bad), *zeroed(value)]
-
-    return unless(are_finite(value), mark, query, key, value)
+    return repaired(are_finite(value), _with_nan, query, key, value)
 
 
-def with_marks(logits: Tensor, query: Tensor, *keys: Tensor) -> list[Tensor]:
+def _with_nan(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    nan = _nan(key.dtype)
+    is_sound = ops.logical_and(_rows_are_finite(key), _rows_are_finite(value))
+    query = ops.where(_rows_are_finite(query), query, nan)
+    return [query, ops.where(is_sound, key, nan), *replace_nonfinite(value)]
+
+
+def add_nan_to_logits(logits: Tensor, query: Tensor, *keys: Tensor) -> list[Tensor]:
     """`logits` `(B, H, T, S)`, NaN for each pair with a query or key that is not finite.
 
     `keys` are the keys and what else belongs to them. The operands are `(B, L, H, D)`.
     """
     # Floats are transposed, not booleans, which oneDNN cannot and logs.
-    of_rows = ops.transpose(marks_of(query), (0, 2, 1, 3))
-    of_keys = ops.transpose(marks_of(*keys), (0, 2, 3, 1))
+    of_rows = ops.transpose(nan_marks(query), (0, 2, 1, 3))
+    of_keys = ops.transpose(nan_marks(*keys), (0, 2, 3, 1))
     if keras.backend.backend() == "torch" and not keras.backend.is_keras_tensor(of_rows):
         # Else their sum has the heads innermost, and the logits are read out of order to add it.
         of_rows, of_keys = of_rows.contiguous(), of_keys.contiguous()
     return [logits + (of_rows + of_keys)]
 
 
-def marks_of(*tensors: Tensor) -> Tensor:
+def nan_marks(*tensors: Tensor) -> Tensor:
     """0, and NaN where a row of one of `tensors` is not finite: of their shape, the size 1."""
     rows = functools.reduce(ops.logical_and, map(_rows_are_finite, tensors))
     dtype = tensors[0].dtype

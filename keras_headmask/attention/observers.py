@@ -134,7 +134,7 @@ def asks(function: Callable) -> Callable:
 
 
 def asking(method: Callable) -> Callable:
-    """Let a method run by `run`."""
+    """Let a method be replaced, by `run`, while a context of `overriding` is open."""
 
     @asks
     @functools.wraps(method)

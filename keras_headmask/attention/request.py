@@ -128,6 +128,12 @@ def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:
     return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}
 
 
+def checked_tiled(tiled: Any) -> bool | None:
+    if tiled is None or isinstance(tiled, bool):
+        return tiled
+    raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
+
+
 def all_that_restricts(
     spec: MaskSpec | None,
     mask_inputs: Mapping[str, Any] | None = None,

@@ -63,14 +63,17 @@ def holding(variable: ContextVar[T] | Held[T], value: T) -> Iterator[T]:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Numbers that decide how attention is computed, never what it gives. Measured on a CPU.
+    """Numbers that decide how attention is computed, never what it gives.
 
-    Pairs are queries x keys of one head. Each `fewest_...` and `most_...` is inclusive.
+    Measured on a CPU, unless a name says otherwise. Pairs are queries x keys of one head. Each
+    `fewest_...` and `most_...` is inclusive.
     """
 
     # Which implementation.
     fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    # Of a batch; up to so many TensorFlow computes all, or a 16th where a query sees few keys.
+    fewest_pairs_on_gpu: int = 2**20  # the same, for PyTorch on a GPU
+    # Most logits of a batch to compute in one product on TensorFlow; a 16th of it where each query
+    # sees few keys.
     most_logits: int = 2**23
     most_computed: float = 0.5  # share of all logits, for tiles that are gathered to be worth it
     # Small tiles follow a narrow rule closely, large ones multiply faster.
@@ -82,7 +85,10 @@ class Tuning:
     gpu_block: int = 128  # in FlexAttention on a GPU, of queries and of keys
     # So many positions may be flagged to be looked at by themselves, apart from all tiles.
     one_flagged_in: int = 8
-    most_logits_of_a_step: int = 2**20  # of a loop: 4 MB; half of it where JAX' takes runs of keys
+    # Most logits of a step of a loop: 4 MB of float32, half of that where JAX takes a run of keys;
+    # and 256 MB on a GPU, which is idle between steps that launch some 20 kernels each.
+    most_logits_of_a_step: int = 2**20
+    most_logits_of_a_step_on_gpu: int = 2**26
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())

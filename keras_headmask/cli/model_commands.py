@@ -48,7 +48,7 @@ def info(model: str, unsafe: bool) -> Answer:
     """
     saved_by = files.saved_by(model)
     found = information(files.load_model(model, unsafe))
-    from keras_headmask.attention import cpu
+    from keras_headmask.look import cpu
 
     text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(found)}"
     if one_dnn := cpu.one_dnn():

@@ -12,8 +12,8 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import one_query
 from keras_headmask.attention.head_groups import in_order, of_heads
+from keras_headmask.generation import one_query
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit.adapters import Attention, adapter_of

@@ -9,18 +9,23 @@ from keras import ops
 
 from keras_headmask import _keras, masks
 from keras_headmask.attention import lost_masks, observers
-from keras_headmask.attention.checking import (
-    checked_call,
+from keras_headmask.attention.choose import attend
+from keras_headmask.attention.logits import NONE, Changes
+from keras_headmask.attention.request import (
+    Request,
+    all_that_restricts,
+    bound_to,
     checked_tiled,
+    dropout_of,
+)
+from keras_headmask.layers import changing, loading, own_code
+from keras_headmask.layers.call_checks import (
+    checked_call,
     is_zero,
     refuse_rule_and_ids,
     refuse_rule_by_position,
     supports_unknown_lengths,
 )
-from keras_headmask.attention.choose import attend
-from keras_headmask.attention.logits import NONE, Changes
-from keras_headmask.attention.request import Request, all_that_restricts, bound_to, dropout_of
-from keras_headmask.layers import changing, loading, own_code
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import config, evaluation, heads
 from keras_headmask.rules.base import MaskSpec, check_spec

@@ -8,7 +8,8 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention import observers, trial
+from keras_headmask.attention import observers
+from keras_headmask.layers import trial
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import head_groups
 

@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention import choose, cpu, head_groups, observers
+from keras_headmask.attention import choose, head_groups, observers
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.device import assuming, is_gpu
 from keras_headmask.attention.head_groups import Part
@@ -27,6 +27,7 @@ from keras_headmask.attention.kernels import (
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers.masked import MaskedAttention
+from keras_headmask.look import cpu
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.adapters import adapted

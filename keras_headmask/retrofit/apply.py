@@ -7,7 +7,8 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import lost_masks, observers, trial
+from keras_headmask.attention import lost_masks, observers
+from keras_headmask.layers import trial
 from keras_headmask.retrofit.adapters import adapted, adapter_of
 from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
 from keras_headmask.retrofit.find import AttentionLayer, attention, find_attention, is_inside

@@ -17,7 +17,8 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.tuning import adapt_exports
-from keras_headmask.layers.masked import MaskedAttention, supports_unknown_lengths
+from keras_headmask.layers.call_checks import supports_unknown_lengths
+from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import adapter_of, offset_of_call, taken_offset
 from keras_headmask.retrofit.call import (
     Frame,

@@ -52,7 +52,7 @@ def test_marks_lie_as_logits_do():
     query, key = (torch.ones(BATCH, n, HEADS, 4) for n in (QUERIES, KEYS))
     query[1, 2, 0, 3] = float("nan")
     key[0, 5, 2, 0] = float("inf")
-    marks = nonfinite.marks(query, key)
+    (marks,) = nonfinite.add_nan_to_logits(torch.zeros(BATCH, HEADS, QUERIES, KEYS), query, key)
     wanted = np.zeros((BATCH, HEADS, QUERIES, KEYS), bool)
     wanted[1, 0, 2] = wanted[0, 2, :, 5] = True
     np.testing.assert_array_equal(torch.isnan(marks), wanted)

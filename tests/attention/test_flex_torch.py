@@ -6,10 +6,7 @@ import keras
 import numpy as np
 import pytest
 from contract import numpy
-from hypothesis import given
-from hypothesis import strategies as st
 from keras import ops
-from strategies import FEW, MANY, cases, positional_leaves, reading_leaves, specs
 from tiled_contract import SCALE, attend, close, operands
 
 import keras_headmask as hm
@@ -23,10 +20,6 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_headmask.attention.torch import flex
-
-_leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
-by_sides = cases(specs(_leaves, per_head=False))
-sizes = st.integers(1, 4)
 
 
 @pytest.fixture
@@ -50,36 +43,7 @@ def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, block=3):
         return Part(spec, tuple(range(heads)), bound, SCALE, tuning, sharing=sharing)
 
 
-def listed(counts, orders):
-    """Which blocks are listed, `(B, tiles, blocks)`, as a mask; they must come in order."""
-    counts, orders = numpy(counts)[:, 0], numpy(orders)[:, 0]
-    found = np.zeros(orders.shape, bool)
-    for example, tile in np.ndindex(*counts.shape):
-        own = orders[example, tile, : counts[example, tile]]
-        assert (np.diff(own) > 0).all()
-        found[example, tile, own] = True
-    return found
-
-
 # ---------------------------------------------------------------- which blocks, which pairs
-
-
-@MANY
-@given(by_sides, sizes)
-def test_blocks_left_out_hold_no_allowed_pair_and_full_ones_no_other(case, block):
-    spec, inputs, _, _, queries, keys, offset = case
-    part = part_of(spec, inputs, queries, keys, offset, block=block)
-    made = flex.block_mask(part, offset, queries, keys)
-    partial = listed(made.kv_num_blocks, made.kv_indices)
-    full = listed(made.full_kv_num_blocks, made.full_kv_indices)
-    assert not (partial & full).any()
-    mask = numpy(hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset))[:, 0]
-    for example, row, column in np.ndindex(len(mask), *partial.shape[1:]):
-        rows, columns = row * block, column * block
-        pairs = mask[example, rows : rows + block, columns : columns + block]
-        place = example % len(partial), row, column
-        assert pairs.all() or not full[place]
-        assert not pairs.any() or full[place] or partial[place]
 
 
 def test_blocks_are_left_out_by_data_and_by_position():
@@ -88,19 +52,6 @@ def test_blocks_are_left_out_by_data_and_by_position():
     made = flex.block_mask(part, 0, 64, 64)
     assert made.kv_num_blocks.sum() == 8, "the diagonal"
     assert made.full_kv_num_blocks.sum() == 4, "and what is below it in each document"
-
-
-@FEW
-@given(by_sides)
-def test_pairs_of_random_rules(case):
-    spec, inputs, _, _, queries, keys, offset = case
-    mask = hm.make_mask(spec, queries, keys, 1, inputs, query_offset=offset)
-    allowed = flex.block_mask(
-        part_of(spec, inputs, queries, keys, offset), offset, queries, keys
-    ).mask_mod
-    for example, i, j in np.ndindex(len(mask), queries, keys):
-        place = map(torch.tensor, (example, 0, i, j))
-        assert bool(allowed(*place)) == bool(mask[example, 0, i, j])
 
 
 def test_an_answer_that_is_not_boolean_is_refused():

@@ -10,7 +10,8 @@ from tiled_contract import LONG, SCALE, attend, operands, tiles
 
 import keras_headmask as hm
 from keras_headmask import _keras
-from keras_headmask.attention import observers, one_query
+from keras_headmask.attention import observers
+from keras_headmask.generation import one_query
 
 HEADS = 16  # (of fewer heads float32 holds all slopes of ALiBi)
 _rng = np.random.default_rng(5)

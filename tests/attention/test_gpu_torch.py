@@ -4,6 +4,7 @@ That its engines keep all laws is in `test_laws.py`, by the definitions of their
 """
 
 import contextlib
+import dataclasses
 import gc
 import weakref
 from unittest import mock
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from contract import numpy
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import FEW, cases, positional_leaves, reading_leaves, specs
 from tiled_contract import SCALE, attend, close, operands
 
 import keras_headmask as hm
-from keras_headmask.attention import device, kernels
+from keras_headmask.attention import device, kernels, tuning
 from keras_headmask.attention.choose import choose, part_of_all
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import given_changes
@@ -102,25 +104,29 @@ def listed(counts, orders):
     counts, orders = numpy(counts), numpy(orders)
     found = np.zeros(orders.shape, bool)
     for place in np.ndindex(*counts.shape):
-        found[(*place, orders[(*place, slice(counts[place]))])] = True
+        own = orders[(*place, slice(counts[place]))]
+        assert (np.diff(own) > 0).all(), "in order"
+        found[(*place, own)] = True
     return found
 
 
 @FEW
-@given(cases(specs(_leaves)))
-def test_blocks_and_pairs_of_rules_that_differ_by_head(case):
+@given(cases(specs(_leaves)), st.integers(1, 4))
+def test_blocks_and_pairs_of_rules_that_differ_by_head(case, block):
     """No block that holds an allowed pair is left out, of any head; and a full one is full."""
     spec, inputs, batch, heads, queries, keys, offset = case
-    part = part_of(spec, inputs, queries, keys, offset, heads)
+    part = part_of(spec, inputs, queries, keys, offset, heads, block)
     made = flex.block_mask(part, offset, queries, keys, trains=True)
     mask = numpy(hm.make_mask(spec, queries, keys, heads, inputs, query_offset=offset))
     mask = np.broadcast_to(mask, (batch, heads, queries, keys))
     visited = numpy(made.to_dense()).astype(bool)
     visited = np.broadcast_to(visited, (batch, heads, *visited.shape[2:]))
-    covered = visited.repeat(4, 2).repeat(4, 3)[:, :, :queries, :keys]
+    covered = visited.repeat(block, 2).repeat(block, 3)[:, :, :queries, :keys]
     assert not (mask & ~covered).any()
     full = listed(made.full_kv_num_blocks, made.full_kv_indices)
-    full = np.broadcast_to(full, visited.shape).repeat(4, 2).repeat(4, 3)[:, :, :queries, :keys]
+    assert not (listed(made.kv_num_blocks, made.kv_indices) & full).any()
+    full = np.broadcast_to(full, visited.shape).repeat(block, 2).repeat(block, 3)
+    full = full[:, :, :queries, :keys]
     assert not (full & ~mask).any()
     for place in np.ndindex(batch, heads, queries, keys):
         assert bool(made.mask_mod(*map(torch.tensor, place))) == mask[place], place
@@ -268,8 +274,9 @@ def on_gpu(monkeypatch):
     """Code is chosen as for a GPU. (`device.assuming` would split the graph.)"""
     monkeypatch.setattr(device, "is_gpu", lambda _: True)
     monkeypatch.setattr(flex, "_DTYPES", [{"float32"}])
-    monkeypatch.setattr(kernels, "_FEWEST_PAIRS_ON_GPU", 0)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    small = dataclasses.replace(tuning.current_tuning(), fewest_pairs_on_gpu=0)
+    monkeypatch.setattr(tuning._tuning, "default", small)  # (`tuned` would, too)
     torch._dynamo.reset()
 
 

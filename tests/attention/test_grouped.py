@@ -9,16 +9,11 @@ from contract import gradient, numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from largest import largest_made
-from strategies import cases
 from tiled_contract import (
     BACKEND,
-    TRACED,
-    at_once,
     attend,
     close,
     operands,
-    seeds,
-    sizes,
     tiles,
     weighted,
 )
@@ -73,37 +68,6 @@ def test_nothing_changes_to_the_bit_where_keys_are_not_shared_by_a_rule(key_head
 
 
 # ---------------------------------------------------------------- in graphs
-
-
-@pytest.mark.tensorflow
-@pytest.mark.long
-@TRACED
-@given(cases(), sizes, seeds, st.sampled_from(["known", "unknown", "xla"]))
-def test_traced(case, tile_sizes, seed, lengths):
-    """Output and gradients, by tiles and by all logits."""
-    import tensorflow as tf
-
-    spec, inputs, batch, heads, queries, keys, offset = case
-    made = operands(batch, queries, keys, heads, seed, key_heads=heads // 2 if heads == 4 else 1)
-    qkv = [tf.constant(x) for x in made]
-
-    def both(*qkv, tiled=True):
-        with tf.GradientTape() as tape:
-            tape.watch(qkv)
-            result = attend(qkv, spec, inputs, offset, tiled=tiled)
-            weights = tf.cos(tf.range(tf.size(result), dtype="float32"))
-            loss = tf.reduce_sum(result * tf.reshape(weights, tf.shape(result)))
-        return result, *tape.gradient(loss, qkv)
-
-    shapes = [[None, None, *x.shape[2:]] if lengths == "unknown" else x.shape for x in qkv]
-    for setting, tiled in ((tiles(*tile_sizes), True), (at_once(), None)):
-        call = tf.function(
-            lambda *x, tiled=tiled: both(*x, tiled=tiled), jit_compile=lengths == "xla"
-        )
-        with setting:
-            got = call.get_concrete_function(*map(tf.TensorSpec, shapes))(*qkv)
-        for one, other in zip(got, both(*qkv, tiled=False), strict=True):
-            close(one, other)
 
 
 @pytest.mark.parametrize("of_one_rule", [True, False])

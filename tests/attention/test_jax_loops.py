@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from keras_headmask.attention import gathered
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.jax import loop
-from keras_headmask.attention.jax import runs as jax_runs
 from keras_headmask.attention.jax import steps as jax_steps
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.rules import evaluation
@@ -80,7 +79,7 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    steps = jax_steps.Steps.of(*jax_steps.planned(part, offset), *operands)
+    steps = jax_steps.Steps.of_blocks(*jax_steps.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -122,12 +121,12 @@ def places(heads, length):
 def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
     (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])
     heads = 2 * sharing
-    less = mock.patch.object(jax_runs, "_LEAST", 0.3)
+    less = mock.patch.object(jax_steps, "_LEAST_SEEN", 0.3)
     with tiles(local=2, wide=3, block=2), tuned(most_logits_of_a_step=48), less:
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
         program, _ = jax_steps.planned(part, offset)
-        runs = jax_runs.Runs.of(program, places(heads, queries), places(2, keys))
+        runs = jax_steps.Steps.of_runs(program, places(heads, queries), places(2, keys))
     assume(runs is not None)
     of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
     seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
@@ -186,7 +185,7 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
     with tiles(local=3, wide=3, block=2):
         bound = evaluation.bind(spec, None, 24, 24, 0)
         part = Part(spec, (0, 1), bound, SCALE, current_tuning())
-        runs = jax_runs.Runs.of(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
+        runs = jax_steps.Steps.of_runs(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
     assert (None if runs is None else runs.size) == size
 
 

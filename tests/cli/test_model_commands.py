@@ -14,8 +14,8 @@ pytest.importorskip("click")
 
 from calling import CAUSAL, RULE, answer, as_json, failure, run
 
-from keras_headmask.attention import cpu
 from keras_headmask.cli import model_commands
+from keras_headmask.look import cpu
 
 pytestmark = pytest.mark.tensorflow  # one backend is enough for what is said
 

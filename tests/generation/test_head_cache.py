@@ -12,8 +12,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask._keras import made_by
-from keras_headmask.attention import one_query
-from keras_headmask.generation import head_cache
+from keras_headmask.generation import head_cache, one_query
 from keras_headmask.generation.head_cache import Slots
 
 keras_hub = pytest.importorskip("keras_hub")

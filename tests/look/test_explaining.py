@@ -12,7 +12,8 @@ from contract import numpy
 from tiled_contract import attend, operands
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, cpu
+from keras_headmask.attention import choose
+from keras_headmask.look import cpu
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
 kernels, cliff_cases = (

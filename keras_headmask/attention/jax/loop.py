@@ -3,8 +3,7 @@
 The sizes of a compiled program are fixed, but not how often its loops run: what is skipped may
 depend on data. Each tile meets its blocks of keys one by one, so that no logits but those of one
 block exist (online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022); under
-rules on positions a tile may have one run of keys in their place (`runs`). The backward pass
-computes the logits again.
+rules on positions a tile may have one long block. The backward pass computes the logits again.
 """
 
 import functools
@@ -17,9 +16,16 @@ from jax import lax
 
 from keras_headmask.attention import dense, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.jax.logits import ChangesOfBlocks, as_bias
-from keras_headmask.attention.jax.runs import Runs
-from keras_headmask.attention.jax.steps import Program, QueryTile, Steps, bound_of, planned
+from keras_headmask.attention.jax.steps import (
+    KeyBlock,
+    Program,
+    QueryTile,
+    Steps,
+    bound_of,
+    places,
+    planned,
+)
+from keras_headmask.attention.logits import Changes
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import allowed_tile
 
@@ -33,45 +39,49 @@ def compute(
 
     H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`. All sizes are known.
     """
-    program, given = planned(part, query_offset)
+    program, inputs = planned(part, query_offset)
     # (The scale may be traced, which `_attend` cannot read from outside.)
-    return _attend(program, given, list(changes), query * part.scale, key, value)
+    return _attend(program, inputs, list(changes), query * part.scale, key, value)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # one program for all equal layers
-def _attend(program: Program, given: list, changes: list, *operands: Tensor) -> Tensor:
-    return _results(program, given, changes, *operands)[0]
+def _attend(program: Program, inputs: list, changes: list, *operands: Tensor) -> Tensor:
+    return _results(program, inputs, changes, *operands)[0]
 
 
 # Mask inputs are operands: a custom gradient cannot read what is traced outside of it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _results(
-    program: Program, given: list, changes: list, *operands: Tensor
+    program: Program, inputs: list, changes: list, *operands: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The context, and of each row the largest logit and the log of the sum, `(B, T, H, 2)`.
 
     The sum is that of the exponentials of logits less the largest. (One number for both would round
     the sum away beside large logits.)
     """
-    return _forward(program, given, changes, *operands)
+    return _forward(program, inputs, changes, *operands)
 
 
-def _results_kept(program: Program, given: list, changes: list, *operands: Tensor) -> tuple:
+def _results_kept(program: Program, inputs: list, changes: list, *operands: Tensor) -> tuple:
     # (So that gradients of gradients know it, too.)
-    results = _results(program, given, changes, *operands)
-    return results, (given, changes, operands, results)
+    results = _results(program, inputs, changes, *operands)
+    return results, (inputs, changes, operands, results)
 
 
 def _results_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
-    given, changes, operands, results = kept  # (nothing but the backward pass reads the sums)
-    return None, *_gradients(program, given, changes, *operands, upstream[0], *results)
+    inputs, changes, operands, results = kept  # (nothing but the backward pass reads the sums)
+    return None, *_gradients(program, inputs, changes, *operands, upstream[0], *results)
 
 
 _results.defvjp(_results_kept, _results_backward)
 
 
-def _steps(program: Program, given: list, query: Tensor, key: Tensor) -> Steps | Runs:
-    return Runs.of(program, query, key) or Steps.of(program, given, query, key)
+def _changes(part: Part, tensors: list, steps: Steps) -> Changes:
+    """`part.changes` with its tensors, the bias in whole tiles and blocks."""
+    changes = part.changes.with_tensors(tensors)
+    return (
+        changes if changes.bias is None else changes._replace(bias=steps.lengthened(changes.bias))
+    )
 
 
 def _over(step: QueryTile, of_block: Callable, state: tuple) -> tuple:
@@ -82,12 +92,12 @@ def _over(step: QueryTile, of_block: Callable, state: tuple) -> tuple:
 
 
 def _forward(
-    program: Program, given: list, tensors: list, *operands: Tensor
+    program: Program, inputs: list, tensors: list, *operands: Tensor
 ) -> tuple[Tensor, Tensor]:
-    steps = _steps(program, given, *operands[:2])
-    changes = ChangesOfBlocks.of(program.part, tensors, steps)
-    queries, keys, values = steps.prepared(*nonfinite.marked(*operands))
-    sharing, dtype = program.part.sharing, _dtype_of_sums(operands[0])
+    part, steps = program.part, Steps.of(program, inputs, *operands[:2])
+    changes, positions = _changes(part, tensors, steps), steps.bound[:2]
+    queries, keys, values = steps.prepared(*nonfinite.nan_at_nonfinite(*operands))
+    sharing, dtype = part.sharing, _dtype_of_sums(operands[0])
 
     def of_tile(step: QueryTile) -> tuple:
         rows = step.rows(queries)
@@ -96,8 +106,9 @@ def _forward(
         def of_block(number: Tensor, state: tuple) -> tuple:
             largest, total, context = state
             visit = step.block(number)
-            logits = changes.of_logits(_of_pairs(rows, visit.cut(keys), sharing), visit)
-            allowed = changes.allowed(visit)
+            logits = _of_pairs(rows, visit.cut(keys), sharing)
+            logits = changes.of_logits(logits, part.heads, positions, visit.cuts)
+            allowed = changes.allowed(visit.allowed, visit.cuts)
             if allowed is not None:
                 logits = jnp.where(allowed, logits, -jnp.inf)
             new = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
@@ -115,8 +126,8 @@ def _forward(
         is_dead = total == 0
         context = jnp.where(is_dead, 0, context / jnp.where(is_dead, 1, total))
         log_sum = jnp.log(total)
-        if changes.changes.sinks is not None:
-            share, log_sum = changes.changes.share_of_keys(log_sum, largest)
+        if changes.sinks is not None:
+            share, log_sum = changes.share_of_keys(log_sum, largest)
             context = jnp.where(is_dead, 0, context * share)
         # (Those of a row of NaN stay NaN.)
         sums = jnp.where(is_dead, _DEAD, jnp.concatenate([largest, log_sum], axis=-1))
@@ -129,7 +140,7 @@ def _forward(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(
     program: Program,
-    given: list,
+    inputs: list,
     tensors: list,
     query: Tensor,
     key: Tensor,
@@ -139,10 +150,10 @@ def _gradients(
     row_sums: Tensor,
 ) -> tuple:
     """Those of the tensors that change logits, and of the queries, keys and values."""
-    steps, sharing = _steps(program, given, query, key), program.part.sharing
-    changes = ChangesOfBlocks.of(program.part, tensors, steps)
+    part, steps = program.part, Steps.of(program, inputs, query, key)
+    sharing, changes = part.sharing, _changes(part, tensors, steps)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
-    sound = nonfinite.zeroed(query, key, value)
+    sound = nonfinite.replace_nonfinite(query, key, value)
     queries, keys, values = steps.prepared(*sound)
     of_rows = [steps.rows_first(x) for x in (upstream, delta, row_sums)]
     is_added = steps.rows_first(jnp.ones_like(delta)) == 0  # rows that a bias could make infinite
@@ -157,19 +168,22 @@ def _gradients(
             d_rows, d_keys, d_values, of_changes = state
             visit = step.block(number)
             block_keys, block_values = visit.cut(keys), visit.cut(values)
-            logits, allowed = _of_pairs(rows, block_keys, sharing), changes.allowed(visit)
-            logits_less_largest = changes.of_logits(logits, visit) - of_sum[..., :1]
-            probabilities = jnp.exp(logits_less_largest - of_sum[..., 1:])
+            products = _of_pairs(rows, block_keys, sharing)
+            allowed = changes.allowed(visit.allowed, visit.cuts)
+            logits = changes.of_logits(products, part.heads, steps.bound[:2], visit.cuts)
+            probabilities = jnp.exp(logits - of_sum[..., :1] - of_sum[..., 1:])
             if allowed is not None:
                 probabilities = jnp.where(allowed, probabilities, 0)
             d_changed = probabilities * (_of_pairs(d_context, block_values, sharing) - of_delta)
             # A hidden value may let its gradient overflow, and a hidden key that of a soft cap.
             d_changed = jnp.where(probabilities == 0, 0, d_changed)
-            d_logits, of_changes = changes.pulled(logits, d_changed, visit, of_changes)
-            d_logits = jnp.where(probabilities == 0, 0, d_logits)
+            d_products, of_changes = _through_changes(
+                part, changes, steps, visit, products, d_changed, of_changes
+            )
+            d_products = jnp.where(probabilities == 0, 0, d_products)
             return (
-                d_rows + _weighted(d_logits, block_keys, sharing),
-                visit.added(d_keys, _for_keys(d_logits, rows, sharing)),
+                d_rows + _weighted(d_products, block_keys, sharing),
+                visit.added(d_keys, _for_keys(d_products, rows, sharing)),
                 visit.added(d_values, _for_keys(probabilities, d_context, sharing)),
                 of_changes,
             )
@@ -178,33 +192,72 @@ def _gradients(
         d_rows, *more = _over(step, of_block, state)
         return tuple(more), d_rows
 
-    nothing = (*(jnp.zeros(x.shape, dtype) for x in (keys, values)), changes.nothing_yet())
-    (d_keys, d_values, sums), d_rows = lax.scan(of_tile, nothing, jnp.arange(steps.number))
-    made = steps.joined(d_rows), *map(steps.joined_keys, (d_keys, d_values))
-    of_sinks, sinks = None, changes.changes.sinks
-    if sinks is not None:
-        of_sink = jnp.exp(sinks - row_sums[..., 0] - row_sums[..., 1])
-        of_sinks = -jnp.sum(of_sink * delta[..., 0], axis=(0, 1))
-    of_tensors = changes.gradients(sums, of_sinks, tensors)
-    return of_tensors, *(x.astype(of.dtype) for x, of in zip(made, sound, strict=True))
+    of_tensors = [jnp.zeros_like(x) for x in (changes.bias, changes.table) if x is not None]
+    nothing = (*(jnp.zeros(x.shape, dtype) for x in (keys, values)), of_tensors)
+    (d_keys, d_values, of_tensors), d_rows = lax.scan(of_tile, nothing, jnp.arange(steps.number))
+    if changes.sinks is not None:
+        of_sink = jnp.exp(changes.sinks - row_sums[..., 0] - row_sums[..., 1])
+        of_tensors = [*of_tensors, -jnp.sum(of_sink * delta[..., 0], axis=(0, 1))]
+    pairs = zip(of_tensors, tensors, strict=True)  # (a bias was lengthened)
+    of_tensors = [x[tuple(map(slice, like.shape))].astype(like.dtype) for x, like in pairs]
+    of_operands = steps.joined(d_rows), *map(steps.joined_keys, (d_keys, d_values))
+    pairs = zip(of_operands, sound, strict=True)
+    return of_tensors, *(x.astype(like.dtype) for x, like in pairs)
 
 
-def _gradients_kept(program: Program, given: list, tensors: list, *operands: Tensor) -> tuple:
-    return _gradients(program, given, tensors, *operands), (given, tensors, operands)
+def _through_changes(
+    part: Part,
+    changes: Changes,
+    steps: Steps,
+    visit: KeyBlock,
+    products: Tensor,
+    d_changed: Tensor,
+    sums: list,
+) -> tuple[Tensor, list]:
+    """The gradient of the `products` of a block, by that of the logits that are made of them.
+
+    And `sums`, the gradients of the bias and of the table, with what this block adds.
+    """
+    if not changes.are_some:
+        return d_changed, sums
+    positions = visit.cuts.queries(steps.bound[0], 0), visit.cuts.keys(steps.bound[1], 0)
+    tile = None if changes.bias is None else changes.bias_of_tile(visit.cuts)
+
+    def changed(products: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
+        here = changes._replace(bias=bias, table=table)
+        return here.of_logits(products, part.heads, positions)
+
+    d_products, d_tile, d_table = jax.vjp(changed, products, tile, changes.table)[1](d_changed)
+    before, after = list(sums), []
+    if changes.bias is not None:
+        total, (example, query, key) = before.pop(0), visit.corner
+        corner = zip(total.shape, (example, 0, query, key), strict=True)
+        at = places(0 if size == 1 else x for size, x in corner)
+        there = lax.dynamic_slice(total, at, d_tile.shape)
+        after.append(lax.dynamic_update_slice(total, there + d_tile, at))
+    if changes.table is not None:
+        after.append(before.pop(0) + d_table)
+    return d_products, after
+
+
+def _gradients_kept(program: Program, inputs: list, tensors: list, *operands: Tensor) -> tuple:
+    return _gradients(program, inputs, tensors, *operands), (inputs, tensors, operands)
 
 
 def _gradients_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
     """Gradients of gradients, seldom needed: those of the definition."""
-    given, tensors, (*operands, context, row_sums) = kept
+    inputs, tensors, (*operands, context, row_sums) = kept
     part, (query, key) = program.part, operands[:2]
-    bound = bound_of(program, given, query.shape[1], key.shape[1])
+    bound = bound_of(program, inputs, query.shape[1], key.shape[1])
     mask = allowed_tile(part.rule, bound, part.heads)
 
     def first(tensors: list, query: Tensor, key: Tensor, value: Tensor, d_context: Tensor) -> tuple:
         def definition(tensors: list, *operands: Tensor) -> Tensor:
             query, key, value = operands
-            changes = as_bias(part, part.changes.with_tensors(tensors), bound, str(query.dtype))
-            return dense.attention(query, key, value, mask, 1.0, changes)[0]
+            changes, positions = part.changes.with_tensors(tensors), bound[:2]
+            return dense.attention(
+                query, key, value, mask, 1.0, changes, positions, heads=part.heads
+            )[0]
 
         return jax.vjp(definition, tensors, query, key, value)[1](d_context)
 

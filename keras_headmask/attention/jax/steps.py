@@ -1,8 +1,9 @@
-"""Which blocks of keys each tile of queries meets in JAX' loops, and what is allowed there."""
+"""Which blocks of keys each tile of queries meets in JAX' loop, and what is allowed there."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -13,6 +14,8 @@ from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.evaluation import allowed_tile
 from keras_headmask.rules.protocol import Bound, Cuts, Sides, put_together, taken_apart
+
+_LEAST_SEEN = 0.75  # of the blocks in runs of one length, those that a tile may see
 
 
 class Program(NamedTuple):
@@ -36,7 +39,7 @@ def planned(part: Part, query_offset: int) -> tuple[Program, list]:
 class KeyBlock(NamedTuple):
     """One block of keys. `allowed`: `(b, h, tile, block)`; `None`: all pairs."""
 
-    cut: Callable[[Tensor], Tensor]  # of `(B, Hk, S, size)`, the step's examples of this block
+    cut: Callable[[Tensor], Tensor]  # of prepared keys, the step's part of this block
     added: Callable[[Tensor, Tensor], Tensor]  # a tensor like that, and what is added to the block
     allowed: Mask | None
     cuts: Cuts
@@ -44,7 +47,7 @@ class KeyBlock(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """One tile of queries, of one example or of all: how many blocks of keys it looks at."""
+    """One tile of queries, and how many blocks of keys it looks at."""
 
     rows: Callable[[Tensor], Tensor]
     count: Any  # a tensor, or an int that is known when the program is made
@@ -52,107 +55,158 @@ class QueryTile(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """All of them: each example by itself where what is skipped differs between them.
+    """All tiles of queries, and the blocks of keys that each looks at.
 
-    `counts` `(E, tiles)`: how many blocks each tile looks at, the first so many of `order`
-    `(E, tiles, blocks)`. E is 1 or the number of examples.
+    Either blocks are small: each example has steps of its own where what is skipped differs between
+    them. Or each tile has one long block, the run of keys that it may see: then examples and heads
+    are one axis, of which a step has a part, so that what it holds stays in the processor's cache.
+    `starts` `(E, tiles, blocks)`: of each example or part, or of all (E = 1), the first key of each
+    block. A tile looks at the first `counts` `(E, tiles)` of them; `None`: at its only one.
     """
 
     part: Part
     bound: Bound
+    batch: int
     queries: int
     keys: int
     tile: int
     size: int  # of a block
-    counts: Tensor
-    order: Tensor
+    more: int  # keys that fill the last block up
+    parts: int  # examples, or parts of examples and heads: the first axis of operands
+    counts: Tensor | None
+    starts: Tensor
 
     @classmethod
-    def of(cls, program: Program, given: list, query: Tensor, key: Tensor) -> "Steps":
-        part, (queries, keys) = program.part, (query.shape[1], key.shape[1])
-        tile, size = min(part.tile, queries), min(part.tuning.jax_block, keys)
-        bound = bound_of(program, given, queries, keys)
-        lengths, sizes = (queries, keys), (tile, size)
-        offset = program.query_offset
-        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, sizes, offset, ARRAYS)
+    def of(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
+        runs = cls.of_runs(program, query, key)
+        return cls.of_blocks(program, inputs, query, key) if runs is None else runs
+
+    @classmethod
+    def of_blocks(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
+        part, batch, lengths = program.part, query.shape[0], (query.shape[1], key.shape[1])
+        tile, size = (min(x) for x in zip((part.tile, part.tuning.jax_block), lengths, strict=True))
+        bound, offset = bound_of(program, inputs, *lengths), program.query_offset
+        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, (tile, size), offset, ARRAYS)
         # (By NumPy where positions alone decide.)
-        own: Any = np if isinstance(possible, np.ndarray) else jnp
-        order = own.argsort(~possible, axis=-1, stable=True).astype("int32")
-        counts = possible.sum(-1).astype("int32")
-        rest = -queries % tile, -keys % size
-        longer = lengthened(bound, *rest)
-        return cls(part, longer, queries, keys, tile, size, jnp.asarray(counts), jnp.asarray(order))
+        arrays: Any = np if isinstance(possible, np.ndarray) else jnp
+        order = arrays.argsort(~possible, axis=-1, stable=True).astype("int32")
+        counts, starts = jnp.asarray(possible.sum(-1).astype("int32")), jnp.asarray(order * size)
+        more = -lengths[1] % size
+        bound = _lengthened(bound, -lengths[0] % tile, more)
+        return cls(part, bound, batch, *lengths, tile, size, more, batch, counts, starts)
+
+    @classmethod
+    def of_runs(cls, program: Program, query: Tensor, key: Tensor) -> "Steps | None":
+        """One block for each tile, under a rule on positions; as many heads as fit in a cache.
+
+        `None` if blocks of one length would hold much that is hidden, or too much at once.
+        """
+        part, (batch, queries, heads, _), keys = program.part, query.shape, key.shape[1]
+        if part.rule.inputs or part.changes.are_some or len(part.groups()) > 1:
+            return None
+        tile, block = min(part.tile, queries), min(part.tuning.jax_block, keys)
+        rest = (queries, keys), (tile, block), program.query_offset, ARRAYS
+        possible = bounds_of(part.rule, {}, *rest).possible[0]
+        if not isinstance(possible, np.ndarray):  # by a user's `coverage`, of JAX' arrays
+            return None
+        first, last = possible.argmax(1), possible.shape[1] - 1 - possible[:, ::-1].argmax(1)
+        longest = int(np.where(possible.any(1), last - first + 1, 0).max())
+        if possible.sum() <= _LEAST_SEEN * longest * len(possible):
+            return None
+        size, key_heads = min(longest * block, keys), batch * heads // part.sharing
+        most = part.tuning.most_logits_of_a_step // 2 // (part.sharing * tile * size)
+        bound = bound_of(program, [], queries, keys)
+        if most == 0 or not _is_one_mask(part, bound):
+            return None
+        sizes = (n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
+        parts = key_heads // max(sizes)
+        starts = np.minimum(first * block, keys - size).astype("int32")
+        starts = jnp.asarray(np.broadcast_to(starts[:, None], (parts, len(starts), 1)))
+        bound = _lengthened(bound, -queries % tile, 0)
+        return cls(part, bound, batch, queries, keys, tile, size, 0, parts, None, starts)
 
     @property
     def number(self) -> int:
-        return self.counts.shape[0] * self.counts.shape[1]
+        return self.starts.shape[0] * self.starts.shape[1]
 
     def lengthened(self, bias: Tensor) -> Tensor:
         """`(.., .., T or 1, S or 1)`, in whole tiles and blocks."""
-        rest = -self.queries % self.tile, -self.keys % self.size
-        return _longer(_longer(bias, 2, rest[0]), 3, rest[1])
+        return _longer(_longer(bias, 2, -self.queries % self.tile), 3, self.more)
 
     def rows_first(self, rows: Tensor) -> Tensor:
-        """`(B, T, H, size)` as `(B, H, tiles * tile, size)`, 0 in the rows that are added."""
-        return filled(heads_first(rows), self.tile)
+        """`(B, T, H, size)` as `(parts, B * H / parts, tiles * tile, size)`, new rows 0."""
+        return self._in_parts(rows, -self.queries % self.tile)
 
     def prepared(self, query: Tensor, *of_keys: Tensor) -> list[Tensor]:
         """All heads first, in whole tiles and blocks."""
-        return [self.rows_first(query), *(filled(heads_first(x), self.size) for x in of_keys)]
+        return [self.rows_first(query), *(self._in_parts(x, self.more) for x in of_keys)]
+
+    def _in_parts(self, rows: Tensor, more: int) -> Tensor:
+        rows = jnp.pad(_heads_first(rows), [(0, 0), (0, 0), (0, more), (0, 0)])
+        return rows.reshape(self.parts, -1, *rows.shape[2:])
 
     def joined(self, results: Tensor) -> Tensor:
-        """The results of all steps, `(steps, b, H, tile, size)`, as `(B, T, H, size)`."""
-        examples, tiles = self.counts.shape
-        results = results.reshape(examples, tiles, *results.shape[1:])
-        results = results.transpose(0, 2, 1, 4, 3, 5)  # (E, b, tiles, tile, H, size)
-        return results.reshape(-1, tiles * self.tile, *results.shape[4:])[:, : self.queries]
+        """The results of all steps, `(steps, b, heads, tile, size)`, as `(B, T, H, size)`."""
+        results = results.reshape(*self.starts.shape[:2], *results.shape[1:])
+        results = results.transpose(0, 2, 3, 1, 4, 5)  # (E, b, heads, tiles, tile, size)
+        rows = results.reshape(self.batch, -1, results.shape[3] * self.tile, results.shape[5])
+        return _heads_first(rows)[:, : self.queries]
 
     def joined_keys(self, rows: Tensor) -> Tensor:
-        """`(B, heads, blocks * size, D)` as `(B, S, heads, D)`."""
-        return heads_first(rows)[:, : self.keys]
+        """`(parts, B * heads / parts, blocks * size, D)` as `(B, S, heads, D)`."""
+        rows = rows.reshape(self.batch, -1, *rows.shape[2:])
+        return _heads_first(rows)[:, : self.keys]
 
     def step(self, number: Tensor) -> QueryTile:
-        examples, tiles = self.counts.shape
-        example, place = number // tiles, number % tiles
+        parts, tiles, _ = self.starts.shape
+        part, place = number // tiles if parts > 1 else 0, number % tiles
 
-        def of_batch(tensor: Tensor, axis: int = 0) -> Tensor:
-            if examples == 1 or tensor.shape[axis] == 1:
+        def in_part(tensor: Tensor, axis: int = 0) -> Tensor:
+            if parts == 1 or tensor.shape[axis] == 1:
                 return tensor
-            return lax.dynamic_slice_in_dim(tensor, example, 1, axis)
+            return lax.dynamic_slice_in_dim(tensor, part, 1, axis)
 
         def rows(tensor: Tensor, axis: int = 2) -> Tensor:
             return lax.dynamic_slice_in_dim(tensor, place * self.tile, self.tile, axis)
 
-        def block(number: Tensor) -> KeyBlock:
-            start = self.order[example, place, number] * self.size
+        def block(number: Any) -> KeyBlock:
+            start = self.starts[part, place, number]
 
             def cut(tensor: Tensor, axis: int = 2) -> Tensor:
                 return lax.dynamic_slice_in_dim(tensor, start, self.size, axis)
 
             def added(tensor: Tensor, more: Tensor) -> Tensor:
-                at = places((example if examples > 1 else 0, 0, start, 0))
+                at = places((part, 0, start, 0))
                 there = lax.dynamic_slice(tensor, at, more.shape)
                 return lax.dynamic_update_slice(tensor, there + more, at)
 
-            allowed, cuts = None, Cuts(rows, cut, of_batch)
+            allowed, cuts = None, Cuts(rows, cut, in_part)
             if not self.part.rule.constant:
                 allowed = allowed_tile(self.part.rule, self.bound, self.part.heads, cuts)
-            if self.keys % self.size:
+            if self.more:
                 inside = start + jnp.arange(self.size) < self.keys
                 allowed = inside if allowed is None else allowed & inside
-            corner = (example if examples > 1 else 0, place * self.tile, start)
-            return KeyBlock(lambda tensor: cut(of_batch(tensor)), added, allowed, cuts, corner)
+            corner = part, place * self.tile, start
+            return KeyBlock(lambda tensor: cut(in_part(tensor)), added, allowed, cuts, corner)
 
-        return QueryTile(lambda tensor: rows(of_batch(tensor)), self.counts[example, place], block)
+        count = 1 if self.counts is None else self.counts[part, place]
+        return QueryTile(lambda tensor: rows(in_part(tensor)), count, block)
 
 
-def bound_of(program: Program, given: list, queries: int, keys: int) -> Bound:
+def _is_one_mask(part: Part, bound: Bound) -> bool:
+    """Whether the mask is one for all heads and examples; that of a user's leaf need not be."""
+    if part.rule.constant:
+        return True
+    return jax.eval_shape(lambda: allowed_tile(part.rule, bound, part.heads)).shape[:2] == (1, 1)
+
+
+def bound_of(program: Program, inputs: list, queries: int, keys: int) -> Bound:
     query_positions = jnp.arange(queries, dtype="int32") + program.query_offset
     key_positions = jnp.arange(keys, dtype="int32")
-    return Bound(query_positions, key_positions, put_together(program.names, given))
+    return Bound(query_positions, key_positions, put_together(program.names, inputs))
 
 
-def lengthened(bound: Bound, queries: int, keys: int) -> Bound:
+def _lengthened(bound: Bound, queries: int, keys: int) -> Bound:
     """`bound` of so many queries and keys more, so that no tile and no block is cut short."""
 
     def longer(value: Tensor | Sides) -> Tensor | Sides:
@@ -177,11 +231,6 @@ def _longer(tensor: Tensor | None, axis: int, more: int) -> Tensor | None:
     return jnp.pad(tensor, [(0, more if i == axis else 0) for i in range(tensor.ndim)], "edge")
 
 
-def filled(rows: Tensor, size: int) -> Tensor:
-    """`(B, H, L, D)` with zeros up to a multiple of `size` positions."""
-    return jnp.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[2] % size), (0, 0)])
-
-
 def _extremes(values: Tensor, size: int, axis: int) -> tuple[Tensor, Tensor]:
     if values.shape[1] == 1:
         return across(values, axis), across(values, axis)
@@ -201,6 +250,6 @@ def places(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(jnp.asarray(number, "int32") for number in numbers)
 
 
-def heads_first(tensor: Tensor) -> Tensor:
+def _heads_first(tensor: Tensor) -> Tensor:
     """`(B, L, H, size)` to `(B, H, L, size)`, and back."""
     return jnp.transpose(tensor, (0, 2, 1, 3))

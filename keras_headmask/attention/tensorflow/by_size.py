@@ -15,8 +15,8 @@ from keras_headmask.attention import dense, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
+from keras_headmask.attention.tensorflow.loop import product_of
 from keras_headmask.attention.tensorflow.plan import Plan, planned
-from keras_headmask.attention.tensorflow.tile import product_of
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import once

@@ -7,10 +7,36 @@ from typing import Any
 import tensorflow as tf
 
 from keras_headmask import _keras
-from keras_headmask.attention.tensorflow.functions import held
-from keras_headmask.attention.tuning import is_forward_only
+from keras_headmask.attention.tuning import functions_of_export, is_forward_only
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Bound, put_together, taken_apart
+
+
+def _kept_functions() -> dict[tuple, Callable]:
+    """By what makes them equal: the functions of what is traced now, or of all of an export.
+
+    Kept for longer, they would be all that is left of models that are gone.
+    """
+    functions = functions_of_export()
+    if functions is None:
+        graph = _keras.outermost_graph()
+        functions = getattr(graph, "headmask_functions", {})
+        graph.headmask_functions = functions
+    return functions
+
+
+def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
+    """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
+
+    TensorFlow puts it in place of each call. (What runs eagerly is not traced.)
+    """
+    if tf.executing_eagerly():
+        return functools.partial(compute, *first)
+    functions = _kept_functions()
+    key = compute, *first, is_forward_only(), _keras.checks_numerics()
+    if key not in functions:
+        functions[key] = tf.function(functools.partial(compute, *first), autograph=False)
+    return functions[key]
 
 
 def one_function(compute: Callable) -> Callable:
@@ -33,7 +59,7 @@ def one_function(compute: Callable) -> Callable:
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
         key = compute, part, names, is_forward_only(), _keras.checks_numerics()
-        functions = held()
+        functions = _kept_functions()
         if key not in functions:
             functions[key] = _function(compute, part, names)
         positions = bound.query_positions, bound.key_positions

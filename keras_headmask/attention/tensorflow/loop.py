@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from keras_headmask._keras import checks_numerics
 from keras_headmask.attention import head_groups, nonfinite
-from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.tensorflow.graph import (
     added,
@@ -21,19 +22,10 @@ from keras_headmask.attention.tensorflow.graph import (
     with_own_gradient,
     zeros_to_add_to,
 )
-from keras_headmask.attention.tensorflow.logits import GradientsOfChanges
 from keras_headmask.attention.tensorflow.plan import Plan
-from keras_headmask.attention.tensorflow.tile import (
-    alive_or_0,
-    context_of,
-    gradients_of_pairs,
-    hidden,
-    product_of,
-    softmax,
-    sum_for_keys,
-)
 from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.evaluation import allowed_at
+from keras_headmask.rules.places import rows_at
 from keras_headmask.rules.protocol import Bound, Places, Sides
 
 
@@ -77,67 +69,64 @@ def _widened(bound: Bound) -> Bound:
 
 def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
     """The context of the heads of `part`, which obey one rule, with its gradient."""
+    sharing = part.sharing
 
     def forward(*operands: Tensor) -> Tensor:
         query, key, value, *tensors = operands
-        query, key, value = nonfinite.marked(query, key, value)
+        query, key, value = nonfinite.nan_at_nonfinite(query, key, value)
         steps, changes = _Steps(plan, query, key), part.changes.with_tensors(tensors)
         keys, values = map(_rows_of_heads, (key, value))
 
         def step(visit: Visit) -> tuple[Tensor]:
             rows = visit.rows(query)
             _, logits, alive = _logits(part, changes, visit, rows, visit.keys(keys))
-            probabilities, _ = softmax(changes, logits)
-            dropped = _dropped(part, visit)
-            return (context_of(probabilities, visit.keys(values), alive, part.sharing, dropped),)
+            probabilities = _dropped(part, visit, _softmax(changes, logits)[0])
+            return (_alive_or_0(alive, product_of(probabilities, visit.keys(values), sharing)),)
 
         return steps.over(step, value.dtype)[0]
 
     def backward(*given: Tensor) -> tuple:
         query, key, value, *tensors, upstream, context = given
-        query, key, value = nonfinite.without_bad(query, key, value)
+        query, key, value = nonfinite.replace_nonfinite_if_any(query, key, value)
         steps, changes = _Steps(plan, query, key), part.changes.with_tensors(tensors)
         keys, values = map(_rows_of_heads, (key, value))
         delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
         is_sound = nonfinite.are_finite(context)
         if tf.is_tensor(is_sound):  # as a number the host has it once, as a boolean in each step
             is_sound = tf.cast(is_sound, tf.int32)
-        of_changes = GradientsOfChanges(part, changes)
 
         def step(visit: Visit, d_keys: Tensor, d_values: Tensor, *sums: Tensor) -> tuple:
             rows, of_keys, of_values = visit.rows(query), visit.keys(keys), visit.keys(values)
             products, logits, alive = _logits(part, changes, visit, rows, of_keys)
-            probabilities, log_sum = softmax(changes, logits)
-            # A row whose logits overflow is NaN, but not where keys are hidden.
-            sound = is_sound > 0 if tf.is_tensor(is_sound) else is_sound
-            (probabilities,) = nonfinite.unless(sound, _hidden_as_0(logits), probabilities)
+            probabilities, log_sum = _softmax(changes, logits)
+            probabilities = _without_hidden(is_sound, probabilities, logits)
             # Fully masked rows add nothing, nor do those beyond the last query.
             counts = visit.counts & alive
-            d_context, of_delta = (alive_or_0(counts, visit.rows(x)) for x in (upstream, delta))
-            d_changed, of_values = gradients_of_pairs(
-                probabilities, of_values, d_context, of_delta, part.sharing, _dropped(part, visit)
-            )
-            of_step = products, d_changed, log_sum, of_delta
-            d_products, made = of_changes.added(sums, visit, *of_step)
+            d_context, of_delta = (_alive_or_0(counts, visit.rows(x)) for x in (upstream, delta))
+            d_dropped = product_of(d_context, of_values, sharing, transpose_b=True)
+            d_changed = _times(probabilities, _dropped(part, visit, d_dropped) - of_delta)
+            of_changes = d_changed, log_sum, of_delta
+            d_products, more = _through_changes(part, changes, visit, sums, products, *of_changes)
+            dropped = _dropped(part, visit, probabilities)
             return (
-                product_of(d_products, of_keys, part.sharing) * part.scale,
-                visit.added(d_keys, sum_for_keys(d_products, rows * part.scale, part.sharing)),
-                visit.added(d_values, of_values),
-                *made,
+                product_of(d_products, of_keys, sharing) * part.scale,
+                visit.added(d_keys, _sum_for_keys(d_products, rows * part.scale, sharing)),
+                visit.added(d_values, _sum_for_keys(dropped, d_context, sharing)),
+                *more,
             )
 
-        nothing = [*map(zeros_to_add_to, (keys, values)), *of_changes.nothing()]
+        nothing = [*map(zeros_to_add_to, (keys, values)), *map(tf.zeros_like, changes.tensors)]
         d_query, *sums = steps.over(step, query.dtype, *nothing)
         return d_query, *map(steps.keys_joined, sums[:2]), *sums[2:]
 
     return with_own_gradient(forward, backward, *operands)
 
 
-def _dropped(part: Part, visit: "Visit") -> Callable[[Tensor], Tensor]:
+def _dropped(part: Part, visit: "Visit", pairs: Tensor) -> Tensor:
+    """What the dropout leaves of numbers for each pair, and scales up."""
     if part.dropout is None:
-        return lambda probabilities: probabilities
-    dropout = part.dropout
-    return lambda x: x * dropout.factors_at(x.dtype, visit.places)
+        return pairs
+    return pairs * part.dropout.factors_at(pairs.dtype, visit.places)
 
 
 def _logits(
@@ -163,7 +152,7 @@ def _logits(
     def by(allowed: Mask | None) -> tuple:
         (products, logits), allowed = changed(), here.allowed(allowed)
         if allowed is not None:
-            return products, *hidden(logits, allowed)
+            return products, *_hidden(logits, allowed)
         return products, logits, tf.ones([1, 1, 1, 1], tf.bool)
 
     # The product stands in each branch, so that a branch may write over it.
@@ -174,9 +163,129 @@ def _logits(
     )
 
 
-def _hidden_as_0(logits: Tensor) -> Callable[[Tensor], list[Tensor]]:
-    hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-    return lambda x: [tf.where(tf.equal(logits, hidden), tf.zeros_like(x), x)]
+def _hidden(logits: Tensor, allowed: Mask) -> tuple[Tensor, Mask]:
+    """The logits, `hidden_logit` where hidden, and which rows see something.
+
+    Fully masked rows have 0 throughout, so that they do not become NaN.
+    """
+    alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
+    lowest = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
+    return tf.where(allowed, logits, tf.where(alive, lowest, tf.zeros([], logits.dtype))), alive
+
+
+def _without_hidden(is_sound: bool | Tensor, probabilities: Tensor, logits: Tensor) -> Tensor:
+    """A row whose logits overflow is NaN, but not where keys are hidden: there it is 0."""
+
+    def repaired() -> Tensor:
+        hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
+        return tf.where(tf.equal(logits, hidden), tf.zeros_like(probabilities), probabilities)
+
+    if isinstance(is_sound, bool):
+        return probabilities if is_sound else repaired()
+    return tf.cond(is_sound > 0, lambda: probabilities, repaired)
+
+
+def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The probabilities of a tile; with sinks, the log of each row's sum of exponentials, too."""
+    probabilities = tf.nn.softmax(logits)
+    if changes.sinks is None:
+        return probabilities, None
+    of_rows = [(logits, nonfinite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
+    if checks_numerics():  # the largest of a tile without keys would be -inf
+        one_more = [[0, 0]] * 3 + [[0, 1]]
+        of_rows = [(tf.pad(x, one_more, constant_values=least), least) for x, least in of_rows]
+    # The largest probability is exp(its logit - log_sum).
+    logit, probability = (tf.reduce_max(x, -1) for x, _ in of_rows)
+    of_keys, log_sum = changes.share_of_keys(logit - tf.math.log(probability))
+    return probabilities * of_keys[..., None], log_sum
+
+
+def _times(probabilities: Tensor, gradients: Tensor) -> Tensor:
+    """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
+    return tf.math.multiply_no_nan(gradients, probabilities)
+
+
+def _alive_or_0(alive: Mask | None, rows: Tensor) -> Tensor:
+    return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))
+
+
+def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:
+    """`rows @ keys`, rows of every query head by keys (or values) of the key head that it reads."""
+    product = tf.matmul(folded(rows, sharing), keys, transpose_b=transpose_b)
+    return unfolded(product, sharing)
+
+
+def _sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
+    """`pairs^T @ rows`, summed over the query heads that share a key head."""
+    return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
+
+
+# --- Soft caps, biases and sinks, backward -------------------------------------------------------
+
+
+def _through_changes(
+    part: Part,
+    changes: Changes,
+    visit: "Visit",
+    sums: Sequence[Tensor],
+    products: Tensor,
+    d_changed: Tensor,
+    log_sum: Tensor | None,
+    delta: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """The gradient of the `products` of a step, `(m, h, b, w)`, by that of the changed logits.
+
+    And `sums`, the gradients of the tensors of `changes`, with what this step adds. `log_sum` and
+    `delta`, with an axis of size 1 more, are of its rows.
+    """
+    if not changes.are_some:
+        return d_changed, []
+    places = visit.places
+    here = changes.at(places)
+    tensors = [x for x in (here.bias, here.table) if x is not None]
+    with tf.GradientTape() as tape:
+        tape.watch([products, *tensors])
+        changed = here.of_logits(products, part.heads, part.positions_at(places))
+    d_products, *d_tensors = tape.gradient(changed, [products, *tensors], d_changed)
+    # (A hidden product may make the gradient of a soft cap NaN.)
+    d_products = tf.where(tf.equal(d_changed, 0), d_changed, d_products)
+    before, after = list(sums), []
+    if here.bias is not None:
+        after.append(_added_to_bias(before.pop(0), d_tensors.pop(0), visit))
+    if here.table is not None:
+        after.append(before.pop(0) + d_tensors.pop(0))
+    if here.sinks is not None:
+        of_sinks = tf.exp(here.sinks[:, None] - log_sum)
+        after.append(before.pop(0) - tf.reduce_sum(_times(delta[..., 0], of_sinks), (0, 2)))
+    return d_products, after
+
+
+def _added_to_bias(total: Tensor, of_tiles: Tensor, visit: "Visit") -> Tensor:
+    """`total`, of the shape of the bias, with what the tiles add: `(m, h, b or 1, w or 1)`."""
+    keys = sizes(total)[3]
+    rows = rows_at(total, visit.places)
+    if total.shape[3] != 1:
+        of_tiles = _at_all_keys(of_tiles, visit, keys)
+    flat = tf.reshape(total, [-1, keys])
+    return tf.reshape(tf.tensor_scatter_nd_add(flat, rows[..., None], of_tiles), tf.shape(total))
+
+
+def _at_all_keys(of_tiles: Tensor, visit: "Visit", keys: Tensor) -> Tensor:
+    """The keys of each tile among all keys, 0 between: by gathering, as a scatter is slow."""
+    to = visit.places.keys
+    if visit.valid is not None:
+        to = tf.where(visit.valid, to, tf.cast(keys, to.dtype))
+    to = to[:, 0, 0]
+    shape = tiles, count = sizes(to)
+    number, place = (tf.cast(tf.range(size), to.dtype) for size in shape)
+    at = tf.stack([tf.broadcast_to(number[:, None], shape), to], -1)
+    nowhere = tf.fill([tiles, keys + 1], tf.cast(count, to.dtype))
+    which = tf.tensor_scatter_nd_update(nowhere, at, tf.broadcast_to(place, shape))[:, :-1]
+    with_0 = tf.pad(of_tiles, [[0, 0], [0, 0], [0, 0], [0, 1]])
+    return tf.gather(with_0, which, axis=3, batch_dims=1)
+
+
+# --- Where rows and keys stand -------------------------------------------------------------------
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

@@ -10,9 +10,6 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.protocol import leaves_gaps
 
-# Of a step: 256 MB of float32. A GPU is idle between steps, which launch some 20 kernels each.
-_MOST_LOGITS_ON_GPU = 2**26
-
 
 class Plan(NamedTuple):
     """The tiles of all examples, N of b queries each, and the keys that each looks at.
@@ -105,7 +102,8 @@ def _tiles(
     total = tiles * batch
     # (In 64 bits: 64 heads x 256 queries x 131,072 keys are 0 in 32.)
     logits = len(part.heads) * tf.cast(tile, tf.int64) * tf.cast(widest, tf.int64)
-    most = tf.maximum(part.tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
+    tuning = part.tuning
+    most = tf.maximum(tuning.most_logits_of_a_step, is_gpu * tuning.most_logits_of_a_step_on_gpu)
     fitting = tf.cast(most, tf.int64) // tf.maximum(logits, 1)
     in_step = tf.clip_by_value(tf.cast(fitting, tf.int32), 1, tf.maximum(total, 1))
     wanted = tf.scatter_nd(slots[..., None], tf.ones_like(slots), tf.reshape(total * tile, [1]))

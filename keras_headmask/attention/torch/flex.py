@@ -102,7 +102,7 @@ def compute(part: Part, query_offset: int, *operands: Tensor) -> Tensor:
         query, key, value, bad_rows, bad_keys = sound(query, key, value, trains)
         bad = bad_rows | _see(part, visited, query, bad_keys)
     else:
-        query, key, value = nonfinite.marked(query, key, value)
+        query, key, value = nonfinite.nan_at_nonfinite(query, key, value)
     made = flex_attention(
         *(_in_memory(x.transpose(1, 2)) for x in (query, key, value)),
         score_mod=_score_mod(part, query_offset, query.device),

@@ -85,16 +85,6 @@ def steps_of(
     return steps
 
 
-def share(steps: list[Step], batch: int, queries: int, keys: int) -> float:
-    """The share of all logits that is computed."""
-    seen = sum(
-        (stop - first) * (rows[1] - rows[0] if is_run else len(rows)) * step.keys
-        for step in steps
-        for (first, stop), rows, is_run in [step[:3]]
-    )
-    return seen / max(batch * queries * keys, 1)
-
-
 def _differ(inputs: LeafInputs) -> bool:
     """Whether some mask input differs between examples."""
     return any((side[1:] != side[:1]).any() for side in _sides(inputs))

@@ -1,4 +1,4 @@
-"""What is wrong with a call of attention, as far as dtypes and static shapes show it."""
+"""What is wrong with a call of an attention layer, as far as dtypes and static shapes show it."""
 
 import warnings
 import weakref
@@ -15,40 +15,6 @@ from keras_headmask.rules.base import MaskSpec
 # The first arguments of a layer's call.
 _TENSORS = ("query", "value", "key", "query_mask", "value_mask", "key_mask", "attention_mask")
 _warned: weakref.WeakSet = weakref.WeakSet()  # each layer or model warns once
-
-
-def check_operands(**operands: Tensor) -> None:
-    """Floats of shape `(batch, length, heads, size)` that agree; the key heads may be fewer."""
-
-    def received() -> str:  # (`torch.compile` cannot read it where lengths vary)
-        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
-
-    query, key, value = operands.values()
-    if any(len(x.shape) != 4 for x in (query, key, value)):
-        raise ValueError(
-            "`query`, `key` and `value` must have shape (batch, length, heads, size). "
-            f"Received: {received()}."
-        )
-    dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
-    if any("float" not in dtype for dtype in dtypes.values()):
-        raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    # (Pair by pair: in a set, PyTorch's compiler would take each length for a constant.)
-    pairs = (0, query, key), (0, key, value), (0, query, value), (1, key, value), (2, key, value)
-    if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
-        raise ValueError(
-            "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
-            f"Received: {received()}."
-        )
-    heads, key_heads = query.shape[2], key.shape[2]
-    if heads != key_heads and None not in (heads, key_heads) and heads % (key_heads or heads + 1):
-        raise ValueError(
-            f"The number of key heads must divide the number of query heads: {key_heads} does not "
-            f"divide {heads}. Received: {received()}."
-        )
-
-
-def _agree(size: int | None, other: int | None) -> bool:
-    return None in (size, other) or size == other
 
 
 def refuse_rule_by_position(name: str, arguments: Mapping[str, Any]) -> None:
@@ -83,12 +49,6 @@ def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
             f"shape {tuple(query.shape)}. Embed ids first, by `keras.layers.Embedding(...)(ids)`. "
             "What a rule reads is passed as `mask_inputs`."
         )
-
-
-def checked_tiled(tiled: Any) -> bool | None:
-    if tiled is None or isinstance(tiled, bool):
-        return tiled
-    raise TypeError(f"`tiled` must be True, False or None. Received: {tiled!r}.")
 
 
 def checked_call(

@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from keras_headmask import _keras
-from keras_headmask.attention import cpu
+from keras_headmask.look import cpu
 
 SET = "Set TF_ENABLE_ONEDNN_OPTS=1 before TensorFlow is imported."
 

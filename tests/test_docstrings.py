@@ -28,6 +28,7 @@ def with_members(name, value):
 def public():
     values = {name: getattr(hm, name) for name in hm.__all__ if name not in ("recipes", "testing")}
     values["testing.assert_no_leaks"] = hm.testing.assert_no_leaks
+    values["testing.assert_steps_equal"] = hm.testing.assert_steps_equal
     values["testing.check_spec"] = hm.testing.check_spec
     for name, recipe in inspect.getmembers(hm.recipes, inspect.isfunction):
         if recipe.__module__ == hm.recipes.__name__:

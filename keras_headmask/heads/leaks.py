@@ -17,7 +17,7 @@ from keras_headmask.heads import changes, positions, reaches
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.progress import Progress
-from keras_headmask.heads.tested import Change, Run, as_tested
+from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested
 from keras_headmask.retrofit.find import Found, find_attention
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -165,7 +165,7 @@ class _Search:
             )
         self.lengths = {self.inputs[name].shape[1] for name in self.names}
         if self.real is not None:
-            self.real = np.asarray(self.real) != 0
+            self.real = as_numpy(self.real) != 0
             if self.real.shape not in {(self.batch, length) for length in self.lengths}:
                 raise ValueError(
                     "`real` must be true at positions that are no padding, of the shape "

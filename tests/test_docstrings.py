@@ -33,6 +33,7 @@ def public():
     for name in ("mask_heads", "unmask", "mask_inputs"):
         values[f"hugging_face.{name}"] = getattr(hm.hugging_face, name)
     values["testing.assert_no_leaks"] = hm.testing.assert_no_leaks
+    values["testing.assert_steps_equal"] = hm.testing.assert_steps_equal
     values["testing.check_spec"] = hm.testing.check_spec
     for name, recipe in inspect.getmembers(hm.recipes, inspect.isfunction):
         if recipe.__module__ == hm.recipes.__name__:

@@ -70,7 +70,7 @@ def leaks(
             given = _made_up(loaded, spec, batch, length)
     from keras_headmask.heads.leaks import find_leaks
 
-    report = find_leaks(loaded, _as_int32(given), spec, tolerance)
+    report = find_leaks(loaded, _as_int32(given), spec, tolerance=tolerance)
     text = "\n".join(map(in_one_line, str(report).split("\n")))
     return Answer(text, report.to_json(), FOUND if report or not report.tried else 0)
 

@@ -13,14 +13,11 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.lost_masks import marks_padding
-from keras_headmask.heads.subject import outputs_by_name
+from keras_headmask.heads.tested import outputs_by_name
 from keras_headmask.retrofit.find import AttentionLayer, Found
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads
-
-Arrays = Mapping[str, np.ndarray]
 
 # Folders of Keras whose layers carry something from one position to another.
 _MIXING = {"convolutional", "pooling", "rnn"}
@@ -29,7 +26,7 @@ _MIXING = {"convolutional", "pooling", "rnn"}
 def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
     """What each output may depend on, `(B, T, S)`, by the masks of layers in forward order.
 
-    A mask is boolean `(B, H, T, S)`, with what a position keeps (`with_own`).
+    A mask is boolean `(B, H, T, S)`, where each position sees itself.
 
     >>> window = np.tri(4, dtype=bool) & ~np.tri(4, k=-2, dtype=bool)
     >>> print(composed([window[None, None]] * 2)[0].astype(int))
@@ -42,17 +39,6 @@ def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
     for mask in masks[1:]:
         reach = mask.any(1).astype("float32") @ reach.astype("float32") > 0
     return reach
-
-
-def with_own(masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`masks`, and each position sees itself."""
-    return [mask | np.eye(mask.shape[2], mask.shape[3], dtype=bool) for mask in masks]
-
-
-def unused(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Positions that see nothing and that none sees, `(B, T)`: those of padding, if not all are."""
-    found = ~np.logical_or.reduce([mask.any((1, 3)) | mask.any((1, 2)) for mask in masks])
-    return found & ~found.all()
 
 
 def may_change(
@@ -71,42 +57,35 @@ def may_change(
     return changed
 
 
-# --- By a rule ------------------------------------------------------------------------------------
+# --- By a rule, or by layers ----------------------------------------------------------------------
 
 
 def by_rule(
-    rule: MaskSpec, heads: int | None, given: Arrays, batch: int, rows: int | None, columns: int
-) -> list[np.ndarray]:
-    """The mask of a rule between inputs and outputs, as that of one layer.
+    rule: MaskSpec,
+    heads: int | None,
+    inputs: Mapping[str, np.ndarray],
+    rows: int | None,
+    columns: int,
+) -> np.ndarray:
+    """The mask of a rule between inputs and outputs, `(batch or 1, 1, rows, columns)`.
 
     `rows` is `None` for an output without positions: it may depend on what any position may.
     """
     heads = enough_heads(rule) if heads is None else heads
-    inputs = {name: given[name] for name in rule.inputs}
     queries = columns if rows is None else rows
-    mask = ops.convert_to_numpy(make_mask(rule, queries, columns, heads, inputs))
-    made: Any = np.broadcast_to(mask.any(1, keepdims=True), (batch, 1, queries, columns))
-    return [made.any(2, keepdims=True) if rows is None else made]
-
-
-# --- By layers ------------------------------------------------------------------------------------
+    mask = make_mask(rule, queries, columns, heads, {name: inputs[name] for name in rule.inputs})
+    allowed = ops.convert_to_numpy(mask).any(1, keepdims=True)
+    return allowed.any(2, keepdims=True) if rows is None else allowed
 
 
 def by_layers(
-    model: keras.Model,
-    entries: list[AttentionLayer],
-    inputs: Any,
-    is_real: np.ndarray | None,
-    batch: int,
-    length: int,
+    model: keras.Model, entries: list[AttentionLayer], inputs: Any, length: int
 ) -> list[tuple[Any, np.ndarray]]:
-    """Each attention layer as it runs with its mask, and the padding of the model's inputs.
+    """Each attention layer as it runs, with its mask, `(batch or 1, heads or 1, length, length)`.
 
     Args:
         model: A model whose attention layers are `entries`.
         inputs: What the model is called on.
-        is_real: Which positions are no padding, `(B, T)`, or `None`.
-        batch: The number of examples.
         length: The number of positions.
 
     Raises:
@@ -114,33 +93,16 @@ def by_layers(
     """
     from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
 
-    masks = []
-    for layer, mask in all_that_restricts(model, entries, inputs):
+    masks = all_that_restricts(model, entries, inputs)
+    for _, mask in masks:
         if mask.shape[2:] != (length, length):
             raise ValueError(
                 f"Attention has {mask.shape[2]} queries and {mask.shape[3]} keys, and the inputs "
                 f"{length} positions."
             )
-        if is_real is not None:
-            mask = mask & is_real[:, None, None, :]
-        masks.append((layer, np.broadcast_to(mask, (batch, *mask.shape[1:]))))
     if not masks:
         raise ValueError(f"None of the attention layers {[x.path for x in entries]} ran.")
     return masks
-
-
-def padding_of(names: Sequence[str], given: Arrays, length: int) -> np.ndarray | None:
-    """Which of `length` positions are real tokens, `(B, T)`, by the inputs that say it.
-
-    `None` if none is as long. What each of several takes for padding is padding.
-    """
-    found = [given[name] != 0 for name in names if given[name].shape[1:] == (length,)]
-    return np.logical_or.reduce(np.broadcast_arrays(*found)) if found else None
-
-
-def named_for_padding(given: Arrays) -> list[str]:
-    """The inputs that mark padding by their names."""
-    return [name for name, x in given.items() if x.ndim == 2 and marks_padding(name)]
 
 
 def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
@@ -161,7 +123,7 @@ def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
     return None if found.known else "the model has no attention layer, which would say it"
 
 
-def behind_outputs(model: keras.Model) -> dict[str, set[int]]:
+def layers_behind_outputs(model: keras.Model) -> dict[str, set[int]]:
     """The ids of the layers that each output is made of, by its name; nothing without a graph."""
     graph = _keras.functional_of(model)
     if not isinstance(graph, _keras.Functional):
@@ -182,13 +144,13 @@ def _behind_positions(model: keras.Model) -> list[Any]:
 
 def _behind(waiting: list[Any]) -> list[Any]:
     """The layers that tensors are made of, and those inside of them."""
-    found, seen = {}, set()
+    operations, seen = {}, set()
     while waiting:
         tensor = waiting.pop()
         if id(tensor) not in seen:
             seen.add(id(tensor))
             operation, read = _keras.made_by(tensor)
             waiting += read
-            found[id(operation)] = operation
-    layers = [x for x in found.values() if isinstance(x, keras.Layer)]
+            operations[id(operation)] = operation
+    layers = [x for x in operations.values() if isinstance(x, keras.Layer)]
     return [inner for layer in layers for inner in _keras.layers_of(layer)]

@@ -15,8 +15,8 @@ from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
 from keras_headmask.heads import reaches
+from keras_headmask.heads.changes import difference, scales
 from keras_headmask.heads.leaks import find_leaks
-from keras_headmask.heads.outputs import difference, scales
 from keras_headmask.heads.testing import assert_no_leaks
 from keras_headmask.retrofit.find import find_attention
 
@@ -518,9 +518,9 @@ def test_windows_compose():
     window = hm.Window(1, 1)
     model = hm.apply_head_masks(stack(2), window)
     entries = find_attention(model).known
-    found = reaches.by_layers(model, entries, IDS, None, 2, 7)
-    assert [layer for layer, _ in found] == [entry.layer for entry in entries]
-    masks = reaches.with_own([mask for _, mask in found])
+    by_layers = reaches.by_layers(model, entries, IDS, 7)
+    assert [layer for layer, _ in by_layers] == [entry.layer for entry in entries]
+    masks = [mask | np.eye(7, dtype=bool) for _, mask in by_layers]
     i, j = np.indices((7, 7))
     assert len(masks) == 2
     assert (reaches.composed(masks) == (abs(i - j) <= 2)).all()
@@ -592,7 +592,7 @@ def test_what_is_shipped(tmp_path):
         assert bool(report) is not mask
         assert report.first_layer is None
         assert report.tried == report.pairs == 30
-    with pytest.raises(ValueError, match="a SavedModel has no layers to read"):
+    with pytest.raises(ValueError, match="The SavedModel has no layers to read"):
         find_leaks(tmp_path / "open", FLOATS)
     for wrong in ({"a": FLOATS, "b": FLOATS}, {"a": FLOATS}):
         received = rf"has the inputs \['features'\]. Received: {re.escape(str(sorted(wrong)))}"
@@ -646,8 +646,8 @@ def test_what_cannot_be_tried_is_an_error(model, inputs, rule, message):
 
 
 def test_other_kinds_are_errors():
-    with pytest.raises(TypeError, match="must be a Keras model, or the path of a SavedModel"):
-        find_leaks(len, FLOATS)
+    with pytest.raises(TypeError, match="must be a Keras model, the path of a SavedModel"):
+        find_leaks(3, FLOATS)
     with pytest.raises(TypeError, match="`rule` must be"):
         find_leaks(one_layer(), TOKENS, rule="causal")
     with pytest.raises(TypeError, match="`tolerance` must be a number from 0 on"):
@@ -684,7 +684,9 @@ def test_attention_that_does_not_run_says_nothing():
 def test_a_model_that_changes_by_itself_is_an_error():
     x = keras.Input(batch_shape=(2, 6, 8))
     model = keras.Model(x, layers.GRU(4, return_sequences=True, stateful=True)(x))
-    with pytest.raises(ValueError, match="differs in two runs on the same inputs: the model keeps"):
+    with pytest.raises(
+        ValueError, match=r"differs in two runs on the same inputs\. `find_leaks` needs a det"
+    ):
         find_leaks(model, FLOATS, rule=CAUSAL)
 
 
@@ -719,8 +721,10 @@ def test_inputs_that_disagree_on_padding_need_a_rule():
     inputs, embedded = towers(given, given)
     outputs = [layers.MultiHeadAttention(2, 3)(x, x) for x in embedded]
     model = keras.Model(inputs, outputs)
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] mark padding at other positions. Pass as"):
+    with pytest.raises(ValueError, match=r"mark padding at other positions. Pass in `real` which"):
         find_leaks(model, given)
+    apart = {"a": given["a"], "b": given["a"]}
+    assert not find_leaks(model, apart, real=TOKENS != 0)
     assert not find_leaks(keras.Model(inputs[1], outputs[1]), given["b"])
 
 
@@ -732,29 +736,34 @@ def test_rows_that_keras_masks_are_padding():
     assert not find_leaks(keras.Model(x, causal()(masked)), values)
 
 
-@pytest.mark.parametrize("real", [(7, 4), (4, 0)], ids=str)
-def test_what_takes_no_part_is_padding_whatever_its_name(real):
+@pytest.mark.parametrize("counts", [(7, 4), (4, 0)], ids=str)
+def test_real_says_which_positions_are_no_padding(counts):
     """Stock attention makes something of all keys for a query that sees none."""
     ids, keep = (
         keras.Input((None,), dtype=d, name=n) for d, n in (("int32", "ids"), ("bool", "keep"))
     )
     x = layers.Embedding(10, 8)(ids)
     of_pairs = ops.logical_and(keep[:, None], keep[:, :, None])
-    given = {"ids": IDS, "keep": np.arange(7) < np.array(real)[:, None]}
+    inputs = {"ids": IDS, "keep": np.arange(7) < np.array(counts)[:, None]}
 
     y = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=of_pairs)
-    report = find_leaks(keras.Model([ids, keep], y), given)
+    report = find_leaks(keras.Model([ids, keep], y), inputs, real=inputs["keep"])
     assert not report
-    assert report.pairs == sum(size * (7 - size) for size in real)  # what real tokens must not see
-    unused = 14 - sum(real)
-    assert f"{unused} positions were taken for padding: they see nothing" in str(report)
-    # A rule says what it says, of those positions too.
+    assert report.tried == report.pairs == sum(size * (7 - size) for size in counts)
+    by_rule = find_leaks(keras.Model([ids, keep], y), inputs, hm.Full(), inputs["keep"])
+    assert (bool(by_rule), by_rule.pairs) == (False, report.pairs)
+    # A rule says what it says, of padding too, where nothing says what padding is.
     report = find_leaks(
-        keras.Model([ids, keep], y), given, hm.KeyFlag("keep") & hm.QueryFlag("keep")
+        keras.Model([ids, keep], y), inputs, hm.KeyFlag("keep") & hm.QueryFlag("keep")
     )
     assert {(x.example, x.output_position) for x in report.leaks} == {
-        (example, row) for example in range(2) for row in range(real[example], 7)
+        (example, row) for example in range(2) for row in range(counts[example], 7)
     }
+    y = x + layers.MultiHeadAttention(2, 4)(x, x)
+    leaking = find_leaks(keras.Model([ids, keep], y), inputs, hm.Full(), inputs["keep"])
+    assert len(leaking.leaks) == leaking.pairs
+    with pytest.raises(ValueError, match=r"of the shape \(2, 7\). Received: shape \(2, 6\)"):
+        find_leaks(keras.Model([ids, keep], y), inputs, real=inputs["keep"][:, 1:])
 
 
 def test_where_no_position_takes_part_all_are_tried():

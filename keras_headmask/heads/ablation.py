@@ -94,7 +94,8 @@ class Ablation(Printed):
             ImportError: without matplotlib.
         """
         title = f"Change of the metric, {self.values[()]:.4g}, with one head switched off"
-        return plotting.figures_module().changes_figure(self.changes, title, self.paths)
+        figures = plotting.figures_module()
+        return figures.heads_figure({"": self.changes}, "", [title], paths=self.paths)
 
     def to_json(self) -> dict[str, Any]:
         """The ablation as JSON has it, a dict of which `from_json` makes the same value."""

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_headmask.heads import texts
-from keras_headmask.heads.reading import Batch, Reader, real_shares
+from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
+from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.retrofit.find import aligned
-from keras_headmask.rules import evaluation, fields
+from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.inputs import SameSentence
+from keras_headmask.rules.inputs import KeyIn, SameSentence
+from keras_headmask.rules.positions import Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_NEAR = 8  # positions that are local
 _SHARES = (
     *("self", "previous", "next", "first", "duplicate", "induction"),
     *("sentence", "special", "local"),
@@ -154,19 +154,16 @@ class HeadReport(Printed):
             ImportError: without matplotlib.
             ValueError: if `measure` was not measured.
         """
-        from keras_headmask.look import panels, plotting
-
         if measure is not None and measure not in self.scores:
             why = self.left_out.get(measure, f"measured were {list(self.scores)}.")
             raise ValueError(f"There is no measure {measure!r}: {why}")
         measures = list(self.upper_bound) if measure is None else [measure]
-        shown = [panels.Panel((0,), self.scores[name]) for name in measures]
-        drawn = panels.Panels(shown, 1, (1, 1), (None, None), 0)
+        values = {name: self.scores[name] for name in measures}
         most, unit = 1.0, "share of attention"
         if measure in _UNITS:
             most, unit = float(np.nanmax(self.scores[measure], initial=1e-9)), _UNITS[measure]
         caption = [str(self).split("\n")[0]]
-        return plotting.figures_module().heads_figure(drawn, measures, most, unit, caption)
+        return plotting.figures_module().heads_figure(values, unit, caption, most)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it, a dict; `nan` is null."""
@@ -257,17 +254,16 @@ def measure_heads(
     >>> print(report.roles())
     attention  head 0  previous token
     """
-    special = () if special_ids is None else fields.id_tuple(special_ids, "special_ids")
-    sentences = None if end_ids is None else SameSentence(end_ids)
     looked_for = {"end_ids": end_ids, "special_ids": special_ids}
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
+    rules = _rules(end_ids, special_ids)
     sums: dict[str, _Sums] = {}  # by the path of the layer
     for batch in reader.read(verbose):
         parts: list[_Text] = []
         for path, probabilities in batch.layers:
-            parts = parts or _texts_of(batch, sentences, special)
+            parts = parts or list(_texts_of(batch, rules))
             if path not in sums:
-                sums[path] = _Sums(probabilities.shape[1], tuple(parts[0].patterns))
+                sums[path] = _Sums(probabilities.shape[1], parts[0].measures)
             for of_text, text in zip(probabilities, parts, strict=True):
                 sums[path].add(of_text, text)
     return _report(reader, sums)
@@ -305,14 +301,14 @@ def _report(reader: Reader, sums: dict[str, "_Sums"]) -> HeadReport:
 class _Text:
     """The pairs of one text that each measure counts, of real tokens alone."""
 
-    def __init__(self, real: np.ndarray, patterns: dict[str, np.ndarray]):
-        self.real, self.patterns = real, patterns
-        self.pairs = np.stack(list(patterns.values())) & real[:, None] & real
-        self.bound = self.pairs.any(-1).T.astype("float64")  # (queries, patterns)
+    def __init__(self, real: np.ndarray, pairs: dict[str, np.ndarray]):
+        self.real, self.measures = real, tuple(pairs)
+        self.pairs = np.stack(list(pairs.values())) & real[:, None] & real
+        self.bound = self.pairs.any(-1).T.astype("float64")  # (queries, measures)
         self.baseline = self.pairs.sum(-1).T / max(1, real.sum())
 
     def weights(self) -> np.ndarray:
-        """What each pair counts, `(pairs, patterns + 1)`: 0 or 1, and the distance.
+        """What each pair counts, `(pairs, measures + 1)`: 0 or 1, and the distance.
 
         It is computed for each layer: of a whole batch it would be larger than its probabilities.
         """
@@ -340,42 +336,28 @@ class _Sums:
         self.baseline += sees @ text.baseline
 
 
-def _texts_of(
-    batch: Batch, sentences: MaskSpec | None, special_ids: tuple[int, ...]
-) -> list[_Text]:
-    (count, length), same_sentence = batch.real.shape, None
-    if sentences is not None:
-        mask = evaluation.make_mask(sentences, length, length, 1, {"token_ids": batch.ids})
-        same_sentence = ops.convert_to_numpy(mask)[:, 0]
-    parts = []
-    for i in range(count):
-        ids = None if batch.ids is None else batch.ids[i]
-        same = None if same_sentence is None else same_sentence[i]
-        parts.append(_Text(batch.real[i], _patterns(batch.real[i], ids, same, special_ids)))
-    return parts
-
-
-def _patterns(
-    real: np.ndarray, ids: np.ndarray | None, same_sentence: Any, special_ids: tuple[int, ...]
-) -> dict[str, np.ndarray]:
-    """By measure, which pairs of positions it is about, in the order of `_SHARES`."""
-    length = len(real)
-    i, j = np.ogrid[:length, :length]
-    every = np.ones((length, length), bool)
-    pairs = {
-        "self": i == j,
-        "previous": j == i - 1,
-        "next": j == i + 1,
-        "first": (j == real.argmax()) & every,
-        "local": abs(i - j) <= _NEAR,
+def _rules(end_ids: Any, special_ids: Any) -> dict[str, MaskSpec]:
+    """The measures that are a rule's share of attention."""
+    itself = Window(0, 0)
+    rules: dict[str, MaskSpec] = {
+        "self": itself,
+        "previous": Window(1, 0) & ~itself,
+        "next": Window(0, 1) & ~itself,
+        "local": Window(8, 8),
     }
-    if ids is not None:
-        same = ids[:, None] == ids
-        followed = np.zeros_like(every)
-        followed[:, 1:] = same[:, :-1] & real[:-1]
-        pairs |= {"duplicate": same & (j < i), "induction": followed & (j <= i)}
-        if special_ids:
-            pairs["special"] = np.isin(ids, special_ids) & every
-        if same_sentence is not None:
-            pairs["sentence"] = same_sentence
-    return {name: pairs[name] for name in _SHARES if name in pairs}
+    if end_ids is not None:
+        rules["sentence"] = SameSentence(end_ids)
+    if special_ids is not None:
+        rules["special"] = KeyIn("token_ids", special_ids)
+    return rules
+
+
+def _texts_of(batch: Batch, rules: dict[str, MaskSpec]) -> Iterator[_Text]:
+    for i, allowed in enumerate(allowed_pairs(list(rules.values()), batch)):
+        real, pairs = batch.real[i], dict(zip(rules, allowed, strict=True))
+        pairs["first"] = np.broadcast_to(np.arange(len(real)) == real.argmax(), allowed[0].shape)
+        if batch.ids is not None:
+            same = (batch.ids[i][:, None] == batch.ids[i]) & real
+            pairs["duplicate"] = np.tril(same, -1)
+            pairs["induction"] = np.tril(np.pad(same, ((0, 0), (1, 0)))[:, :-1])
+        yield _Text(real, {name: pairs[name] for name in _SHARES if name in pairs})

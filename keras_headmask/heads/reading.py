@@ -1,19 +1,20 @@
 """What attention layers attend to: in one forward, and over many texts with ids and padding."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_headmask import masks
+from keras_headmask.attention import observers
 from keras_headmask.heads import texts
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.retrofit.find import AttentionLayer, Found, find_attention, without_remat
 from keras_headmask.retrofit.select import select
-from keras_headmask.rules import fields
+from keras_headmask.rules import evaluation, fields
+from keras_headmask.rules.base import MaskSpec
 
 
 def attention_probabilities(
@@ -61,7 +62,7 @@ def _forward(model: keras.Model, entries: list[AttentionLayer], inputs: Any) -> 
     """Run the model once, as in inference; each run of an attention layer as a `Seen`."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
-    with watched(entries) as seen, without_remat(model), _without_gradients():
+    with watched(entries) as seen, without_remat(model), observers.without_gradients():
         model(inputs, training=False)
     if not seen:
         raise ValueError(
@@ -90,14 +91,6 @@ def _in_numpy(seen: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield one.path, values.astype("float32", copy=False)
 
 
-def _without_gradients() -> AbstractContextManager[Any]:
-    if keras.backend.backend() != "torch":
-        return contextlib.nullcontext()
-    import torch
-
-    return torch.no_grad()
-
-
 # --- Many texts ----------------------------------------------------------------------------------
 
 
@@ -122,6 +115,18 @@ class Batch(NamedTuple):
     ids: np.ndarray | None
     real: np.ndarray
     layers: Iterator[tuple[str, np.ndarray]]
+
+
+def allowed_pairs(specs: Sequence[MaskSpec], batch: Batch) -> Iterator[np.ndarray]:
+    """The pairs of real tokens that each of `specs` allows, `(specs, T, T)`, for each text."""
+    length = batch.real.shape[1]
+    by_spec = []
+    for spec in specs:
+        inputs = dict.fromkeys(spec.inputs, batch.ids)  # (none reads anything else)
+        mask = ops.convert_to_numpy(evaluation.make_mask(spec, length, length, 1, inputs))
+        by_spec.append(np.broadcast_to(mask[:, 0], (len(batch.real), length, length)))
+    for i, real in enumerate(batch.real):
+        yield np.stack([mask[i] for mask in by_spec]) & real & real[:, None]
 
 
 class Reader:

@@ -13,7 +13,8 @@ from keras import ops
 from keras_headmask.heads.ablation import Head, Sweep, check_sweep
 from keras_headmask.heads.measures import with_null
 from keras_headmask.heads.progress import Progress
-from keras_headmask.heads.reading import Batch, Reader, real_shares
+from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
+from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.retrofit.find import numbered
 from keras_headmask.rules import evaluation, fields, recipes
@@ -126,16 +127,11 @@ class Suggestion(Printed):
         Raises:
             ImportError: without matplotlib.
         """
-        from keras_headmask.look import panels, plotting
-
-        drawn = panels.Panels(
-            [panels.Panel((0,), self.computed)], 1, (1, 1), (None, None), query_offset=0
-        )
         caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
         if any(self.causal):
             caption.append("Pairs of causal layers: those that do not look ahead")
-        figures = plotting.figures_module()
-        return figures.heads_figure(drawn, ["computed"], 1.0, "share of pairs", caption)
+        values = {"computed": self.computed}
+        return plotting.figures_module().heads_figure(values, "share of pairs", caption)
 
     def to_json(self) -> dict[str, Any]:
         """The suggestion as JSON has it; NaN is null.
@@ -181,9 +177,8 @@ def suggest_rules(
     of a model, the masked model is measured, and heads are opened (`Full()`; in a causal layer
     `Window(after=0)`), one more each time, those that lost most attention first, until the metric
     is within `tolerance` of the model's own. That takes up to one run of `metric` for each head. It
-    gets copies, compiled as `model` is; in each a query that sees no key, as at padding, has
-    context 0, as under any rule. A search that is interrupted, or whose metric raises, keeps what
-    it has: in `save_to`, and as the attribute `suggestion` of the exception.
+    gets copies, as in `ablate_heads`. A search that is interrupted, or whose metric raises, keeps
+    what it has: in `save_to`, and as the attribute `suggestion` of the exception.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -195,11 +190,8 @@ def suggest_rules(
             sentences.
         sinks: How many first tokens stay open beside a window, at least 1.
         layers, token_ids, padding, batch_size: As in `measure_heads`.
-        metric: A function of a model; returns one finite number, the same each time.
+        metric, better, save_to: As in `ablate_heads`.
         tolerance: How much worse the metric may be than the model's own.
-        better: Which metric is better, "higher" or "lower".
-        save_to: A JSON file, written after each run of `metric`. If it is there already, what it
-            holds is not measured again, but for the metric of the model itself.
         verbose: As in `measure_heads`.
 
     Returns:
@@ -314,18 +306,10 @@ class _Counts:
 
     def _masks(self, batch: Batch) -> Iterator[np.ndarray]:
         """The pairs that each rule allows, for each text. They are counted, too."""
-        length = batch.real.shape[1]
-        inputs = {} if batch.ids is None else {"token_ids": batch.ids}
-        masks = []
-        for spec in self.family:
-            read = {name: inputs[name] for name in spec.inputs}
-            mask = ops.convert_to_numpy(evaluation.make_mask(spec, length, length, 1, read))
-            masks.append(np.broadcast_to(mask[:, 0], (len(batch.real), length, length)))
-        back = np.tri(length, dtype=bool)
-        for i, real in enumerate(batch.real):
-            allowed = np.stack([mask[i] for mask in masks]) & real & real[:, None]
+        back = np.tri(batch.real.shape[1], dtype=bool)
+        for allowed in allowed_pairs(self.family, batch):
             self.pairs += np.stack([allowed.sum((1, 2)), (allowed & back).sum((1, 2))], -1)
-            yield allowed.reshape(len(masks), -1)
+            yield allowed.reshape(len(allowed), -1)
 
     def suggestion(self, keep: float, longest: int) -> Suggestion:
         heads = max(len(layer.queries) for layer in self.layers.values())

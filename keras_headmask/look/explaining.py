@@ -401,16 +401,15 @@ def _explained(
     length, keys = (n if isinstance(n, int) else queries or _LENGTH for n in sizes)
     offset = request.query_offset if isinstance(request.query_offset, int) else 0
     few = _are_few(request, part) if isinstance(chosen, Loop) else False
-    shares = [
-        1.0 if few else kernel.share(group, length, keys, offset) for group, kernel in of_groups
+    groups = [
+        OfHeads(x.heads, kernel.name, 1.0 if few else kernel.share(x, length, keys, offset))
+        for x, kernel in of_groups
     ]
+    is_one = len({group.kernel for group in groups}) == 1
     return Explanation(
         name,
-        _names(of_groups) if len({x.name for _, x in of_groups}) == 1 else chosen.name,
-        tuple(
-            OfHeads(group.heads, kernel.name, share)
-            for (group, kernel), share in zip(of_groups, shares, strict=True)
-        ),
+        groups[0].kernel if is_one else chosen.name,
+        tuple(groups),
         (length, keys),
         refused,
         tuple(_ways(request, part, chosen, few, length, may_force)),
@@ -436,10 +435,6 @@ def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kern
     return chosen, of_groups, tuple(reasons)
 
 
-def _names(of_groups: list[tuple[Part, Kernel]]) -> str:
-    return listed(list(dict.fromkeys(kernel.name for _, kernel in of_groups)), "and")
-
-
 def _are_few(request: Request, part: Part) -> bool | None:
     """Whether `Loop` computes all logits; `None` where the run decides."""
     from keras_headmask.attention.tensorflow.by_size import most_logits
@@ -457,7 +452,8 @@ def _when_compiled(request: Request) -> str:
     def look() -> None:
         try:
             _, of_groups, _ = _chosen(request, choose.part_of_all(request))
-            found.append(_names(of_groups))
+            names = dict.fromkeys(kernel.name for _, kernel in of_groups)
+            found.append(listed(list(names), "and"))
         except ValueError as reason:
             found.append(f"an error, {reason}".rstrip("."))
 

@@ -117,14 +117,12 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.ablation import Ablation, ablate_heads
-    from keras_headmask.heads.head_report import HeadReport
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
-    from keras_headmask.heads.measures import measure_heads
-    from keras_headmask.heads.probabilities import attention_probabilities
+    from keras_headmask.heads.measures import HeadReport, measure_heads
     from keras_headmask.heads.prune import prune_heads
-    from keras_headmask.heads.suggest import suggest_rules
-    from keras_headmask.heads.suggestion import Suggestion
+    from keras_headmask.heads.reading import attention_probabilities
+    from keras_headmask.heads.suggest import Suggestion, suggest_rules
     from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
     from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
     from keras_headmask.linting.linter import Finding, lint
@@ -153,14 +151,12 @@ _HOMES = {
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.ablation": "Ablation ablate_heads",
-    "heads.head_report": "HeadReport",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",
-    "heads.measures": "measure_heads",
-    "heads.probabilities": "attention_probabilities",
+    "heads.measures": "HeadReport measure_heads",
+    "heads.reading": "attention_probabilities",
     "heads.prune": "prune_heads",
-    "heads.suggest": "suggest_rules",
-    "heads.suggestion": "Suggestion",
+    "heads.suggest": "Suggestion suggest_rules",
     "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
     "linting.linter": "Finding lint",

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
+import keras
+
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import Held, holding
 
@@ -170,3 +172,12 @@ class _Wrapper:
         if usual is None:
             usual = getattr(type(self.holder), self.name).__get__(as_seen(self.holder))
         return run(self.holder, self.name, usual, *args, **kwargs)
+
+
+def without_gradients() -> AbstractContextManager[Any]:
+    """Keep nothing for gradients, which PyTorch does by default."""
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()

@@ -1,32 +1,40 @@
-"""What each head is worth: a metric with the head switched off (Michel et al. 2019)."""
+"""What each head is worth: a metric with the head switched off (Michel et al. 2019).
 
+`Sweep` measures variants of a model, each once. `suggest_rules` uses it, too.
+"""
+
+import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
-from keras_headmask.heads import sweeps
+from keras_headmask import _keras
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.find import AttentionLayer, find_attention
+from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.retrofit.select import select
+from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import Nothing
+from keras_headmask.rules.positions import Keys, Nothing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Head = tuple[int, int]  # its layer, and its number in there
-Off = tuple[Head, ...]  # the heads that are switched off, in order
+Heads = tuple[Head, ...]  # in order
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,8 +53,8 @@ class Ablation(Printed):
     model: str
     paths: tuple[str, ...]
     num_heads: tuple[int, ...]
-    values: Mapping[Off, float]
-    order: tuple[Head, ...] = ()
+    values: Mapping[Heads, float]
+    order: Heads = ()
 
     @property
     def changes(self) -> np.ndarray:
@@ -63,7 +71,7 @@ class Ablation(Printed):
     @property
     def steps(self) -> tuple[float, ...]:
         """The metric after each head of `order` is switched off, with those before it."""
-        return tuple(self.values[_sorted(self.order[: i + 1])] for i in range(len(self.order)))
+        return tuple(self.values[off] for off in _growing(self.order))
 
     def _said(self) -> Iterator[str | Table]:
         yield f"The metric is {self.values[()]:.4g}. Switching off one head changes it by:"
@@ -86,35 +94,42 @@ class Ablation(Printed):
             ImportError: without matplotlib.
         """
         title = f"Change of the metric, {self.values[()]:.4g}, with one head switched off"
-        return plotting.figures_module().changes_figure(self.changes, title, self.paths)
+        figures = plotting.figures_module()
+        return figures.heads_figure({"": self.changes}, "", [title], paths=self.paths)
 
     def to_json(self) -> dict[str, Any]:
         """The ablation as JSON has it, a dict of which `from_json` makes the same value."""
-        values = {",".join(f"{i}-{j}" for i, j in off): x for off, x in self.values.items()}
+        values = {",".join(f"{i}-{j}" for i, j in heads): x for heads, x in self.values.items()}
         return dataclasses.asdict(self) | {"values": values}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Ablation":
-        """The value whose `to_json` is `found`.
+    def from_json(cls, saved: Mapping[str, Any]) -> "Ablation":
+        """The value whose `to_json` is `saved`.
 
         Args:
-            found: What `to_json` gave, also after a file.
+            saved: What `to_json` returned, also after a file.
 
         Raises:
-            ValueError: if `to_json` did not give it.
+            ValueError: if `to_json` did not return it.
         """
         try:
-            values = {
-                tuple(_head(part) for part in off.split(",") if part): float(value)
-                for off, value in found["values"].items()
-            }
-            paths, num_heads = tuple(found["paths"]), tuple(found["num_heads"])
-            order = tuple((layer, head) for layer, head in found["order"])
-            _check(num_heads, values, order)
-            return cls(found["model"], paths, num_heads, values, order)
+            values: dict[Heads, float] = {}
+            for text, value in saved["values"].items():
+                pairs = (part.split("-") for part in text.split(",") if part)
+                values[tuple((int(layer), int(head)) for layer, head in pairs)] = float(value)
+            order = tuple((layer, head) for layer, head in saved["order"])
+            num_heads = tuple(saved["num_heads"])
+            for layer, head in itertools.chain(order, *values):
+                if not (0 <= layer < len(num_heads) and 0 <= head < num_heads[layer]):
+                    raise ValueError(f"there is no head {head} of layer {layer}")
+            if missing := {(), *_growing(order)} - values.keys():
+                raise ValueError(f"the metric without the heads {min(missing)} is missing")
+            if wrong := [value for value in values.values() if not math.isfinite(value)]:
+                raise ValueError(f"a metric is {wrong[0]}")
+            return cls(saved["model"], tuple(saved["paths"]), num_heads, values, order)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"`found` must be what `Ablation.to_json` gave. Received: {str(found)[:80]} "
+                f"`saved` must be what `Ablation.to_json` returned. Received: {str(saved)[:80]} "
                 f"({error!r})."
             ) from error
 
@@ -173,124 +188,208 @@ def ablate_heads(
     layer      head 0  head 1
     attention  -36     -36
     """
-    if better not in ("higher", "lower"):
-        raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
     if steps is not None and not greedy:
         raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
     steps = None if steps is None else whole_number(steps, "steps", at_least=1)
-    check_verbose(verbose)
-    sweeps.check_metric(metric)
-    sweep = _Sweep(model, metric, layers, save_to)
-    try:
-        sweep.run(greedy, better == "higher", steps, verbose)
-    except BaseException as error:
-        if sweep.values:
-            file = sweep.file if sweep.is_saved else None
-            sweeps.keep_with(error, "ablation", sweep.result(), file)
-        raise
-    return sweep.result()
+    file = check_sweep(metric, better, save_to, verbose)
+    found = find_attention(model)
+    entries = [found.known[number] for number in select(found, layers)]
+    left = [(i, head) for i, entry in enumerate(entries) for head in range(entry.num_heads)]
+    rounds = 1 if not greedy else min(len(left), steps or len(left))
+    bar = Progress(sum(len(left) - number for number in range(rounds)), "runs", verbose)
+    best = max if better == "higher" else min
+    order: list[Head] = []
 
+    def without(heads: Heads) -> dict[str, MaskSpec]:
+        return {
+            entries[layer].path: PerHead({tuple(head for _, head in of_layer): Nothing()})
+            for layer, of_layer in itertools.groupby(heads, key=lambda head: head[0])
+        }
 
-class _Sweep:
-    """One call of `ablate_heads`."""
-
-    def __init__(self, model: Any, metric: Callable, layers: Any, save_to: Any):
-        found = find_attention(model)
-        self.model, self.metric = model, metric
-        self.entries = [found.known[number] for number in select(found, layers)]
-        self.file = sweeps.file_of(save_to)
-        self.digest = sweeps.digest(model, self.entries)
-        self.values: dict[Off, float] = {}
-        self.is_saved = False  # all of them
-        self.order: tuple[Head, ...] = ()
-
-    def result(self) -> Ablation:
-        paths = tuple(entry.path for entry in self.entries)
-        num_heads = tuple(entry.num_heads for entry in self.entries)
-        return Ablation(self.digest, paths, num_heads, dict(self.values), self.order)
-
-    def run(self, greedy: bool, higher: bool, steps: int | None, verbose: Any) -> None:
-        saved = self._saved()
-        own = sweeps.finite(
-            self.metric(sweeps.variant(self.model, self.entries)), "the model itself"
-        )
-        sweeps.check_own(self.file, saved.get((), own), own)
-        self.values = {(): own, **saved}
-        self._save()
-        every = [(i, head) for i, x in enumerate(self.entries) for head in range(x.num_heads)]
-        count = 1 if not greedy else min(len(every), steps or len(every))
-        bar = Progress(sum(len(every) - step for step in range(count)), "runs", verbose)
-        for _ in range(count):
-            left = [head for head in every if head not in self.order]
+    sweep = Sweep(model, entries, without, metric, file)
+    with sweep.keeping("ablation", lambda: sweep.result(order)):
+        sweep.start()
+        for _ in range(rounds):
+            values = {}
             for head in left:
-                self._measure(_sorted((*self.order, head)))
+                off = sorted([*order, head])
+                names = ", ".join(f"head {head} of layer {layer}" for layer, head in off)
+                values[head] = sweep.value(off, f"the model without {names}")
                 bar.step()
             if greedy:
-                metrics = [self.values[_sorted((*self.order, head))] for head in left]
-                best = max(metrics) if higher else min(metrics)
-                self.order += (left[metrics.index(best)],)
+                order.append(best(left, key=values.__getitem__))
+                left.remove(order[-1])
+    return sweep.result(order)
+
+
+def _growing(order: Heads) -> list[Heads]:
+    """The heads that are off after each step."""
+    return [tuple(sorted(order[: i + 1])) for i in range(len(order))]
+
+
+def _change(x: float) -> str:
+    return "?" if math.isnan(x) else f"{x:+.3g}"
+
+
+# --- A metric of many variants -------------------------------------------------------------------
+
+
+def check_sweep(metric: Any, better: Any, save_to: Any, verbose: Any) -> Path | None:
+    """Raise for arguments that no sweep takes. Returns the file to save to."""
+    if not callable(metric):
+        raise TypeError(
+            "`metric` must be a function of a model that returns a number, such as `lambda model: "
+            f"model.evaluate(x, y)[1]`. Received: {metric!r}."
+        )
+    if better not in ("higher", "lower"):
+        raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
+    check_verbose(verbose)
+    file = None if save_to is None else Path(save_to)
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ValueError(
+            "`save_to` must be a file, there or not yet, in a folder that is there. Received: "
+            f"{str(save_to)!r}."
+        )
+    return file
+
+
+class Sweep:
+    """A metric of variants of a model, each measured once; `file` keeps them as an `Ablation`.
+
+    A variant is named by the heads that are restricted; that of no heads is the model itself.
+    `specs_for` has its rules, by the path of the layer, which hold beside the model's own.
+    `depends_on` is plain JSON on which these rules depend.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        entries: list[AttentionLayer],
+        specs_for: Callable[[Heads], Mapping[str, MaskSpec]],
+        metric: Callable[[keras.Model], Any],
+        file: Path | None,
+        depends_on: Any = None,
+    ):
+        self.model, self.entries, self.specs_for = model, entries, specs_for
+        self.metric, self.file = metric, file
+        self.digest = _digest(model, entries, depends_on)
+        self.values: dict[Heads, float] = {}
+        self.is_saved = False  # all of them
+
+    def result(self, order: Iterable[Head] = ()) -> Ablation:
+        paths = tuple(entry.path for entry in self.entries)
+        num_heads = tuple(entry.num_heads for entry in self.entries)
+        return Ablation(self.digest, paths, num_heads, dict(self.values), tuple(order))
+
+    def start(self) -> float:
+        """The metric of the model itself. It is always measured: so a file of another metric shows.
+
+        From then on a variant that the file holds is not measured again.
+        """
+        saved, value = self._saved(), self._measured((), "the model itself")
+        if not math.isclose(saved.get((), value), value, rel_tol=1e-3, abs_tol=1e-9):
+            raise ValueError(
+                f"{self.file} is of another metric, or of other data: there the model's own is "
+                f"{saved[()]}, and now {value}. Pass another `save_to`, or delete the file."
+            )
+        self.values = {(): value, **saved}
         self._save()
+        return self.values[()]
 
-    def _measure(self, off: Off) -> None:
-        if off not in self.values:
-            # A new model for each: in one model whose rule changes, functions that a metric
-            # compiled before would go on without the change, and it would take about as long.
-            names = ", ".join(f"head {head} of layer {layer}" for layer, head in off)
-            value = self.metric(self._without(off))
-            self.values[off] = sweeps.finite(value, f"the model without {names}")
+    def value(self, heads: Iterable[Head], name: str) -> float:
+        """The metric of one variant. Errors call it `name`."""
+        key = tuple(sorted(heads))
+        if key not in self.values:
+            self.values[key] = self._measured(key, name)
             self._save()
+        return self.values[key]
 
-    def _without(self, off: Off) -> keras.Model:
-        rules = {}
-        for layer, heads in itertools.groupby(off, key=lambda head: head[0]):
-            path = f"^{re.escape(self.entries[layer].path)}$"
-            rules[path] = PerHead({tuple(head for _, head in heads): Nothing()})
-        return sweeps.variant(self.model, self.entries, rules)
+    @contextlib.contextmanager
+    def keeping(self, attribute: str, result: Callable[[], Any]) -> Iterator[None]:
+        """Let an exception that ends the sweep hold what was measured, and say where it is."""
+        try:
+            yield
+        except BaseException as error:
+            if self.values:
+                setattr(error, attribute, result())
+                file = f", and in {self.file}, from which a new call goes on"
+                error.add_note(
+                    f"What was measured before is in the attribute `{attribute}` of this exception"
+                    f"{file if self.is_saved else ''}."
+                )
+            raise
 
-    def _saved(self) -> Mapping[Off, float]:
+    def _measured(self, heads: Heads, name: str) -> float:
+        """The metric of a new copy, compiled as the model is.
+
+        In one copy whose rule changes, functions that a metric compiled before would go on without
+        the change, and it would take about as long. Each layer gets a rule, if only one that hides
+        nothing: for a query that sees no key, as at padding, stock Keras takes the mean of all
+        values, and attention under a rule 0.
+        """
+        from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+
+        specs: dict[str, MaskSpec] = {entry.path: Keys(0) for entry in self.entries}
+        specs |= {path: spec & Keys(0) for path, spec in self.specs_for(heads).items()}
+        by_regex = {f"^{re.escape(path)}$": spec for path, spec in specs.items()}
+        copy = apply_head_masks(self.model, by_regex, existing="and")
+        _keras.compile_alike(self.model, copy)
+        return _finite(self.metric(copy), name)
+
+    def _saved(self) -> Mapping[Heads, float]:
         if self.file is None or not self.file.is_file():
             return {}
         try:
             saved = Ablation.from_json(json.loads(self.file.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(
-                f"{self.file} (`save_to`) is no file of `ablate_heads`: {error} Pass another."
+                f"{self.file} (`save_to`) is no file of `ablate_heads` or `suggest_rules`: {error} "
+                "Pass another."
             ) from error
         if saved.model != self.digest:
             raise ValueError(
-                f"{self.file} is of another model, or of other layers: weights, rules and "
-                "`layers` must be the same. Pass another `save_to`, or delete the file."
+                f"{self.file} is of another model, of other layers, or of other suggested rules. "
+                "Pass another `save_to`, or delete the file."
             )
         return saved.values
 
     def _save(self) -> None:
         if self.file is not None:
             self.is_saved = False
-            sweeps.write_whole(self.file, json.dumps(self.result().to_json()))
+            _write_whole(self.file, json.dumps(self.result().to_json()))
             self.is_saved = True
 
 
-def _check(num_heads: Sequence[int], values: Mapping[Off, float], order: Off) -> None:
-    """Raise unless there are such heads, each value is finite, and none is missing."""
-    for layer, head in itertools.chain(order, *values):
-        if not (0 <= layer < len(num_heads) and 0 <= head < num_heads[layer]):
-            raise ValueError(f"there is no head {head} of layer {layer}")
-    if () not in values:
-        raise ValueError("the metric of the model itself is missing")
-    if missing := {_sorted(order[: i + 1]) for i in range(len(order))} - values.keys():
-        raise ValueError(f"the metric without {min(missing)} is missing")
-    if wrong := [value for value in values.values() if not math.isfinite(value)]:
-        raise ValueError(f"a metric is {wrong[0]}")
+def _digest(model: keras.Model, entries: list[AttentionLayer], depends_on: Any) -> str:
+    """Of all that a metric depends on, apart from its function and data."""
+    specs = [spec_of(entry.layer) for entry in entries]
+    rules = [None if spec is None else spec.get_config() for spec in specs]
+    layers = [(x.path, x.num_heads, rule) for x, rule in zip(entries, rules, strict=True)]
+    digest = hashlib.sha256(json.dumps([layers, depends_on]).encode())
+    for weight in model.weights:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(weight)).tobytes())
+    return digest.hexdigest()
 
 
-def _sorted(heads: Sequence[Head]) -> Off:
-    return tuple(sorted(heads))
+def _finite(value: Any, name: str) -> float:
+    """`value` as a number; `name` says of which model it is the metric."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        text, shape = " ".join(repr(value).split()), tuple(getattr(value, "shape", ()))
+        text = text if len(text) < 80 else f"{text[:77]}..."
+        raise ValueError(
+            f"`metric` must return one finite number. Received for {name}: "
+            f"{f'shape {shape}, ' if shape else ''}{text}. Of a list or dict, as `model.evaluate` "
+            "returns, pick one; skip or clip batches of inf and NaN."
+        )
+    return number
 
 
-def _head(text: str) -> Head:
-    layer, head = text.split("-")
-    return int(layer), int(head)
-
-
-def _change(x: float) -> str:
-    return "?" if math.isnan(x) else f"{x:+.3g}"
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file as a whole, so that an interrupt leaves it as it was."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")
+    written.write_text(text, encoding="utf-8")
+    os.replace(written, file)

@@ -1,30 +1,147 @@
 """`hm.suggest_rules`: the cheapest rule of each head that keeps most of its attention."""
 
 import dataclasses
-import functools
-import json
-import math
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.heads import sweeps
-from keras_headmask.heads.pairs import shares
-from keras_headmask.heads.progress import Progress, check_verbose
-from keras_headmask.heads.reading import Batch, Reader
-from keras_headmask.heads.suggestion import Suggestion
+from keras_headmask.heads.ablation import Head, Sweep, check_sweep
+from keras_headmask.heads.measures import with_null
+from keras_headmask.heads.progress import Progress
+from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
+from keras_headmask.look import plotting
+from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.retrofit.find import numbered
 from keras_headmask.rules import evaluation, fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
+from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Full, Keys, Nothing, Window
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _WINDOWS = tuple(2**k for k in range(13))  # positions behind the query
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Suggestion(Printed):
+    """A rule for each head, with what it keeps and computes on the texts.
+
+    Attributes:
+        specs: By the path of the layer, the rule of each head.
+        numbers: By path, the number by which `apply_head_masks` names the layer, if it has one.
+        keep: The share of attention that was to be kept.
+        kept: The share that is kept, `(layers, heads)`; NaN where a layer has fewer heads.
+        computed: The share that the rule allows of the pairs of tokens, `(layers, heads)`; in a
+            causal layer of those pairs that do not look ahead.
+        longest: The length of the longest text, in tokens.
+        causal: By layer, whether no attention went to a later token.
+        metrics: With `metric=`: that of the model itself, then of each model that was tried, with
+            one head more open each time.
+    """
+
+    specs: dict[str, tuple[MaskSpec, ...]]
+    numbers: dict[str, int | None]
+    keep: float
+    kept: np.ndarray
+    computed: np.ndarray
+    longest: int
+    causal: tuple[bool, ...]
+    metrics: tuple[float, ...] = ()
+
+    @property
+    def rules(self) -> dict[str, dict[str, Any]]:
+        """The rules as plain JSON, by layer: what `apply_head_masks` takes."""
+        rules = {}
+        for path, specs in self.specs.items():
+            number = self.numbers[path]
+            name = f"^{re.escape(path)}$" if number is None else str(number)
+            rules[name] = _of_heads(specs).get_config()
+        return rules
+
+    @property
+    def cache(self) -> float | None:
+        """The share of a cache's bytes that heads need at the longest text.
+
+        `None` unless all layers are causal.
+
+        By positions: a rule that reads ids counts as all.
+        """
+        if not all(self.causal):
+            return None
+        specs = [spec for specs in self.specs.values() for spec in specs]
+        return float(np.mean([1.0 if spec.inputs else self._seen(spec) for spec in specs]))
+
+    def _seen(self, spec: MaskSpec) -> float:
+        """Of the keys, those that the last query sees."""
+        last = evaluation.make_mask(spec, 1, self.longest, 1, query_offset=self.longest - 1)
+        return float(ops.convert_to_numpy(last).mean())
+
+    def _said(self) -> Iterator[str | Table]:
+        rows = [
+            [
+                (f"head {head}", str(spec), f"keeps {kept:.2f}, computes {computed:.2f}")
+                for head, (spec, kept, computed) in enumerate(zip(*of_layer, strict=False))
+            ]
+            for of_layer in zip(self.specs.values(), self.kept, self.computed, strict=True)
+        ]
+        yield Table(of_layers(list(self.specs), rows))
+        if self.metrics:
+            own, *tried = self.metrics
+            last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
+            yield f"The metric is {own:.4g}; {len(tried)} models were tried, {last}."
+
+    def opened(self, heads: Iterable[Head]) -> "Suggestion":
+        """The same with `Full()` for some heads; in a causal layer with `Window(after=0)`.
+
+        Args:
+            heads: Pairs of a layer, counted as in `kept`, and a head.
+
+        Raises:
+            ValueError: if there is no such head.
+        """
+        specs = [list(of_layer) for of_layer in self.specs.values()]
+        kept, computed = self.kept.copy(), self.computed.copy()
+        for layer, head in heads:
+            if not (0 <= layer < len(specs) and 0 <= head < len(specs[layer])):
+                raise ValueError(f"There is no head {head} of layer {layer}: {[*self.specs]}.")
+            specs[layer][head] = Window(after=0) if self.causal[layer] else Full()
+            kept[layer, head] = computed[layer, head] = 1.0
+        opened = dict(zip(self.specs, map(tuple, specs), strict=True))
+        return dataclasses.replace(self, specs=opened, kept=kept, computed=computed)
+
+    def plot(self) -> "Figure":
+        """The share of pairs that each head computes, layers x heads: dark = much.
+
+        Needs matplotlib: `pip install matplotlib`.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ImportError: without matplotlib.
+        """
+        caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
+        if any(self.causal):
+            caption.append("Pairs of causal layers: those that do not look ahead")
+        values = {"computed": self.computed}
+        return plotting.figures_module().heads_figure(values, "share of pairs", caption)
+
+    def to_json(self) -> dict[str, Any]:
+        """The suggestion as JSON has it; NaN is null.
+
+        Returns:
+            A dict of plain values.
+        """
+        rules = {"keep": self.keep, "rules": self.rules}
+        shares = {"kept": with_null(self.kept), "computed": with_null(self.computed)}
+        return rules | shares | {"cache": self.cache, "metrics": list(self.metrics)}
 
 
 def suggest_rules(
@@ -60,9 +177,8 @@ def suggest_rules(
     of a model, the masked model is measured, and heads are opened (`Full()`; in a causal layer
     `Window(after=0)`), one more each time, those that lost most attention first, until the metric
     is within `tolerance` of the model's own. That takes up to one run of `metric` for each head. It
-    gets copies, compiled as `model` is; in each a query that sees no key, as at padding, has
-    context 0, as under any rule. A search that is interrupted, or whose metric raises, keeps what
-    it has: in `save_to`, and as the attribute `suggestion` of the exception.
+    gets copies, as in `ablate_heads`. A search that is interrupted, or whose metric raises, keeps
+    what it has: in `save_to`, and as the attribute `suggestion` of the exception.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -74,11 +190,8 @@ def suggest_rules(
             sentences.
         sinks: How many first tokens stay open beside a window, at least 1.
         layers, token_ids, padding, batch_size: As in `measure_heads`.
-        metric: A function of a model; returns one finite number, the same each time.
+        metric, better, save_to: As in `ablate_heads`.
         tolerance: How much worse the metric may be than the model's own.
-        better: Which metric is better, "higher" or "lower".
-        save_to: A JSON file, written after each run of `metric`. If it is there already, what it
-            holds is not measured again, but for the metric of the model itself.
         verbose: As in `measure_heads`.
 
     Returns:
@@ -106,32 +219,41 @@ def suggest_rules(
     if keep == 0:
         raise ValueError("`keep` must be above 0: `Nothing()` keeps nothing. Received: 0.")
     fields.whole_number(sinks, "sinks", at_least=1)
-    if better not in ("higher", "lower"):
-        raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
-    check_verbose(verbose)
     tolerance = fields.not_negative(tolerance, "tolerance")
-    if metric is not None:
-        sweeps.check_metric(metric)
-    file = sweeps.file_of(save_to)
-    reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
+    # (Without a metric these arguments are checked as with one.)
+    file = check_sweep(len if metric is None else metric, better, save_to, verbose)
+    looked_for = {"end_ids": end_ids, "special_ids": special_ids}
+    reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
     family = [*_family(sinks, end_ids, special_ids)]
-    counted = _Counted(family, {entry.path: number for number, entry in numbered(reader.found)})
-    bar = Progress(reader.count, "batches", verbose)
-    for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
-        counted.add(batch)
-        bar.step()
-    found = counted.suggestion(keep, reader.longest)
+    numbers = {entry.path: number for number, entry in numbered(reader.survey)}
+    counts = _Counts(family, numbers)
+    for batch in reader.read(verbose):
+        counts.add(batch)
+    suggestion = counts.suggestion(keep, reader.longest)
     if metric is None:
-        return found
-    digest = sweeps.digest(model, reader.entries, found.rules)
-    opening = _Opening(reader, metric, found, file, digest)
-    try:
-        return opening.until(tolerance, better == "higher", verbose)
-    except BaseException as error:
-        if opening.values:
-            partial = dataclasses.replace(found, metrics=tuple(opening.values))
-            sweeps.keep_with(error, "suggestion", partial, file if opening.is_saved else None)
-        raise
+        return suggestion
+    limited = [(i, j) for i, j in np.argwhere(suggestion.computed < 1).tolist()]
+    limited.sort(key=lambda head: (suggestion.kept[head], head))
+    tried: list[float] = []
+    bar = Progress(len(limited), "models", verbose)
+
+    def with_rules(heads: Iterable[Head]) -> dict[str, MaskSpec]:
+        opened = suggestion.opened(set(limited) - set(heads))
+        return {path: _of_heads(specs) for path, specs in opened.specs.items()}
+
+    sweep = Sweep(model, reader.entries, with_rules, metric, file, suggestion.rules)
+    with sweep.keeping("suggestion", lambda: dataclasses.replace(suggestion, metrics=(*tried,))):
+        tried.append(sweep.start())
+        # (With all of them open it is the model itself.)
+        for count in range(len(limited)):
+            tried.append(sweep.value(limited[count:], f"the model with {count} heads opened"))
+            bar.step()
+            worse = tried[0] - tried[-1] if better == "higher" else tried[-1] - tried[0]
+            if worse <= tolerance:
+                break
+        else:
+            count = len(limited)
+    return dataclasses.replace(suggestion.opened(limited[:count]), metrics=tuple(tried))
 
 
 def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
@@ -148,153 +270,72 @@ def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
     yield from (Keys(0, sinks) | window for window in windows)
 
 
-class _Layer:
-    """Sums over the texts for one layer: attention kept, and pairs allowed."""
-
-    def __init__(self, heads: int, rules: int):
-        self.queries = np.zeros(heads)
-        self.kept = np.zeros((heads, rules))
-        self.is_causal = True
-
-
-class _Pairs(NamedTuple):
-    """Pairs of one text that a rule allows, and how many of them look back."""
-
-    masks: np.ndarray  # (rules, pairs)
-    counts: np.ndarray  # (rules, 2): all, and those not after the query
+def _of_heads(specs: tuple[MaskSpec, ...]) -> MaskSpec:
+    """The rule of a layer: each head obeys its own of `specs`."""
+    heads: dict[MaskSpec, list[int]] = {}
+    for head, spec in enumerate(specs):
+        heads.setdefault(spec, []).append(head)
+    if len(heads) == 1:
+        return specs[0]
+    return PerHead({tuple(numbers): spec for spec, numbers in heads.items()})
 
 
-class _Counted:
-    """Adds up batches."""
+class _Counts:
+    """Attention that each rule keeps, and pairs that it allows, over the texts.
+
+    `numbers`: by the path of each layer, the number by which `apply_head_masks` names it.
+    """
 
     def __init__(self, family: list[MaskSpec], numbers: dict[str, int | None]):
-        self.family, self.numbers = family, numbers  # by the path of each layer
+        self.family, self.numbers = family, numbers
         self.layers: dict[str, _Layer] = {}
-        self.pairs = np.zeros((len(family), 2))
+        self.pairs = np.zeros((len(family), 2))  # all, and those not after the query
 
     def add(self, batch: Batch) -> None:
-        of_texts: list[_Pairs] = []
+        masks: list[np.ndarray] = []  # of each text, (rules, pairs)
         for path, probabilities in batch.layers:
-            if not of_texts:
-                of_texts = list(self._of_texts(batch))
-                self.pairs += sum(text.counts for text in of_texts)
+            masks = masks or list(self._masks(batch))
             if path not in self.numbers:  # "path[1]": all runs of a layer obey its one rule
                 path = path.rpartition("[")[0]
             layer = self.layers.setdefault(path, _Layer(probabilities.shape[1], len(self.family)))
-            for of_text, text, real in zip(probabilities, of_texts, batch.real, strict=True):
-                self._add_text(layer, of_text, text, real)
+            for of_text, allowed, real in zip(probabilities, masks, batch.real, strict=True):
+                shares, sees = real_shares(of_text, real)
+                layer.queries += sees.sum(1)
+                layer.kept += shares.reshape(len(shares), -1) @ allowed.T.astype(shares.dtype)
+                layer.is_causal &= not np.triu(shares, 1).any()
 
-    def _of_texts(self, batch: Batch) -> Iterator[_Pairs]:
-        length = batch.real.shape[1]
-        inputs = {} if batch.ids is None else {"token_ids": batch.ids}
-        masks = []
-        for spec in self.family:
-            read = {name: inputs[name] for name in spec.inputs}
-            mask = ops.convert_to_numpy(evaluation.make_mask(spec, length, length, 1, read))
-            masks.append(np.broadcast_to(mask[:, 0], (len(batch.real), length, length)))
-        back = np.tri(length, dtype=bool)
-        for i, real in enumerate(batch.real):
-            of_text = np.stack([mask[i] for mask in masks]) & real & real[:, None]
-            counts = np.stack([of_text.sum((1, 2)), (of_text & back).sum((1, 2))], -1)
-            yield _Pairs(of_text.reshape(len(masks), -1), counts.astype(float))
-
-    @staticmethod
-    def _add_text(layer: _Layer, probabilities: np.ndarray, text: _Pairs, real: Any) -> None:
-        p, sees = shares(probabilities, real)
-        layer.queries += sees.sum(1)
-        layer.kept += p.reshape(len(p), -1) @ text.masks.T.astype(p.dtype)
-        layer.is_causal &= not np.triu(p, 1).any()
+    def _masks(self, batch: Batch) -> Iterator[np.ndarray]:
+        """The pairs that each rule allows, for each text. They are counted, too."""
+        back = np.tri(batch.real.shape[1], dtype=bool)
+        for allowed in allowed_pairs(self.family, batch):
+            self.pairs += np.stack([allowed.sum((1, 2)), (allowed & back).sum((1, 2))], -1)
+            yield allowed.reshape(len(allowed), -1)
 
     def suggestion(self, keep: float, longest: int) -> Suggestion:
         heads = max(len(layer.queries) for layer in self.layers.values())
-        rules: dict[str, tuple[MaskSpec, ...]] = {}
+        specs: dict[str, tuple[MaskSpec, ...]] = {}
         kept, computed = np.full((2, len(self.layers), heads), np.nan)
         causal = tuple(layer.is_causal for layer in self.layers.values())
         for i, (path, layer) in enumerate(self.layers.items()):
             counts = self.pairs[:, int(layer.is_causal)]
             costs = counts / counts[self.family.index(Full())]
-            # A head that sees nothing keeps all that it has.
-            seen = np.where(layer.queries > 0, layer.queries, 1)[:, None]
-            kept_by_rule = np.where(layer.queries[:, None] > 0, layer.kept / seen, 1.0)
-            of_heads = []
-            for head, share in enumerate(kept_by_rule):
+            chosen = []
+            for head, queries in enumerate(layer.queries):
+                # A head that sees nothing keeps all that it has.
+                shares = layer.kept[head] / queries if queries else np.ones(len(costs))
                 # (Sums of float32 shares that are 1 may be a little less.)
-                able = np.flatnonzero(share >= keep - 1e-5)
+                able = np.flatnonzero(shares >= keep - 1e-5)
                 best = min(able, key=lambda rule: (costs[rule], rule))
-                of_heads.append(self.family[best])
-                kept[i, head], computed[i, head] = min(share[best], 1.0), costs[best]
-            rules[path] = tuple(of_heads)
-        return Suggestion(rules, self.numbers, keep, kept, computed, longest, causal)
+                chosen.append(self.family[best])
+                kept[i, head], computed[i, head] = min(shares[best], 1.0), costs[best]
+            specs[path] = tuple(chosen)
+        return Suggestion(specs, self.numbers, keep, kept, computed, longest, causal)
 
 
-class _Opening:
-    """Opens one head after another, and measures each model."""
+class _Layer:
+    """Sums over the queries of one layer."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        metric: Callable[[keras.Model], Any],
-        found: Suggestion,
-        file: Path | None,
-        digest: str,
-    ):
-        self.metric, self.found = metric, found
-        self.variant = functools.partial(sweeps.variant, reader.model, reader.entries)
-        self.file, self.digest = file, digest
-        self.values: list[float] = self._saved()
-        self.is_saved = bool(self.values)  # all of them
-
-    def until(self, tolerance: float, higher: bool, verbose: Any) -> Suggestion:
-        """The first suggestion whose metric is at most `tolerance` worse than the model's own."""
-        own = sweeps.finite(self.metric(self.variant()), "the model itself")
-        if self.values:
-            sweeps.check_own(self.file, self.values[0], own)
-        else:
-            self._keep(own)
-        limited = [(i, j) for i, j in np.argwhere(self.found.computed < 1).tolist()]
-        order = sorted(limited, key=lambda at: (self.found.kept[at], at))
-        bar = Progress(len(order), "models", verbose)
-        # (With all of them open it is the model itself.)
-        for count in range(len(order)):
-            suggestion = self.found.opened(order[:count])
-            if count + 1 == len(self.values):
-                self._measure(suggestion, f"the model with {count} heads opened")
-            value = self.values[count + 1]
-            bar.step()
-            if (own - value if higher else value - own) <= tolerance:
-                return self._result(suggestion, count + 2)
-        return self._result(self.found.opened(order), len(order) + 1)
-
-    def _result(self, suggestion: Suggestion, count: int) -> Suggestion:
-        return dataclasses.replace(suggestion, metrics=tuple(self.values[:count]))
-
-    def _measure(self, suggestion: Suggestion, said: str) -> None:
-        tried = self.variant(suggestion.rules)
-        self._keep(sweeps.finite(self.metric(tried), said))
-
-    def _keep(self, value: float) -> None:
-        self.values.append(value)
-        if self.file is not None:
-            self.is_saved = False
-            text = json.dumps({"model": self.digest, "metrics": self.values})
-            sweeps.write_whole(self.file, text)
-            self.is_saved = True
-
-    def _saved(self) -> list[float]:
-        if self.file is None or not self.file.is_file():
-            return []
-        try:
-            found = json.loads(self.file.read_text(encoding="utf-8"))
-            digest, values = found["model"], [float(x) for x in found["metrics"]]
-            if not all(map(math.isfinite, values)):
-                raise ValueError(f"the metrics {values} are not all finite")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.file} (`save_to`) is no file of `suggest_rules`: {error!r}. Pass another."
-            ) from error
-        if digest != self.digest:
-            raise ValueError(
-                f"{self.file} is of another model, other texts or another `keep`. Pass another "
-                "`save_to`, or delete the file."
-            )
-        return values
+    def __init__(self, heads: int, rules: int):
+        self.queries = np.zeros(heads)
+        self.kept = np.zeros((heads, rules))
+        self.is_causal = True

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -168,7 +168,8 @@ def explain(
     1.0
     """
     given = {k: v for k, v in locals().items() if k != "what" and v is not None}
-    kind = next((name for name, cls in _KINDS.items() if isinstance(what, cls)), None)
+    kinds = {"A rule": MaskSpec, "A model": keras.Model, "A layer": MaskedAttention}
+    kind = next((name for name, cls in kinds.items() if isinstance(what, cls)), None)
     if kind is None:
         raise TypeError(
             "`what` must be a rule, an attention layer of this package, or a model. (A layer of "
@@ -178,7 +179,9 @@ def explain(
     if device not in (None, "cpu", "gpu"):
         raise ValueError(f'`device` must be "cpu" or "gpu". Received: {device!r}.')
     given.pop("device", None)
-    if unknown := sorted(given.keys() - _ARGUMENTS[kind]):
+    by_kind: dict[str, Callable] = {"A rule": _rule, "A layer": _layer, "A model": _model}
+    function = by_kind[kind]
+    if unknown := sorted(given.keys() - inspect.signature(function).parameters.keys()):
         raise TypeError(f"{kind} has no {unknown[0]!r} of its own to set here. Leave it out.")
     for name in ("queries", "keys", "batch", "num_heads", "head_dim"):
         if name in given:
@@ -190,18 +193,11 @@ def explain(
                 f"On {keras.backend.backend()} lengths are known when code runs: pass `queries=`, "
                 f"for example hm.explain(..., queries={_LENGTH})."
             )
-    of: dict[str, Callable] = {"A rule": _of_rule, "A layer": _of_layer, "A model": _of_model}
     with holding(_device, device):
-        return of[kind](what, **given)
+        return function(what, **given)
 
 
 _device: ContextVar[str | None] = ContextVar("device", default=None)  # that is asked about
-_KINDS = {"A rule": MaskSpec, "A model": keras.Model, "A layer": MaskedAttention}
-_ARGUMENTS = {
-    "A rule": {"queries", "keys", "batch", "num_heads", "head_dim", "query_offset", "tiled"},
-    "A layer": {"queries", "keys", "batch", "query_offset", "padding", "training"},
-    "A model": {"queries", "batch", "training"},
-}
 
 
 class _Tensor:
@@ -211,19 +207,24 @@ class _Tensor:
         self.shape, self.dtype = shape, dtype
 
 
-def _inputs(spec: MaskSpec | None, batch: Any, queries: Any, keys: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _inputs(
+    spec: MaskSpec | None, batch: Any, queries: Any, keys: Any, query_offset: int
+) -> dict[str, Any]:
+    """The tensors that `spec` reads."""
+    if query_offset:  # a step: ids of the keys' length serve its queries
+        queries = keys
+    tensors: dict[str, Any] = {}
     for name, kind in ({} if spec is None else spec.inputs).items():
         if kind.rank is None:
-            found[name] = _Tensor((batch, 1, queries, keys), "bool")
+            tensors[name] = _Tensor((batch, 1, queries, keys), "bool")
         else:
-            found[name] = _Tensor((batch, keys), kind.dtype)
+            tensors[name] = _Tensor((batch, keys), kind.dtype)
             if queries != keys:
-                found[name] = _Tensor((batch, queries), kind.dtype), found[name]
-    return found
+                tensors[name] = _Tensor((batch, queries), kind.dtype), tensors[name]
+    return tensors
 
 
-def _of_rule(
+def _rule(
     spec: MaskSpec,
     queries: int | None = None,
     keys: int | None = None,
@@ -237,9 +238,8 @@ def _of_rule(
     heads = enough_heads(spec) if num_heads is None else num_heads
     dtype = keras.config.dtype_policy().compute_dtype
     query, key = (_Tensor((batch, length, heads, head_dim), dtype) for length in (queries, keys))
-    # Ids of the keys' length serve the queries of a step.
-    seen = keys if query_offset else queries
-    given = {"query": query, "key": key, "inputs": _inputs(spec, batch, seen, keys)}
+    inputs = _inputs(spec, batch, queries, keys, query_offset)
+    given = {"query": query, "key": key, "inputs": inputs}
 
     def call(query: Tensor, key: Tensor, inputs: Any) -> Tensor:
         more: dict[str, Any] = {"tiled": tiled, "query_offset": query_offset}
@@ -248,7 +248,7 @@ def _of_rule(
     return _explanations(call, given, queries, {None: repr(spec)}, may_force=True)[0]
 
 
-def _of_layer(
+def _layer(
     layer: Any,
     queries: int | None = None,
     keys: int | None = None,
@@ -261,8 +261,8 @@ def _of_layer(
     copy = type(layer).from_config(layer.get_config())
     query, value = (_Tensor((batch, length, _SIZE)) for length in (queries, keys))
     copy.build(query.shape, value.shape)
-    seen = keys if query_offset else queries
-    given = {"query": query, "inputs": _inputs(copy.mask_spec, batch, seen, keys)}
+    inputs = _inputs(copy.mask_spec, batch, queries, keys, query_offset)
+    given = {"query": query, "inputs": inputs}
     if queries != keys:
         given["value"] = value
     if padding:
@@ -281,7 +281,7 @@ def _is_known(model: keras.Model) -> bool:
     return bool(inputs) and all(None not in x.shape[1:] for x in inputs)
 
 
-def _of_model(
+def _model(
     model: keras.Model,
     queries: int | None = None,
     batch: int | None = None,
@@ -390,16 +390,8 @@ def _run(call: Callable, given: dict[str, Any]) -> None:
             specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), given)
             tf.function(lambda given: call(**given), autograph=False).get_concrete_function(specs)
             return
-        with _without_gradients():
+        with observers.without_gradients():
             call(**keras.tree.map_structure(lambda x: ops.zeros(x.shape, x.dtype), given))
-
-
-def _without_gradients() -> AbstractContextManager[Any]:
-    if keras.backend.backend() != "torch":
-        return contextlib.nullcontext()
-    import torch
-
-    return torch.no_grad()
 
 
 def _explained(
@@ -410,16 +402,15 @@ def _explained(
     length, keys = (n if isinstance(n, int) else queries or _LENGTH for n in sizes)
     offset = request.query_offset if isinstance(request.query_offset, int) else 0
     few = _are_few(request, part) if isinstance(chosen, Loop) else False
-    shares = [
-        1.0 if few else kernel.share(group, length, keys, offset) for group, kernel in of_groups
+    groups = [
+        OfHeads(x.heads, kernel.name, 1.0 if few else kernel.share(x, length, keys, offset))
+        for x, kernel in of_groups
     ]
+    is_one = len({group.kernel for group in groups}) == 1
     return Explanation(
         name,
-        _names(of_groups) if len({x.name for _, x in of_groups}) == 1 else chosen.name,
-        tuple(
-            OfHeads(group.heads, kernel.name, share)
-            for (group, kernel), share in zip(of_groups, shares, strict=True)
-        ),
+        groups[0].kernel if is_one else chosen.name,
+        tuple(groups),
         (length, keys),
         refused,
         tuple(_ways(request, part, chosen, few, length, may_force)),
@@ -445,10 +436,6 @@ def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kern
     return chosen, of_groups, tuple(reasons)
 
 
-def _names(of_groups: list[tuple[Part, Kernel]]) -> str:
-    return listed(list(dict.fromkeys(kernel.name for _, kernel in of_groups)), "and")
-
-
 def _are_few(request: Request, part: Part) -> bool | None:
     """Whether `Loop` computes all logits; `None` where the run decides."""
     from keras_headmask.attention.tensorflow.by_size import most_logits
@@ -466,7 +453,8 @@ def _when_compiled(request: Request) -> str:
     def look() -> None:
         try:
             _, of_groups, _ = _chosen(request, choose.part_of_all(request))
-            found.append(_names(of_groups))
+            names = dict.fromkeys(kernel.name for _, kernel in of_groups)
+            found.append(listed(list(names), "and"))
         except ValueError as reason:
             found.append(f"an error, {reason}".rstrip("."))
 

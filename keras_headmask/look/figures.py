@@ -6,7 +6,7 @@ No pyplot: a figure belongs to its caller, needs no display, and is freed with t
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,14 +111,30 @@ def attention_figure(
 
 
 def heads_figure(
-    drawn: Panels, titles: Sequence[str], most: float, shown_is: str, caption: Sequence[str]
+    values: Mapping[str, np.ndarray],
+    shown_is: str,
+    caption: Sequence[str],
+    most: float = 1.0,
+    paths: Sequence[str] | None = None,
 ) -> Picture:
-    """A panel for each measure, layers downward and heads to the right; NaN is hatched."""
+    """A panel for each of `values`, `(layers, heads)`, under its name; NaN is hatched.
+
+    From 0, light, to `most`, dark. With `paths` of the layers there are values below 0, too: orange
+    below it, blue above.
+    """
+    cells = {name: np.ma.masked_invalid(x) for name, x in values.items()}
+    colours: dict[str, Any] = {"cmap": _SHADES, "vmin": 0, "vmax": most}
+    rows = None
+    if paths is not None:
+        rows = [f"{number} {path}" for number, path in enumerate(paths)]
+        most = max(float(np.abs(x).max()) if x.count() else 0.0 for x in cells.values()) or 1.0
+        colours = {"cmap": _BELOW_AND_ABOVE, "vmin": -most, "vmax": most}
+    shown = [Panel((0,), x) for x in cells.values()]
+    drawn = Panels(shown, 1, (1, 1), (rows, None), query_offset=0)
     figure, axes = _grid(drawn, caption, beside=0.9)
-    for ax, panel, title in zip(axes, drawn.panels, titles, strict=True):
+    for ax, (title, of_panel) in zip(axes, cells.items(), strict=True):
         _hatch(ax)
-        cells = np.ma.masked_invalid(panel.cells)
-        image = _image(ax, cells, drawn, cmap=_SHADES, vmin=0, vmax=most)
+        image = _image(ax, of_panel, drawn, **colours)
         ax.set_title(title, fontsize=_TITLE)
         for axis, name in ((ax.yaxis, "layers"), (ax.xaxis, "heads")):
             if axis.label.get_text():
@@ -261,18 +277,3 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
 def _hatch(ax: Axes) -> None:
     """Hatch the ground, which shows where cells are masked."""
     ax.patch.set(facecolor="white", edgecolor="0.7", hatch="////", linewidth=0)
-
-
-def changes_figure(values: np.ndarray, title: str, paths: Sequence[str]) -> Picture:
-    """A heat map of `values`, `(layers, heads)`: orange below 0, blue above; NaN is hatched."""
-    rows = [f"{number} {path}" for number, path in enumerate(paths)]
-    drawn = Panels([Panel((0,), values)], 1, (1, 1), (rows, None), query_offset=0)
-    figure, (ax,) = _grid(drawn, [title], beside=0.9)
-    _hatch(ax)
-    cells = np.ma.masked_invalid(values)
-    most = float(np.abs(cells).max()) if cells.count() else 0.0
-    most = most or 1.0
-    image = _image(ax, cells, drawn, cmap=_BELOW_AND_ABOVE, vmin=-most, vmax=most)
-    ax.set(ylabel="layers", xlabel="heads")
-    _scale(figure, [ax], image, "")
-    return figure

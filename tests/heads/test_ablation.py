@@ -254,7 +254,7 @@ def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("keras_headmask.heads.sweeps.write_whole", full)
+    monkeypatch.setattr("keras_headmask.heads.ablation._write_whole", full)
     with pytest.raises(OSError, match="full") as raised:
         ablate_heads(model, metric, save_to=file)
     assert raised.value.__notes__[0].endswith("in the attribute `ablation` of this exception.")
@@ -269,8 +269,8 @@ def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch)
         ({"values": {"": 1.0, "2-0": 1.0}}, "there is no head 0 of layer 2"),
         ({"values": {"": 1.0, "0-0,0--1": 1.0}}, "not enough values to unpack|too many values"),
         ({"order": [[1, 3]]}, "there is no head 3 of layer 1"),
-        ({"values": {"0-0": 1.0}}, "the metric of the model itself is missing"),
-        ({"order": [[0, 1], [1, 2]]}, "the metric without .*0, 1.*1, 2.* is missing"),
+        ({"values": {"0-0": 1.0}}, "the metric without the heads .. is missing"),
+        ({"order": [[0, 1], [1, 2]]}, "the metric without the heads .*0, 1.*1, 2.* is missing"),
         ({"order": [[-1, 0]]}, "there is no head 0 of layer -1"),
     ],
     ids=str,
@@ -289,7 +289,7 @@ def test_a_file_of_another_sweep(model, tmp_path):
     ablate_heads(model, metric, layers=0, save_to=file)
     kept = file.read_text()
     for other, layers in [(decoder(), 0), (model, 1), (hm.apply_head_masks(model, hm.Full()), 0)]:
-        with pytest.raises(ValueError, match=r"ablation.json is of another model, or of other lay"):
+        with pytest.raises(ValueError, match=r"ablation.json is of another model, of other lay"):
             ablate_heads(other, metric, layers=layers, save_to=file)
     with pytest.raises(ValueError, match=r"another metric, or of other data: .* and now 7.0. Pass"):
         ablate_heads(model, lambda model: 7, layers=0, save_to=file)
@@ -331,7 +331,7 @@ def test_it_prints_as_a_table():
 def test_json_and_back():
     assert Ablation.from_json(json.loads(json.dumps(FOUND.to_json()))) == FOUND
     for other in ([], {}, {"values": {"a": 1}}, {"values": {}, "paths": []}):
-        with pytest.raises(ValueError, match=r"must be what `Ablation.to_json` gave. Received"):
+        with pytest.raises(ValueError, match=r"must be what `Ablation.to_json` returned. Received"):
             Ablation.from_json(other)
 
 

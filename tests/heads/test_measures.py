@@ -16,7 +16,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.heads import reading
 from keras_headmask.heads.measures import measure_heads
-from keras_headmask.heads.probabilities import attention_probabilities
+from keras_headmask.heads.reading import attention_probabilities
 
 END, SPECIAL = 9, (5, 4)
 PREVIOUS = hm.Window(1, 0) & ~hm.Window(0, 0)
@@ -129,7 +129,9 @@ def test_measures_are_those_of_loops(rule, batch_size):
     report = measure_heads(model, LONG, END, SPECIAL, batch_size=batch_size)
     probabilities = attention_probabilities(model, LONG)["attention"]
     expected = by_loops(probabilities, LONG, LONG != 0)
-    for found, wanted in zip((report.scores, report.most, report.even), expected, strict=True):
+    for found, wanted in zip(
+        (report.scores, report.upper_bound, report.uniform_baseline), expected, strict=True
+    ):
         assert list(found) == list(wanted)
         for name, values in found.items():
             assert_close(values[0], wanted[name])
@@ -212,11 +214,11 @@ def test_ids_have_a_usual_name(name):
         (two_inputs("segment_ids", name), {"segment_ids": zeros, name: LONG}),
     ):
         report = measure_heads(model, given)
-        assert report.most["duplicate"].max() > 0.5
+        assert report.upper_bound["duplicate"].max() > 0.5
     named = measure_heads(two_inputs("a", "b"), [zeros, LONG], token_ids="b")
     passed = measure_heads(two_inputs("a", "b"), [zeros, zeros], token_ids=LONG, batch_size=2)
     for one in (named, passed):
-        assert_close(one.most["duplicate"], report.most["duplicate"])
+        assert_close(one.upper_bound["duplicate"], report.upper_bound["duplicate"])
 
 
 def test_measures_that_need_ids_are_left_out_without_them():
@@ -300,7 +302,7 @@ def test_roles_of_heads_made_by_weights():
     report = measure_heads(heads_by_weights(*names), REPEATED)
     assert report.roles()["attention"] == {h: name for h, name in enumerate(names) if name}
     assert report.scores["induction"][0, 2] > 0.49  # of the 0.5 that can have it
-    assert report.most["induction"][0, 2] == 0.5
+    assert report.upper_bound["induction"][0, 2] == 0.5
 
 
 def test_roles_of_heads_made_by_rules():
@@ -345,7 +347,11 @@ def of_different_heads():
 def test_a_layer_with_fewer_heads_is_padded_with_nan():
     report = measure_heads(of_different_heads(), LONG)
     assert report.heads == (2, 3)
-    for values in (*report.scores.values(), *report.most.values(), *report.even.values()):
+    for values in (
+        *report.scores.values(),
+        *report.upper_bound.values(),
+        *report.uniform_baseline.values(),
+    ):
         np.testing.assert_array_equal(np.isnan(values), [[False, False, True], [False] * 3])
     assert len([line for line in str(report).split("\n") if " wide" in line]) == 3 * 2
 
@@ -399,7 +405,7 @@ def test_json_holds_everything():
     found = json.loads(json.dumps(report.to_json()))
     assert found["layers"] == ["attention"]
     assert found["texts"] == 5
-    for name in ("scores", "even", "most"):
+    for name in ("scores", "uniform_baseline", "upper_bound"):
         for measure, values in getattr(report, name).items():
             np.testing.assert_array_equal(found[name][measure], values)
 
@@ -408,7 +414,7 @@ def test_pictures_of_measures():
     pytest.importorskip("matplotlib")
     report = measure_heads(of_different_heads(), LONG, END)
     figure = report.plot()
-    assert [ax.get_title() for ax in figure.axes[:-1]] == list(report.most)
+    assert [ax.get_title() for ax in figure.axes[:-1]] == list(report.upper_bound)
     ax, scale = report.plot("distance").axes
     np.testing.assert_array_equal(
         np.ma.filled(ax.images[0].get_array(), np.nan), report.scores["distance"]
@@ -458,8 +464,8 @@ def test_one_layer_of_one_batch_is_held_at_a_time(monkeypatch):
             yield path, held[-1]()
             most = max(most, sum(ref() is not None for ref in held))
 
-    probabilities_in_numpy = reading.in_numpy
-    monkeypatch.setattr(reading, "in_numpy", counted)
+    probabilities_in_numpy = reading._in_numpy
+    monkeypatch.setattr(reading, "_in_numpy", counted)
     measure_heads(stack(3), LONG, batch_size=1)
     assert (len(held), most) == (15, 1)
 

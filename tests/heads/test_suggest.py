@@ -11,7 +11,7 @@ from keras import layers
 from small_models import TOKENS, one_layer
 
 import keras_headmask as hm
-from keras_headmask.heads.probabilities import attention_probabilities
+from keras_headmask.heads.reading import attention_probabilities
 from keras_headmask.heads.suggest import suggest_rules
 
 END, SPECIAL = 9, (5, 4)
@@ -219,14 +219,14 @@ def test_an_interrupted_search_goes_on(tmp_path):
     found = suggest_rules(model, IDS, metric=metric, **more)
     assert len(runs) == 4 + 1 + 3  # the model's own again, and what was left
     assert found.metrics == (0, 6, 5, 4, 3, 2)
-    with pytest.raises(ValueError, match="of another model, other texts"):
+    with pytest.raises(ValueError, match="of another model, of other layers, or of other sugg"):
         suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
     with pytest.raises(ValueError, match=r"metrics.json is of another metric"):
         suggest_rules(model, IDS, metric=lambda model: 7, **more)
-    not_finite = json.loads(file.read_text()) | {"metrics": [0, float("nan")]}
+    not_finite = json.loads(file.read_text()) | {"values": {"": float("nan")}}
     for wrong in ("[]", json.dumps(not_finite)):
         file.write_text(wrong)
-        with pytest.raises(ValueError, match=r"metrics.json .* no file of `suggest_rules`"):
+        with pytest.raises(ValueError, match=r"metrics.json .* no file of `abl.*_rules`"):
             suggest_rules(model, IDS, metric=metric, **more)
 
 

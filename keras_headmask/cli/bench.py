@@ -15,10 +15,10 @@ import numpy as np
 
 from keras_headmask.attention import cpu
 from keras_headmask.cli import frame
-from keras_headmask.export import samples
-from keras_headmask.export.interface import Input, Interface
+from keras_headmask.export.interface import Input
 from keras_headmask.export.report import installed_versions
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads, in_one_line
@@ -48,12 +48,11 @@ def compare(
     words = spec.describe(num_heads)
     _check_memory(batch, num_heads, queries)
     given = dict(mask_inputs or {})
-    made_up = sorted(spec.inputs.keys() - given.keys())
+    names = sorted(spec.inputs.keys() - given.keys())
     shapes = {2: (None, None), None: (None, num_heads, None, None)}
-    types = {name: spec.inputs[name] for name in made_up}
+    types = {name: spec.inputs[name] for name in names}
     inputs = {name: Input(shapes[x.rank], x.dtype) for name, x in types.items()}
-    interface = Interface(keras.Sequential(), inputs, lambda given: given, None, {}, dict)
-    given |= samples.sample(interface, [spec], batch, queries, seed)
+    given |= made_up(Survey(keras.Sequential()), [spec], batch, queries, seed, inputs)
     mask = keras.ops.convert_to_numpy(make_mask(spec, queries, queries, num_heads, given or None))
     if mask.shape[0] not in (1, batch):
         raise ValueError(
@@ -86,7 +85,7 @@ def compare(
     one_dnn = cpu.one_dnn()
     sizes = {"batch": batch, "queries": queries, "heads": num_heads, "key_dim": key_dim}
     return {"words": words, **sizes, "repetitions": repetitions, "seed": seed} | {
-        "made_up": made_up,
+        "made_up": names,
         "allowed_share": float(mask.mean()),  # of all pairs of a query and a key
         **times,  # milliseconds of one forward
         "ratio": times["layer"]["median"] / times["stock"]["median"],

@@ -16,8 +16,8 @@ from keras_headmask.heads import sweeps
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import find_attention
 from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
 from keras_headmask.rules.positions import Nothing
@@ -195,9 +195,8 @@ class _Sweep:
     """One call of `ablate_heads`."""
 
     def __init__(self, model: Any, metric: Callable, layers: Any, save_to: Any):
-        found = find_attention(model)
-        self.model, self.metric = model, metric
-        self.entries = [found.known[number] for number in select(found, layers)]
+        self.survey, self.metric = Survey(model), metric
+        self.entries = [self.survey.known[number] for number in select(self.survey, layers)]
         self.file = sweeps.file_of(save_to)
         self.digest = sweeps.digest(model, self.entries)
         self.values: dict[Off, float] = {}
@@ -212,7 +211,7 @@ class _Sweep:
     def run(self, greedy: bool, higher: bool, steps: int | None, verbose: Any) -> None:
         saved = self._saved()
         own = sweeps.finite(
-            self.metric(sweeps.variant(self.model, self.entries)), "the model itself"
+            self.metric(sweeps.variant(self.survey, self.entries)), "the model itself"
         )
         sweeps.check_own(self.file, saved.get((), own), own)
         self.values = {(): own, **saved}
@@ -245,7 +244,7 @@ class _Sweep:
         for layer, heads in itertools.groupby(off, key=lambda head: head[0]):
             path = f"^{re.escape(self.entries[layer].path)}$"
             rules[path] = PerHead({tuple(head for _, head in heads): Nothing()})
-        return sweeps.variant(self.model, self.entries, rules)
+        return sweeps.variant(self.survey, self.entries, rules)
 
     def _saved(self) -> Mapping[Off, float]:
         if self.file is None or not self.file.is_file():

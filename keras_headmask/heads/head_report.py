@@ -9,8 +9,8 @@ import numpy as np
 
 from keras_headmask.heads import texts
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import fields
+from keras_headmask.rules.words import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

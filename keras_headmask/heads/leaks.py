@@ -10,7 +10,7 @@ from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.probes import Probe
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.subject import Arrays, Subject, batch_of, shapes, subject_of
-from keras_headmask.retrofit.find import Found, find_attention
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
 
@@ -102,7 +102,8 @@ class _Search:
         fixed = {name for name, x in given.items() if x.ndim > 1 and lengths.get(name)}
         able = [n for n, x in given.items() if probes.is_changeable(n, x, self.batch)]
         self.names = [name for name in able if name not in fixed]
-        self.found = Found([], [], []) if subject.model is None else find_attention(subject.model)
+        self.survey = None if subject.model is None else Survey(subject.model)
+        self.entries = [] if self.survey is None else self.survey.known
         self._check()
         self.before = subject.call(given)
         again = probes.again(subject, given)
@@ -122,7 +123,7 @@ class _Search:
             for name, count in self.rows.items()
         }
         self.behind = {} if subject.model is None else reaches.behind_outputs(subject.model)
-        heads = [entry.num_heads for entry in self.found.known if entry.num_heads is not None]
+        heads = [entry.num_heads for entry in self.entries if entry.num_heads is not None]
         self.heads = max(heads, default=None)
         seen = self._seen(given)
         self.masks_before = self._with_own(seen)
@@ -144,7 +145,7 @@ class _Search:
                 f"holds, and masks are kept. Received: {shapes(self.given)}. Pass examples with "
                 "several ids, or floats, of shape (batch, length) or (batch, length, features)."
             )
-        model, rule = self.subject.model, self.rule
+        rule = self.rule
         if rule is not None and (missing := sorted(rule.inputs.keys() - self.given.keys())):
             raise ValueError(
                 f"`rule` reads {missing}, and the inputs are {sorted(self.given)}. Pass a rule "
@@ -152,8 +153,8 @@ class _Search:
             )
         if rule is None:
             why = "a SavedModel has no layers to read"
-            if model is not None:
-                why = reaches.why_not_by_layers(model, self.found) or ""
+            if self.survey is not None:
+                why = reaches.why_not_by_layers(self.survey) or ""
             if why:
                 raise ValueError(
                     f"Cannot tell what the outputs may depend on: {why}. Pass it as `rule`, a spec "
@@ -220,7 +221,7 @@ class _Search:
         try:
             real = reaches.padding_of(self.paddings, given, length)
             by_layers = reaches.by_layers(
-                self.subject.model, self.found.known, packed, real, self.batch, length
+                self.subject.model, self.entries, packed, real, self.batch, length
             )
         except ValueError as error:
             raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error

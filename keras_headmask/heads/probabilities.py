@@ -10,8 +10,9 @@ import numpy as np
 
 from keras_headmask import masks
 from keras_headmask.heads import texts
-from keras_headmask.retrofit.find import AttentionLayer, find_attention, without_remat
+from keras_headmask.retrofit.find import AttentionLayer, without_remat
 from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.survey import Survey
 
 
 def attention_probabilities(
@@ -48,15 +49,14 @@ def attention_probabilities(
            [0., 0., 1.]], dtype=float32)
     """
     texts.check_inputs(model, texts.by_name(model, inputs))
-    return dict(in_numpy(forward(model, attention_layers(model, layers), inputs)))
+    return dict(in_numpy(forward(model, attention_layers(Survey(model), layers), inputs)))
 
 
-def attention_layers(model: keras.Model, layers: Any = None) -> list[AttentionLayer]:
+def attention_layers(survey: Survey, layers: Any = None) -> list[AttentionLayer]:
     """Those that `layers` names; by default all that can be observed, if none is out of reach."""
-    found = find_attention(model)
-    if layers is None and found.known and not found.unknown:
-        return found.known
-    return [found.known[number] for number in select(found, layers)]
+    if layers is None and survey.known and not survey.unknown:
+        return survey.known
+    return [survey.known[number] for number in select(survey, layers)]
 
 
 def forward(model: keras.Model, entries: list[AttentionLayer], inputs: Any) -> list[Any]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from keras_headmask.heads import texts
 from keras_headmask.heads.probabilities import forward, in_numpy
-from keras_headmask.retrofit.find import AttentionLayer, Found, find_attention
+from keras_headmask.retrofit.find import AttentionLayer
 from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 
 
@@ -31,8 +32,8 @@ class Reader:
         self, model: Any, inputs: Any, layers: Any, token_ids: Any, padding: Any, batch_size: int
     ):
         fields.whole_number(batch_size, "batch_size", at_least=1)
-        self.model, self.found = model, find_attention(model)
-        self.entries = _self_attention(self.found, layers)
+        self.model, self.survey = model, Survey(model)
+        self.entries = _self_attention(self.survey, layers)
         given = {"token_ids": token_ids, "padding": padding}
         beside = {k: v for k, v in given.items() if v is not None and not isinstance(v, str)}
         self.named = {k: v for k, v in given.items() if k not in beside}
@@ -138,8 +139,8 @@ class Reader:
         return ids, real
 
 
-def _self_attention(found: Found, layers: Any) -> list[AttentionLayer]:
-    entries = [found.known[number] for number in select(found, layers)]
+def _self_attention(survey: Survey, layers: Any) -> list[AttentionLayer]:
+    entries = [survey.known[number] for number in select(survey, layers)]
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
             f"The layer {others[0]} attends to another sequence; heads are measured within one. "

@@ -18,7 +18,6 @@ from keras_headmask.heads.pairs import shares
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.heads.reading import Batch, Reader
 from keras_headmask.heads.suggestion import Suggestion
-from keras_headmask.retrofit.find import numbered
 from keras_headmask.rules import evaluation, fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -115,7 +114,7 @@ def suggest_rules(
     file = sweeps.file_of(save_to)
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size)
     family = [*_family(sinks, end_ids, special_ids)]
-    counted = _Counted(family, {entry.path: number for number, entry in numbered(reader.found)})
+    counted = _Counted(family, {entry.path: number for number, entry in reader.survey.numbered()})
     bar = Progress(reader.count, "batches", verbose)
     for batch in reader.read(end_ids=end_ids, special_ids=special_ids):
         counted.add(batch)
@@ -239,7 +238,7 @@ class _Opening:
         digest: str,
     ):
         self.metric, self.found = metric, found
-        self.variant = functools.partial(sweeps.variant, reader.model, reader.entries)
+        self.variant = functools.partial(sweeps.variant, reader.survey, reader.entries)
         self.file, self.digest = file, digest
         self.values: list[float] = self._saved()
         self.is_saved = bool(self.values)  # all of them

@@ -13,9 +13,10 @@ import keras
 import numpy as np
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.find import AttentionLayer, find_attention
+from keras_headmask.retrofit.find import AttentionLayer
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.positions import Keys
 
@@ -42,24 +43,23 @@ def check_metric(metric: Any) -> None:
 
 
 def variant(
-    model: keras.Model, entries: Sequence[AttentionLayer], rules: Mapping[str, Any] | None = None
+    survey: Survey, entries: Sequence[AttentionLayer], rules: Mapping[str, Any] | None = None
 ) -> keras.Model:
-    """What a metric gets: a copy of `model`, with `rules` beside its own, and compiled as it is.
+    """What a metric gets: a copy of the model, with `rules` beside its own, and compiled as it is.
 
     Each of `entries` gets a rule, one that hides nothing if `rules` has none for it. For a query
     that sees no key, as at padding, stock Keras takes the mean of all values, and attention under a
     rule 0: all variants must agree in that.
     """
-    from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+    from keras_headmask.retrofit.apply import masked_by  # needs all of retrofit/
 
-    found = find_attention(model)
     given: dict[str, MaskSpec] = {entry.path: Keys(0) for entry in entries}
     if rules:
-        specs = specs_by_layer(rules, None, found)
-        given |= {found.known[i].path: spec & Keys(0) for i, spec in specs.items()}
+        specs = specs_by_layer(rules, None, survey)
+        given |= {survey.known[i].path: spec & Keys(0) for i, spec in specs.items()}
     by_layer = {f"^{re.escape(path)}$": spec for path, spec in given.items()}
-    made = apply_head_masks(model, by_layer, existing="and")
-    _keras.compile_alike(model, made)
+    made = masked_by(survey, by_layer, existing="and")
+    _keras.compile_alike(survey.model, made)
     return made
 
 

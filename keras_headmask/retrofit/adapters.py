@@ -13,7 +13,6 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.request import dropout_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
@@ -84,7 +83,7 @@ class Attention:
 
     def dropout(self, training: bool | None) -> dict[str, Any]:
         """The arguments of a `Request` for dropout of the probabilities."""
-        return dropout_of(self.layer, training)
+        return _dropout_by(_keras.dropout_layer(self.layer), training)
 
     def arguments(
         self,

@@ -18,6 +18,7 @@ from keras_headmask.cli import frame
 from keras_headmask.export.interface import Input
 from keras_headmask.export.report import installed_versions
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
+from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask

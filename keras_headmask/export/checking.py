@@ -27,7 +27,7 @@ from keras_headmask.export.interface import (
 )
 from keras_headmask.export.report import CheckResult
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.

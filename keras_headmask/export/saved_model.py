@@ -28,7 +28,7 @@ from keras_headmask.export.interface import (
 )
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.select import select
 from keras_headmask.retrofit.survey import Survey
 

@@ -26,7 +26,7 @@ from keras_headmask.export.interface import (
     request,
 )
 from keras_headmask.export.precision import TOLERANCES, computing_in
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.survey import Survey
 
 DEFAULT, XLA = "serving_default", "serve_xla_"

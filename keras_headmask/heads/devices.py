@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit import find
+from keras_headmask.retrofit import adapters
 
 
 def head_layout(
@@ -58,7 +58,7 @@ def head_layout(
     """
     _check(model, device_mesh, axis)
     devices = dict(zip(device_mesh.axis_names, device_mesh.shape, strict=True))[axis]
-    found = find.attention(model)
+    found = adapters.attention(model)
     attention = [x for x in found if isinstance(x, keras.layers.MultiHeadAttention)]
     _check_attention(model, attention, axis, devices)
     axes_of: dict[str, tuple[str | None, ...]] = {}
@@ -93,7 +93,7 @@ def _of_heads(attention: list[Any]) -> Iterator[tuple[Any, int]]:
 def _of_feed_forward(model: keras.Layer, devices: int) -> Iterator[tuple[Any, int]]:
     """Weights with the inner axis of two neighbouring `Dense`, there and back, and that axis."""
     for layer in _keras.layers_of(model):
-        inside = find.children(layer)
+        inside = adapters.children(layer)
         dense = [x for x in inside if isinstance(x, keras.layers.Dense) and x.built]
         for first, second in itertools.pairwise(dense):
             (wide, narrow), back = first.kernel.shape[::-1], tuple(second.kernel.shape)

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_headmask import masks
 from keras_headmask.heads import texts
-from keras_headmask.retrofit.find import AttentionLayer, without_remat
+from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
 from keras_headmask.retrofit.select import select
 from keras_headmask.retrofit.survey import Survey
 
@@ -49,7 +49,8 @@ def attention_probabilities(
            [0., 0., 1.]], dtype=float32)
     """
     texts.check_inputs(model, texts.by_name(model, inputs))
-    return dict(in_numpy(forward(model, attention_layers(Survey(model), layers), inputs)))
+    survey = Survey(model)
+    return dict(in_numpy(forward(survey, attention_layers(survey, layers), inputs)))
 
 
 def attention_layers(survey: Survey, layers: Any = None) -> list[AttentionLayer]:
@@ -59,12 +60,12 @@ def attention_layers(survey: Survey, layers: Any = None) -> list[AttentionLayer]
     return [survey.known[number] for number in select(survey, layers)]
 
 
-def forward(model: keras.Model, entries: list[AttentionLayer], inputs: Any) -> list[Any]:
-    """Run the model once, as in inference; each run of an attention layer as a `Seen`."""
+def forward(survey: Survey, entries: list[AttentionLayer], inputs: Any) -> list[Any]:
+    """Run the surveyed model once, as in inference; each run of an attention layer as a `Seen`."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
-    with watched(entries) as seen, without_remat(model), _without_gradients():
-        model(inputs, training=False)
+    with watched(entries) as seen, without_remat(survey.model), _without_gradients():
+        survey.model(inputs, training=False)
     if not seen:
         raise ValueError(
             f"None of the attention layers {[entry.path for entry in entries]} ran when the model "

@@ -14,7 +14,7 @@ from keras_headmask.attention import observers
 from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.heads import outputs
 from keras_headmask.heads.subject import Arrays, Subject, arrays_of_outputs, outputs_by_name
-from keras_headmask.retrofit.find import walk
+from keras_headmask.retrofit.adapters import walk
 
 
 class Probe(NamedTuple):

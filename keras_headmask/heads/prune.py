@@ -16,8 +16,7 @@ from keras_headmask import _keras
 from keras_headmask.heads import pruned_layer
 from keras_headmask.layers import changing
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import AttentionLayer, attention
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, attention
 from keras_headmask.retrofit.masked_model import copied
 from keras_headmask.retrofit.rule import LayerRule, all_rules, is_masked, spec_of
 from keras_headmask.retrofit.survey import Call, Survey

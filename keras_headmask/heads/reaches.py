@@ -15,7 +15,7 @@ from keras import ops
 from keras_headmask import _keras
 from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.heads.subject import outputs_by_name
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask

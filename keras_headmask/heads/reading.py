@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_headmask.heads import texts
 from keras_headmask.heads.probabilities import forward, in_numpy
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.select import select
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
@@ -85,7 +85,7 @@ class Reader:
             missing = "tokens" if count else "texts"
             raise ValueError(f"`inputs` has a batch without {missing}: {shapes}. Leave it out.")
         ids, real = self._ids_and_padding(inputs, beside, count)
-        seen = forward(self.model, self.entries, inputs)
+        seen = forward(self.survey, self.entries, inputs)
         if real is None and seen[0].query_mask is not None:
             self.padding = "the Keras mask"
             real = texts.as_array(seen[0].query_mask, "the Keras mask", count)

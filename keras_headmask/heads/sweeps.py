@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.retrofit.survey import Survey

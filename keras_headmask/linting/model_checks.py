@@ -15,8 +15,7 @@ from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject
 from keras_headmask.masks import Mask, lift
-from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted
 from keras_headmask.retrofit.made_up import plain
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.retrofit.survey import Survey

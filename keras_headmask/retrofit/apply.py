@@ -8,9 +8,8 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import lost_masks, observers, trial
-from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, is_inside
 from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
-from keras_headmask.retrofit.find import AttentionLayer, is_inside
 from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
 from keras_headmask.retrofit.masked_model import copied, masked
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force

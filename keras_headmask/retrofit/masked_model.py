@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.find import holds, is_inside
+from keras_headmask.retrofit.adapters import holds, is_inside
 from keras_headmask.retrofit.graph import new_inputs, rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,

@@ -20,10 +20,9 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.compiled import graph_being_built
-from keras_headmask.retrofit.find import AttentionLayer, without_remat
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.retrofit.select import select
 from keras_headmask.retrofit.survey import Survey

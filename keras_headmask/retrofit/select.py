@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec, check_spec
 

@@ -20,8 +20,14 @@ from keras import layers
 from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.attention.lost_masks import Lost, lost_mask, marks_padding
-from keras_headmask.retrofit.adapters import adapted, adapter_of
-from keras_headmask.retrofit.find import AttentionLayer, attention, walk, without_remat
+from keras_headmask.retrofit.adapters import (
+    AttentionLayer,
+    adapted,
+    adapter_of,
+    attention,
+    walk,
+    without_remat,
+)
 from keras_headmask.retrofit.graph import ARGUMENT, HeadMaskInputs
 from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of

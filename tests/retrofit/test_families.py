@@ -21,8 +21,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.retrofit import observe
-from keras_headmask.retrofit.adapters import adapted, adapter_of
-from keras_headmask.retrofit.find import attention
+from keras_headmask.retrofit.adapters import adapted, adapter_of, attention
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own

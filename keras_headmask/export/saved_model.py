@@ -29,7 +29,7 @@ from keras_headmask.export.interface import (
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
@@ -253,8 +253,7 @@ def _with_scores(survey: Survey, scores: Any) -> tuple[list[AttentionLayer], dic
     """The attention layers whose probabilities are served, and why others are left out."""
     if scores is False:
         return [], {}
-    known = survey.known
-    entries = known if scores is True else [known[i] for i in select(survey, scores)]
+    entries = survey.known if scores is True else selected(survey, scores)
     if not entries:
         raise ValueError("`scores` asks for attention, and the model has no attention layer.")
     if flash := [entry for entry in entries if _keras.flash(entry.layer)]:

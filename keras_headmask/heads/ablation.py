@@ -16,7 +16,7 @@ from keras_headmask.heads import sweeps
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
@@ -196,7 +196,7 @@ class _Sweep:
 
     def __init__(self, model: Any, metric: Callable, layers: Any, save_to: Any):
         self.survey, self.metric = Survey(model), metric
-        self.entries = [self.survey.known[number] for number in select(self.survey, layers)]
+        self.entries = selected(self.survey, layers)
         self.file = sweeps.file_of(save_to)
         self.digest = sweeps.digest(model, self.entries)
         self.values: dict[Off, float] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from keras_headmask import masks
 from keras_headmask.heads import texts
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 
 
@@ -57,7 +57,7 @@ def attention_layers(survey: Survey, layers: Any = None) -> list[AttentionLayer]
     """Those that `layers` names; by default all that can be observed, if none is out of reach."""
     if layers is None and survey.known and not survey.unknown:
         return survey.known
-    return [survey.known[number] for number in select(survey, layers)]
+    return selected(survey, layers)
 
 
 def forward(survey: Survey, entries: list[AttentionLayer], inputs: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from keras_headmask.heads import texts
 from keras_headmask.heads.probabilities import forward, in_numpy
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 
@@ -140,7 +140,7 @@ class Reader:
 
 
 def _self_attention(survey: Survey, layers: Any) -> list[AttentionLayer]:
-    entries = [survey.known[number] for number in select(survey, layers)]
+    entries = selected(survey, layers)
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
             f"The layer {others[0]} attends to another sequence; heads are measured within one. "

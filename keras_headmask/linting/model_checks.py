@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.attention.lost_masks import Lost, marks_padding
 from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject
@@ -27,13 +27,15 @@ from keras_headmask.rules.evaluation import make_mask
 class SeenLayer:
     """An attention layer, its rule, and one forward: mask inputs, lengths, other masks, padding.
 
-    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
-    layer that was built with the rule has ANDed it to that already.)
+    `lost` says where the Keras mask of its keys is lost, if it is. `outside` is the mask that
+    reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A layer that was built with the
+    rule has ANDed it to that already.)
     """
 
     entry: AttentionLayer
     spec: MaskSpec
     given: Mapping[str, Any]
+    lost: Lost | None = None
     lengths: tuple[int, int] | None = None
     outside: Mask = True
     paddings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -44,7 +46,7 @@ class SeenLayer:
         outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
         given = tuple(map(id, keras.tree.flatten(self.given)))
         of_layer = self.entry.num_heads, self.entry.kind
-        return self.spec, of_layer, given, self.lengths, outside
+        return self.spec, of_layer, given, self.lost, self.lengths, outside
 
 
 def survey_of(model: Any) -> Survey:
@@ -117,7 +119,7 @@ def _of_a_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Itera
         if has_examples or not marks_padding(name):  # (Of made-up ids a mask shows nothing.)
             yield from input_checks.ids_at_padding(seen, padding, name)
     of_each = [
-        list(input_checks.of_padding(seen, padding, name, layer.outside))
+        list(input_checks.of_padding(seen, padding, name, layer.outside, layer.lost))
         for name, padding in layer.paddings.items()
     ]
     if all(of_each):  # where several inputs could mark padding, all must
@@ -155,13 +157,14 @@ def _seen_in_a_forward(
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
     paddings, found = _paddings(survey, tensors), []
+    lost = {entry.path: where for entry, where in survey.lost_masks}
     for entry in entries:
         given = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
         for rule in rules_in_force(entry.layer):
             given |= rule.given(tensors) if set(rule.reads) <= tensors.keys() else {}
         spec: Any = spec_of(entry.layer)
         given = {name: given[name] for name in spec.inputs if name in given}
-        layer = SeenLayer(entry, spec, given)
+        layer = SeenLayer(entry, spec, given, lost.get(entry.path))
         if (arguments := arriving.get(entry.path)) is not None:
             queries, keys = layer.lengths = arguments["lengths"]
             if arguments["attention_mask"] is not None:

@@ -24,7 +24,7 @@ from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_re
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.compiled import graph_being_built
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
@@ -110,14 +110,14 @@ def all_that_restricts(
 
 
 def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
-    numbers = select(survey, layer)
-    if len(numbers) != 1:
-        paths = [survey.known[number].path for number in numbers]
+    entries = selected(survey, layer)
+    if len(entries) != 1:
+        paths = [entry.path for entry in entries]
         raise ValueError(
             f"`layer` must name one attention layer; {layer!r} names {len(paths)}: {paths}. Pass a "
             "number, counted over self-attention in forward order, or a regex on the path."
         )
-    return survey.known[numbers[0]]
+    return entries[0]
 
 
 @contextlib.contextmanager

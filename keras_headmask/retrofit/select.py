@@ -65,8 +65,13 @@ def _refuse_number(key: Any) -> None:
         )
 
 
+def selected(survey: Survey, selector: Any) -> list[AttentionLayer]:
+    """The attention layers that `selector` names: see `apply_head_masks`."""
+    return [survey.known[number] for number in select(survey, selector)]
+
+
 def select(survey: Survey, selector: Any) -> list[int]:
-    """The numbers of the layers that `selector` names: see `apply_head_masks`."""
+    """The numbers among `survey.known` of the layers that `selector` names."""
     of_self = [i for i, entry in enumerate(survey.known) if entry.kind == "self"]
     if selector is None:
         if survey.unknown:

@@ -27,7 +27,7 @@ from keras_headmask.export.interface import (
 )
 from keras_headmask.export.precision import TOLERANCES, computing_in
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.survey import Survey, padding_inputs
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 
@@ -161,7 +161,6 @@ def _specs(interface: Interface) -> dict[str, Any]:
 
 # --- `serve_padded` -------------------------------------------------------------------------------
 
-PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
 _SHORT = 8  # positions; enough to see whether two axes must be of one length
 
 
@@ -175,6 +174,7 @@ def padded(interface: Interface) -> Interface:
     from keras_headmask.retrofit.observe import keys_limited  # needs all of retrofit/
 
     first = next(name for name, x in interface.inputs.items() if x.is_sequence)
+    mask = _padding_mask(interface)
 
     def serve_padded(given: Tensors) -> Tensors:
         given = dict(given)
@@ -183,8 +183,8 @@ def padded(interface: Interface) -> Interface:
         # The error for lengths of another batch shows this name.
         lengths = tf.reshape(lengths, (batch, 1), "lengths_of_another_batch")
         live = ops.arange(length)[None, :] < lengths
-        if PADDING in interface.inputs:
-            given[PADDING] = ops.where(live, given[PADDING], ops.zeros_like(given[PADDING]))
+        if mask is not None:
+            given[mask] = ops.where(live, given[mask], ops.zeros_like(given[mask]))
             outputs = interface.call(given)
         else:
             with keys_limited(interface.survey.known, live):
@@ -212,13 +212,19 @@ def why_not_padded(interface: Interface, length: int) -> str | None:
         return "no input has a length that varies"
     if LENGTHS in interface.inputs:
         return f"the model has an input named {LENGTHS!r} of its own"
-    if PADDING not in interface.inputs and (mixes := _what_mixes(interface.survey)) is not None:
+    if _padding_mask(interface) is None and (mixes := _what_mixes(interface.survey)) is not None:
         return f"{mixes}, so that padding would be seen"
     try:
         with computing_in(interface.survey.model, "float32"):
             return _seen_in_a_trial(interface, length)
     except Exception as error:  # whatever the model raises is the reason
         return f"with lengths the model fails: {type(error).__name__}: {error}"[:400]
+
+
+def _padding_mask(interface: Interface) -> str | None:
+    """The input that marks real tokens, if there is one and no other does."""
+    names = padding_inputs(interface.inputs)
+    return names[0] if len(names) == 1 else None
 
 
 def _what_mixes(survey: Survey) -> str | None:

@@ -13,10 +13,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.heads.subject import outputs_by_name
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.survey import Survey
+from keras_headmask.retrofit.survey import Survey, padding_inputs
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads
@@ -138,7 +137,7 @@ def padding_of(names: Sequence[str], given: Arrays, length: int) -> np.ndarray |
 
 def named_for_padding(given: Arrays) -> list[str]:
     """The inputs that mark padding by their names."""
-    return [name for name, x in given.items() if x.ndim == 2 and marks_padding(name)]
+    return padding_inputs(given)
 
 
 def why_not_by_layers(survey: Survey) -> str | None:

@@ -161,10 +161,8 @@ class Survey:
 
     @functools.cached_property
     def padding_inputs(self) -> list[str]:
-        """Inputs that are true at real tokens, by their names: see `marks_padding`."""
-        return [
-            name for name, x in self.inputs.items() if len(x.shape) == 2 and marks_padding(name)
-        ]
+        """Inputs that are true at real tokens, by their names."""
+        return padding_inputs(self.inputs)
 
     @functools.cached_property
     def zero_padded_inputs(self) -> list[str]:
@@ -200,6 +198,11 @@ class Survey:
         entries = {id(entry.layer): entry for entry in self.known}
         losses = _losses(self.graphs)
         return [(entries[id(layer)], lost) for layer, lost in losses if id(layer) in entries]
+
+
+def padding_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of `inputs` that are true at real tokens: of `(batch, length)`, and named so."""
+    return [name for name, x in inputs.items() if len(x.shape) == 2 and marks_padding(name)]
 
 
 # --- A forward pass -------------------------------------------------------------------------------

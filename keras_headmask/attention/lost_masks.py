@@ -162,15 +162,20 @@ def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
     if lost.operation in _warned:
         return
     _warned.add(lost.operation)
-    why, way = _reason(lost)
     ids = "" if lost.ids is None else repr(lost.ids)
     ways = ways.format(padding=f"hm.recipes.padding({ids})")
     warnings.warn(
-        f"{attention} attends to padding: the Keras mask is lost before it. {why} "
-        f"{way + ways[0].lower() if way else ways[0]}{ways[1:]}",
+        f"{attention} attends to padding: the Keras mask is lost before it. "
+        f"{explained(lost, ways)}",
         UserWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def explained(lost: Lost, ways: str) -> str:
+    """What loses a mask, and what to do: about that operation, or what `ways` says, a sentence."""
+    why, way = _reason(lost)
+    return f"{why} {way + ways[0].lower() if way else ways[0]}{ways[1:]}"
 
 
 def _reason(lost: Lost) -> tuple[str, str]:

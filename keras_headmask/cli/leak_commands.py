@@ -79,12 +79,12 @@ def _made_up(
     model: Any, spec: MaskSpec | None, batch: int, length: int
 ) -> Mapping[str, np.ndarray]:
     """Random inputs, with something for the rules of `model` and for `spec` to decide."""
-    from keras_headmask.export.interface import interface_of
-    from keras_headmask.export.samples import sample
+    from keras_headmask.retrofit.made_up import made_up
+    from keras_headmask.retrofit.survey import Survey
 
-    interface = interface_of(model, None)
-    rules = [*interface.rules.values(), *([] if spec is None else [spec])]
-    return sample(interface, rules, batch, length)
+    survey = Survey(model)
+    rules = [*survey.rules.values(), *([] if spec is None else [spec])]
+    return made_up(survey, rules, batch, length)
 
 
 def _as_int32(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

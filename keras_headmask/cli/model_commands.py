@@ -12,10 +12,10 @@ import keras_headmask as hm
 from keras_headmask.cli import files
 from keras_headmask.cli.frame import Answer, CheckFailed, command, progress, unsafe_option
 from keras_headmask.export.report import installed_versions
+from keras_headmask.export.tf_serving import check_installed
 from keras_headmask.export.versions import written_whole
-from keras_headmask.export.warmup import check_installed
 from keras_headmask.rules import words
-from keras_headmask.rules.words import in_one_line
+from keras_headmask.rules.words import aligned, in_one_line
 
 if TYPE_CHECKING:
     import keras
@@ -162,17 +162,15 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
 
 def information(model: "keras.Model") -> dict[str, Any]:
     """The attention layers of `model`, their heads and rules, as JSON has them."""
-    from keras_headmask.retrofit.find import find_attention, numbered
-    from keras_headmask.retrofit.masked_model import spec_of
+    from keras_headmask.retrofit.survey import Survey
 
-    found, layers = find_attention(model), []
-    for number, entry in numbered(found):
-        heads = entry.num_heads
-        spec = spec_of(entry.layer) if entry in found.known else None
+    survey, layers = Survey(model), []
+    for number, entry in survey.numbered():
+        heads, spec = entry.num_heads, survey.rules.get(entry.path)
         layers.append(
             {
                 "number": number,
-                "reachable": entry in found.known,
+                "reachable": entry in survey.known,
                 "path": entry.path,
                 "class": type(entry.layer).__name__,
                 "heads": heads,
@@ -195,8 +193,6 @@ def information(model: "keras.Model") -> dict[str, Any]:
 
 def as_text(info: Mapping[str, Any]) -> str:
     """What `information` holds, for a reader."""
-    from keras_headmask.retrofit.find import aligned
-
     size = "" if info["parameters"] is None else f", {info['parameters']:,} parameters"
     lines = [f"{info['class']} '{info['name']}'{size}"]
     for x in info["inputs"]:

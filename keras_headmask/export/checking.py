@@ -11,12 +11,23 @@ from typing import Any
 
 import numpy as np
 
+from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.export import fresh_process, samples
-from keras_headmask.export.interface import Arrays, Interface, answer, as_array, distance
+from keras_headmask.export import fresh_process
+from keras_headmask.export.interface import (
+    Arrays,
+    Interface,
+    answer,
+    as_array,
+    distance,
+    padded_cases,
+    request,
+    size_of,
+    tried,
+)
 from keras_headmask.export.report import CheckResult
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.find import AttentionLayer, find_attention, longest_sequence
+from keras_headmask.retrofit.adapters import AttentionLayer
 
 _MOST_OUTSIDE = 1e-9
 # (batch, length): short, odd, and longer than a tile.
@@ -37,14 +48,13 @@ class Case:
 def requests(interface: Interface, wanted: Any) -> list[Arrays]:
     """The requests that `check` asks for; for `True` three made-up ones."""
     if wanted is not True:
-        return [samples.request(interface, item) for item in wanted]
-    rules = interface.rules.values()
-    longest = longest_sequence(interface.model) or _LONGEST_LOOK
+        return [request(interface, item) for item in wanted]
+    longest = interface.survey.longest_sequence or _LONGEST_LOOK
     made = []
     for batch, length in _SHAPES:
         length = min(length, longest)
         while True:
-            given = samples.sample(interface, rules, batch, length)
+            given = interface.sample(batch, length)
             try:
                 answer(interface, given)
                 break
@@ -57,14 +67,14 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
                     ) from error
                 longest = length = length // 2
         made.append(given)
-    if interface.is_restricted:
-        most, layers = min(longest, _LONGEST_LOOK), find_attention(interface.model).known
+    if interface.survey.is_restricted:
+        most, layers = min(longest, _LONGEST_LOOK), interface.survey.known
         while 2 * length <= most:
             forbidding, probabilities = looked_at(interface, layers, made[-1])
             if forbidding or not probabilities:  # (In a `tf.function` there is nothing to see.)
                 break
             length *= 2
-            made[-1] = samples.sample(interface, rules, 1, length)
+            made[-1] = interface.sample(1, length)
     return made
 
 
@@ -108,11 +118,11 @@ def checked(
     wanted = [answer(interface, one) for one in given]
     cases = [Case("serving_default", *pair) for pair in zip(given, wanted, strict=True)]
     twins: list[Arrays] = []
-    if interface.is_restricted:
+    if interface.survey.is_restricted:
         with observers.rules_off():
             twins = [answer(interface, one) for one in given]
-    in_memory, unseen = None, set(interface.rules)
-    layers = find_attention(interface.model).known if interface.rules else []
+    in_memory, unseen = None, set(interface.survey.rules)
+    layers = interface.survey.known if interface.survey.rules else []
     for one in given:  # a rule may forbid nothing in the short ones
         allowed, probabilities = looked_at(interface, layers, one) if layers else ({}, {})
         in_memory = _largest((in_memory, mass_outside(allowed, probabilities)))
@@ -121,10 +131,10 @@ def checked(
             cases.append(Case("serve_scores", one, allowed=allowed))
     for name, signature in signatures.items():
         if name == "serve_padded":
-            length = max(samples.size_of(interface, one)[1] for one in given)
-            cases.append(Case(name, *next(samples.padded_cases(interface, length))))
+            length = max(size_of(interface, one)[1] for one in given)
+            cases.append(Case(name, *next(padded_cases(interface, length))))
         elif name.startswith("serve_xla_"):
-            one = samples.sample(signature, interface.rules.values(), 1, 1)  # of its fixed sizes
+            one = signature.sample(1, 1)  # of its fixed sizes
             cases.append(Case(name, one, answer(interface, one)))
 
     found, answers = run_fresh(folder, cases)
@@ -135,7 +145,7 @@ def checked(
             errors[case.signature] = distance(got, case.answer)  # one case of all but the first
     mass_seen_in = "serve_scores" if served is not None else "the model in memory"
     result = CheckResult(
-        shapes=tuple(samples.size_of(interface, one) for one in given),
+        shapes=tuple(size_of(interface, one) for one in given),
         error=max(map(distance, answers, wanted)),
         tolerance=tolerance,
         milliseconds=tuple(found["milliseconds"][: len(given)]),
@@ -167,7 +177,7 @@ def _why_alike(interface: Interface, given: Sequence[Arrays], unseen: Collection
             "of the whole model. Or pass check=False, which leaves the check out."
         )
     return (
-        f"the rule has no effect on these inputs. {samples.tried(interface, given)}Pass inputs on "
+        f"the rule has no effect on these inputs. {tried(interface, given)}Pass inputs on "
         "which it has, check=[{name: array, ...}]."
     )
 
@@ -213,3 +223,73 @@ def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> tuple[dict[str, An
             )
         answers = fresh_process.read(f"{place}/answers.npz", len(cases))
     return json.loads(done.stdout.splitlines()[-1]), answers
+
+
+# --- What not every server runs ------------------------------------------------------------------
+
+# Ops that run Python code, or a compiler that a server starts only with special flags.
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+_COMPILED = {"XlaCallModule", "XlaLaunch", "XlaLaunchV2"}
+
+
+def scan(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each concrete function: its nodes, Python code, compiled code and CPU pins.
+
+    Raises:
+        RuntimeError: for what no server runs, or only one started with special flags.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    operations, mark = set(), _keras.XLA_MUST_COMPILE
+    for name, function in functions.items():
+        definitions = [function.function_def, *function.graph.as_graph_def().library.function]
+        nodes = [node for one in definitions for node in one.node_def]
+        kinds = {node.op for node in nodes}
+        operations |= kinds - {one.signature.name for one in definitions}
+        marked = [one.attr for one in (*definitions, *nodes) if mark in one.attr]  # else [] adds it
+        compiled = kinds & _COMPILED | {mark for attributes in marked if attributes[mark].b}
+        pinned = {node.name for node in nodes if "CPU" in node.device.upper()}
+        if any(kind.startswith("LookupTable") for kind in kinds):
+            pinned = set()  # tables of text live there, and Keras says so
+        what = {"python": kinds & _PYTHON, "compiled": compiled, "pinned": pinned}
+        graph = found[name] = {key: sorted(value) for key, value in what.items()}
+        if graph["python"]:
+            _refuse(
+                f"the graph of {name} calls Python ({', '.join(graph['python'])}), which a server "
+                "lacks. Write tf.py_function and the like in TensorFlow or keras.ops."
+            )
+        if graph["compiled"] and not name.startswith("serve_xla_"):
+            _refuse(
+                f"the graph of {name} has parts compiled by XLA ({', '.join(graph['compiled'])}), "
+                "which TF Serving runs only with its flags for XLA. Take jit_compile=True out of "
+                "the model's code, and pass `xla_buckets`."
+            )
+        if graph["pinned"]:
+            _refuse(
+                f"the graph of {name} pins {graph['pinned'][0]!r} to the CPU. Take the "
+                "tf.device or keras.device out of the model's code."
+            )
+        graph["nodes"] = len(nodes)
+    if custom := custom_ops(operations):
+        _refuse(
+            f"its graph has the ops {', '.join(custom)}, which TensorFlow itself lacks: a library "
+            "loaded here brought them (tensorflow_text, say). Do their work before the model."
+        )
+    return found
+
+
+def _refuse(problem: str) -> None:
+    raise RuntimeError(f"The export was not published: {problem}")
+
+
+def custom_ops(operations: Iterable[str]) -> list[str]:
+    """The ops that TensorFlow itself lacks; a fresh process looks up those that are not public."""
+    import tensorflow as tf
+
+    public = vars(tf.raw_ops)
+    rare = sorted(op for op in operations if not op.startswith("_") and op not in public)
+    if not rare:
+        return []
+    command = [sys.executable, "-P", "-c", _keras.PRINT_UNKNOWN_OPS, *rare]
+    environment = fresh_process.environment()
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split()

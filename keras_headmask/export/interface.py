@@ -1,23 +1,25 @@
-"""A model as a function from named tensors to named tensors."""
+"""A model as a function from named tensors to named tensors, and requests to try it on."""
 
+import contextlib
 import inspect
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import _keras
 from keras_headmask.export import fresh_process
 from keras_headmask.masks import Tensor
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.retrofit.made_up import made_up, names_of_sides
+from keras_headmask.retrofit.survey import Survey
+from keras_headmask.rules.base import leaves
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _LARGE = 1e4  # from here on an output's element is compared with itself alone
-PADDING = "padding_mask"  # what KerasHub calls the input that marks real tokens
+_MOST_SHOWN = 8  # ids of an input, in a message
 LENGTHS = "lengths"  # the input of `serve_padded` that says how long each example really is
 Tensors = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
@@ -43,25 +45,25 @@ class Interface(NamedTuple):
     parameter. `as_returned` turns named outputs into what that call returns.
     """
 
-    model: keras.Model
+    survey: Survey  # of the model
     inputs: dict[str, Input]
     call: Callable[[Tensors], Tensors]
     output_shapes: dict[str, Shape] | None  # of a graph
     arguments: dict[str, Any]
     as_returned: Callable[[Tensors], Any]
-    rules: Mapping[str, MaskSpec] = {}  # of each attention layer that has one, by path
-    is_restricted: bool = False  # whether they keep any head from any key
     read_as: Mapping[str, frozenset[str]] = {}  # what rules call an input, beside its own name
 
+    def sample(self, batch: int, length: int, seed: int = 0) -> Arrays:
+        """A made-up request of `batch` examples of `length` positions, for the rules to decide."""
+        rules = self.survey.rules.values()
+        return made_up(self.survey, rules, batch, length, seed, self.inputs, self.read_as)
 
-def interface_of(model: keras.Model, input_signature: Any) -> Interface:
-    """How `model` is called, by its graph or by `input_signature`."""
-    from keras_headmask.retrofit.masked_model import mask_specs
-    from keras_headmask.retrofit.observe import is_restricted  # needs all of retrofit/
 
-    graph, shapes, by_name = _keras.functional_of(model), None, False
+def interface_of(survey: Survey, input_signature: Any) -> Interface:
+    """How a model is called, by its graph or by `input_signature`."""
+    model, graph, shapes, by_name = survey.model, survey.graph, None, False
     given = None if input_signature is None else _given_inputs(input_signature)
-    if isinstance(graph, _keras.Functional):
+    if graph is not None:
         # The keys of a dict of inputs, else the tensors' names.
         struct, names = graph.input, [tensor.name for tensor in graph.inputs]
         if isinstance(struct, Mapping) and all(hasattr(x, "shape") for x in struct.values()):
@@ -108,8 +110,7 @@ def interface_of(model: keras.Model, input_signature: Any) -> Interface:
 
     if not model.built:
         call({name: ops.ones([n or 2 for n in x.shape], x.dtype) for name, x in inputs.items()})
-    rules = mask_specs(model), is_restricted(model)
-    return Interface(model, inputs, call, shapes, arguments, as_returned, *rules)
+    return Interface(survey, inputs, call, shapes, arguments, as_returned)
 
 
 def _input(spec: Any) -> Input:
@@ -217,3 +218,146 @@ def distance(got: Arrays, wanted: Arrays) -> float:
             apart = np.where(same, 0, np.abs(one - other) / unit)
         furthest = max(furthest, float(np.nan_to_num(apart, nan=np.inf).max(initial=0)))
     return furthest
+
+
+# --- Requests -------------------------------------------------------------------------------------
+
+
+def request(interface: Interface, item: Any) -> Arrays:
+    """One request: inputs by name as arrays, or a sample for a pair (batch, length)."""
+    if not isinstance(item, Mapping):
+        if not is_pair(item):
+            raise TypeError(
+                "An example must be a dict of arrays by input name, or a pair (batch, length), "
+                f"from 1. Received: {item!r}."
+            )
+        sizes = {x.shape[1] for x in interface.inputs.values() if len(x.shape) > 1}
+        if sizes and not sizes & {None, item[1]}:
+            raise ValueError(
+                f"(batch, length) {tuple(item)} asks for the length {item[1]}, and the sizes of "
+                f"the inputs are fixed: {sorted(filter(None, sizes))}. Pass pairs of that length."
+            )
+        return interface.sample(*item)
+    if item.keys() != interface.inputs.keys():
+        raise ValueError(
+            f"An example must have the inputs {sorted(interface.inputs)}. Received: {sorted(item)}."
+        )
+    given = {}
+    for name, x in interface.inputs.items():
+        array = np.asarray(item[name])
+        if array.dtype.kind == "O" and all(isinstance(part, (str, bytes)) for part in array.flat):
+            parts = [part.encode() if isinstance(part, str) else part for part in array.flat]
+            array = np.array(parts, "S").reshape(array.shape)
+        elif array.dtype.kind == "b" and "int" in x.dtype:  # KerasHub's padding masks
+            array = array.astype(x.dtype)
+        elif array.dtype.kind == "U":  # text as the bytes of UTF-8, as TensorFlow has it
+            array = np.char.encode(array, "utf-8")
+        sizes_fit = array.ndim == len(x.shape) and all(
+            size in (None, have) for size, have in zip(x.shape, array.shape, strict=True)
+        )
+        dtypes = ["string" if array.dtype.kind == "S" else array.dtype.name, x.dtype]
+        kinds = {next((k for k in ("float", "int") if k in dtype), dtype) for dtype in dtypes}
+        if not sizes_fit or len(kinds) > 1:
+            raise ValueError(
+                f"The example's {name!r} must be {x.dtype} of shape {x.shape}. Received: "
+                f"{array.dtype} of shape {array.shape}."
+            )
+        given[name] = array
+    return given
+
+
+def size_of(interface: Interface, given: Arrays) -> tuple[int, int]:
+    """(batch, length): the length of the first sequence, else of any second axis."""
+    inputs = sorted(interface.inputs.items(), key=lambda item: not item[1].is_sequence)
+    lengths = (given[name].shape[1] for name, x in inputs if len(x.shape) > 1)
+    return len(given[inputs[0][0]]), next(lengths, 1)
+
+
+def is_pair(item: Any) -> bool:
+    """Whether `item` is (batch, length), whole numbers from 1."""
+    pair = isinstance(item, (tuple, list)) and len(item) == 2
+    return pair and all(type(size) is int and size > 0 for size in item)
+
+
+def with_reads(interface: Interface) -> Interface:
+    """`interface` with the inputs that rules read under another name, found by trying the model.
+
+    The name is that of `mask_inputs`. What such a tensor holds depends on an input where it changes
+    as that input does.
+    """
+    from keras_headmask.retrofit.observe import mask_inputs_seen  # needs all of retrofit/
+
+    rules = interface.survey.rules.values()
+    read = {name for spec in rules for leaf in leaves(spec) for name in leaf.inputs}
+    if all(interface.inputs.keys() & names_of_sides([name]) for name in read):
+        return interface
+
+    def seen(given: Arrays) -> list[tuple[str, np.ndarray]]:
+        with mask_inputs_seen(interface.survey.known) as found:
+            answer(interface, given)
+        return found
+
+    read_as: dict[str, frozenset[str]] = {}
+    # What cannot be run is an error of the check, which says more.
+    with contextlib.suppress(Exception):
+        first, other = (interface.sample(2, 8, seed) for seed in (0, 1))
+        before = seen(first)
+        for name in (name for name, x in interface.inputs.items() if "int" in x.dtype):
+            after = seen(first | {name: other[name]})
+            changed = zip(before, after, strict=True)
+            read_as[name] = frozenset(k for (k, x), (_, y) in changed if not np.array_equal(x, y))
+    return interface._replace(read_as=read_as)
+
+
+def tried(interface: Interface, given: Iterable[Arrays]) -> str:
+    """The ids that rules look for, and those that the integer inputs of requests held, in words."""
+    wanted: dict[str, set[int]] = {}
+    for leaf in (leaf for spec in interface.survey.rules.values() for leaf in leaves(spec)):
+        for name in leaf.inputs if leaf.sampling.ids else ():
+            wanted.setdefault(name, set()).update(leaf.sampling.ids)
+    if not wanted:
+        return ""
+    ids = {
+        name: np.unique(np.concatenate([one[name].ravel() for one in given]))
+        for name, x in interface.inputs.items()
+        if "int" in x.dtype
+    }
+    looks_for = (f"{_in_words(sorted(values))} in {name!r}" for name, values in wanted.items())
+    held = (f"{name!r} with {_in_words(values.tolist())}" for name, values in ids.items())
+    return f"It looks for {', '.join(looks_for)}. Tried: {', '.join(held) or 'no ids'}. "
+
+
+def _in_words(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:_MOST_SHOWN]))
+    return f"{'id' if len(ids) == 1 else 'ids'} {shown}" + (
+        f", ... ({len(ids)} ids)" if len(ids) > _MOST_SHOWN else ""
+    )
+
+
+def padded_cases(interface: Interface, length: int) -> Iterator[tuple[Arrays, Arrays]]:
+    """A request padded as by TensorFlow Serving, with first elements, and one with others.
+
+    Each with the right answer: what the examples give alone, and 0 past their lengths.
+    """
+    inputs = interface.inputs.items()
+    given = interface.sample(3, length)
+    lengths = np.array([length, length - length // 3, max(1, length // 2)], "int32")
+    # Where an input holds the positions of an example itself.
+    real = [
+        {name: (slice(i, i + 1), *(slice(size or n) for size in x.shape[1:])) for name, x in inputs}
+        for i, n in enumerate(lengths)
+    ]
+    wanted = {name: np.zeros_like(x) for name, x in answer(interface, given).items()}
+    for i, place in enumerate(real):
+        alone = answer(interface, {name: given[name][place[name]] for name, _ in inputs})
+        for name, value in alone.items():
+            wanted[name][(slice(i, i + 1), *map(slice, value.shape[1:]))] = value
+    for filler in (None, interface.sample(3, length, seed=1)):
+        request = {}
+        for name, x in inputs:
+            first = given[name][(slice(None), *(slice(1) for _ in x.shape[1:]))]
+            padded = np.broadcast_to(first, given[name].shape) if filler is None else filler[name]
+            request[name] = padded.copy()
+            for place in real:
+                request[name][place[name]] = given[name][place[name]]
+        yield request | {LENGTHS: lengths}, wanted

@@ -12,15 +12,25 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only
-from keras_headmask.export import checking, padding, samples, signatures, tf_serving, versions
+from keras_headmask.export import checking, signatures, tf_serving, versions
 from keras_headmask.export.fresh_process import milliseconds_since
-from keras_headmask.export.graph_scan import scan
-from keras_headmask.export.interface import Arrays, Interface, answer, as_tensors, interface_of
+from keras_headmask.export.interface import (
+    LENGTHS,
+    Arrays,
+    Interface,
+    answer,
+    as_tensors,
+    interface_of,
+    is_pair,
+    request,
+    size_of,
+    with_reads,
+)
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
-from keras_headmask.export.warmup import EXTRA, check_installed, write_records
-from keras_headmask.retrofit.find import AttentionLayer, find_attention
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.adapters import AttentionLayer
+from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.survey import Survey
 
 FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
 
@@ -110,13 +120,14 @@ def export_saved_model(
         _check_arguments(model, precision, warm, check, padded)
         base = versions.checked_base(base_path)
         versions.checked_version(version, base)
-        interface = samples.with_reads(interface_of(model, input_signature))
+        survey = Survey(model)
+        interface = with_reads(interface_of(survey, input_signature))
         in_buckets = _in_buckets(xla_buckets, interface)
-        entries, left_out = _with_scores(model, scores)
+        entries, left_out = _with_scores(survey, scores)
         with versions.being_written(base) as folder:
-            extra = folder / EXTRA
+            extra = folder / tf_serving.EXTRA
             given = [] if check is False else checking.requests(interface, check)
-            requests = [samples.request(interface, item) for item in warm]
+            requests = [request(interface, item) for item in warm]
             largest = max((len(x) for one in requests for x in one.values()), default=0)
             if largest > (limit := tf_serving.batch_limit(base)):
                 warnings.warn(
@@ -130,20 +141,20 @@ def export_saved_model(
             with computing_in(model, precision):
                 asked = signatures.signatures_of(interface, entries, in_buckets)
                 if padded:
-                    length = max((samples.size_of(interface, one)[1] for one in given), default=8)
-                    if reason := padding.why_not_padded(interface, length):
+                    length = max((size_of(interface, one)[1] for one in given), default=8)
+                    if reason := signatures.why_not_padded(interface, length):
                         left_out["serve_padded"] = reason
                     else:
-                        asked["serve_padded"] = padding.padded(interface)
+                        asked["serve_padded"] = signatures.padded(interface)
                 with _timed(took, "trace"), forward_only():  # signatures share functions
                     traced = {name: signatures.traced(name, x) for name, x in asked.items()}
-                graphs = scan(traced)
+                graphs = checking.scan(traced)
                 with _timed(took, "write"):
                     signatures.write(interface, traced, folder)
                 extra.mkdir(exist_ok=True)
                 records = _records(interface, requests, asked)
                 if records:
-                    write_records(extra, records)
+                    tf_serving.write_records(extra, records)
                 result = None
                 if check is not False:
                     tolerance = tolerance_of(model, precision)
@@ -155,7 +166,7 @@ def export_saved_model(
             contents = {
                 "format_version": FORMAT_VERSION,
                 "versions": installed_versions(),
-                "rules": {path: spec.get_config() for path, spec in interface.rules.items()},
+                "rules": {path: spec.get_config() for path, spec in survey.rules.items()},
                 "precision": precision,
                 "signatures": described,
                 "left_out": left_out,
@@ -169,7 +180,7 @@ def export_saved_model(
         version=number,
         signatures=described,
         left_out=left_out,
-        rules=dict(interface.rules),
+        rules=dict(survey.rules),
         precision=precision,
         warmup_records=len(records),
         bytes={
@@ -221,29 +232,28 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
             "False to leave the check out."
         )
     if warm:
-        check_installed()
+        tf_serving.check_installed()
 
 
 def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
     """A request of each shape that XLA compiles a signature for, by the signature's name."""
     found = {}
     for bucket in _listed("xla_buckets", buckets):
-        if not samples.is_pair(bucket):
+        if not is_pair(bucket):
             raise ValueError(
                 f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
             )
         if any(x.dtype == "string" for x in interface.inputs.values()):
             raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
-        found["{}{}x{}".format(signatures.XLA, *bucket)] = samples.request(interface, bucket)
+        found["{}{}x{}".format(signatures.XLA, *bucket)] = request(interface, bucket)
     return found
 
 
-def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer], dict[str, str]]:
+def _with_scores(survey: Survey, scores: Any) -> tuple[list[AttentionLayer], dict[str, str]]:
     """The attention layers whose probabilities are served, and why others are left out."""
     if scores is False:
         return [], {}
-    found = find_attention(model)
-    entries = found.known if scores is True else [found.known[i] for i in select(found, scores)]
+    entries = survey.known if scores is True else selected(survey, scores)
     if not entries:
         raise ValueError("`scores` asks for attention, and the model has no attention layer.")
     if flash := [entry for entry in entries if _keras.flash(entry.layer)]:
@@ -251,7 +261,7 @@ def _with_scores(model: keras.Model, scores: Any) -> tuple[list[AttentionLayer],
             f"The attention layer {flash[0]} computes by flash attention, which returns no "
             "probabilities. Leave it out of `scores`, or build it without flash_attention=True."
         )
-    unknown = found.unknown if scores is True else ()
+    unknown = survey.unknown if scores is True else ()
     reason = "its class is not known, so its attention is out of reach"
     return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
 
@@ -264,8 +274,8 @@ def _records(
     for given in requests:
         answer(interface, given)  # raises what the model refuses
         tensors = as_tensors(interface, given)
-        batch, length = samples.size_of(interface, given)
-        lengths = {padding.LENGTHS: keras.ops.full((batch,), length, "int32")}
+        batch, length = size_of(interface, given)
+        lengths = {LENGTHS: keras.ops.full((batch,), length, "int32")}
         for name in asked:
             if not name.startswith(signatures.XLA):
                 records.append((name, tensors | lengths if name == "serve_padded" else tensors))

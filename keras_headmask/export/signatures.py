@@ -1,5 +1,6 @@
 """The signatures of an export, each an `Interface`: made, traced and written."""
 
+import contextlib
 import functools
 import inspect
 import pathlib
@@ -7,13 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.precision import half_products
 from keras_headmask.attention.tuning import forward_only
-from keras_headmask.export.interface import Arrays, Input, Interface, Tensors
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.export.interface import (
+    LENGTHS,
+    Arrays,
+    Input,
+    Interface,
+    Tensors,
+    answer,
+    distance,
+    padded_cases,
+    request,
+)
+from keras_headmask.export.precision import TOLERANCES, computing_in
+from keras_headmask.retrofit.adapters import AttentionLayer
+from keras_headmask.retrofit.survey import Survey, padding_inputs
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 
@@ -100,7 +114,7 @@ def write(interface: Interface, functions: Mapping[str, Any], folder: pathlib.Pa
     variables = {id(v): v for function in functions.values() for v in function.variables}
     tables = [
         value
-        for layer in _keras.layers_of(interface.model)
+        for layer in _keras.layers_of(interface.survey.model)
         for value in list(vars(layer).values())  # (another thread may look at the layer)
         if isinstance(value, tf.saved_model.experimental.TrackableResource)
     ]
@@ -143,3 +157,113 @@ def _specs(interface: Interface) -> dict[str, Any]:
 
     inputs = interface.inputs.items()
     return {name: tf.TensorSpec(x.shape, x.dtype, name=name) for name, x in inputs}
+
+
+# --- `serve_padded` -------------------------------------------------------------------------------
+
+_SHORT = 8  # positions; enough to see whether two axes must be of one length
+
+
+def padded(interface: Interface) -> Interface:
+    """Positions past an example's length, in `lengths`, are not attended, and 0 in outputs.
+
+    Lengths are clipped to the sequence: an error would fail the server's whole batch.
+    """
+    import tensorflow as tf
+
+    from keras_headmask.retrofit.observe import keys_limited  # needs all of retrofit/
+
+    first = next(name for name, x in interface.inputs.items() if x.is_sequence)
+    mask = _padding_mask(interface)
+
+    def serve_padded(given: Tensors) -> Tensors:
+        given = dict(given)
+        lengths = given.pop(LENGTHS)
+        batch, length = ops.shape(given[first])[:2]
+        # The error for lengths of another batch shows this name.
+        lengths = tf.reshape(lengths, (batch, 1), "lengths_of_another_batch")
+        live = ops.arange(length)[None, :] < lengths
+        if mask is not None:
+            given[mask] = ops.where(live, given[mask], ops.zeros_like(given[mask]))
+            outputs = interface.call(given)
+        else:
+            with keys_limited(interface.survey.known, live):
+                outputs = interface.call(given)
+        shapes = interface.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
+        for name, shape in shapes.items():
+            for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
+                others = [i for i in range(1, len(shape)) if i != axis]
+                along = ops.expand_dims(live, others) if others else live
+                outputs[name] = ops.where(along, outputs[name], ops.zeros_like(outputs[name]))
+        return outputs
+
+    inputs = interface.inputs | {LENGTHS: Input((None,), "int32")}
+    return interface._replace(inputs=inputs, call=serve_padded)
+
+
+def why_not_padded(interface: Interface, length: int) -> str | None:
+    """Why `serve_padded` is left out; `None` if neither the graph nor a trial finds a reason.
+
+    The trial is in float32: half precision would take what padding changes for rounding. It pads
+    with first elements, as TensorFlow Serving does, and with others, in short examples, too: a
+    maximum does not change when an element is repeated, and seldom in long examples.
+    """
+    if not any(x.is_sequence for x in interface.inputs.values()):
+        return "no input has a length that varies"
+    if LENGTHS in interface.inputs:
+        return f"the model has an input named {LENGTHS!r} of its own"
+    if _padding_mask(interface) is None and (mixes := _what_mixes(interface.survey)) is not None:
+        return f"{mixes}, so that padding would be seen"
+    try:
+        with computing_in(interface.survey.model, "float32"):
+            return _seen_in_a_trial(interface, length)
+    except Exception as error:  # whatever the model raises is the reason
+        return f"with lengths the model fails: {type(error).__name__}: {error}"[:400]
+
+
+def _padding_mask(interface: Interface) -> str | None:
+    """The input that marks real tokens, if there is one and no other does."""
+    names = padding_inputs(interface.inputs)
+    return names[0] if len(names) == 1 else None
+
+
+def _what_mixes(survey: Survey) -> str | None:
+    """The first thing in a model that may mix positions, in words; `None` if all is known.
+
+    If only attention carries something from one position to another, padding that a server puts
+    behind an example does no harm where it is not attended.
+    """
+    if survey.unknown:
+        return f"the attention layer {survey.unknown[0]} is out of reach"
+    if survey.graph is None:
+        return f"`{type(survey.model).__name__}` is a subclassed model, without a graph"
+    if cross := [entry for entry in survey.known if entry.kind != "self"]:
+        return f"{cross[0]} attends, or may attend, to another sequence, which has its own lengths"
+    return str(survey.mixing[0]) if survey.mixing else None
+
+
+def _seen_in_a_trial(interface: Interface, length: int) -> str | None:
+    given = request(interface, (2, _SHORT))
+    axes = [
+        (name, axis)
+        for name, x in sorted(interface.inputs.items(), key=lambda item: not item[1].is_sequence)
+        for axis, size in enumerate(x.shape)
+        if axis > 0 and size is None
+    ]
+    for name, axis in axes[1:]:  # may one be shorter than the first?
+        with contextlib.suppress(Exception):  # they must be of one length
+            answer(interface, given | {name: np.delete(given[name], -1, axis)})
+            return (
+                f"axis {axis} of {name!r} may have another length than the rest, so `lengths` "
+                "would not say what is padding there"
+            )
+    with_lengths = padded(interface)
+    for size in sorted({min(_SHORT, length), length}):
+        for one, wanted in padded_cases(interface, size):
+            apart = distance(answer(with_lengths, one), wanted)
+            if apart > TOLERANCES["float32"]:
+                return (
+                    "what is padded in changes the outputs at real positions, by up to "
+                    f"{apart:.2g}: something beside attention sees it"
+                )
+    return None

@@ -7,9 +7,10 @@ import keras
 
 from keras_headmask.generation import head_cache
 from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import aligned, find_attention
 from keras_headmask.retrofit.rule import LayerRule, rules_in_force, whole_masks
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.fields import whole_number
+from keras_headmask.rules.words import aligned
 
 
 class CacheBytes(NamedTuple):
@@ -80,7 +81,7 @@ def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
     by_head = keeps_by_head is not None and keeps_by_head()
     by_layer: dict[str, tuple[int, int]] = {}
     in_force: list[LayerRule] = []
-    for path, layer in ((entry.path, entry.layer) for entry in find_attention(task).known):
+    for path, layer in ((entry.path, entry.layer) for entry in Survey(task).known):
         adapter = adapted(layer)
         rules = [x for x in rules_in_force(layer) if x.restricts]
         rules = head_cache.with_own_window(adapter, rules) if by_head else []

@@ -22,9 +22,10 @@ from keras_headmask import _keras
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import AttentionLayer, find_attention
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.rule import spec_of
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.per_head import PerHead
@@ -192,8 +193,8 @@ def ablate_heads(
         raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
     steps = None if steps is None else whole_number(steps, "steps", at_least=1)
     file = check_sweep(metric, better, save_to, verbose)
-    found = find_attention(model)
-    entries = [found.known[number] for number in select(found, layers)]
+    survey = Survey(model)
+    entries = selected(survey, layers)
     left = [(i, head) for i, entry in enumerate(entries) for head in range(entry.num_heads)]
     rounds = 1 if not greedy else min(len(left), steps or len(left))
     bar = Progress(sum(len(left) - number for number in range(rounds)), "runs", verbose)
@@ -206,7 +207,7 @@ def ablate_heads(
             for layer, of_layer in itertools.groupby(heads, key=lambda head: head[0])
         }
 
-    sweep = Sweep(model, entries, without, metric, file)
+    sweep = Sweep(survey, entries, without, metric, file)
     with sweep.keeping("ablation", lambda: sweep.result(order)):
         sweep.start()
         for _ in range(rounds):
@@ -263,16 +264,16 @@ class Sweep:
 
     def __init__(
         self,
-        model: keras.Model,
+        survey: Survey,
         entries: list[AttentionLayer],
         specs_for: Callable[[Heads], Mapping[str, MaskSpec]],
         metric: Callable[[keras.Model], Any],
         file: Path | None,
         depends_on: Any = None,
     ):
-        self.model, self.entries, self.specs_for = model, entries, specs_for
+        self.survey, self.entries, self.specs_for = survey, entries, specs_for
         self.metric, self.file = metric, file
-        self.digest = _digest(model, entries, depends_on)
+        self.digest = _digest(survey.model, entries, depends_on)
         self.values: dict[Heads, float] = {}
         self.is_saved = False  # all of them
 
@@ -327,13 +328,13 @@ class Sweep:
         nothing: for a query that sees no key, as at padding, stock Keras takes the mean of all
         values, and attention under a rule 0.
         """
-        from keras_headmask.retrofit.apply import apply_head_masks  # needs all of retrofit/
+        from keras_headmask.retrofit.apply import masked_by  # needs all of retrofit/
 
         specs: dict[str, MaskSpec] = {entry.path: Keys(0) for entry in self.entries}
         specs |= {path: spec & Keys(0) for path, spec in self.specs_for(heads).items()}
         by_regex = {f"^{re.escape(path)}$": spec for path, spec in specs.items()}
-        copy = apply_head_masks(self.model, by_regex, existing="and")
-        _keras.compile_alike(self.model, copy)
+        copy = masked_by(self.survey, by_regex, existing="and")
+        _keras.compile_alike(self.survey.model, copy)
         return _finite(self.metric(copy), name)
 
     def _saved(self) -> Mapping[Heads, float]:

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.heads import changes, positions, reaches
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested
-from keras_headmask.retrofit.find import Found, find_attention
+from keras_headmask.retrofit.survey import Survey, padding_inputs
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
 
@@ -104,8 +103,9 @@ class _Search:
         sizes = [len(x) for x in self.inputs.values() if x.ndim > 1]
         self.batch = 0 if 0 in sizes else max(sizes, default=0)
         model = self.tested.model
-        self.attention = Found([], [], []) if model is None else find_attention(model)
-        heads = [entry.num_heads for entry in self.attention.known if entry.num_heads is not None]
+        self.survey = None if model is None else Survey(model)
+        self.entries = [] if self.survey is None else self.survey.known
+        heads = [entry.num_heads for entry in self.entries if entry.num_heads is not None]
         self.heads = max(heads, default=None)
         self.counts = [k for k, x in self.inputs.items() if x.ndim and len(x) == self.batch]
         self.numbers = [k for k in self.counts if self.inputs[k].dtype.kind not in "OSU"]
@@ -179,8 +179,8 @@ class _Search:
                 )
             return
         why: str | None = f"{self.tested.kind} has no layers to read"
-        if self.tested.model is not None:
-            why = reaches.why_not_by_layers(self.tested.model, self.attention)
+        if self.survey is not None:
+            why = reaches.why_not_by_layers(self.survey)
         if why:
             raise ValueError(
                 f"Cannot tell what the outputs may depend on: {why}. Pass it as `rule`, a spec "
@@ -212,7 +212,7 @@ class _Search:
 
     def _real(self, inputs: Arrays, run: Run, length: int) -> np.ndarray:
         """Which positions are no padding, `(batch, length)`."""
-        marks = {k: x != 0 for k, x in inputs.items() if x.ndim == 2 and marks_padding(k)}
+        marks = {name: inputs[name] != 0 for name in padding_inputs(inputs)}
         marks = marks or run.masks
         if self.real is not None:  # and an id in the place of padding may be taken for a token
             moved = [x != self.before.masks[k] for k, x in run.masks.items()]
@@ -267,7 +267,7 @@ class _Search:
         assert model is not None
         try:
             inputs = self.tested.pack(self._stacked(variants))
-            return reaches.by_layers(model, self.attention.known, inputs, length)
+            return reaches.by_layers(model, self.entries, inputs, length)
         except ValueError as error:
             raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
 

@@ -12,11 +12,11 @@ from keras_headmask.heads import texts
 from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import aligned
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyIn, SameSentence
 from keras_headmask.rules.positions import Window
+from keras_headmask.rules.words import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,10 +16,10 @@ from keras_headmask import _keras
 from keras_headmask.heads import pruned_layer
 from keras_headmask.layers import changing
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import AttentionLayer, Survey, attention, find_attention
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, attention
 from keras_headmask.retrofit.masked_model import copied
 from keras_headmask.retrofit.rule import LayerRule, all_rules, is_masked, spec_of
+from keras_headmask.retrofit.survey import Call, Survey
 from keras_headmask.retrofit.wrap import add_rule, mask, unmask
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
@@ -72,15 +72,15 @@ def prune_heads(model: keras.Model) -> keras.Model:
     >>> model.count_params(), pruned.count_params()
     (288, 148)
     """
-    found = find_attention(model)
-    calls = _Calls(model)
-    kept, left = _plan(model, found.known, calls)
+    survey = Survey(model)
+    calls = _Calls(survey)
+    kept, left = _plan(model, survey.known, calls)
     if not kept:
         raise ValueError(_nothing_to_prune(model, left))
     if left:
         lines = "\n".join(left)
         warnings.warn(f"Some heads under Nothing() are not pruned.\n{lines}", stacklevel=2)
-    twin = copied(model, found)
+    twin = copied(survey)
     layers = attention(twin)
     whole = attention(model)
     for place, heads in kept.items():
@@ -182,14 +182,15 @@ def _why_not_weights(layer: Any) -> str | None:
     return None
 
 
-class _Calls(Survey):
+class _Calls:
     """What calls of attention layers have: `by_head`, something for each head, or `None`."""
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, survey: Survey):
         self.by_head: dict[int, str | None] = {}
         self._with_rows: set[int] = set()  # called with a mask that has a row for each query
-        self._masks = any(map(_makes_mask, _keras.layers_of(model)))
-        super().__init__(model)
+        self._masks = any(map(_makes_mask, _keras.layers_of(survey.model)))
+        for call in survey.calls:
+            self._read(call)
 
     def may_hide_rows(self, layer: keras.Layer) -> bool:
         """Whether a mask may hide all keys from some queries of a text, and not from others.
@@ -198,9 +199,8 @@ class _Calls(Survey):
         """
         return self._masks or id(layer) in self._with_rows
 
-    def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
-        super()._seen(layer, args, kwargs)
-        given = dict(zip(_keras.argument_names(layer), args, strict=False)) | kwargs
+    def _read(self, call: Call) -> None:
+        layer, given = call.layer, call.arguments
         found = self.by_head.get(id(layer))
         if given.get("return_attention_scores"):
             found = "its probabilities are read"

@@ -20,7 +20,7 @@ from keras_headmask.attention import observers
 from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.layers.multi_head import PerHeadMaskedMultiHeadAttention
-from keras_headmask.retrofit.find import attention
+from keras_headmask.retrofit.adapters import attention
 from keras_headmask.retrofit.rule import entries
 
 # Their subclasses may compute anything.

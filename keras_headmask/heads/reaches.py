@@ -14,13 +14,11 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.heads.tested import outputs_by_name
-from keras_headmask.retrofit.find import AttentionLayer, Found
+from keras_headmask.retrofit.adapters import AttentionLayer
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.words import enough_heads
-
-# Folders of Keras whose layers carry something from one position to another.
-_MIXING = {"convolutional", "pooling", "rnn"}
 
 
 def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -105,22 +103,21 @@ def by_layers(
     return masks
 
 
-def why_not_by_layers(model: keras.Model, found: Found) -> str | None:
+def why_not_by_layers(survey: Survey) -> str | None:
     """Why the layers do not say what an output may depend on; `None` if they do.
 
     Layers that are not known are taken to keep positions apart: if they do not, it shows.
     """
-    if found.unknown:
-        return f"the attention layer {found.unknown[0]} is out of reach"
-    for entry in found.known:
+    if survey.unknown:
+        return f"the attention layer {survey.unknown[0]} is out of reach"
+    for entry in survey.known:
         if entry.kind == "cross":
             return f"the attention layer {entry} attends to another sequence"
-    for layer in _behind_positions(model):
-        folders = {part for cls in type(layer).__mro__ for part in cls.__module__.split(".")}
-        is_apart = isinstance(layer, keras.layers.TimeDistributed)
-        if folders & _MIXING and not is_apart:
-            return f"the layer '{layer.name}' ({type(layer).__name__}) mixes positions"
-    return None if found.known else "the model has no attention layer, which would say it"
+    behind = {id(layer) for layer in _behind_positions(survey.model)}
+    for one in survey.mixing:
+        if one.is_certain and id(one.operation) in behind:
+            return f"the layer {one}"
+    return None if survey.known else "the model has no attention layer, which would say it"
 
 
 def layers_behind_outputs(model: keras.Model) -> dict[str, set[int]]:

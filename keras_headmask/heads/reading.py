@@ -11,8 +11,9 @@ from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.heads import texts
 from keras_headmask.heads.progress import Progress, check_verbose
-from keras_headmask.retrofit.find import AttentionLayer, Found, find_attention, without_remat
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
+from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
 
@@ -51,10 +52,10 @@ def attention_probabilities(
            [0., 0., 1.]], dtype=float32)
     """
     texts.check_inputs(model, texts.by_name(model, inputs))
-    found = find_attention(model)
-    entries = found.known  # by default all, if none is out of reach
-    if layers is not None or not found.known or found.unknown:
-        entries = [found.known[number] for number in select(found, layers)]
+    survey = Survey(model)
+    entries = survey.known  # by default all, if none is out of reach
+    if layers is not None or not survey.known or survey.unknown:
+        entries = selected(survey, layers)
     return dict(_in_numpy(_forward(model, entries, inputs)))
 
 
@@ -146,7 +147,7 @@ class Reader:
         **looked_for: Any,
     ):
         fields.whole_number(batch_size, "batch_size", at_least=1)
-        self.model, self.survey = model, find_attention(model)
+        self.model, self.survey = model, Survey(model)
         self.entries = _self_attention(self.survey, layers)
         self.looked_for = {
             name: fields.id_tuple(ids, name) for name, ids in looked_for.items() if ids is not None
@@ -247,8 +248,8 @@ class Reader:
         return arrays["token_ids"], arrays["padding"]
 
 
-def _self_attention(found: Found, layers: Any) -> list[AttentionLayer]:
-    entries = [found.known[number] for number in select(found, layers)]
+def _self_attention(survey: Survey, layers: Any) -> list[AttentionLayer]:
+    entries = selected(survey, layers)
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
             f"The layer {others[0]} attends to another sequence; heads are measured within one. "

@@ -16,7 +16,6 @@ from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, of_layers
-from keras_headmask.retrofit.find import numbered
 from keras_headmask.rules import evaluation, fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -225,7 +224,7 @@ def suggest_rules(
     looked_for = {"end_ids": end_ids, "special_ids": special_ids}
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
     family = [*_family(sinks, end_ids, special_ids)]
-    numbers = {entry.path: number for number, entry in numbered(reader.survey)}
+    numbers = {entry.path: number for number, entry in reader.survey.numbered()}
     counts = _Counts(family, numbers)
     for batch in reader.read(verbose):
         counts.add(batch)
@@ -241,7 +240,7 @@ def suggest_rules(
         opened = suggestion.opened(set(limited) - set(heads))
         return {path: _of_heads(specs) for path, specs in opened.specs.items()}
 
-    sweep = Sweep(model, reader.entries, with_rules, metric, file, suggestion.rules)
+    sweep = Sweep(reader.survey, reader.entries, with_rules, metric, file, suggestion.rules)
     with sweep.keeping("suggestion", lambda: dataclasses.replace(suggestion, metrics=(*tried,))):
         tried.append(sweep.start())
         # (With all of them open it is the model itself.)

@@ -16,7 +16,7 @@ from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.heads import texts
 from keras_headmask.heads.changes import Arrays, difference, scales
-from keras_headmask.retrofit.find import walk
+from keras_headmask.retrofit.adapters import walk
 
 
 class Run(NamedTuple):

@@ -64,13 +64,13 @@ def lint(
     if not isinstance(rule, MaskSpec):
         from keras_headmask.linting import model_checks  # needs all of retrofit/
 
-        entries = model_checks.layers_under_rules(rule)
+        survey = model_checks.survey_of(rule)
         if (queries, keys, num_heads, query_offset) != (None, None, None, 0):
             raise ValueError(
                 "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
-        return Findings(model_checks.of_a_model(rule, entries, mask_inputs))
+        return Findings(model_checks.of_a_model(survey, mask_inputs))
     if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
         kind = type(mask_inputs).__name__
         raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")

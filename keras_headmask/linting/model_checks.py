@@ -1,26 +1,64 @@
 """What is likely wrong with the rules of a model, by what one forward of it shows."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from keras_headmask.attention.lost_masks import marks_padding
-from keras_headmask.linting import input_checks, model_facts, rule_checks
+import keras
+import numpy as np
+from keras import ops
+
+from keras_headmask.attention.lost_masks import Lost, marks_padding
+from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject
-from keras_headmask.retrofit.find import AttentionLayer, longest_sequence
-from keras_headmask.rules.base import check_spec
+from keras_headmask.masks import Mask, lift
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted
+from keras_headmask.retrofit.made_up import plain
+from keras_headmask.retrofit.rule import rules_in_force, spec_of
+from keras_headmask.retrofit.survey import Survey
+from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.evaluation import make_mask
 
 
-def layers_under_rules(model: Any) -> list[AttentionLayer]:
-    """The attention layers of `model` that have rules.
+@dataclasses.dataclass
+class SeenLayer:
+    """An attention layer, its rule, and one forward: mask inputs, lengths, other masks, padding.
+
+    `lost` says where the Keras mask of its keys is lost, if it is. `outside` is the mask that
+    reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A layer that was built with the
+    rule has ANDed it to that already.)
+    """
+
+    entry: AttentionLayer
+    spec: MaskSpec
+    given: Mapping[str, Any]
+    lost: Lost | None = None
+    lengths: tuple[int, int] | None = None
+    outside: Mask = True
+    paddings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def key(self) -> Any:
+        """Equal for layers of which the same is found."""
+        outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
+        given = tuple(map(id, keras.tree.flatten(self.given)))
+        of_layer = self.entry.num_heads, self.entry.kind
+        return self.spec, of_layer, given, self.lost, self.lengths, outside
+
+
+def survey_of(model: Any) -> Survey:
+    """A survey of a model with a graph, some of whose attention layers have rules.
 
     Raises:
         TypeError: if no layer has one, or it is not a model.
     """
-    if entries := model_facts.layers_under_rules(model):
-        return entries
+    if isinstance(model, keras.Model):
+        survey = Survey(model)
+        if survey.graph is not None and _under_rules(survey):
+            return survey
     if hasattr(model, "layers"):
         raise TypeError(
             "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
@@ -28,22 +66,29 @@ def layers_under_rules(model: Any) -> list[AttentionLayer]:
             "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
         )
     check_spec(model, "rule", "hm.lint(SPEC)")
-    return []
+    raise AssertionError(model)  # `check_spec` raised
 
 
-def of_a_model(
-    model: Any, entries: list[AttentionLayer], inputs: Mapping[str, Any] | None
-) -> Iterator[Finding]:
+def _under_rules(survey: Survey) -> list[AttentionLayer]:
+    """Attention with a rule by `apply_head_masks` or of its own."""
+    return [
+        entry
+        for entry in survey.known
+        if rules_in_force(entry.layer) or getattr(entry.layer, "_restricts", False)
+    ]
+
+
+def of_a_model(survey: Survey, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """What is likely wrong with the rules of a model; `inputs` as `lint` takes them."""
     found: dict[Finding, list[str]] = {
-        input_checks.never_read(name, marks_padding(name)): []
-        for name in model_facts.unread_inputs(model)
+        input_checks.never_read(name, marks_padding(name)): [] for name in survey.unread_inputs
     }
-    layers, problem = model_facts.seen_in_a_forward(model, entries, inputs)
+    layers, problem = _seen_in_a_forward(survey, inputs)
     if problem:
         reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
         way_out = "Pass examples of its inputs as `mask_inputs`."
         found[Finding("info", "not-checked", reason, way_out)] = []
-    most = longest_sequence(model)
+    most = survey.longest_sequence
     looked_at: dict[Any, list[Finding]] = {}
     for layer in layers:
         if layer.key not in looked_at:
@@ -54,9 +99,7 @@ def of_a_model(
         yield dataclasses.replace(finding, layers=tuple(paths))
 
 
-def _of_a_layer(
-    layer: model_facts.SeenLayer, has_examples: bool, most: int | None
-) -> Iterator[Finding]:
+def _of_a_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Iterator[Finding]:
     heads, is_cross = layer.entry.num_heads, layer.entry.kind == "cross"
     subject_of = functools.partial(Subject, layer.spec, heads, is_cross=is_cross)
     given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
@@ -76,7 +119,7 @@ def _of_a_layer(
         if has_examples or not marks_padding(name):  # (Of made-up ids a mask shows nothing.)
             yield from input_checks.ids_at_padding(seen, padding, name)
     of_each = [
-        list(input_checks.of_padding(seen, padding, name, layer.outside))
+        list(input_checks.of_padding(seen, padding, name, layer.outside, layer.lost))
         for name, padding in layer.paddings.items()
     ]
     if all(of_each):  # where several inputs could mark padding, all must
@@ -84,3 +127,79 @@ def _of_a_layer(
     # (Made-up ids are all alike: what a rule makes of them says nothing.)
     if has_examples or all(map(marks_padding, layer.spec.inputs)):
         yield from input_checks.of_masks_beside(seen, layer.outside)
+
+
+# --- One forward ---------------------------------------------------------------------------------
+
+
+def _seen_in_a_forward(
+    survey: Survey, inputs: Mapping[str, Any] | None
+) -> tuple[list[SeenLayer], str]:
+    """The layers under rules as one forward shows them; and why it does not, if it fails."""
+    from keras_headmask.retrofit.observe import called, probabilities_seen  # all of retrofit/
+
+    problem, graph, entries = "", survey.graph, _under_rules(survey)
+    tensors = plain(survey) if inputs is None else _checked(survey, inputs)
+    calls: dict[str, Any] = {}  # the arguments of each layer's call, by its path
+    arriving: dict[str, Any] = {}  # those of its attention, and "lengths"
+    try:
+        # Eagerly, so that the masks are arrays.
+        with contextlib.ExitStack() as stack:
+            for entry in entries:
+                keep = functools.partial(_keep, arriving, entry.path)
+                stack.enter_context(probabilities_seen(entry.layer, keep))
+                keep = functools.partial(_keep, calls, entry.path)
+                stack.enter_context(called(entry.layer, keep))
+            flat = [tensors[tensor.name] for tensor in graph.inputs]
+            graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
+    except Exception as error:  # of a layer that takes no such made-up inputs
+        if inputs is not None:
+            raise
+        problem, arriving = str(error).strip().split("\n")[0], {}
+    paddings, found = _paddings(survey, tensors), []
+    lost = {entry.path: where for entry, where in survey.lost_masks}
+    for entry in entries:
+        given = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
+        for rule in rules_in_force(entry.layer):
+            given |= rule.given(tensors) if set(rule.reads) <= tensors.keys() else {}
+        spec: Any = spec_of(entry.layer)
+        given = {name: given[name] for name in spec.inputs if name in given}
+        layer = SeenLayer(entry, spec, given, lost.get(entry.path))
+        if (arguments := arriving.get(entry.path)) is not None:
+            queries, keys = layer.lengths = arguments["lengths"]
+            if arguments["attention_mask"] is not None:
+                layer.outside = ops.convert_to_numpy(lift(arguments["attention_mask"]))
+            if (window := adapted(entry.layer).window(arguments)) is not None:
+                of_window = ops.convert_to_numpy(make_mask(window, queries, keys))
+                layer.outside = layer.outside & of_window
+            if given.keys() == spec.inputs.keys():
+                layer.paddings = {name: p for name, p in paddings.items() if p.shape[1] == keys}
+        found.append(layer)
+    return found, problem
+
+
+def _keep(seen: dict[str, Any], path: str, arguments: Any, probabilities: Any = None) -> None:
+    seen[path] = dict(arguments)
+    if probabilities is not None:
+        seen[path]["lengths"] = tuple(probabilities.shape[-2:])
+
+
+def _checked(survey: Survey, inputs: Any) -> dict[str, np.ndarray]:
+    names = list(survey.inputs)
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            "`mask_inputs` must be a dict of the model's inputs by name. "
+            f"Received: {type(inputs).__name__}."
+        )
+    if wrong := sorted(set(names) ^ set(inputs)):
+        raise ValueError(
+            "For a model, `mask_inputs` must hold each of its inputs: "
+            f"{names}. Received: {sorted(inputs)}; {wrong[0]!r} is missing or unknown."
+        )
+    return {name: np.asarray(inputs[name]) for name in names}
+
+
+def _paddings(survey: Survey, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What marks padding: inputs of that name, and ids of which an embedding masks zero."""
+    names = survey.padding_inputs or survey.zero_padded_inputs
+    return {name: tensors[name] != 0 for name in names if tensors[name].ndim == 2}

@@ -31,8 +31,8 @@ from keras_headmask.look import cpu
 from keras_headmask.look.tables import Printed, Table, of_layers
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import find_attention
 from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.words import enough_heads, heads_in_words, listed
@@ -298,7 +298,7 @@ def _model(
         for x in inputs
     ]
     given = {"inputs": keras.tree.pack_sequence_as(model.input, tensors)}
-    layers = {entry.layer: entry.path for entry in find_attention(model).known}
+    layers = {entry.layer: entry.path for entry in Survey(model).known}
 
     def call(inputs: Any) -> Any:
         return model(inputs, training=training)

@@ -14,8 +14,7 @@ import keras
 import numpy as np
 
 from keras_headmask.look import drawing, panels
-from keras_headmask.retrofit.find import find_attention
-from keras_headmask.retrofit.rule import spec_of
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
 
@@ -123,8 +122,9 @@ def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
 def _model_html(model: keras.Model) -> str | None:
     """The layers under a rule, and their rules; `None` for a model without one."""
     layers: dict[tuple[MaskSpec, int], list[str]] = {}
-    for entry in find_attention(model).known:
-        if (spec := spec_of(entry.layer)) is not None:
+    survey = Survey(model)
+    for entry in survey.known:
+        if (spec := survey.rules.get(entry.path)) is not None:
             layers.setdefault((spec, entry.num_heads), []).append(entry.path)
     if not layers:
         return None

@@ -122,9 +122,10 @@ def plot_attention(
     True
     """
     from keras_headmask.retrofit.observe import observe  # needs all of retrofit/
+    from keras_headmask.retrofit.survey import Survey
 
     figures = figures_module()
-    seen = observe(model, inputs, layer, call)
+    seen = observe(Survey(model), inputs, layer, call)
     batch, count, queries, keys = seen.probabilities.shape
     panels.check_example(example, batch)
     if heads is None:

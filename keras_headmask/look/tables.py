@@ -3,8 +3,7 @@
 import html
 from collections.abc import Iterator, Sequence
 
-from keras_headmask.retrofit.find import aligned
-from keras_headmask.rules.words import numbers_in_words
+from keras_headmask.rules.words import aligned, numbers_in_words
 
 Row = tuple[str, ...]
 

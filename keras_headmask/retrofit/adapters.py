@@ -1,4 +1,4 @@
-"""The attention classes that a rule reaches, and what the hook must know of each.
+"""Attention classes that a rule reaches, what the hook must know of each, and where they stand.
 
 A layer under a rule has one method replaced, the hook: the one that computes attention. `Attention`
 describes the hook of Keras' own class. Classes of KerasHub have adapters of their own, with what
@@ -6,14 +6,14 @@ differs. An adapter is found by the module and the name of the class, so nothing
 imported. A rule names *query* heads.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.request import dropout_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
@@ -84,7 +84,7 @@ class Attention:
 
     def dropout(self, training: bool | None) -> dict[str, Any]:
         """The arguments of a `Request` for dropout of the probabilities."""
-        return dropout_of(self.layer, training)
+        return _dropout_by(_keras.dropout_layer(self.layer), training)
 
     def arguments(
         self,
@@ -302,6 +302,82 @@ def adapted(layer: Any) -> Attention:
     found = adapter_of(layer)
     assert found is not None, layer
     return found
+
+
+# --- Where attention stands in a model -----------------------------------------------------------
+
+
+def walk(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and layers inside `layer`, in forward order as far as the graph shows it."""
+    if adapter_of(layer) is not None:
+        return  # (no attention is inside attention)
+    inner = children(layer)
+    # Operations without a layer: `keras.ops.dot_product_attention` in a graph, say.
+    if isinstance(layer, _keras.Functional):
+        inner += [x for x in layer.operations if not isinstance(x, keras.Layer)]
+    for child in inner:
+        place = f"{path}/{child.name}" if path else child.name
+        yield place, child
+        yield from walk(child, place)
+
+
+def children(layer: Any) -> list[Any]:
+    """The layers that `layer` holds, in forward order as far as its graph shows it."""
+    inner = list(layer.layers) if isinstance(layer, keras.Model) else []
+    seen = {id(x) for x in inner}
+    return inner + [x for x in _keras.sublayers(layer) if id(x) not in seen]
+
+
+def attention(layer: Any) -> list[keras.Layer]:
+    """The attention layers that `layer` is or holds, each once, in the order of `walk`."""
+    found = (layer, *(inner for _, inner in walk(layer)))
+    return list(dict.fromkeys(x for x in found if adapter_of(x) is not None))
+
+
+def holds(outer: Any, inner: Any) -> bool:
+    """Whether `inner` is `outer`, or a layer inside it."""
+    return any(x is inner for x in _keras.layers_of(outer))
+
+
+def is_inside(layer: Any, owner: Any) -> bool:
+    """Whether `owner` is a layer inside `layer`."""
+    return owner is not layer and holds(layer, owner)
+
+
+@contextlib.contextmanager
+def without_remat(root: keras.Layer) -> Iterator[None]:
+    """Run layers of a RematScope without it: remat copies or traces tensors."""
+    name, as_it_is = _keras.REMATERIALIZED_CALL, lambda _, call, *args, **kwargs: call
+    with contextlib.ExitStack() as stack:
+        for layer in _keras.layers_of(root):
+            if _keras.remat_mode(layer) is not None:
+                stack.enter_context(observers.overriding(layer, name, as_it_is))
+        yield
+
+
+class AttentionLayer(NamedTuple):
+    """An attention layer and the names of the layers around it, outermost first.
+
+    `kind` is "self", "cross", or "unclear". `runs_on_two`: it is called more than once, and not on
+    one sequence after the other. `untracked`: a weight in it that Keras does not track. `ran`: a
+    call of it was seen, in a graph or by running the layer around it for shapes.
+    """
+
+    layer: keras.Layer
+    path: str
+    kind: str
+    runs_on_two: bool = False
+    untracked: str = ""
+    ran: bool = True
+
+    @property
+    def num_heads(self) -> Any:
+        """The number of query heads; `None` if the layer has no `num_heads`."""
+        adapter = adapter_of(self.layer)
+        return getattr(self.layer, "num_heads", None) if adapter is None else adapter.num_heads
+
+    def __str__(self) -> str:
+        return f"'{self.path}' ({type(self.layer).__name__})"
 
 
 # --- The position of the first query --------------------------------------------------------------

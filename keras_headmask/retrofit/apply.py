@@ -1,7 +1,7 @@
 """A mask for every head of a model people already have."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -9,13 +9,13 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import lost_masks, observers
 from keras_headmask.layers import trial
-from keras_headmask.retrofit.adapters import adapted, adapter_of
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, is_inside
 from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
-from keras_headmask.retrofit.find import AttentionLayer, attention, find_attention, is_inside
 from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
 from keras_headmask.retrofit.masked_model import copied, masked
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.heads import check_heads, head_groups, restricts
@@ -112,21 +112,33 @@ def apply_head_masks(
     _check_model(model)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
-    given = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
-    found = find_attention(model)
-    specs = specs_by_layer(given, layers, found)
-    rules = {i: _rule(model, found.known[i], spec, existing) for i, spec in specs.items()}
-    planned = [(found.known[i], rule) for i, rule in rules.items()]
+    rule = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
+    return masked_by(Survey(model), rule, layers, existing, copy, add_inputs)
+
+
+def masked_by(
+    survey: Survey,
+    mask_spec: MaskSpec | Mapping[Any, Any],
+    layers: Any = None,
+    existing: str = "error",
+    copy: bool = True,
+    add_inputs: bool = False,
+) -> keras.Model:
+    """What `apply_head_masks` returns, of a model that was looked at."""
+    model = survey.model
+    specs = specs_by_layer(mask_spec, layers, survey)
+    rules = {i: _rule(model, survey.known[i], spec, existing) for i, spec in specs.items()}
+    planned = [(survey.known[i], rule) for i, rule in rules.items()]
     _check_graph(model, planned, copy)
     check_inputs(model, planned, add_inputs)  # before any change
     for entry, rule in planned:
         check_obeys(entry, rule.spec)
-    warn_of_lost_padding(model, planned)
+    warn_of_lost_padding(survey, planned)
     if not copy:
         drop_all_that_run([entry.layer for entry, _ in planned])
         return masked(model, [(entry.layer, rule) for entry, rule in planned])
-    twin = copied(model, found)
-    known = find_attention(twin).known
+    twin = copied(survey)
+    known = Survey(twin).known
     check_not_traced([known[i].layer for i in rules])
     return masked(twin, [(known[i].layer, rule) for i, rule in rules.items()])
 
@@ -221,59 +233,25 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
     return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=is_cross)
 
 
-def warn_of_lost_padding(model: keras.Model, planned: Planned) -> None:
-    """Warn where `model` loses the Keras mask before a layer whose rule lets padding be seen.
+def warn_of_lost_padding(survey: Survey, planned: Planned) -> None:
+    """Warn where the model loses the Keras mask before a layer whose rule lets padding be seen.
 
     A layer that has a rule already got this warning, or none, when it got that.
     """
-    rules = {id(entry.layer): (entry, rule) for entry, rule in planned}
-    found: dict[Any, tuple[lost_masks.Lost, list[str]]] = {}
-    for layer, lost in _losses(model):
-        entry, rule = rules.get(id(layer), (None, None))
-        if entry is None or rule is None or rules_in_force(layer):
+    rules = {entry.path: rule for entry, rule in planned}
+    by_operation: dict[Any, tuple[lost_masks.Lost, list[str]]] = {}
+    for entry, lost in survey.lost_masks:
+        rule = rules.get(entry.path)
+        if rule is None or rules_in_force(entry.layer):
             continue
         if not lost_masks.hides_padding(rule.spec, entry.num_heads):
-            paths = found.setdefault(lost.operation, (lost, []))[1]
+            paths = by_operation.setdefault(lost.operation, (lost, []))[1]
             paths += [entry.path] if entry.path not in paths else []
-    for lost, paths in found.values():
+    for lost, paths in by_operation.values():
         more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
         ways = "Pass the attention an `attention_mask`, or add `& {padding}` to the rule."
         name = f"The attention layer '{paths[0]}'{more}"
-        lost_masks.warn(name, lost, ways, stacklevel=3)
-
-
-def _losses(model: keras.Model) -> Iterator[tuple[keras.Layer, lost_masks.Lost]]:
-    """Attention in the graphs of `model` that is called without a mask, and where that is lost."""
-    graphs = {id(x): x for x in map(_keras.functional_of, _keras.layers_of(model))}
-    for graph in graphs.values():
-        calls = _keras.nodes(graph) if isinstance(graph, _keras.Functional) else ()
-        taken: dict[int, lost_masks.Lost] = {}  # by attention that ran before, on the same tensor
-        for node in calls:
-            taken_before = dict(taken)
-            if _keras.takes_masks_off(node.operation):
-                for x in node.input_tensors:
-                    taken.setdefault(id(x), lost_masks.Lost(node.operation, None))
-            layers = [] if node.is_input else _attention_of(node.operation)
-            if not layers:
-                continue
-            args, kwargs = node.arguments.args, node.arguments.kwargs
-            given = _keras.arguments_of(node.operation, args, kwargs) | kwargs
-            own = [_keras.get_keras_mask(x) for x in node.input_tensors]  # filled in by Keras
-            masks = (x for name, x in given.items() if name.endswith("mask"))
-            if any(hasattr(x, "shape") and not any(x is mask for mask in own) for x in masks):
-                continue
-            value = given.get("value") if adapter_of(node.operation) is not None else None
-            tensor = node.input_tensors[0] if value is None else value
-            lost = lost_masks.lost_mask(tensor)
-            if lost is None and _keras.get_keras_mask(tensor) is not None:
-                lost = taken_before.get(id(tensor))
-            if lost is not None:
-                yield from ((layer, lost) for layer in layers)
-
-
-def _attention_of(operation: Any) -> list[keras.Layer]:
-    is_layer = isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model)
-    return attention(operation) if is_layer else []
+        lost_masks.warn(name, lost, ways, stacklevel=4)
 
 
 def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:

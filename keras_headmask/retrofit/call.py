@@ -22,13 +22,12 @@ from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
-from keras_headmask.retrofit.adapters import Attention, adapted
+from keras_headmask.retrofit.adapters import Attention, adapted, holds
 from keras_headmask.retrofit.compiled import (
     check_not_in_own_function,
     graph_being_built,
     in_own_function,
 )
-from keras_headmask.retrofit.find import holds
 from keras_headmask.retrofit.rule import LayerRule, Tensors
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec

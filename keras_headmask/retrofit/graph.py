@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras, masks
-from keras_headmask.retrofit.find import AttentionLayer
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.rule import (
     LayerRule,
     Source,

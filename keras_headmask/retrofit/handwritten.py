@@ -211,16 +211,13 @@ def recorder() -> Recorder:
     return kinds[keras.backend.backend()]()
 
 
-def softmaxes_of_attention(model: keras.Model) -> Iterator[Any]:
+def softmaxes_of_attention(graphs: Iterable[Any]) -> Iterator[Any]:
     """The softmax of attention that a graph spells out: of (..., queries, keys), then a product."""
-    for graph in _keras.layers_of(model):
-        if isinstance(graph, _keras.Functional):
-            nodes = _keras.nodes(graph)
-            steps = (
-                Step(_kind(x.operation), x.input_tensors, x.outputs, x.operation) for x in nodes
-            )
-            for step in softmaxes_among(steps):
-                yield step.operation
+    for graph in graphs:
+        nodes = _keras.nodes(graph)
+        steps = (Step(_kind(x.operation), x.input_tensors, x.outputs, x.operation) for x in nodes)
+        for step in softmaxes_among(steps):
+            yield step.operation
 
 
 def softmaxes_among(steps: Iterable[Step]) -> Iterator[Step]:

@@ -19,7 +19,7 @@ import keras
 
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.masks import and_masks
-from keras_headmask.retrofit.find import AttentionLayer, Found
+from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.rules.evaluation import make_mask
 from keras_headmask.rules.heads import check_heads
@@ -83,7 +83,7 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     if isinstance(mask_spec, (str, pathlib.Path)):
         rules = json.loads(pathlib.Path(mask_spec).read_text())
         mask_spec = {f"^{re.escape(path)}$": rule for path, rule in rules.items()}
-    attention = _attention(model)
+    attention: Any = _attention(model)
     specs = {attention.known[i]: s for i, s in specs_by_layer(mask_spec, layers, attention).items()}
     for entry, spec in specs.items():
         check_heads(spec, _num_heads(entry.layer))
@@ -173,9 +173,16 @@ def _is_masked(module: Any) -> bool:
     return hasattr(module, "head_mask_spec")
 
 
-def _attention(model: Any) -> Found:
-    """The modules that ask for their attention by name, and those that compute it themselves."""
-    attention = Found([], [], [])
+class _Modules(NamedTuple):
+    """What a selector of layers chooses from, as of a `Survey`."""
+
+    known: list[AttentionLayer]
+    unknown: list[AttentionLayer]
+
+
+def _attention(model: Any) -> _Modules:
+    """The modules that ask for their attention by name."""
+    attention = _Modules([], [])
     for path, module in model.named_modules():
         named = "attention" in type(module).__name__.lower()
         if _asks(module):

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.find import Found, aligned, find_attention, holds, is_inside, numbered
+from keras_headmask.retrofit.adapters import holds, is_inside
 from keras_headmask.retrofit.graph import new_inputs, rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,
@@ -25,6 +25,7 @@ from keras_headmask.retrofit.rule import (
     spec_of,
     stock_and_rules,
 )
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.retrofit.wrap import (
     MaskedLayer,
     add_rule,
@@ -35,6 +36,7 @@ from keras_headmask.retrofit.wrap import (
     wait,
 )
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.words import aligned
 
 
 def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
@@ -53,8 +55,7 @@ def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
     >>> mask_specs(hm.apply_head_masks(model, hm.Window(1, 1)))
     {'attention': Window(before=1, after=1)}
     """
-    specs = {entry.path: spec_of(entry.layer) for entry in find_attention(model).known}
-    return {path: spec for path, spec in specs.items() if spec is not None}
+    return Survey(model).rules
 
 
 def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) -> None:
@@ -67,7 +68,7 @@ def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) ->
         print_fn: Called with each line.
     """
     rows = []
-    for number, entry in numbered(find_attention(model)):
+    for number, entry in Survey(model).numbered():
         heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
         place = "-" if number is None else str(number)
         spec = repr(spec_of(entry.layer))
@@ -170,8 +171,9 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
     return model
 
 
-def copied(model: keras.Model, found: Found) -> keras.Model:
-    """A model of its own, with the rules, the weights and the training state of `model`."""
+def copied(survey: Survey) -> keras.Model:
+    """A copy of the surveyed model, with its rules, weights and training state."""
+    model = survey.model
     unregistered: dict[str, type] = {}
     for layer in _keras.layers_of(model):
         cls = _class_in_config(layer)
@@ -187,7 +189,7 @@ def copied(model: keras.Model, found: Found) -> keras.Model:
                 "masks the model itself."
             )
     try:
-        _check_tracked(found)
+        _check_tracked(survey.untracked)
         config = keras.saving.serialize_keras_object(model)
         config.pop("compile_config", None)
         twin = keras.saving.deserialize_keras_object(
@@ -245,11 +247,11 @@ def _copy_training_state(pairs: Pairs) -> None:
             twin.trainable = layer.trainable
 
 
-def _check_tracked(found: Found) -> None:
-    if found.untracked:
+def _check_tracked(untracked: list[str]) -> None:
+    if untracked:
         raise ValueError(
             f"it uses weights that Keras does not track, so a copy would lack them: "
-            f"{found.untracked}. Assign the layers that have them to attributes of those that call "
+            f"{untracked}. Assign the layers that have them to attributes of those that call "
             "them."
         )
 
@@ -304,7 +306,7 @@ def unmasked(model: keras.Model) -> keras.Model:
     Raises:
         ValueError: if copying the model is not possible.
     """
-    twin = copied(model, find_attention(model))
+    twin = copied(Survey(model))
     layers = list(_keras.layers_of(twin))
     for layer in layers:
         unmask(layer)

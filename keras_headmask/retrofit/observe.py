@@ -20,15 +20,14 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit.adapters import adapted
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.compiled import graph_being_built
-from keras_headmask.retrofit.find import AttentionLayer, find_attention, without_remat
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
-from keras_headmask.retrofit.select import select
+from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import restricts
 
 
 class Observed(NamedTuple):
@@ -43,13 +42,13 @@ class Observed(NamedTuple):
     allowed: np.ndarray
 
 
-def observe(model: keras.Model, inputs: Any, layer: Any, call: int) -> Observed:
-    """Run `model` on `inputs` once, as in inference, and keep what `layer` computes.
+def observe(survey: Survey, inputs: Any, layer: Any, call: int) -> Observed:
+    """Run the model on `inputs` once, as in inference, and keep what `layer` computes.
 
     What is allowed is evaluated again from the rules and the masks that reach the layer, so that it
     can be compared with the probabilities.
     """
-    entry = _one_layer(model, layer)
+    entry, model = _one_layer(survey, layer), survey.model
     kept: list[tuple[np.ndarray, np.ndarray]] = []
 
     def keep(arguments: Mapping[str, Any], probabilities: Any) -> None:
@@ -110,16 +109,15 @@ def all_that_restricts(
     return found
 
 
-def _one_layer(model: keras.Model, layer: Any) -> AttentionLayer:
-    found = find_attention(model)
-    numbers = select(found, layer)
-    if len(numbers) != 1:
-        paths = [found.known[number].path for number in numbers]
+def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
+    entries = selected(survey, layer)
+    if len(entries) != 1:
+        paths = [entry.path for entry in entries]
         raise ValueError(
             f"`layer` must name one attention layer; {layer!r} names {len(paths)}: {paths}. Pass a "
             "number, counted over self-attention in forward order, or a regex on the path."
         )
-    return found.known[numbers[0]]
+    return entries[0]
 
 
 @contextlib.contextmanager
@@ -202,16 +200,8 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 # --- For exports ----------------------------------------------------------------------------------
 
 
-def is_restricted(model: keras.Model) -> bool:
-    """Whether any rule in `model` hides any key from any head."""
-    return any(
-        (spec := spec_of(entry.layer)) is not None and restricts(spec, entry.num_heads)
-        for entry in find_attention(model).known
-    )
-
-
 @contextlib.contextmanager
-def mask_inputs_seen(model: keras.Model) -> Iterator[list[tuple[str, np.ndarray]]]:
+def mask_inputs_seen(entries: list[AttentionLayer]) -> Iterator[list[tuple[str, np.ndarray]]]:
     """Fill a list with the inputs of rules, by the names that the rules have for them.
 
     They come in the order in which layers run, without those read in a `tf.function` inside the
@@ -230,16 +220,16 @@ def mask_inputs_seen(model: keras.Model) -> Iterator[list[tuple[str, np.ndarray]
                     seen.append((name, ops.convert_to_numpy(side)))
 
     with contextlib.ExitStack() as stack:
-        for entry in find_attention(model).known:
+        for entry in entries:
             stack.enter_context(called(entry.layer, functools.partial(see, entry.layer)))
         yield seen
 
 
 @contextlib.contextmanager
-def keys_limited(model: keras.Model, live: Any) -> Iterator[None]:
-    """Hide from all attention the keys where `live`, boolean `(batch, length)`, is false."""
+def keys_limited(entries: list[AttentionLayer], live: Any) -> Iterator[None]:
+    """Hide from attention layers the keys where `live`, boolean `(batch, length)`, is false."""
     with contextlib.ExitStack() as stack:
-        for entry in find_attention(model).known:
+        for entry in entries:
             layer = entry.layer
             if _is_our_own(layer):  # `call` takes a mask of keys, by which it skips tiles
                 override = _limited_call(layer.call, live)

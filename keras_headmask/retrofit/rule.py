@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_headmask.retrofit.adapters import adapted
-from keras_headmask.retrofit.find import attention
+from keras_headmask.retrofit.adapters import adapted, attention
 from keras_headmask.rules import heads
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.heads import check_heads

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from keras_headmask.retrofit.find import AttentionLayer, Found
+from keras_headmask.retrofit.adapters import AttentionLayer
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec, check_spec
 
 _NUMBERS = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*", re.ASCII)
@@ -17,9 +18,9 @@ _NONE = (
 
 
 def specs_by_layer(
-    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, found: Found
+    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, survey: Survey
 ) -> dict[int, MaskSpec]:
-    """The spec of each selected layer, by its number among `found.known`."""
+    """The spec of each selected layer, by its number among `survey.known`."""
     is_config = isinstance(mask_spec, Mapping) and "kind" in mask_spec
     if isinstance(mask_spec, Mapping) and not is_config:
         if layers is not None:
@@ -39,10 +40,10 @@ def specs_by_layer(
         if isinstance(spec, Mapping):
             spec = MaskSpec.from_config(spec)
         check_spec(spec, "mask_spec", "hm.apply_head_masks(model, SPEC)")
-        for number in select(found, selector):
+        for number in select(survey, selector):
             if number in chosen:
                 raise ValueError(
-                    f"The layer {found.known[number]} has two rules, the second from "
+                    f"The layer {survey.known[number]} has two rules, the second from "
                     f"{selector!r}. Name each layer once, or combine the rules with &."
                 )
             chosen[number] = spec
@@ -64,42 +65,47 @@ def _refuse_number(key: Any) -> None:
         )
 
 
-def select(found: Found, selector: Any) -> list[int]:
-    """The numbers of the layers that `selector` names: see `apply_head_masks`."""
-    of_self = [i for i, entry in enumerate(found.known) if entry.kind == "self"]
+def selected(survey: Survey, selector: Any) -> list[AttentionLayer]:
+    """The attention layers that `selector` names: see `apply_head_masks`."""
+    return [survey.known[number] for number in select(survey, selector)]
+
+
+def select(survey: Survey, selector: Any) -> list[int]:
+    """The numbers among `survey.known` of the layers that `selector` names."""
+    of_self = [i for i, entry in enumerate(survey.known) if entry.kind == "self"]
     if selector is None:
-        if found.unknown:
-            message = _out_of_reach(found.unknown[0])
-            if not found.unknown[0].untracked:
+        if survey.unknown:
+            message = _out_of_reach(survey.unknown[0])
+            if not survey.unknown[0].untracked:
                 message += (
                     " Known are keras.layers.MultiHeadAttention, its subclasses that compute by "
                     "`_compute_attention`, and attention of KerasHub's decoders."
                 )
-            if found.known:
-                message += f" To leave it as it is, name the others in `layers`: {_names(found)}."
+            if survey.known:
+                message += f" To leave it as it is, name the others in `layers`: {_names(survey)}."
             raise ValueError(message)
-        _check_all_clear(found)
+        _check_all_clear(survey)
         if not of_self:
             more = (
-                f"Attention layers: {_names(found)}. Cross-attention is masked only when `layers` "
+                f"Attention layers: {_names(survey)}. Cross-attention is masked only when `layers` "
                 "names it."
             )
             raise ValueError(
                 "The model holds no self-attention layer (keras.layers.MultiHeadAttention, a "
-                f"subclass, or that of a KerasHub decoder). {more if found.known else _NONE}"
+                f"subclass, or that of a KerasHub decoder). {more if survey.known else _NONE}"
             )
         return of_self
     if isinstance(selector, str) and not selector:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
     if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", False):
         numbers: set[int] = set()
-        numbers.update(*(select(found, part) for part in selector))
+        numbers.update(*(select(survey, part) for part in selector))
         if not numbers:
             raise ValueError(f"{selector!r} names no layer.")
         return sorted(numbers)
     if isinstance(selector, str) and not _NUMBERS.fullmatch(selector):
-        return _matching(found, selector)
-    _check_all_clear(found)
+        return _matching(survey, selector)
+    _check_all_clear(survey)
     return [of_self[n] for n in _numbers(selector, len(of_self))]
 
 
@@ -116,14 +122,14 @@ def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
     )
 
 
-def _check_all_clear(found: Found) -> None:
+def _check_all_clear(survey: Survey) -> None:
     """Raise if a layer may be self- or cross-attention: numbers count self-attention only."""
-    if unclear := [entry for entry in found.known if entry.kind == "unclear"]:
+    if unclear := [entry for entry in survey.known if entry.kind == "unclear"]:
         why = "" if unclear[0].ran else " It did not run when Keras inferred shapes."
         raise ValueError(
             f"Cannot tell whether the attention layer {unclear[0]} attends to its own sequence or "
             f"to another.{why} Name the layers by regexes on their paths in `layers`: "
-            f"{_names(found)}."
+            f"{_names(survey)}."
         )
 
 
@@ -156,21 +162,21 @@ def _numbers(selector: Any, count: int) -> list[int]:
     return numbers
 
 
-def _matching(found: Found, pattern: str) -> list[int]:
+def _matching(survey: Survey, pattern: str) -> list[int]:
     try:
         regex = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"`layers` is not a regex: {pattern!r} ({error}).") from error
-    unknown = [entry for entry in found.unknown if regex.search(entry.path)]
+    unknown = [entry for entry in survey.unknown if regex.search(entry.path)]
     if unknown:
         raise ValueError(_out_of_reach(unknown[0], f", which {pattern!r} names,"))
-    numbers = [i for i, entry in enumerate(found.known) if regex.search(entry.path)]
+    numbers = [i for i, entry in enumerate(survey.known) if regex.search(entry.path)]
     if not numbers:
-        paths = f"Paths: {_names(found)}." if found.known else _NONE
+        paths = f"Paths: {_names(survey)}." if survey.known else _NONE
         raise ValueError(f"No attention layer's path matches {pattern!r}. {paths}")
     return numbers
 
 
-def _names(found: Found) -> str:
-    paths = [repr(entry.path) for entry in found.known]
+def _names(survey: Survey) -> str:
+    paths = [repr(entry.path) for entry in survey.known]
     return ", ".join(paths if len(paths) <= 8 else [*paths[:7], f"... ({len(paths)} layers)"])

@@ -19,7 +19,14 @@ from keras_headmask.attention import observers
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.layers.call_checks import supports_unknown_lengths
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.retrofit.adapters import adapter_of, offset_of_call, taken_offset
+from keras_headmask.retrofit.adapters import (
+    adapter_of,
+    attention,
+    holds,
+    is_inside,
+    offset_of_call,
+    taken_offset,
+)
 from keras_headmask.retrofit.call import (
     Frame,
     current_cache,
@@ -30,7 +37,6 @@ from keras_headmask.retrofit.call import (
     missing_inputs,
     opened_frame,
 )
-from keras_headmask.retrofit.find import attention, holds, is_inside
 from keras_headmask.retrofit.graph import ARGUMENT
 from keras_headmask.retrofit.rule import (
     STATE,

@@ -25,10 +25,10 @@ from keras import layers, ops
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.export import samples
-from keras_headmask.export.interface import answer, interface_of
-from keras_headmask.export.padding import why_not_padded
+from keras_headmask.export.interface import answer, interface_of, request
 from keras_headmask.export.precision import computing_in
+from keras_headmask.export.signatures import why_not_padded
+from keras_headmask.retrofit.survey import Survey
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -82,9 +82,9 @@ def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     names = ["serving_default", "serve_scores", "serve_padded"]
     assert [r.model_spec.signature_name for r in requests] == names * 2
     assert report.warmup_records == 6
-    for request in requests:
-        given = {k: tf.make_ndarray(v) for k, v in request.inputs.items()}
-        served(report, signature=request.model_spec.signature_name, **given)
+    for record in requests:
+        given = {k: tf.make_ndarray(v) for k, v in record.inputs.items()}
+        served(report, signature=record.model_spec.signature_name, **given)
 
 
 @tensorflow_only
@@ -311,14 +311,14 @@ def test_text_is_checked_and_warmed_up_with_what_is_given(tmp_path, monkeypatch)
 @tensorflow_only
 @pytest.mark.parametrize("dtype", [str, object, "S"])
 def test_text_may_be_given_in_any_form(dtype):
-    interface = interface_of(text_model(), None)
+    interface = interface_of(Survey(text_model()), None)
     text = np.array([["a", "ä"]])
     given = np.char.encode(text, "utf-8") if dtype == "S" else text.astype(dtype)
     for item in (given, given.tolist(), given.astype(object)):
-        words = answer(interface, samples.request(interface, {"Words": item}))["words"]
+        words = answer(interface, request(interface, {"Words": item}))["words"]
         assert [word.decode() for word in words[0]] == ["a", "ä"]
     with pytest.raises(ValueError, match="'Words' must be string of shape"):
-        samples.request(interface, {"Words": [[1]]})
+        request(interface, {"Words": [[1]]})
 
 
 @tensorflow_only
@@ -398,14 +398,14 @@ def over2():
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_serve_padded_is_left_out_with_its_reason(case):
     make, reason = LEFT_OUT[case]
-    found = why_not_padded(interface_of(make(), None), 8)
+    found = why_not_padded(interface_of(Survey(make()), None), 8)
     assert re.search(reason, found), found
 
 
 @tensorflow_only
 def test_a_maximum_is_seen_however_long_the_requests_are():
     """A maximum over many positions seldom changes, whatever comes behind them."""
-    found = why_not_padded(interface_of(max_behind_a_padding_mask(), None), 250)
+    found = why_not_padded(interface_of(Survey(max_behind_a_padding_mask()), None), 250)
     assert "changes the outputs at real" in found
 
 
@@ -428,7 +428,7 @@ def test_half_precision_does_not_let_pooling_pass_for_padded(dtypes):
     for model, pooled in zip(models, (True, False), strict=True):
         precision = "bfloat16" if dtypes == "float32" else None
         with computing_in(model, precision):
-            found = why_not_padded(interface_of(model, None), 8)
+            found = why_not_padded(interface_of(Survey(model), None), 8)
         if pooled:
             assert "changes the outputs at real positions" in found
         else:

@@ -14,11 +14,10 @@ from keras import layers, ops
 
 import keras_headmask as hm
 from keras_headmask.attention import observers
-from keras_headmask.export import checking, fresh_process, samples
-from keras_headmask.export.interface import answer, distance, interface_of
-from keras_headmask.export.padding import why_not_padded
-from keras_headmask.export.signatures import signatures_of
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.export import checking, fresh_process
+from keras_headmask.export.interface import answer, distance, interface_of, request, with_reads
+from keras_headmask.export.signatures import signatures_of, why_not_padded
+from keras_headmask.retrofit.survey import Survey
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -73,9 +72,9 @@ def by_a_masked_model():
 def test_samples_hold_the_ids_of_a_rule_whatever_the_input_is_called(made, end):
     """The rule's ids are where it reads them, though the argument is `ids`."""
     both = IDS | {"other": IDS["ids"]}
-    interface = samples.with_reads(interface_of(made(), both))
+    interface = with_reads(interface_of(Survey(made()), both))
     assert interface.read_as == {"ids": {"token_ids"}, "other": set()}
-    given = samples.request(interface, (2, 40))
+    given = request(interface, (2, 40))
     assert end in given["ids"]
     assert end not in given["other"]
 
@@ -98,7 +97,7 @@ def masked_task():
 
 
 def test_samples_for_a_masked_model_inside_go_by_the_table_of_each_input():
-    given = samples.request(interface_of(masked_task(), None), (4, 40))
+    given = request(interface_of(Survey(masked_task()), None), (4, 40))
     assert given["token_ids"].max() == 29
     assert given["segment_ids"].max() == 1
     assert 0.1 < (given["token_ids"] == 9).mean() < 0.4
@@ -186,8 +185,8 @@ def test_the_fresh_process_cannot_import_this_package(monkeypatch):
 def test_every_request_is_looked_at_for_attention_outside_the_rule(monkeypatch, tmp_path):
     """A wide window forbids nothing in a short one, where the scores are right without a rule."""
     model = ours(hm.Window(20, 20))
-    (entry,) = find_attention(model).known
-    interface = interface_of(model, None)
+    (entry,) = Survey(model).known
+    interface = interface_of(Survey(model), None)
     given = checking.requests(interface, [(1, 9), (1, 40)])
     cases = []
 
@@ -275,7 +274,9 @@ def test_masked_logits_do_not_let_pooling_pass_for_padded():
     logits = ops.where(ops.less(ids, 15), -1e9, layers.Dense(1)(x)[..., 0])
     pooled = layers.Dense(3, activation="softmax")(layers.GlobalAveragePooling1D()(x))
     model = keras.Model(model.input, {"logits": logits, "label": pooled})
-    assert "changes the outputs at real positions" in why_not_padded(interface_of(model, None), 8)
+    assert "changes the outputs at real positions" in why_not_padded(
+        interface_of(Survey(model), None), 8
+    )
 
 
 @tensorflow_only
@@ -286,17 +287,17 @@ def test_the_twin_and_the_scores_in_memory():
         masked(),
         hm.apply_head_masks(ours(hm.Window(3, 3)), RULE, existing="and"),
     ):
-        interface = interface_of(model, None)
-        given = samples.request(interface, (2, 12))
+        interface = interface_of(Survey(model), None)
+        given = request(interface, (2, 12))
         here = answer(interface, given)
         with observers.rules_off():
             twin = answer(interface, given)
         free = ours(None) if "padding_mask" not in given else stock()
         free.set_weights(model.get_weights())
-        assert distance(twin, answer(interface_of(free, None), given)) < 1e-5
+        assert distance(twin, answer(interface_of(Survey(free), None), given)) < 1e-5
         assert distance(here, twin) > 1e-4
         assert distance(answer(interface, given), here) == 0
-        allowed, scores = checking.looked_at(interface, find_attention(model).known, given)
+        allowed, scores = checking.looked_at(interface, Survey(model).known, given)
         ((path, mask),) = allowed.items()
         assert scores.keys() == {path}
         assert not mask.all()

@@ -24,7 +24,7 @@ from export_models import (
 from keras import layers
 
 import keras_headmask as hm
-from keras_headmask.export import checking, graph_scan
+from keras_headmask.export import checking
 
 ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
@@ -409,7 +409,7 @@ def test_the_check_passes_no_secret_to_its_processes(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(RuntimeError, match=r"a fresh process could not run it\. ended"):
         checking.run_fresh(tmp_path, [])
-    graph_scan.custom_ops({"OpOfSomeLibrary"})
+    checking.custom_ops({"OpOfSomeLibrary"})
     assert len(given) == 2
     for env in given:
         assert not env.keys() & set(secrets)

@@ -17,7 +17,7 @@ from google.protobuf import (
 from serving_model import WIDTH, publish
 
 import keras_headmask as hm
-from keras_headmask.export import warmup
+from keras_headmask.export import tf_serving
 from keras_headmask.export.versions import read_signatures
 
 pytestmark = pytest.mark.tensorflow
@@ -208,10 +208,10 @@ def test_the_commands_of_the_page_have_the_flags_that_it_prints():
 
 def test_a_warm_up_of_more_rows_than_a_batch_is_refused(base):
     pytest.importorskip("tensorflow_serving", reason="pip install --no-deps tensorflow-serving-api")
-    folder = base / "3" / warmup.EXTRA
+    folder = base / "3" / tf_serving.EXTRA
     rows = {rows: {"token_ids": np.zeros((rows, 2), "int32")} for rows in (2, 16)}
-    warmup.write_records(folder, [("double", rows[16]), ("double", rows[2])])
-    assert warmup.largest_batch(base / "3") == 16
+    tf_serving.write_records(folder, [("double", rows[16]), ("double", rows[2])])
+    assert tf_serving.largest_batch(base / "3") == 16
     with pytest.raises(ValueError, match=r"at least 16: version 3 warms up .* Received: 8"):
         hm.write_serving_config(base, max_batch_size=8)
     assert [path.name for path in base.iterdir()] == ["3"]

@@ -18,7 +18,7 @@ from keras_headmask.heads import reaches
 from keras_headmask.heads.changes import difference, scales
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.heads.testing import assert_no_leaks
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.survey import Survey
 
 CAUSAL = hm.recipes.causal()
 FLOATS = np.random.default_rng(0).normal(size=(2, 6, 8)).astype("float32")
@@ -517,7 +517,7 @@ def test_a_position_keeps_what_it_has():
 def test_windows_compose():
     window = hm.Window(1, 1)
     model = hm.apply_head_masks(stack(2), window)
-    entries = find_attention(model).known
+    entries = Survey(model).known
     by_layers = reaches.by_layers(model, entries, IDS, 7)
     assert [layer for layer, _ in by_layers] == [entry.layer for entry in entries]
     masks = [mask | np.eye(7, dtype=bool) for _, mask in by_layers]

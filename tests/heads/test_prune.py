@@ -21,7 +21,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.heads.prune import prune_heads
-from keras_headmask.retrofit.find import attention
+from keras_headmask.retrofit.adapters import attention
 from keras_headmask.retrofit.rule import spec_of
 
 BACKEND = keras.backend.backend()

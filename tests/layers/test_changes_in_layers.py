@@ -13,8 +13,8 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit.find import find_attention
 from keras_headmask.retrofit.observe import watched
+from keras_headmask.retrofit.survey import Survey
 
 HEADS, LENGTH = 4, 11
 RULE = hm.PerHead({1: hm.Chunk(4)}, hm.Window(3, 2))
@@ -145,7 +145,7 @@ def test_who_looks_and_a_second_rule_find_them(kind, option):
     """Both go by the hook of Keras, whose signature knows none of it."""
     model, layer = model_of(kind, option, False)
     _, probabilities = by_formula(layer, option, X)
-    with watched(find_attention(model).known) as seen:
+    with watched(Survey(model).known) as seen:
         model({"x": X})
     assert_close(numpy(seen[0].probabilities), probabilities, depth=3)
     both = hm.apply_head_masks(model, hm.Window(1, 9), existing="and")

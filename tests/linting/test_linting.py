@@ -430,7 +430,9 @@ def test_a_model_that_loses_the_mask_of_its_embedding():
     x = layers.Embedding(12, 8, mask_zero=True)(ids)
     x = layers.Add()([x, layers.Embedding(12, 8)(ids)])  # which has none
     model = keras.Model(ids, layers.MultiHeadAttention(4, 3)(x, x))
-    assert codes(hm.apply_head_masks(model, BY_SENTENCE)) == ["warning padding-missing"]
+    (missing,) = hm.lint(hm.apply_head_masks(model, BY_SENTENCE))
+    assert (missing.severity, missing.code) == ("warning", "padding-missing")
+    assert "(Add) drops it, since another of its inputs has none" in missing.way_out
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.retrofit import observe
-from keras_headmask.retrofit.adapters import adapted, adapter_of
-from keras_headmask.retrofit.find import attention
+from keras_headmask.retrofit.adapters import adapted, adapter_of, attention
+from keras_headmask.retrofit.survey import Survey
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
@@ -199,7 +199,7 @@ def test_what_an_observer_sees(family):
     stock, masked = models(family)
     wanted = data()["padding_mask"].astype(bool)[:, None, None, :]
     for model in (masked, stock):
-        seen = observe.observe(model, data(), 0, -1)
+        seen = observe.observe(Survey(model), data(), 0, -1)
         assert seen.probabilities.shape == (2, 4, LENGTH, LENGTH)
         assert not seen.probabilities[~seen.allowed].any()
         hidden = ~(ALLOWED[None] & wanted) if model is masked else ~wanted

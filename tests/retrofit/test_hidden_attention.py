@@ -12,7 +12,7 @@ from keras.ops import dot_product_attention as sdpa
 from small_models import CHUNK
 
 import keras_headmask as hm
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.survey import Survey
 
 FAR = layers.MultiHeadAttention(2, 4, name="far")
 
@@ -380,7 +380,7 @@ OF_OTHER_THINGS = {
 @pytest.mark.parametrize("what", OF_OTHER_THINGS)
 @pytest.mark.parametrize("length", [7, None])
 def test_code_with_a_softmax_of_other_things_is_no_attention(what, length):
-    assert not find_attention(of_length(length, OF_OTHER_THINGS[what]())).unknown
+    assert not Survey(of_length(length, OF_OTHER_THINGS[what]())).unknown
 
 
 # --- Layers that Keras does not track -------------------------------------------------------------

@@ -8,8 +8,7 @@ from keras import layers, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_headmask as hm
-from keras_headmask.export.position_mixing import what_mixes
-from keras_headmask.retrofit.find import find_attention
+from keras_headmask.retrofit.survey import Survey
 
 registered = keras.saving.register_keras_serializable("test_survey")
 CHUNK = hm.Chunk(3)
@@ -132,7 +131,7 @@ def one_input(*blocks):
 
 
 def kinds(model):
-    return [(entry.path, entry.kind) for entry in find_attention(model).known]
+    return [(entry.path, entry.kind) for entry in Survey(model).known]
 
 
 def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():
@@ -319,7 +318,8 @@ def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
     stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
     masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
     assert [kind for _, kind in kinds(masked)] == ["self"]
-    assert what_mixes(masked) == what_mixes(stock)  # else `serve_padded` is left out for another
+    mixing, of_stock = (list(map(str, Survey(x).mixing)) for x in (masked, stock))
+    assert mixing == of_stock  # else `serve_padded` is left out for another
     hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
     for layer in (None, "attention"):
         both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")

@@ -13,7 +13,9 @@ from strategies import MANY, cases, specs
 import keras_headmask as hm
 from keras_headmask.attention import blocks, choose
 from keras_headmask.attention.request import Request
-from keras_headmask.export import samples, signatures
+from keras_headmask.export.interface import Input
+from keras_headmask.retrofit.made_up import made_up
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config, evaluation, offsets
 from keras_headmask.rules.algebra import Compound
 from keras_headmask.rules.base import leaves
@@ -179,9 +181,9 @@ def test_a_leaf_and_its_twin_keep_every_law(leaf):
 
 @every_leaf
 def test_a_twin_gets_the_same_samples(leaf):
-    inputs = {name: signatures.Input((None, None), "int32") for name in leaf.inputs}
-    interface = signatures.Interface(keras.Model(), inputs, None, None, {}, None)
-    made, of_twin = (samples.sample(interface, [rule], 2, 16) for rule in (leaf, twins(leaf)))
+    inputs = {name: Input((None, None), "int32") for name in leaf.inputs}
+    survey = Survey(keras.Model())
+    made, of_twin = (made_up(survey, [rule], 2, 16, inputs=inputs) for rule in (leaf, twins(leaf)))
     assert made.keys() == of_twin.keys()
     for name, ids in made.items():
         np.testing.assert_array_equal(of_twin[name], ids)

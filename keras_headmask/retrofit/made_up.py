@@ -1,0 +1,99 @@
+"""Made-up inputs of a model: random ones for its rules to decide on, or plain and padded ones."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.retrofit.survey import Survey
+from keras_headmask.rules.base import MaskSpec, leaves
+
+Arrays = dict[str, np.ndarray]
+
+_SIDES = ("", "query_", "key_", "decoder_", "encoder_")
+# Sequences of queries are longer, so that cross-attention shows as such.
+_OF_QUERIES, _LENGTH, _REAL = ("query", "decoder"), 24, 0.75
+
+
+def made_up(
+    survey: Survey,
+    rules: Iterable[MaskSpec],
+    batch: int,
+    length: int,
+    seed: int = 0,
+    inputs: Mapping[str, Any] | None = None,
+    read_as: Mapping[str, frozenset[str]] | None = None,
+) -> Arrays:
+    """Random inputs by name: `batch` examples of `length` positions; fixed sizes stay.
+
+    Ids stay below the sizes of the embeddings that read them, and include those that `rules` look
+    for. Other inputs are what their name and dtype say: segments, flags, whole masks, numbers.
+
+    Args:
+        survey: Of the model that reads them.
+        rules: What is to have something to decide.
+        batch: The number of examples.
+        length: The number of positions.
+        seed: Another one gives other inputs.
+        inputs: Shapes and dtypes by name; by default those of the graph.
+        read_as: What rules call an input, beside its own name.
+
+    Raises:
+        TypeError: for an input of text.
+    """
+    rng = np.random.default_rng([seed, batch, length])
+    all_leaves = [leaf for spec in rules for leaf in leaves(spec)]
+    arrays: Arrays = {}
+    for name, x in (survey.inputs if inputs is None else inputs).items():
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if dtype == "string":
+            raise TypeError(
+                f"The input {name!r} holds text, of which no examples can be made up. Pass some, "
+                "check=[{name: array, ...}, ...], or check=False."
+            )
+        batch = x.shape[0] or batch
+        shape = [batch, *(length if size is None else size for size in x.shape[1:])]
+        # A leaf reads an input also under the name of one side of cross-attention.
+        names = {name, *(read_as or {}).get(name, ())}
+        readers = [leaf for leaf in all_leaves if not names.isdisjoint(names_of_sides(leaf.inputs))]
+        below = min((layer.input_dim for layer in survey.embeddings_of(name)), default=None)
+        wanted = [i for leaf in readers for i in leaf.sampling.ids if below is None or i < below]
+        if "float" in dtype:
+            value: np.ndarray = rng.normal(size=shape)
+        elif len(shape) == 4:  # a whole mask: every query sees itself and about half of the rest
+            value = (rng.random(shape) < 0.5) | np.eye(shape[2], shape[3], dtype=bool)
+        elif marks_padding(name) and len(shape) == 2:
+            keep = np.maximum(1, shape[1] - np.arange(batch) * shape[1] // (4 * batch))
+            value = np.arange(shape[1])[None, :] < keep[:, None]
+        elif dtype == "bool":
+            value = rng.random(shape) < 0.5
+        elif below is None and any(leaf.sampling.segments for leaf in readers):
+            value = np.cumsum(rng.random(shape) < 0.25, axis=-1)
+        else:
+            value = rng.integers(0, 2 if below is None else below, shape)
+            if wanted:
+                value = np.where(rng.random(shape) < 0.2, rng.choice(wanted, shape), value)
+        arrays[name] = value.astype(dtype if dtype != "bfloat16" else "float32")
+    return arrays
+
+
+def names_of_sides(reads: Iterable[str]) -> set[str]:
+    """Names that rules read, also with what stands before them in cross-attention."""
+    return {side + name for side in _SIDES for name in reads}
+
+
+def plain(survey: Survey) -> Arrays:
+    """Two examples with a padded tail: ids 1, masks true; 0 where padded."""
+    arrays: Arrays = {}
+    most = min(_LENGTH, survey.longest_sequence or _LENGTH)
+    for name, tensor in survey.inputs.items():
+        of_queries = name.split("_")[0] in _OF_QUERIES
+        length = most if of_queries else max(1, most * 2 // 3)
+        shape = [2, *(length if size is None else size for size in tensor.shape[1:])]
+        value = np.ones(shape, keras.backend.standardize_dtype(tensor.dtype))
+        if len(shape) == 2:
+            value[:, int(shape[1] * _REAL) :] = 0
+        arrays[name] = value
+    return arrays

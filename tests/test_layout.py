@@ -82,17 +82,17 @@ def folder(module):
 # The most lines of each folder, and its aim in a comment. A number may be lowered; a commit that
 # raises one says what could not be deleted instead.
 MOST_LINES = {
-    "attention": 6_300,  # 4,700
+    "attention": 5_800,  # 4,700
     "rules": 4_550,  # 3,500
-    "retrofit": 3_700,  # 3,300
-    "heads": 3_700,  # 2,300
-    "export": 2_200,  # 1,750
-    "look": 1_550,  # 1,150
-    "layers": 1_050,  # 1,000
+    "retrofit": 4_350,  # 3,300
+    "heads": 3_600,  # 2,300
+    "export": 2_100,  # 1,750
+    "look": 1_600,  # 1,150
+    "layers": 1_250,  # 1,000
     "cli": 900,  # 750
     "linting": 950,  # 650
     "_keras": 850,  # 750
-    "generation": 550,  # 550
+    "generation": 650,  # 550
     "masks": 450,  # 400
 }
 

@@ -84,6 +84,7 @@ __all__ = [
     "explain",
     "export_saved_model",
     "find_leaks",
+    "flex_block_mask",
     "from_additive",
     "from_torch",
     "hugging_face",
@@ -111,6 +112,7 @@ __all__ = [
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.api import dot_product_attention
     from keras_headmask.attention.biases import alibi, relative_position_bias
+    from keras_headmask.attention.flex_masks import flex_block_mask
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.export.tf_serving import write_serving_config
@@ -144,6 +146,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
 
 _HOMES = {
     "attention.api": "dot_product_attention",
+    "attention.flex_masks": "flex_block_mask",
     "attention.tuning": "dense_scope",
     "attention.biases": "alibi relative_position_bias",
     "export.saved_model": "ExportReport export_saved_model",

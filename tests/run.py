@@ -25,7 +25,12 @@ _BACKENDS = (
     "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
     *_files("retrofit/test_traced_inside_jax"),
     *_files("attention/test_blocks", "attention/test_jax_loops", "attention/test_jax_symbolic"),
-    *_files("attention/test_gpu_torch", "attention/test_cudnn_jax", "test_hugging_face"),
+    *_files(
+        "attention/test_gpu_torch",
+        "attention/test_cudnn_jax",
+        "attention/test_flex_block_mask",
+        "test_hugging_face",
+    ),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "--durations=25")

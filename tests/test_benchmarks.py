@@ -186,6 +186,12 @@ def test_one_worker_and_two_are_timed(tmp_path):
 
 
 @long
+def test_block_masks_run():
+    pytest.importorskip("torch")
+    assert "compiled" in run("benchmarks.block_masks")
+
+
+@long
 def test_two_trees_run_beside_each_other():
     run("benchmarks.two_trees", ROOT)
 

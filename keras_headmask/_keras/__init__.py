@@ -304,13 +304,13 @@ def argument_names(layer: Any) -> list[str]:
     return list(layer._call_signature.parameters)
 
 
-def taken_by_inputs(model: Functional, given: Any) -> list[tuple[Any, Any]]:
+def taken_by_inputs(model: Functional, arguments: Any) -> list[tuple[Any, Any]]:
     """Pairs (argument, `keras.Input`) of a call of a functional model; empty if they do not fit."""
     inputs = model.input
-    if isinstance(given, Mapping):
+    if isinstance(arguments, Mapping):
         known = inputs if isinstance(inputs, Mapping) else {x.name: x for x in model.inputs}
-        return [(given[name], x) for name, x in known.items() if name in given]
-    flat = keras.tree.flatten(given)
+        return [(arguments[name], x) for name, x in known.items() if name in arguments]
+    flat = keras.tree.flatten(arguments)
     return list(zip(flat, model.inputs, strict=True)) if len(flat) == len(model.inputs) else []
 
 
@@ -335,17 +335,19 @@ def run_anew(graph: Functional, call: Any) -> Any:
         if not node.is_input:
             calls = node.operation._inbound_nodes
             places.setdefault(id(node.operation), []).append((node, calls.index(node)))
-    before = {key: len(found[0][0].operation._inbound_nodes) for key, found in places.items()}
+    before = {
+        key: len(old_calls[0][0].operation._inbound_nodes) for key, old_calls in places.items()
+    }
 
     def operation_fn(operation: Any) -> Any:
         return lambda *args, **kwargs: call(operation, args, kwargs)
 
     outputs = graph._run_through_graph(graph.inputs, operation_fn=operation_fn)
-    for key, found in places.items():
-        calls = found[0][0].operation._inbound_nodes
+    for key, old_calls in places.items():
+        calls = old_calls[0][0].operation._inbound_nodes
         made = calls[before[key] :]
         del calls[before[key] :]
-        for (old, place), new in zip(found, made, strict=True):
+        for (old, place), new in zip(old_calls, made, strict=True):
             calls[place] = new
             for tensor in old.input_tensors:
                 outbound = made_by(tensor)[0]._outbound_nodes

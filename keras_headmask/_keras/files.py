@@ -52,7 +52,7 @@ def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
     name. They also reach what Keras does not track, as the preprocessor of KerasHub's tasks on
     PyTorch.
     """
-    found: dict[str, keras.Layer] = {}
+    layers: dict[str, keras.Layer] = {}
     seen: dict[int, Any] = {}  # by id; they are kept, so that no id is used again
 
     def parts(whole: Any) -> Iterator[tuple[str, Any]]:
@@ -71,12 +71,12 @@ def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
             return
         seen[id(part)] = part
         if isinstance(part, keras.Layer):
-            found[path] = part
+            layers[path] = part
         for name, inner in parts(part):
             look(inner, f"{path}/{name}" if path else name)
 
     look(layer, "")
-    return found
+    return layers
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.

@@ -24,7 +24,7 @@ def rebuild(layer: Any) -> None:
     """Make all weights and layers inside anew, for the heads that the layer has now."""
     tracker = layer._tracker
     tracker.unlock()
-    made = layer._layers, layer._trainable_variables, layer._non_trainable_variables
-    for part in [part for parts in made for part in parts]:
+    tracked = layer._layers, layer._trainable_variables, layer._non_trainable_variables
+    for part in [part for parts in tracked for part in parts]:
         tracker.untrack(part)
     layer.build_from_config(layer.get_build_config())  # (locks the tracker again)

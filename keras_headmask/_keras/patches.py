@@ -72,9 +72,9 @@ def after_cloning(see: Callable[[Any, Any], None]) -> None:
         clone = usual(clone_function, *args, **kwargs)
 
         def clone_and_see(operation: Any) -> Any:
-            made = clone(operation)
-            see(operation, made)
-            return made
+            copy = clone(operation)
+            see(operation, copy)
+            return copy
 
         return clone_and_see
 

@@ -51,12 +51,14 @@ def custom_gradient(function: Callable) -> Callable:
             return [None, *gradient(upstream)]
 
         of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
-        given, graph = [result, *operands], tf.compat.v1.get_default_graph()
+        tensors, graph = [result, *operands], tf.compat.v1.get_default_graph()
         # (A `ForwardAccumulator` would ask for the gradient within, where another may not be held.)
         with unrecorded(), graph._override_gradient_function(of_operation):
-            made = tf.identity_n(given)
-        record.record_operation(function.__name__, made, given, gradients)  # for a `GradientTape`
-        return made[0]
+            identities = tf.identity_n(tensors)
+        record.record_operation(
+            function.__name__, identities, tensors, gradients
+        )  # for a `GradientTape`
+        return identities[0]
 
     return call
 
@@ -128,19 +130,19 @@ def are_as_long(one: Any, other: Any) -> bool:
     """
 
     def source(tensor: Any) -> Any:
-        while (made := tensor.op).inputs:
-            first, *others = made.inputs
-            keeps = made.type in ("Identity", "Cast", "BiasAdd")
-            if made.type == "Einsum":
-                letters = made.get_attr("equation").decode().replace("->", ",").split(",")
+        while (operation := tensor.op).inputs:
+            first, *others = operation.inputs
+            keeps = operation.type in ("Identity", "Cast", "BiasAdd")
+            if operation.type == "Einsum":
+                letters = operation.get_attr("equation").decode().replace("->", ",").split(",")
                 keeps = "." not in letters[0] and letters[0][:2] == letters[-1][:2]
-            elif made.type in ("AddV2", "Mul", "Sub"):
+            elif operation.type in ("AddV2", "Mul", "Sub"):
                 ranks = [x.shape.rank for x in (first, *others)]
                 keeps = None not in ranks and ranks[1] <= ranks[0] - 2
             if not keeps:
                 break
             tensor = first
-        return made.outputs[tensor.value_index]
+        return operation.outputs[tensor.value_index]
 
     return source(one) is source(other)
 

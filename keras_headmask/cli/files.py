@@ -139,12 +139,12 @@ def _parsed(text: str | bytes, name: str) -> Any:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON readers keep the last of two: a head's rule would be gone in silence."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ValueError(f'"{name}" stands twice in one object. Leave one of them out.')
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _tensor(name: str, value: Any) -> Any:

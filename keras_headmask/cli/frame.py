@@ -59,8 +59,8 @@ class Commands(click.Group):
             click.UsageError(in_one_line(error.format_message()), error.ctx).show()
             code = error.exit_code
         except Exception as error:
-            said = None if self.debug else _said(error)
-            click.echo(shown(f"Error: {said}" if said else traceback.format_exc()), err=True)
+            message = None if self.debug else _said(error)
+            click.echo(shown(f"Error: {message}" if message else traceback.format_exc()), err=True)
             code = getattr(error, "exit_code", BAD_INPUT)
         sys.exit(code or 0)
 
@@ -75,15 +75,15 @@ def _said(error: Exception) -> str | None:
         return error.message
     if not isinstance(error, _USUAL):
         return None
-    said = str(error).strip() or type(error).__name__
+    message = str(error).strip() or type(error).__name__
     missing = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ImportError) and missing and importlib.util.find_spec(missing) is None:
-        said = (
+        message = (
             f"'{missing}' is not installed. Install it with `pip install {missing}`, or choose "
             "another backend of Keras by the environment variable KERAS_BACKEND."
         )
-    hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, said, re.IGNORECASE))
-    return in_one_line(said + next(hints, ""))
+    hints = (hint for pattern, hint in _HINTS.items() if re.search(pattern, message, re.IGNORECASE))
+    return in_one_line(message + next(hints, ""))
 
 
 # Of TensorFlow's messages: lines about places in the graph, and names of nodes in other lines.

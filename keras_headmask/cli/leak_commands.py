@@ -55,10 +55,10 @@ def leaks(
     keras-headmask leaks served/1 --rule '{"kind": "window", "after": 0}' --inputs inputs.json
     """
     spec = None if rule is None else files.read_rule(rule)
-    given: Any = files.read_tensors(inputs)
+    arrays: Any = files.read_tensors(inputs)
     progress("loading")
     if pathlib.Path(model).is_dir():
-        if given is None or spec is None:
+        if arrays is None or spec is None:
             raise ValueError(
                 f"'{model}' is a folder, and a SavedModel needs --rule and --inputs: it has "
                 "no layers to read."
@@ -66,11 +66,11 @@ def leaks(
         loaded: Any = model
     else:
         loaded = files.load_model(model, unsafe)
-        if given is None:
-            given = _made_up(loaded, spec, batch, length)
+        if arrays is None:
+            arrays = _made_up(loaded, spec, batch, length)
     from keras_headmask.heads.leaks import find_leaks
 
-    report = find_leaks(loaded, _as_int32(given), spec, tolerance=tolerance)
+    report = find_leaks(loaded, _as_int32(arrays), spec, tolerance=tolerance)
     text = "\n".join(map(in_one_line, str(report).split("\n")))
     return Answer(text, report.to_json(), FOUND if report or not report.tried else 0)
 
@@ -87,6 +87,6 @@ def _made_up(
     return made_up(survey, rules, batch, length)
 
 
-def _as_int32(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _as_int32(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Lists of JSON are int64."""
-    return {name: x.astype("int32") if x.dtype == "int64" else x for name, x in given.items()}
+    return {name: x.astype("int32") if x.dtype == "int64" else x for name, x in arrays.items()}

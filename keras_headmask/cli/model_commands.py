@@ -47,14 +47,14 @@ def info(model: str, unsafe: bool) -> Answer:
     keras-headmask info masked.keras
     """
     saved_by = files.saved_by(model)
-    found = information(files.load_model(model, unsafe))
+    facts = information(files.load_model(model, unsafe))
     from keras_headmask.look import cpu
 
-    text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(found)}"
+    text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(facts)}"
     if one_dnn := cpu.one_dnn():
         text += f"\n{one_dnn}"
-    found["onednn"] = one_dnn and dataclasses.asdict(one_dnn)
-    return Answer(text, {"file": model, "saved_by_keras": saved_by, **found})
+    facts["onednn"] = one_dnn and dataclasses.asdict(one_dnn)
+    return Answer(text, {"file": model, "saved_by_keras": saved_by, **facts})
 
 
 @command
@@ -102,8 +102,8 @@ def apply(model: str, rule: str, output: str, force: bool, unsafe: bool, **given
     progress("writing")
     with written_whole(output) as file:
         masked.save(file)
-    found = information(masked)
-    return Answer(f"Wrote {in_one_line(output)}: {as_text(found)}", {"file": output, **found})
+    facts = information(masked)
+    return Answer(f"Wrote {in_one_line(output)}: {as_text(facts)}", {"file": output, **facts})
 
 
 @command

@@ -81,9 +81,9 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
     try:
         drawn = panels.panels_of(spec, **given, called="hm.draw" if output is None else "hm.plot")
     except ValueError as error:
-        said = str(error).replace("`tokens`", "`--tokens`")
+        message = str(error).replace("`tokens`", "`--tokens`")
         pair = "(query_tokens, key_tokens)"
-        raise ValueError(said.replace(pair, '"[[...], [...]]"')) from error
+        raise ValueError(message.replace(pair, '"[[...], [...]]"')) from error
     if output is None:
         text = drawing.text_of(drawn)
     else:
@@ -93,8 +93,8 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
         text = f"Wrote {in_one_line(output)}"
     rows = [["".join(row) for row in drawing.SIGNS[x.cells]] for x in drawn.panels]
     shown = [{"heads": x.heads, "rows": y} for x, y in zip(drawn.panels, rows, strict=True)]
-    found = {"heads": drawn.num_heads, "tile": drawn.tile, "panels": shown, "file": output}
-    return Answer(text, found)
+    data = {"heads": drawn.num_heads, "tile": drawn.tile, "panels": shown, "file": output}
+    return Answer(text, data)
 
 
 @command
@@ -144,8 +144,8 @@ def describe(rule: str, num_heads: int | None) -> Answer:
     """
     spec = files.read_rule(rule)
     words = spec.describe(num_heads)
-    found = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
-    return Answer(in_one_line(words), found)
+    data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
+    return Answer(in_one_line(words), data)
 
 
 @command
@@ -169,8 +169,8 @@ def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> 
     if (rule is None) == (model is None):
         raise click.UsageError("Give a RULE, or --model MODEL.")
     if model is not None:
-        found = hm.explain(files.load_model(model, unsafe), **given)
+        explanation = hm.explain(files.load_model(model, unsafe), **given)
     else:
         assert rule is not None
-        found = hm.explain(files.read_rule(rule), **given)
-    return Answer(str(found), found)
+        explanation = hm.explain(files.read_rule(rule), **given)
+    return Answer(str(explanation), explanation)

@@ -50,13 +50,13 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
     if wanted is not True:
         return [request(interface, item) for item in wanted]
     longest = interface.survey.longest_sequence or _LONGEST_LOOK
-    made = []
+    samples = []
     for batch, length in _SHAPES:
         length = min(length, longest)
         while True:
-            given = interface.sample(batch, length)
+            sample = interface.sample(batch, length)
             try:
-                answer(interface, given)
+                answer(interface, sample)
                 break
             except Exception as error:  # a table of positions ends, say
                 if length <= 2:
@@ -66,16 +66,16 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
                         "check=[(1, 8), ...]; check=False leaves the check out."
                     ) from error
                 longest = length = length // 2
-        made.append(given)
+        samples.append(sample)
     if interface.survey.is_restricted:
         most, layers = min(longest, _LONGEST_LOOK), interface.survey.known
         while 2 * length <= most:
-            forbidding, probabilities = looked_at(interface, layers, made[-1])
+            forbidding, probabilities = looked_at(interface, layers, samples[-1])
             if forbidding or not probabilities:  # (In a `tf.function` there is nothing to see.)
                 break
             length *= 2
-            made[-1] = interface.sample(1, length)
-    return made
+            samples[-1] = interface.sample(1, length)
+    return samples
 
 
 def looked_at(
@@ -137,7 +137,7 @@ def checked(
             one = signature.sample(1, 1)  # of its fixed sizes
             cases.append(Case(name, one, answer(interface, one)))
 
-    found, answers = run_fresh(folder, cases)
+    timings, answers = run_fresh(folder, cases)
     served, errors = None, {}
     for case, got in zip(cases, answers, strict=True):
         served = _largest((served, mass_outside(case.allowed, got)))
@@ -148,8 +148,8 @@ def checked(
         shapes=tuple(size_of(interface, one) for one in given),
         error=max(map(distance, answers, wanted)),
         tolerance=tolerance,
-        milliseconds=tuple(found["milliseconds"][: len(given)]),
-        load_milliseconds=found["load_milliseconds"],
+        milliseconds=tuple(timings["milliseconds"][: len(given)]),
+        load_milliseconds=timings["load_milliseconds"],
         twin_distance=_largest(map(distance, answers, twins)),
         mass_outside=in_memory if served is None else served,
         mass_seen_in=None if in_memory is None else mass_seen_in,
@@ -238,7 +238,7 @@ def scan(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         RuntimeError: for what no server runs, or only one started with special flags.
     """
-    found: dict[str, dict[str, Any]] = {}
+    graphs: dict[str, dict[str, Any]] = {}
     operations, mark = set(), _keras.XLA_MUST_COMPILE
     for name, function in functions.items():
         definitions = [function.function_def, *function.graph.as_graph_def().library.function]
@@ -251,7 +251,7 @@ def scan(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if any(kind.startswith("LookupTable") for kind in kinds):
             pinned = set()  # tables of text live there, and Keras says so
         what = {"python": kinds & _PYTHON, "compiled": compiled, "pinned": pinned}
-        graph = found[name] = {key: sorted(value) for key, value in what.items()}
+        graph = graphs[name] = {key: sorted(value) for key, value in what.items()}
         if graph["python"]:
             _refuse(
                 f"the graph of {name} calls Python ({', '.join(graph['python'])}), which a server "
@@ -274,7 +274,7 @@ def scan(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             f"its graph has the ops {', '.join(custom)}, which TensorFlow itself lacks: a library "
             "loaded here brought them (tensorflow_text, say). Do their work before the model."
         )
-    return found
+    return graphs
 
 
 def _refuse(problem: str) -> None:

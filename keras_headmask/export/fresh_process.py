@@ -74,12 +74,12 @@ def main(folder: str, *signatures: str) -> None:
         function = loaded.signatures[name]
         # By argument, not by the specs' own names, which TensorFlow writes in small letters.
         specs = function.structured_input_signature[1]
-        given = {key: tf.cast(x, specs[key].dtype) for key, x in request.items()}
-        function(**given)  # the first call of a shape plans it
+        tensors = {key: tf.cast(x, specs[key].dtype) for key, x in request.items()}
+        function(**tensors)  # the first call of a shape plans it
         start = time.perf_counter()
-        found = {key: x.numpy() for key, x in function(**given).items()}
+        outputs = {key: x.numpy() for key, x in function(**tensors).items()}
         milliseconds.append(milliseconds_since(start))
-        answers.append({key: plain(np.asarray(x)) for key, x in found.items()})
+        answers.append({key: plain(np.asarray(x)) for key, x in outputs.items()})
     write("answers.npz", answers)
     print(json.dumps({"load_milliseconds": load_milliseconds, "milliseconds": milliseconds}))
 

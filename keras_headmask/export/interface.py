@@ -62,7 +62,7 @@ class Interface(NamedTuple):
 def interface_of(survey: Survey, input_signature: Any) -> Interface:
     """How a model is called, by its graph or by `input_signature`."""
     model, graph, shapes, by_name = survey.model, survey.graph, None, False
-    given = None if input_signature is None else _given_inputs(input_signature)
+    given = None if input_signature is None else _signature_inputs(input_signature)
     if graph is not None:
         # The keys of a dict of inputs, else the tensors' names.
         struct, names = graph.input, [tensor.name for tensor in graph.inputs]
@@ -84,7 +84,7 @@ def interface_of(survey: Survey, input_signature: Any) -> Interface:
             "keras.Input, or call its `build`, before it is exported."
         )
     else:
-        inputs, by_name = _of_subclassed(model, given)
+        inputs, by_name = _inputs_of_subclassed(model, given)
         names_of = {name: name for name in inputs}
         arguments = names_of if by_name else {"inputs": names_of}
     for name in inputs:
@@ -118,7 +118,7 @@ def _input(spec: Any) -> Input:
     return Input((None, *tuple(spec.shape)[1:]), keras.backend.standardize_dtype(dtype))
 
 
-def _of_subclassed(
+def _inputs_of_subclassed(
     model: keras.Model, given: dict[str, Input] | None
 ) -> tuple[dict[str, Input], bool]:
     """The inputs, and whether they are arguments of the call; then they are in its order."""
@@ -143,7 +143,7 @@ def _of_subclassed(
     return named or given, bool(named)
 
 
-def _given_inputs(input_signature: Any) -> dict[str, Input]:
+def _signature_inputs(input_signature: Any) -> dict[str, Input]:
     if not isinstance(input_signature, Mapping):
         raise TypeError(
             "`input_signature` must be a dict from input names to keras.InputSpec or "
@@ -328,8 +328,8 @@ def tried(interface: Interface, given: Iterable[Arrays]) -> str:
 
 
 def _in_words(ids: list[int]) -> str:
-    shown = ", ".join(map(str, ids[:_MOST_SHOWN]))
-    return f"{'id' if len(ids) == 1 else 'ids'} {shown}" + (
+    some = ", ".join(map(str, ids[:_MOST_SHOWN]))
+    return f"{'id' if len(ids) == 1 else 'ids'} {some}" + (
         f", ... ({len(ids)} ids)" if len(ids) > _MOST_SHOWN else ""
     )
 

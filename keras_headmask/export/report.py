@@ -95,8 +95,8 @@ class ExportReport:
         lines += [f"  {name} left out: {reason}" for name, reason in self.left_out.items()]
         if self.warmup_records:
             lines.append(f"  {self.warmup_records} warm-up records")
-        found = ["not checked"] if self.check is None else self.check.lines(self.precision)
-        return "\n".join(map(in_one_line, [*lines, *(f"  {line}" for line in found)]))
+        check_lines = ["not checked"] if self.check is None else self.check.lines(self.precision)
+        return "\n".join(map(in_one_line, [*lines, *(f"  {line}" for line in check_lines)]))
 
 
 def _named_shapes(side: dict[str, Any]) -> str:
@@ -108,8 +108,8 @@ def installed_versions() -> dict[str, str]:
     """This package's version and those of what it runs on."""
     import keras_headmask
 
-    found = {"keras_headmask": keras_headmask.__version__}
+    versions = {"keras_headmask": keras_headmask.__version__}
     for name in ("keras", "tensorflow", "jax", "torch", "keras-hub", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions

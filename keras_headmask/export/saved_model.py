@@ -139,20 +139,20 @@ def export_saved_model(
             reference = [answer(interface, one) for one in given if precision is not None]
             interface = signatures.keeping_dtypes(interface, precision)
             with computing_in(model, precision):
-                asked = signatures.signatures_of(interface, entries, in_buckets)
+                signed = signatures.signatures_of(interface, entries, in_buckets)
                 if padded:
                     length = max((size_of(interface, one)[1] for one in given), default=8)
                     if reason := signatures.why_not_padded(interface, length):
                         left_out["serve_padded"] = reason
                     else:
-                        asked["serve_padded"] = signatures.padded(interface)
+                        signed["serve_padded"] = signatures.padded(interface)
                 with _timed(took, "trace"), forward_only():  # signatures share functions
-                    traced = {name: signatures.traced(name, x) for name, x in asked.items()}
+                    traced = {name: signatures.traced(name, x) for name, x in signed.items()}
                 graphs = checking.scan(traced)
                 with _timed(took, "write"):
                     signatures.write(interface, traced, folder)
                 extra.mkdir(exist_ok=True)
-                records = _records(interface, requests, asked)
+                records = _records(interface, requests, signed)
                 if records:
                     tf_serving.write_records(extra, records)
                 result = None
@@ -160,9 +160,9 @@ def export_saved_model(
                     tolerance = tolerance_of(model, precision)
                     with _timed(took, "check"):
                         result = checking.checked(
-                            folder, interface, asked, given, reference, tolerance, graphs
+                            folder, interface, signed, given, reference, tolerance, graphs
                         )
-            described = {name: signatures.described(x, traced[name]) for name, x in asked.items()}
+            described = {name: signatures.described(x, traced[name]) for name, x in signed.items()}
             contents = {
                 "format_version": FORMAT_VERSION,
                 "versions": installed_versions(),
@@ -200,14 +200,14 @@ def _timed(took: dict[str, float], name: str) -> Iterator[None]:
     took[name] = milliseconds_since(start)
 
 
-def _listed(name: str, given: Any) -> list[Any]:
+def _listed(name: str, value: Any) -> list[Any]:
     """The requests, or pairs, of an argument."""
-    if isinstance(given, Mapping):
-        return [given]
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(value, Mapping):
+        return [value]
+    if isinstance(value, str) or not isinstance(value, Iterable):
         also = ", or True or False" if name == "check" else ""
-        raise TypeError(f"`{name}` must be a list{also}. Received: {given!r}.")
-    return list(given)
+        raise TypeError(f"`{name}` must be a list{also}. Received: {value!r}.")
+    return list(value)
 
 
 def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: Any) -> None:
@@ -237,7 +237,7 @@ def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: 
 
 def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
     """A request of each shape that XLA compiles a signature for, by the signature's name."""
-    found = {}
+    requests = {}
     for bucket in _listed("xla_buckets", buckets):
         if not is_pair(bucket):
             raise ValueError(
@@ -245,8 +245,8 @@ def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
             )
         if any(x.dtype == "string" for x in interface.inputs.values()):
             raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
-        found["{}{}x{}".format(signatures.XLA, *bucket)] = request(interface, bucket)
-    return found
+        requests["{}{}x{}".format(signatures.XLA, *bucket)] = request(interface, bucket)
+    return requests
 
 
 def _with_scores(survey: Survey, scores: Any) -> tuple[list[AttentionLayer], dict[str, str]]:

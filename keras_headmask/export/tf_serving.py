@@ -209,8 +209,8 @@ def batch_limit(base_path: pathlib.Path) -> int:
     """The rows of a batch that `batching.txt` beside the versions allows, or the default."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = (base_path / _BATCHING).read_text(encoding="utf-8")
-        if found := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
-            return int(found[1])
+        if match := re.search(r"^max_batch_size \{ value: (\d+) \}$", text, re.MULTILINE):
+            return int(match[1])
     return (write_serving_config.__kwdefaults__ or {})["max_batch_size"]
 
 
@@ -299,13 +299,15 @@ def largest_batch(version: pathlib.Path) -> int:
     from tensorflow.core.framework import tensor_pb2
 
     try:
-        found = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+        records = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
         # PredictionLog.predict_log.request.inputs, a map, whose entries have their value as 2: read
         # by the numbers of fields, which needs no package of stubs.
         for number in (6, 1, 2, 2):
-            parsed = [unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(x)) for x in found]
-            found = [field.data for x in parsed for field in x if field.field_number == number]
-        shapes = [tensor_pb2.TensorProto.FromString(x).tensor_shape.dim for x in found]
+            parsed = [
+                unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(x)) for x in records
+            ]
+            records = [field.data for x in parsed for field in x if field.field_number == number]
+        shapes = [tensor_pb2.TensorProto.FromString(x).tensor_shape.dim for x in records]
     except (message.DecodeError, tf.errors.OpError) as error:
         raise ValueError(
             f"{str(path)!r} holds no warm-up records that can be read: {error}. No server loads "

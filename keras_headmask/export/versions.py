@@ -108,8 +108,8 @@ def version_folders(base_path: str | os.PathLike) -> dict[int, pathlib.Path]:
             f"no folder {str(base_path)!r}."
         )
     folders = sorted((p for p in base.iterdir() if p.is_dir()), key=lambda p: -len(p.name))
-    found = {n: folder for folder in folders if (n := _number(folder.name)) is not None}
-    return dict(sorted(found.items(), reverse=True))
+    numbered = {n: folder for folder in folders if (n := _number(folder.name)) is not None}
+    return dict(sorted(numbered.items(), reverse=True))
 
 
 def read_signatures(folder: str | os.PathLike) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def tensors_of(infos: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int | Non
 @contextlib.contextmanager
 def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
     """A hidden folder beside the versions, gone at the end unless it was published."""
-    made = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
+    new_folders = [path for path in (base, *base.parents) if not path.exists()]  # the deepest first
     try:
         with contextlib.ExitStack() as locks:
             sibling = _new_sibling(base, locks)
@@ -168,7 +168,7 @@ def being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
             finally:
                 _remove(sibling)
                 with contextlib.suppress(OSError):  # something was published there
-                    for path in made:
+                    for path in new_folders:
                         path.rmdir()
     except FileExistsError:
         raise

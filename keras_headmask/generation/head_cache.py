@@ -208,7 +208,7 @@ class Run:
         """What a rule reads, for the whole sequence as it is known by now."""
         if rule not in self._bound:
             tensors: Any = inputs_of(rule) or {}
-            given, length = rule.given(tensors), self.length
+            given, length = rule.inputs_from(tensors), self.length
             prepared = rule.prepared(tensors)
             bound = evaluation.bind(rule.spec, given, length, length, prepared=prepared)
             self._bound[rule] = bound

@@ -21,7 +21,7 @@ import numpy as np
 from keras_headmask import _keras
 from keras_headmask.heads.progress import Progress, check_verbose
 from keras_headmask.look import plotting
-from keras_headmask.look.tables import Printed, Table, of_layers
+from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.retrofit.select import selected
@@ -74,14 +74,14 @@ class Ablation(Printed):
         """The metric after each head of `order` is switched off, with those before it."""
         return tuple(self.values[off] for off in _growing(self.order))
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         yield f"The metric is {self.values[()]:.4g}. Switching off one head changes it by:"
         rows = [
             [tuple("" if i >= heads else _change(x) for i, x in enumerate(row))]
             for heads, row in zip(self.num_heads, self.changes, strict=True)
         ]
         head = ("layer", *(f"head {head}" for head in range(max(self.num_heads))))
-        yield Table([head, *of_layers(self.paths, rows)])
+        yield Table([head, *layer_rows(self.paths, rows)])
         if self.order:
             yield "Switched off one after another:"
             heads_off = [f"layer {layer}, head {head}" for layer, head in self.order]

@@ -69,7 +69,7 @@ class LeakReport(Printed):
     def __bool__(self) -> bool:
         return bool(self.leaks)
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         rows = [("input", "example", "position", "output", "example", "position", "change")]
         for leak in self.leaks[:_MOST_LINES]:
             numbers = f"{leak.output_example}", _or(leak.output_position, "-"), f"{leak.change:.2g}"
@@ -89,17 +89,19 @@ class LeakReport(Printed):
         tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
         tried += f", and {others} of {others} pairs of examples." if others else "."
         count = len(self.leaks)
-        found = [f"{count} leak{'s' * (count != 1)}."] if count else []
+        sentences = [f"{count} leak{'s' * (count != 1)}."] if count else []
         if not self.pairs:
-            found.append(
+            sentences.append(
                 "Nothing is hidden within a text, so nothing is proven: each output may depend on "
                 "each position, except padding."
             )
         elif not count:
-            found.append("No leaks." if self.tried else "Nothing was tried, so nothing is proven.")
+            sentences.append(
+                "No leaks." if self.tried else "Nothing was tried, so nothing is proven."
+            )
         where = self.first_layer
         shows = [] if where is None else [f"It shows first in the layer {where}."]
-        return [" ".join([*found, tried]), *shows, *self.left_out]
+        return [" ".join([*sentences, tried]), *shows, *self.left_out]
 
     def plot(self) -> "Figure":
         """Leaks as red crosses between output and input positions; what is hidden is hatched.
@@ -136,8 +138,8 @@ class LeakReport(Printed):
         leaks = [dataclasses.asdict(leak) for leak in self.leaks]
         for leak in leaks:
             leak["change"] = leak["change"] if math.isfinite(leak["change"]) else "inf"
-        found = {name: getattr(self, name) for name in names}
-        return {"leaks": leaks, **found, "left_out": list(self.left_out)}
+        fields = {name: getattr(self, name) for name in names}
+        return {"leaks": leaks, **fields, "left_out": list(self.left_out)}
 
 
 def _or(position: int | None, text: str) -> str:

@@ -113,7 +113,7 @@ class _Search:
         self._choose_inputs()
         self._check()
         self.before = self._run_twice()
-        self.rows, notes = positions.of_outputs(
+        self.rows, notes = positions.rows_of_outputs(
             self.tested, self.inputs, self.before.outputs, self.names, rule
         )
         self.notes += notes

@@ -11,7 +11,7 @@ import numpy as np
 from keras_headmask.heads import texts
 from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
-from keras_headmask.look.tables import Printed, Table, of_layers
+from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyIn, SameSentence
@@ -123,14 +123,14 @@ class HeadReport(Printed):
         # (Rounded, as attention is computed in float32.)
         return round((score - even) / (most - even), 5) if most - even > 1e-9 else -math.inf
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         yield f"{texts.counted(self.texts)} of {self.tokens:,} tokens; padding: {self.padding}."
         roles, of_heads = self.roles(), []
         for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
             names = [roles.get(path, {}).get(head, "") for head in range(heads)]
             cells = [[f"{x[i, head]:.2f}" for x in self.scores.values()] for head in range(heads)]
             of_heads.append([(f"{j}", names[j], *cells[j]) for j in range(heads)])
-        rows = of_layers(self.layers, of_heads)
+        rows = layer_rows(self.layers, of_heads)
         count = len(rows)
         if count > _MOST_LINES:
             rows = [row for row in rows if row[2]][:_MOST_LINES]

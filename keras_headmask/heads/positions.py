@@ -8,7 +8,7 @@ from keras_headmask.heads.tested import Tested
 from keras_headmask.rules.base import MaskSpec
 
 
-def of_outputs(
+def rows_of_outputs(
     tested: Tested, inputs: Arrays, outputs: Arrays, names: Sequence[str], rule: MaskSpec | None
 ) -> tuple[dict[str, int | None], list[str]]:
     """How many positions each output has, `None` for one without; and notes on some.

@@ -157,8 +157,8 @@ def _why_not(layer: Any, calls: "_Calls") -> str | None:
         return "no call of it was seen, so its code may count on all heads"
     if reason := calls.by_head[id(layer)] or _why_not_weights(layer):
         return reason
-    own = getattr(layer, "mask_spec", None)
-    specs = [rule.spec for rule in all_rules(layer)] + ([] if own is None else [own])
+    own_spec = getattr(layer, "mask_spec", None)
+    specs = [rule.spec for rule in all_rules(layer)] + ([] if own_spec is None else [own_spec])
     for spec in specs:
         if whole := [name for name, kind in spec.inputs.items() if kind.rank is None]:
             return f"its rule reads {whole}, masks with a row for each head"
@@ -200,21 +200,21 @@ class _Calls:
         return self._masks or id(layer) in self._with_rows
 
     def _read(self, call: Call) -> None:
-        layer, given = call.layer, call.arguments
-        found = self.by_head.get(id(layer))
-        if given.get("return_attention_scores"):
-            found = "its probabilities are read"
+        layer, arguments = call.layer, call.arguments
+        reason = self.by_head.get(id(layer))
+        if arguments.get("return_attention_scores"):
+            reason = "its probabilities are read"
         for name in ("attention_mask", "attention_bias"):
-            shape = tuple(getattr(given.get(name), "shape", ()))
+            shape = tuple(getattr(arguments.get(name), "shape", ()))
             has_heads = len(shape) > (3 if name == "attention_mask" else 2)
             if has_heads and shape[-3] != 1:
-                found = f"it is called with an `{name}` that has a row for each head"
+                reason = f"it is called with an `{name}` that has a row for each head"
             if len(shape) > 1 and shape[-2] != 1 and name == "attention_mask":
                 self._with_rows.add(id(layer))
-        of_query = given.get("query_mask"), _keras.get_keras_mask(given.get("query"))
+        of_query = arguments.get("query_mask"), _keras.get_keras_mask(arguments.get("query"))
         if any(mask is not None for mask in of_query):
             self._with_rows.add(id(layer))
-        self.by_head[id(layer)] = found
+        self.by_head[id(layer)] = reason
 
 
 def _makes_mask(layer: Any) -> bool:
@@ -232,11 +232,11 @@ def _renumbered(spec: MaskSpec, heads: list[int]) -> MaskSpec:
     """
     rules = [spec.for_head(head) for head in heads]
     on = {head: rule for head, rule in enumerate(rules) if rule.constant is not True}
-    found = rules[0] if len(set(rules)) == 1 else PerHead(on)
+    renumbered = rules[0] if len(set(rules)) == 1 else PerHead(on)
     for leaf in leaves(spec):
-        if leaf.inputs.keys() - found.inputs.keys():
-            found &= Keys(0) | leaf  # hides nothing
-    return found
+        if leaf.inputs.keys() - renumbered.inputs.keys():
+            renumbered &= Keys(0) | leaf  # hides nothing
+    return renumbered
 
 
 def _prune(layer: Any, heads: _Kept, stays_masked: bool) -> None:

@@ -60,8 +60,8 @@ class PrunedLayer(_Layer):
         state = vars(self)[_STATE]
         if state.whole is None:
             state.whole = object.__new__(self._whole_class)
-        own = {k: v for k, v in observers.attributes(self).items() if k != _STATE}
-        vars(state.whole).update(own)
+        attributes = {k: v for k, v in observers.attributes(self).items() if k != _STATE}
+        vars(state.whole).update(attributes)
         config = keras.saving.serialize_keras_object(state.whole)
         config.pop("compile_config", None)
         return {"layer": config, "heads": state.heads}
@@ -113,16 +113,16 @@ def _class_of(cls: type) -> type:
         "_whole_class": cls,
     }
     # The name stays the one of `cls`: Keras files weights under it.
-    made = type(cls)(cls.__name__, (PrunedLayer, cls), body)
-    _keras.file_under(made, _FILED_AS)
-    return made
+    pruned_class = type(cls)(cls.__name__, (PrunedLayer, cls), body)
+    _keras.file_under(pruned_class, _FILED_AS)
+    return pruned_class
 
 
 def _set_when_made(layer: Any, heads: list[Any]) -> None:
     """Set the heads of the attention inside `layer`, which its `build` may still have to make."""
-    found = attention(layer)
-    if len(found) == len(heads):
-        for inner, arguments in zip(found, heads, strict=True):
+    layers = attention(layer)
+    if len(layers) == len(heads):
+        for inner, arguments in zip(layers, heads, strict=True):
             if arguments is not None and _arguments(inner) != arguments:
                 set_arguments(inner, arguments)
         for around in _keras.layers_of(layer):
@@ -132,7 +132,7 @@ def _set_when_made(layer: Any, heads: list[Any]) -> None:
     if layer.built:
         raise ValueError(
             f"The file has the heads of {len(heads)} attention layers in '{layer.name}', which "
-            f"has {len(found)}. Was it saved with another version of its code? Prune the model "
+            f"has {len(layers)}. Was it saved with another version of its code? Prune the model "
             "again."
         )
     build = layer.build
@@ -164,9 +164,9 @@ def _arguments(layer: Any) -> dict[str, Any] | None:
 
 def set_arguments(layer: Any, arguments: Mapping[str, Any]) -> None:
     """Give attention what `_arguments` says; what is built becomes new, with fresh weights."""
-    given = dict(arguments)
-    spec, bias = given.pop("mask_spec", None), given.pop("position_bias", None)
-    _keras.set_heads(layer, **given)
+    numbers = dict(arguments)
+    spec, bias = numbers.pop("mask_spec", None), numbers.pop("position_bias", None)
+    _keras.set_heads(layer, **numbers)
     if isinstance(layer, MaskedAttention):
         options = layer.logit_options
         flash = layer._flash_attention_argument

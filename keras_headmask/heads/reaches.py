@@ -89,9 +89,9 @@ def by_layers(
     Raises:
         ValueError: if no layer runs, or one attends to another number of positions.
     """
-    from keras_headmask.retrofit.observe import all_that_restricts  # needs all of retrofit/
+    from keras_headmask.retrofit.observe import masks_in_force  # needs all of retrofit/
 
-    masks = all_that_restricts(model, entries, inputs)
+    masks = masks_in_force(model, entries, inputs)
     for _, mask in masks:
         if mask.shape[2:] != (length, length):
             raise ValueError(

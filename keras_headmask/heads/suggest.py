@@ -15,7 +15,7 @@ from keras_headmask.heads.measures import with_null
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
-from keras_headmask.look.tables import Printed, Table, of_layers
+from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.rules import evaluation, fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -61,7 +61,7 @@ class Suggestion(Printed):
         for path, specs in self.specs.items():
             number = self.numbers[path]
             name = f"^{re.escape(path)}$" if number is None else str(number)
-            rules[name] = _of_heads(specs).get_config()
+            rules[name] = _layer_rule(specs).get_config()
         return rules
 
     @property
@@ -82,7 +82,7 @@ class Suggestion(Printed):
         last = evaluation.make_mask(spec, 1, self.longest, 1, query_offset=self.longest - 1)
         return float(ops.convert_to_numpy(last).mean())
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         rows = [
             [
                 (f"head {head}", str(spec), f"keeps {kept:.2f}, computes {computed:.2f}")
@@ -90,7 +90,7 @@ class Suggestion(Printed):
             ]
             for of_layer in zip(self.specs.values(), self.kept, self.computed, strict=True)
         ]
-        yield Table(of_layers(list(self.specs), rows))
+        yield Table(layer_rows(list(self.specs), rows))
         if self.metrics:
             own, *tried = self.metrics
             last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
@@ -238,7 +238,7 @@ def suggest_rules(
 
     def with_rules(heads: Iterable[Head]) -> dict[str, MaskSpec]:
         opened = suggestion.opened(set(limited) - set(heads))
-        return {path: _of_heads(specs) for path, specs in opened.specs.items()}
+        return {path: _layer_rule(specs) for path, specs in opened.specs.items()}
 
     sweep = Sweep(reader.survey, reader.entries, with_rules, metric, file, suggestion.rules)
     with sweep.keeping("suggestion", lambda: dataclasses.replace(suggestion, metrics=(*tried,))):
@@ -269,7 +269,7 @@ def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
     yield from (Keys(0, sinks) | window for window in windows)
 
 
-def _of_heads(specs: tuple[MaskSpec, ...]) -> MaskSpec:
+def _layer_rule(specs: tuple[MaskSpec, ...]) -> MaskSpec:
     """The rule of a layer: each head obeys its own of `specs`."""
     heads: dict[MaskSpec, list[int]] = {}
     for head, spec in enumerate(specs):

@@ -81,8 +81,8 @@ def declared(model: Any) -> dict[str, Any]:
     if not isinstance(graph, _keras.Functional):
         return {}
     by_key = graph.input if isinstance(graph.input, Mapping) else {}
-    found = {x.name: x for x in graph.inputs} | dict(by_key)
-    return {name: x for name, x in found.items() if hasattr(x, "shape")}
+    inputs = {x.name: x for x in graph.inputs} | dict(by_key)
+    return {name: x for name, x in inputs.items() if hasattr(x, "shape")}
 
 
 def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
@@ -121,46 +121,46 @@ def is_several(inputs: Any) -> bool:
     return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
 
 
-def named_ids(given: Mapping[str, Any], name: str | None) -> str | None:
+def named_ids(inputs: Mapping[str, Any], name: str | None) -> str | None:
     """The input with the token ids: `name`, one of a usual name, or the only one of integers."""
     if name is not None:
-        return _checked(given, name, "token_ids")
+        return _checked(inputs, name, "token_ids")
     whole = [
         key
-        for key, x in given.items()
+        for key, x in inputs.items()
         if len(getattr(x, "shape", ())) == 2
         and "int" in keras.backend.standardize_dtype(x.dtype)
         and not marks_padding(key)
     ]
     usual = [key for key in whole if key in _IDS] or [key for key in whole if "token_ids" in key]
-    found = usual or whole
-    if len(found) > 1:
+    names = usual or whole
+    if len(names) > 1:
         raise ValueError(
-            f"Cannot tell which input holds the token ids: {found}. Name it, for example "
-            f"token_ids={found[0]!r}."
+            f"Cannot tell which input holds the token ids: {names}. Name it, for example "
+            f"token_ids={names[0]!r}."
         )
-    return found[0] if found else None
+    return names[0] if names else None
 
 
-def named_padding(given: Mapping[str, Any], name: str | None, ids: str | None) -> str | None:
+def named_padding(inputs: Mapping[str, Any], name: str | None, ids: str | None) -> str | None:
     """The input that is true at real tokens: `name`, or one that is named so."""
     if name is not None:
-        return _checked(given, name, "padding")
-    found = [key for key, x in given.items() if marks_padding(key) and len(x.shape) == 2]
-    if len(found) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
-        found = [key for key in found if ids and key == ids.replace("token_ids", "padding_mask")]
-        if not found:
+        return _checked(inputs, name, "padding")
+    names = [key for key, x in inputs.items() if marks_padding(key) and len(x.shape) == 2]
+    if len(names) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
+        names = [key for key in names if ids and key == ids.replace("token_ids", "padding_mask")]
+        if not names:
             raise ValueError(
                 "Cannot tell which input marks padding: several have such a name. Name it in "
-                f"`padding`. Received: {sorted(given)}."
+                f"`padding`. Received: {sorted(inputs)}."
             )
-    return found[0] if found else None
+    return names[0] if names else None
 
 
-def _checked(given: Mapping[str, Any], name: str, argument: str) -> str:
-    if name not in given:
+def _checked(inputs: Mapping[str, Any], name: str, argument: str) -> str:
+    if name not in inputs:
         raise ValueError(
-            f"`{argument}` must be the name of an input, one of {sorted(given)}, or an array. "
+            f"`{argument}` must be the name of an input, one of {sorted(inputs)}, or an array. "
             f"Received: {name!r}."
         )
     return name

@@ -16,7 +16,7 @@ from keras_headmask.rules.examples import key_side, sides_of
 _CHECK_IDS = "Check the ids against the vocabulary of the tokenizer."
 
 
-def of_padding(
+def check_padding(
     subject: Subject,
     padding: np.ndarray,
     name: str,
@@ -66,7 +66,7 @@ def of_padding(
         yield Finding(severity, "padding-missing", message, way_out, missing)
 
 
-def of_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
+def check_masks_beside(subject: Subject, outside: Mask) -> Iterator[Finding]:
     """Heads of which the masks that reach the layer beside the rule hide all that it shows."""
     if subject.unknown:
         return
@@ -123,16 +123,20 @@ def ids_at_padding(subject: Subject, padding: np.ndarray | None, name: str) -> I
         ids = key_side(subject.given[read])
         if ids is None or (leaf.tiling.opens and not _is_unnegated(subject, leaf)):
             continue  # (~KeyIn of padding hides it.)
-        found = np.isin(ids, leaf.sampling.ids)
+        looked_for = np.isin(ids, leaf.sampling.ids)
         if padding is not None:
             at_padding, severity = ~padding, "warning"
             where = f"only where `{name}` marks padding"
         else:
-            at_padding = np.logical_and.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+            at_padding = np.logical_and.accumulate(looked_for[:, ::-1], axis=1)[:, ::-1]
             severity, where = "info", "only at the end of sequences, as padding does"
             if at_padding.all(1).any() or not at_padding[:, -2:].all(1).any():
                 continue
-        if found.any() and found.shape == at_padding.shape and not (found & ~at_padding).any():
+        if (
+            looked_for.any()
+            and looked_for.shape == at_padding.shape
+            and not (looked_for & ~at_padding).any()
+        ):
             message = f"The ids that {leaf!r} looks for occur {where}."
             way_out = f"{_CHECK_IDS} To hide padding, use a padding mask or ~KeyIn(...)."
             yield Finding(severity, "ids-at-padding", message, way_out)

@@ -70,19 +70,19 @@ def lint(
                 "`queries`, `keys`, `num_heads` and `query_offset` follow from the model: pass "
                 "`mask_inputs` alone, a dict of its inputs."
             )
-        return Findings(model_checks.of_a_model(survey, mask_inputs))
+        return Findings(model_checks.check_model(survey, mask_inputs))
     if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
         kind = type(mask_inputs).__name__
         raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
-    given = dict(mask_inputs or {})
+    inputs = dict(mask_inputs or {})
     marks: dict[str, np.ndarray] = {}
-    for name in filter(marks_padding, given):
-        kind, side = rule.inputs.get(name), key_side(given[name])
+    for name in filter(marks_padding, inputs):
+        kind, side = rule.inputs.get(name), key_side(inputs[name])
         if side is not None and (kind is None or kind.rank):
             marks[name] = side.astype(bool)
-    unread = sorted(given.keys() - rule.inputs.keys() - marks.keys())  # the lint reads those
+    unread = sorted(inputs.keys() - rule.inputs.keys() - marks.keys())  # the lint reads those
     findings = [input_checks.never_read(name, False) for name in unread]
-    usable, odd = input_checks.whole_numbers(rule, given)
+    usable, odd = input_checks.whole_numbers(rule, inputs)
     name, padding = marks.popitem() if len(marks) == 1 else ("", None)
     subject = Subject(rule, num_heads, queries, keys, usable, query_offset, padding)
     if padding is not None and padding.shape[1] != subject.keys:
@@ -90,8 +90,8 @@ def lint(
             f"`mask_inputs[{name!r}]` has length {padding.shape[1]} where the attention has "
             f"{subject.keys} keys."
         )
-    findings += [*odd, *input_checks.absent_ids(subject), *rule_checks.of_positions(subject)]
+    findings += [*odd, *input_checks.absent_ids(subject), *rule_checks.check_positions(subject)]
     findings += input_checks.ids_at_padding(subject, padding, name)
     if padding is not None:
-        findings += input_checks.of_padding(subject, padding, name, None)
+        findings += input_checks.check_padding(subject, padding, name, None)
     return Findings(findings)

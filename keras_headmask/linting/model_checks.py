@@ -78,39 +78,39 @@ def _under_rules(survey: Survey) -> list[AttentionLayer]:
     ]
 
 
-def of_a_model(survey: Survey, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
+def check_model(survey: Survey, inputs: Mapping[str, Any] | None) -> Iterator[Finding]:
     """What is likely wrong with the rules of a model; `inputs` as `lint` takes them."""
-    found: dict[Finding, list[str]] = {
+    paths_of: dict[Finding, list[str]] = {
         input_checks.never_read(name, marks_padding(name)): [] for name in survey.unread_inputs
     }
     layers, problem = _seen_in_a_forward(survey, inputs)
     if problem:
         reason = f"Padding was not checked, since the model failed on made-up inputs: {problem}"
         way_out = "Pass examples of its inputs as `mask_inputs`."
-        found[Finding("info", "not-checked", reason, way_out)] = []
+        paths_of[Finding("info", "not-checked", reason, way_out)] = []
     most = survey.longest_sequence
     looked_at: dict[Any, list[Finding]] = {}
     for layer in layers:
         if layer.key not in looked_at:
-            looked_at[layer.key] = list(_of_a_layer(layer, inputs is not None, most))
+            looked_at[layer.key] = list(_check_layer(layer, inputs is not None, most))
         for finding in looked_at[layer.key]:
-            found.setdefault(finding, []).append(layer.entry.path)
-    for finding, paths in found.items():
+            paths_of.setdefault(finding, []).append(layer.entry.path)
+    for finding, paths in paths_of.items():
         yield dataclasses.replace(finding, layers=tuple(paths))
 
 
-def _of_a_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Iterator[Finding]:
+def _check_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Iterator[Finding]:
     heads, is_cross = layer.entry.num_heads, layer.entry.kind == "cross"
     subject_of = functools.partial(Subject, layer.spec, heads, is_cross=is_cross)
-    given, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
+    examples, odd = input_checks.whole_numbers(layer.spec, layer.given if has_examples else {})
     yield from odd
     queries, keys = layer.lengths or (None, None)
-    subject = subject_of(queries, keys, given) if has_examples else subject_of()
+    subject = subject_of(queries, keys, examples) if has_examples else subject_of()
     if subject.is_chosen and most is not None and most < subject.enough:
-        subject = subject_of(most, most, given)  # there are no more positions
+        subject = subject_of(most, most, examples)  # there are no more positions
     yield from input_checks.absent_ids(subject)
     hidden = rule_checks.hidden_sides(layer.outside, layer.lengths)
-    yield from rule_checks.of_positions(subject, hidden)
+    yield from rule_checks.check_positions(subject, hidden)
     if not layer.paddings:
         yield from input_checks.ids_at_padding(subject, None, "")
         return
@@ -119,14 +119,14 @@ def _of_a_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Itera
         if has_examples or not marks_padding(name):  # (Of made-up ids a mask shows nothing.)
             yield from input_checks.ids_at_padding(seen, padding, name)
     of_each = [
-        list(input_checks.of_padding(seen, padding, name, layer.outside, layer.lost))
+        list(input_checks.check_padding(seen, padding, name, layer.outside, layer.lost))
         for name, padding in layer.paddings.items()
     ]
     if all(of_each):  # where several inputs could mark padding, all must
         yield from of_each[0]
     # (Made-up ids are all alike: what a rule makes of them says nothing.)
     if has_examples or all(map(marks_padding, layer.spec.inputs)):
-        yield from input_checks.of_masks_beside(seen, layer.outside)
+        yield from input_checks.check_masks_beside(seen, layer.outside)
 
 
 # --- One forward ---------------------------------------------------------------------------------
@@ -156,15 +156,15 @@ def _seen_in_a_forward(
         if inputs is not None:
             raise
         problem, arriving = str(error).strip().split("\n")[0], {}
-    paddings, found = _paddings(survey, tensors), []
+    paddings, layers = _paddings(survey, tensors), []
     lost = {entry.path: where for entry, where in survey.lost_masks}
     for entry in entries:
-        given = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
+        mask_inputs = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
         for rule in rules_in_force(entry.layer):
-            given |= rule.given(tensors) if set(rule.reads) <= tensors.keys() else {}
+            mask_inputs |= rule.inputs_from(tensors) if set(rule.reads) <= tensors.keys() else {}
         spec: Any = spec_of(entry.layer)
-        given = {name: given[name] for name in spec.inputs if name in given}
-        layer = SeenLayer(entry, spec, given, lost.get(entry.path))
+        mask_inputs = {name: mask_inputs[name] for name in spec.inputs if name in mask_inputs}
+        layer = SeenLayer(entry, spec, mask_inputs, lost.get(entry.path))
         if (arguments := arriving.get(entry.path)) is not None:
             queries, keys = layer.lengths = arguments["lengths"]
             if arguments["attention_mask"] is not None:
@@ -172,10 +172,10 @@ def _seen_in_a_forward(
             if (window := adapted(entry.layer).window(arguments)) is not None:
                 of_window = ops.convert_to_numpy(make_mask(window, queries, keys))
                 layer.outside = layer.outside & of_window
-            if given.keys() == spec.inputs.keys():
+            if mask_inputs.keys() == spec.inputs.keys():
                 layer.paddings = {name: p for name, p in paddings.items() if p.shape[1] == keys}
-        found.append(layer)
-    return found, problem
+        layers.append(layer)
+    return layers, problem
 
 
 def _keep(seen: dict[str, Any], path: str, arguments: Any, probabilities: Any = None) -> None:

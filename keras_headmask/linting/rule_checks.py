@@ -19,7 +19,7 @@ _MANY = 1024  # positions, to see what tiles skip, and to try a spec of a user's
 _FULL_COST, _FEW_ALLOWED = 0.95, 0.5  # shares of all pairs
 
 
-def of_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
+def check_positions(subject: Subject, hidden: Set[str] = frozenset()) -> Iterator[Finding]:
     """`hidden`: sides of the query, "before" and "after", that masks beside the rule hide."""
     yield from _own_kinds(subject)
     if len(subject.unknown) > MOST_UNKNOWN:
@@ -120,7 +120,7 @@ def _never_self(subject: Subject) -> Iterator[Finding]:
 
 def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
     """Windows bounded on one side alone, where nothing else in the rule bounds the other."""
-    found: dict[MaskSpec, tuple[OpenSide, list[int]]] = {}
+    open_sides: dict[MaskSpec, tuple[OpenSide, list[int]]] = {}
     for rule, heads in subject.groups:
         with_data = not subject.is_enough or not _few_readers(rule)
         for leaf in leaves(rule):
@@ -129,8 +129,8 @@ def _open_sides(subject: Subject, hidden: Set[str]) -> Iterator[Finding]:
                 continue
             closed = _replaced(rule, leaf, side.closed)
             if not subject.same(rule, closed, heads, with_data=with_data):
-                found.setdefault(leaf, (side, []))[1].extend(heads)
-    for leaf, ((name, _, meant), some) in found.items():
+                open_sides.setdefault(leaf, (side, []))[1].extend(heads)
+    for leaf, ((name, _, meant), some) in open_sides.items():
         instead = " or ".join(map(repr, meant)) + (", which is causal" if len(meant) == 1 else "")
         message = f"{leaf!r} leaves `{name}` open: every token {name} the query is seen, too."
         way_out = f"If that is not meant, write {instead}."

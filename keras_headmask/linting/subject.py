@@ -90,8 +90,8 @@ class Subject:
                 unknown.append(leaf)
                 continue
             if (leaf, size) not in self._values:
-                given = {name: self.given[name] for name in leaf.inputs}
-                mask = evaluation.make_mask(leaf, *size, self.heads, given, self.offset)
+                inputs = {name: self.given[name] for name in leaf.inputs}
+                mask = evaluation.make_mask(leaf, *size, self.heads, inputs, self.offset)
                 self._values[leaf, size] = ops.convert_to_numpy(mask)
             value = self._values[leaf, size]  # (B or 1, H or 1, *size)
             values[leaf] = value if value.shape[1] == 1 else value[:, list(heads)]

@@ -39,9 +39,9 @@ def one_dnn() -> OneDNN | None:
         on = _keras.one_dnn_is_on()
     except (ImportError, AttributeError):
         return OneDNN(None, "this TensorFlow does not say", _HOW)
-    if (given := os.environ.get(VARIABLE)) is not None:
-        is_obeyed = on == (given.lower() in ("1", "true"))
-        why = f"{VARIABLE}={given}"
+    if (setting := os.environ.get(VARIABLE)) is not None:
+        is_obeyed = on == (setting.lower() in ("1", "true"))
+        why = f"{VARIABLE}={setting}"
         if not is_obeyed:
             why += ", but read too late, or not built in"
         return OneDNN(on, why, _HOW if is_obeyed and not on else "")

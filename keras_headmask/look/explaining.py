@@ -28,7 +28,7 @@ from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.look import cpu
-from keras_headmask.look.tables import Printed, Table, of_layers
+from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.rule import spec_of
@@ -86,7 +86,7 @@ class Explanation(Printed):
     compiled: str = ""
     step: str = ""
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         queries, keys = self.lengths
         of_heads = [f"{group} of {queries} x {keys} pairs" for group in self.groups]
         by_reason: dict[str, list[str]] = {}
@@ -100,21 +100,21 @@ class Explanation(Printed):
 class Explanations(Printed, tuple[Explanation, ...]):
     """Of the attention layers of a model, in a table. One of them by itself says more."""
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         if not self:
             yield "No attention layer that a rule reaches."
         groups = [[(f"{group}",) for group in x.groups] or [(x.kernel,)] for x in self]
-        yield Table(of_layers([x.name for x in self], groups))
+        yield Table(layer_rows([x.name for x in self], groups))
         yield from dict.fromkeys(way for x in self for way in x.ways)
         yield from _elsewhere(self)
 
 
-def _elsewhere(found: Sequence[Explanation]) -> Iterator[str]:
+def _elsewhere(explanations: Sequence[Explanation]) -> Iterator[str]:
     """What runs in compiled code, and in a step of `generate()`."""
-    if compiled := list(dict.fromkeys(x.compiled for x in found if x.compiled)):
+    if compiled := list(dict.fromkeys(x.compiled for x in explanations if x.compiled)):
         names = listed(compiled, "and")
         yield f"Compiled by {_COMPILERS[keras.backend.backend()]}: {names}."
-    yield from dict.fromkeys(f"A step of `generate()`: {x.step}." for x in found if x.step)
+    yield from dict.fromkeys(f"A step of `generate()`: {x.step}." for x in explanations if x.step)
 
 
 def explain(
@@ -167,7 +167,7 @@ def explain(
     >>> found.groups[0].share  # few logits: all are computed
     1.0
     """
-    given = {k: v for k, v in locals().items() if k != "what" and v is not None}
+    arguments = {k: v for k, v in locals().items() if k != "what" and v is not None}
     kinds = {"A rule": MaskSpec, "A model": keras.Model, "A layer": MaskedAttention}
     kind = next((name for name, cls in kinds.items() if isinstance(what, cls)), None)
     if kind is None:
@@ -178,23 +178,23 @@ def explain(
         )
     if device not in (None, "cpu", "gpu"):
         raise ValueError(f'`device` must be "cpu" or "gpu". Received: {device!r}.')
-    given.pop("device", None)
+    arguments.pop("device", None)
     by_kind: dict[str, Callable] = {"A rule": _rule, "A layer": _layer, "A model": _model}
     function = by_kind[kind]
-    if unknown := sorted(given.keys() - inspect.signature(function).parameters.keys()):
+    if unknown := sorted(arguments.keys() - inspect.signature(function).parameters.keys()):
         raise TypeError(f"{kind} has no {unknown[0]!r} of its own to set here. Leave it out.")
     for name in ("queries", "keys", "batch", "num_heads", "head_dim"):
-        if name in given:
-            whole_number(given[name], name, at_least=1)
+        if name in arguments:
+            whole_number(arguments[name], name, at_least=1)
     if keras.backend.backend() != "tensorflow":
-        given.setdefault("batch", 1)
+        arguments.setdefault("batch", 1)
         if queries is None and not (kind == "A model" and _is_known(what)):
             raise ValueError(
                 f"On {keras.backend.backend()} lengths are known when code runs: pass `queries=`, "
                 f"for example hm.explain(..., queries={_LENGTH})."
             )
     with holding(_device, device):
-        return function(what, **given)
+        return function(what, **arguments)
 
 
 _device: ContextVar[str | None] = ContextVar("device", default=None)  # that is asked about
@@ -239,13 +239,13 @@ def _rule(
     dtype = keras.config.dtype_policy().compute_dtype
     query, key = (_Tensor((batch, length, heads, head_dim), dtype) for length in (queries, keys))
     inputs = _inputs(spec, batch, queries, keys, query_offset)
-    given = {"query": query, "key": key, "inputs": inputs}
+    tensors = {"query": query, "key": key, "inputs": inputs}
 
     def call(query: Tensor, key: Tensor, inputs: Any) -> Tensor:
         more: dict[str, Any] = {"tiled": tiled, "query_offset": query_offset}
         return dot_product_attention(query, key, key, None, spec, inputs or None, **more)
 
-    return _explanations(call, given, queries, {None: repr(spec)}, may_force=True)[0]
+    return _explanations(call, tensors, queries, {None: repr(spec)}, may_force=True)[0]
 
 
 def _layer(
@@ -303,9 +303,9 @@ def _model(
     def call(inputs: Any) -> Any:
         return model(inputs, training=training)
 
-    found = _explanations(call, given, queries, layers, may_force=False)
+    explanations = _explanations(call, given, queries, layers, may_force=False)
     step = _step_of(model)
-    return Explanations(dataclasses.replace(x, step=step) for x in found)
+    return Explanations(dataclasses.replace(x, step=step) for x in explanations)
 
 
 def _step_of(model: keras.Model) -> str:
@@ -448,15 +448,15 @@ def _are_few(request: Request, part: Part) -> bool | None:
 
 def _when_compiled(request: Request) -> str:
     """The names of the kernels where the backend's compiler compiles `request`, for inference."""
-    found = []
+    kernels = []
 
     def look() -> None:
         try:
             _, of_groups, _ = _chosen(request, choose.part_of_all(request))
             names = dict.fromkeys(kernel.name for _, kernel in of_groups)
-            found.append(listed(list(names), "and"))
+            kernels.append(listed(list(names), "and"))
         except ValueError as reason:
-            found.append(f"an error, {reason}".rstrip("."))
+            kernels.append(f"an error, {reason}".rstrip("."))
 
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -469,7 +469,7 @@ def _when_compiled(request: Request) -> str:
     else:
         with _as_if_compiled():
             look()
-    return found[0]
+    return kernels[0]
 
 
 @contextlib.contextmanager

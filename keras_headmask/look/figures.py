@@ -129,8 +129,8 @@ def heads_figure(
         rows = [f"{number} {path}" for number, path in enumerate(paths)]
         most = max(float(np.abs(x).max()) if x.count() else 0.0 for x in cells.values()) or 1.0
         colours = {"cmap": _BELOW_AND_ABOVE, "vmin": -most, "vmax": most}
-    shown = [Panel((0,), x) for x in cells.values()]
-    drawn = Panels(shown, 1, (1, 1), (rows, None), query_offset=0)
+    heads_panels = [Panel((0,), x) for x in cells.values()]
+    drawn = Panels(heads_panels, 1, (1, 1), (rows, None), query_offset=0)
     figure, axes = _grid(drawn, caption, beside=0.9)
     for ax, (title, of_panel) in zip(axes, cells.items(), strict=True):
         _hatch(ax)

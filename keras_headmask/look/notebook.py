@@ -82,12 +82,12 @@ def _picture(
         from keras_headmask.look import figures
     except ImportError:
         figures = None  # type: ignore[assignment]  # without matplotlib
-    called, shown = "hm.plot" if figures else "hm.draw", []
+    called, pictures = "hm.plot" if figures else "hm.draw", []
     for rule, heads in groups:
         inputs = {name: made_up[name] for name in rule.inputs}
         drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, called=called)
-        shown.append(panels.Panel(heads, drawn.panels[0].cells))
-    whole = drawn._replace(panels=shown, num_heads=num_heads, others=others)
+        pictures.append(panels.Panel(heads, drawn.panels[0].cells))
+    whole = drawn._replace(panels=pictures, num_heads=num_heads, others=others)
     if figures is None:
         return _pre([caption, drawing.text_of(whole)])
     data = base64.b64encode(figures.masks_figure(whole, [caption]).png(dpi=80)).decode()

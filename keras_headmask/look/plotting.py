@@ -152,8 +152,8 @@ def plot_attention(
     allowed, outside = (panels.reduced(np.logical_or, x, tile) for x in (allowed, outside))
     probabilities = panels.reduced(np.maximum, probabilities, tile)
     of_heads = zip(chosen, probabilities, strict=True)
-    shown = [panels.Panel((head,), cells) for head, cells in of_heads]
-    drawn = panels.Panels(shown, count, tile, labels, query_offset=0)
+    of_each_head = [panels.Panel((head,), cells) for head, cells in of_heads]
+    drawn = panels.Panels(of_each_head, count, tile, labels, query_offset=0)
     return figures.attention_figure(drawn, allowed, outside, caption)
 
 

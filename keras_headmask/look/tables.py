@@ -44,11 +44,11 @@ class Table(list[Row]):
 class Printed:
     """A value that says what it is in lines and tables: by `str`, `repr`, and in a notebook."""
 
-    def _said(self) -> Iterator[str | Table]:
+    def _parts(self) -> Iterator[str | Table]:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        lines = ([part] if isinstance(part, str) else part.lines() for part in self._said())
+        lines = ([part] if isinstance(part, str) else part.lines() for part in self._parts())
         return "\n".join(line for part in lines for line in part)
 
     def __repr__(self) -> str:
@@ -57,15 +57,15 @@ class Printed:
     def _repr_html_(self) -> str:
         parts = (
             f"<pre>{html.escape(part)}</pre>" if isinstance(part, str) else part.html()
-            for part in self._said()
+            for part in self._parts()
         )
         return "\n".join(parts)
 
 
-def of_layers(paths: Sequence[str], rows: Sequence[Sequence[Row]]) -> list[Row]:
+def layer_rows(paths: Sequence[str], rows: Sequence[Sequence[Row]]) -> list[Row]:
     """The rows of each layer after its number and path; layers with equal rows share one entry.
 
-    >>> of_layers(["a", "b", "c"], [[("1",)], [("2",)], [("1",)]])
+    >>> layer_rows(["a", "b", "c"], [[("1",)], [("2",)], [("1",)]])
     [('layers 0 and 2', '1'), ('1 b', '2')]
     """
     alike: dict[tuple[Row, ...], list[int]] = {}

@@ -97,10 +97,10 @@ class Attention:
         use_causal_mask: bool = False,
     ) -> dict[str, Any]:
         """The arguments of a call of the hook, by the names of Keras' own class."""
-        given = {k: v for k, v in locals().items() if k != "self"}
+        arguments = {k: v for k, v in locals().items() if k != "self"}
         if not use_causal_mask:
-            del given["use_causal_mask"]  # subclasses written for an older Keras lack it
-        return given
+            del arguments["use_causal_mask"]  # subclasses written for an older Keras lack it
+        return arguments
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         """Context and probabilities by `compute`, the method of the class."""
@@ -130,9 +130,9 @@ class GroupQuery(Attention):
         return super().arguments(*args, **kwargs)
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
-        given = dict(arguments)
-        _keras.want_scores(self.layer, given.pop("return_attention_scores"))
-        return compute(**given)
+        keywords = dict(arguments)
+        _keras.want_scores(self.layer, keywords.pop("return_attention_scores"))
+        return compute(**keywords)
 
 
 class Grouped(Attention):
@@ -233,8 +233,8 @@ class OwnSoftmax(Grouped):
         return _keras.part_name(self.layer, "softmax")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        asked = {k: kwargs.pop(k) for k in _DEFAULTS if k in kwargs and k != "attention_mask"}
-        return _DEFAULTS | _keras.arguments_of(self.layer, args, kwargs) | asked
+        flags = {k: kwargs.pop(k) for k in _DEFAULTS if k in kwargs and k != "attention_mask"}
+        return _DEFAULTS | _keras.arguments_of(self.layer, args, kwargs) | flags
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         names = _keras.argument_names(self.layer)
@@ -290,8 +290,8 @@ def adapter_of(layer: Any) -> Attention | None:
     if isinstance(layer, keras.layers.GroupQueryAttention):
         return GroupQuery(layer)
     for cls in type(layer).__mro__:
-        if found := _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}"):
-            return found(layer)
+        if adapter := _ADAPTERS.get(f"{cls.__module__}.{cls.__qualname__}"):
+            return adapter(layer)
         if any(name in vars(cls) for name in _keras.KERAS_HUB_HOOKS):
             return None  # a subclass that computes differently
     return None
@@ -299,9 +299,9 @@ def adapter_of(layer: Any) -> Attention | None:
 
 def adapted(layer: Any) -> Attention:
     """The adapter of a layer that has one."""
-    found = adapter_of(layer)
-    assert found is not None, layer
-    return found
+    adapter = adapter_of(layer)
+    assert adapter is not None, layer
+    return adapter
 
 
 # --- Where attention stands in a model -----------------------------------------------------------
@@ -330,8 +330,8 @@ def children(layer: Any) -> list[Any]:
 
 def attention(layer: Any) -> list[keras.Layer]:
     """The attention layers that `layer` is or holds, each once, in the order of `walk`."""
-    found = (layer, *(inner for _, inner in walk(layer)))
-    return list(dict.fromkeys(x for x in found if adapter_of(x) is not None))
+    layers = (layer, *(inner for _, inner in walk(layer)))
+    return list(dict.fromkeys(x for x in layers if adapter_of(x) is not None))
 
 
 def holds(outer: Any, inner: Any) -> bool:
@@ -407,11 +407,11 @@ def offset_of_call(layer: Any, args: Any, kwargs: Any, outer: Any) -> Any:
 
     `outer` is the one that a layer around it was called with.
     """
-    given = _keras.arguments_of(layer, args, kwargs)
+    arguments = _keras.arguments_of(layer, args, kwargs)
     names = *_OFFSETS, _OFFSET
-    offset = next((given[name] for name in names if given.get(name) is not None), None)
+    offset = next((arguments[name] for name in names if arguments.get(name) is not None), None)
     for cache, name in zip(_CACHES, _OFFSETS, strict=True):
-        cached = given.get(cache) is not None and name in _keras.argument_names(layer)
+        cached = arguments.get(cache) is not None and name in _keras.argument_names(layer)
         if cached and offset is None and outer is None:
             raise ValueError(
                 f"The rule of the layer '{layer.name}' needs the place of the first token: pass "

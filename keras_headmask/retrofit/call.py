@@ -72,11 +72,11 @@ def opened_frame(
     """
     outer = _frame.get()
     before = outer or Frame((), None, graph_being_built(), set())
-    given, graph = before.inputs, before.graph
+    held, graph = before.inputs, before.graph
     if inputs is not None:
-        given = (*given, *((layer, inputs) for layer in layers))
+        held = (*held, *((layer, inputs) for layer in layers))
         graph = graph_being_built()
-    frame = Frame(given, offset if before.offset is None else before.offset, graph, set())
+    frame = Frame(held, offset if before.offset is None else before.offset, graph, set())
     with in_frame(frame):
         yield frame
     if outer is not None:
@@ -89,15 +89,15 @@ def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
     If the owner was not called: those of another layer that holds the same `attention` and not the
     owner. Those of a layer around the owner may belong to another sequence.
     """
-    given = current_frame().inputs[::-1]
-    own = [tensors for layer, tensors in given if layer is rule.owner]
-    if not own and attention is not None:
-        own = [
+    by_layer = current_frame().inputs[::-1]
+    candidates = [tensors for layer, tensors in by_layer if layer is rule.owner]
+    if not candidates and attention is not None:
+        candidates = [
             tensors
-            for layer, tensors in given
+            for layer, tensors in by_layer
             if holds(layer, attention) and not holds(layer, rule.owner)
         ]
-    return next((tensors for tensors in own if set(rule.reads) <= tensors.keys()), None)
+    return next((tensors for tensors in candidates if set(rule.reads) <= tensors.keys()), None)
 
 
 class Cache(Protocol):
@@ -160,8 +160,8 @@ def _has_tensors(layer: Any, rule: LayerRule) -> bool:
     They are symbolic while a graph is made and Keras infers shapes. Without values the rule is left
     out: shapes do not depend on it. A function compiled meanwhile would stay without the rule.
     """
-    given = [current_frame().offset, *(inputs_of(rule, layer) or {}).values()]
-    if not any(map(keras.backend.is_keras_tensor, given)):
+    tensors = [current_frame().offset, *(inputs_of(rule, layer) or {}).values()]
+    if not any(map(keras.backend.is_keras_tensor, tensors)):
         return True
     if not _keras.for_shapes_alone():
         raise RuntimeError(in_own_function(layer.name))
@@ -204,12 +204,12 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
 
     def make_mask() -> Any:
-        made = evaluation.mask_of_all_heads(spec, bound, heads)
-        made = masks.and_masks(made, beside.mask)
+        whole = evaluation.mask_of_all_heads(spec, bound, heads)
+        whole = masks.and_masks(whole, beside.mask)
         if beside.window is not None:
             of_window = evaluation.mask_of_all_heads(beside.window, bound, heads)
-            made = masks.and_masks(made, of_window)
-        return made
+            whole = masks.and_masks(whole, of_window)
+        return whole
 
     if adapter.has_own_code:
         mask = make_mask()
@@ -244,7 +244,7 @@ def _by_softmax(
     The code of its class runs, on a copy of the layer whose softmax also hides what rules hide.
     """
     assert adapter.softmax is not None
-    frame, offset, made = current_frame(), _offset(arguments, 0), []
+    frame, offset, results = current_frame(), _offset(arguments, 0), []
     usual = getattr(adapter.layer, adapter.softmax)
 
     def softmax(logits: Any, mask: Any = None) -> Any:
@@ -252,19 +252,19 @@ def _by_softmax(
         lengths = evaluation.Lengths(*logits.shape)
         for rule in rules:
             batch, _, queries, keys = masks.sizes(logits)
-            given, known = _given(adapter.layer, rule, frame, lengths, offset)
-            bound = evaluation.bind(rule.spec, given, queries, keys, offset, batch=batch, **known)
+            inputs, known = _checked_inputs(adapter.layer, rule, frame, lengths, offset)
+            bound = evaluation.bind(rule.spec, inputs, queries, keys, offset, batch=batch, **known)
             of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
             mask = masks.and_masks(mask, of_rule)
         probabilities = usual(logits, mask)
         if rules:  # for fully masked rows
             probabilities = ops.where(mask, probabilities, ops.zeros_like(probabilities))
-        made.append(probabilities)
+        results.append(probabilities)
         return probabilities
 
     seen = observers.standing_in(adapter.layer, {adapter.softmax: softmax})
     context, _ = adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
-    return context, made[-1]
+    return context, results[-1]
 
 
 class _Beside(NamedTuple):
@@ -350,27 +350,27 @@ def _bound(
     offset: Any,
 ) -> tuple[Bound, Any]:
     """The prepared inputs of `rule`, and the query, which a graph checks."""
-    given, known = _given(layer, rule, frame, lengths, offset)
-    return bound_to(rule.spec, given, arguments["query"], arguments["key"], offset, **known)
+    inputs, known = _checked_inputs(layer, rule, frame, lengths, offset)
+    return bound_to(rule.spec, inputs, arguments["query"], arguments["key"], offset, **known)
 
 
-def _given(
+def _checked_inputs(
     layer: Any, rule: LayerRule, frame: Frame, lengths: evaluation.Lengths, offset: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The mask inputs of `rule`, checked, and what is prepared of them."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
-        found = inputs_of(rule, layer)
-        if found is None:
+        frame_inputs = inputs_of(rule, layer)
+        if frame_inputs is None:
             raise ValueError(missing_inputs(layer.name, rule))
         check_not_in_own_function(layer.name, frame.graph)
-        tensors = found
-    given = rule.given(tensors)
+        tensors = frame_inputs
+    inputs = rule.inputs_from(tensors)
     try:
-        evaluation.check_inputs(rule.spec, given, lengths, offset)
+        evaluation.check_inputs(rule.spec, inputs, lengths, offset)
     except (TypeError, ValueError) as error:
         raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
-    return given, {"prepared": rule.prepared(tensors)}
+    return inputs, {"prepared": rule.prepared(tensors)}
 
 
 def missing_inputs(name: str, rule: LayerRule) -> str:

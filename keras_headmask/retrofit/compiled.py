@@ -50,10 +50,10 @@ def traced(layers: list[keras.Layer]) -> list[str]:
     """The names of the functions whose traces read weights of `layers`."""
     if keras.backend.backend() != "tensorflow":
         return []
-    if found := _reading(layers):
+    if names := _reading(layers):
         gc.collect()  # reference cycles live until a collection: some may be gone
-        found = _reading(layers)
-    return found
+        names = _reading(layers)
+    return names
 
 
 def _reading(layers: list[keras.Layer]) -> list[str]:

@@ -66,8 +66,8 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
 
 def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> str:
     """For an error: a leaf whose input the model lacks, as code that names one it has."""
-    found: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
-    for leaf in found:
+    all_leaves: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
+    for leaf in all_leaves:
         name: Any = getattr(leaf, "input", None)
         kind = leaf.inputs.get(name)
         if name in new and kind is not None and kind.rank is not None:
@@ -97,8 +97,8 @@ def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dic
             sources[name] = (None, name)
         else:
             pairs = (f"decoder_{name}", f"encoder_{name}"), (f"query_{name}", f"key_{name}")
-            found = [pair for pair in pairs if set(pair) <= set(available)]
-            if entry.kind == "unclear" and available and not found:
+            known_pairs = [pair for pair in pairs if set(pair) <= set(available)]
+            if entry.kind == "unclear" and available and not known_pairs:
                 why = "" if entry.ran else " It did not run when Keras inferred shapes."
                 raise ValueError(
                     f"Cannot tell whether the attention layer {entry} attends to its own sequence "
@@ -106,7 +106,7 @@ def sources_of(entry: AttentionLayer, spec: MaskSpec, model: keras.Model) -> dic
                     "'self' or 'cross' (`MultiHeadAttention(..., name='self_attention')`), or give "
                     f"the model the inputs {pairs[1]}."
                 )
-            sources[name] = found[0] if found else pairs[1]
+            sources[name] = known_pairs[0] if known_pairs else pairs[1]
     return sources
 
 
@@ -167,13 +167,13 @@ class HeadMaskInputs(keras.layers.Layer):
         self.supports_masking = True
 
     def call(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        prepared: dict[str, Any] = {}
         for leaf, sources in self.parts:
             sides = {name: _sides(source, tensors) for name, source in sources.items()}
             for name, pair in leaf.prepare(sides).items():
                 names = prepared_names(leaf, name, sources)
-                made |= {k: x for k, x in zip(names, pair, strict=True) if k is not None}
-        return made
+                prepared |= {k: x for k, x in zip(names, pair, strict=True) if k is not None}
+        return prepared
 
     def get_config(self) -> dict[str, Any]:
         parts = [[leaf.get_config(), sources] for leaf, sources in self.parts]
@@ -224,15 +224,15 @@ def rewire(model: keras.Model, new: Mapping[str, Any], drop_inputs: bool = False
     prepares = layer_for(
         rule for read in rules.values() for rule in read if set(rule.reads) <= tensors.keys()
     )
-    made: dict[str, Any] = {}
+    prepared: dict[str, Any] = {}
     if prepares is not None:
-        made = prepares({name: tensors[name] for name in names_read(prepares)})
+        prepared = prepares({name: tensors[name] for name in names_read(prepares)})
 
     def call(operation: Any, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs)
         before = kwargs.pop(ARGUMENT, None) or {}
         if read := rules[id(operation)]:
-            kwargs[ARGUMENT] = _given(read, tensors, made, before)
+            kwargs[ARGUMENT] = _tensors_for(read, tensors, prepared, before)
         return operation(*args, **kwargs)
 
     outputs = _keras.run_anew(model, call)
@@ -252,28 +252,28 @@ def rules_read(model: keras.Model, operation: Any) -> list[LayerRule]:
     if not is_masked(operation):
         return []
     owners = {id(x) for x in model.operations}
-    found = (rule for x in attention_inside(operation) for rule in all_rules(x))
-    return [rule for rule in found if rule.reads and id(rule.owner) in owners]
+    rules = (rule for x in attention_inside(operation) for rule in all_rules(x))
+    return [rule for rule in rules if rule.reads and id(rule.owner) in owners]
 
 
-def _given(
+def _tensors_for(
     rules: list[LayerRule],
     tensors: Mapping[str, Any],
-    made: Mapping[str, Any],
+    prepared: Mapping[str, Any],
     before: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The `head_mask_inputs` of a masked layer: the tensors `before`, and those still missing."""
-    given = {name: tensors[name] for rule in rules for name in rule.reads if name not in before}
-    given |= {name: x for rule in rules for name, x in before.items() if name in rule.reads}
+    inputs = {name: tensors[name] for rule in rules for name in rule.reads if name not in before}
+    inputs |= {name: x for rule in rules for name, x in before.items() if name in rule.reads}
     for rule in rules:
         if all(
-            given[name] is tensors.get(name) for name in rule.reads
-        ):  # (`made` is made of these)
+            inputs[name] is tensors.get(name) for name in rule.reads
+        ):  # (`prepared` was made from these)
             for leaf in leaves(rule.spec):
                 for name in leaf.inputs:
                     pair = prepared_names(leaf, name, rule.sources)
-                    given |= {side: made[side] for side in pair if side in made}
-    return dict(sorted(given.items()))
+                    inputs |= {side: prepared[side] for side in pair if side in prepared}
+    return dict(sorted(inputs.items()))
 
 
 def _has_edges(model: keras.Model) -> bool:

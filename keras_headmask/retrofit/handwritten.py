@@ -76,9 +76,9 @@ class Recorder:
         if not inputs or kind == "of a shape":
             return []
         kind = "dense" if kind == "product" and len(inputs) == 1 else kind
-        made = [Value(shape) for shape in shapes]
-        self.steps.append(Step(kind, list(inputs), made))
-        return made
+        outputs = [Value(shape) for shape in shapes]
+        self.steps.append(Step(kind, list(inputs), outputs))
+        return outputs
 
 
 class OnTensorFlow(Recorder):
@@ -159,8 +159,8 @@ class OnJAX(Recorder):
 
 def _jaxpr_in(parameter: Any) -> Any:
     """The code that a parameter of an equation holds, or `None`."""
-    found = getattr(parameter, "jaxpr", parameter)
-    return found if hasattr(found, "eqns") else None
+    jaxpr = getattr(parameter, "jaxpr", parameter)
+    return jaxpr if hasattr(jaxpr, "eqns") else None
 
 
 class OnPyTorch(Recorder):

@@ -72,7 +72,7 @@ def observe(survey: Survey, inputs: Any, layer: Any, call: int) -> Observed:
     return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
 
 
-def all_that_restricts(
+def masks_in_force(
     model: keras.Model, entries: list[AttentionLayer], inputs: Any
 ) -> list[tuple[keras.Layer, np.ndarray]]:
     """Each run of the layers of `entries`, and what it allows, `(B or 1, H or 1, T, S)`.
@@ -80,7 +80,7 @@ def all_that_restricts(
     `model` runs once on `inputs`, as in inference. A layer whose kind is unclear must attend to its
     own sequence in this run.
     """
-    found: list[tuple[keras.Layer, np.ndarray]] = []
+    masks_of_runs: list[tuple[keras.Layer, np.ndarray]] = []
     wrong: list[str] = []  # (Keras rewrites errors that are raised inside of a call)
 
     def check(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
@@ -95,7 +95,9 @@ def all_that_restricts(
         elif graph_being_built() is not None:
             wrong.append(f"The attention layer {entry} runs in a `tf.function` of its own.")
         else:
-            found.append((entry.layer, _allowed(entry.layer, probabilities.shape, arguments)))
+            masks_of_runs.append(
+                (entry.layer, _allowed(entry.layer, probabilities.shape, arguments))
+            )
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
@@ -106,7 +108,7 @@ def all_that_restricts(
         model(inputs, training=False)
     if wrong:
         raise ValueError(wrong[0])
-    return found
+    return masks_of_runs
 
 
 def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
@@ -147,8 +149,8 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
         def both(arguments: dict[str, Any]) -> tuple[Any, Any]:
             if inspect.ismethod(usual):  # of the class
                 return without_rules(adapter, arguments)
-            found = usual(**arguments)
-            return found if adapter.gives_pair(arguments) else (found, None)
+            result = usual(**arguments)
+            return result if adapter.gives_pair(arguments) else (result, None)
 
         arguments = adapter.arguments(*args, **kwargs)
         context, probabilities = override(both, arguments)
@@ -178,8 +180,8 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
     _, heads, queries, keys = shape
     allowed = np.ones((1, 1, queries, keys), bool)
     if arguments["attention_mask"] is not None:
-        given = masks.lift(ops.cast(arguments["attention_mask"], "bool"))
-        allowed = allowed & ops.convert_to_numpy(given)
+        merged = masks.lift(ops.cast(arguments["attention_mask"], "bool"))
+        allowed = allowed & ops.convert_to_numpy(merged)
     if (window := adapted(layer).window(arguments)) is not None:
         mask = evaluation.make_mask(window, queries, keys)
         allowed = allowed & ops.convert_to_numpy(mask)
@@ -191,9 +193,9 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     """What the rules of `apply_head_masks` allow in the call that runs now; `None` without one."""
     mask, offset = None, current_frame().offset
     for rule in rules_in_force(layer):
-        given = rule.given(inputs_of(rule, layer) or {})
-        made = evaluation.make_mask(rule.spec, queries, keys, heads, given, offset or 0)
-        mask = masks.and_masks(mask, made)
+        inputs = rule.inputs_from(inputs_of(rule, layer) or {})
+        of_rule = evaluation.make_mask(rule.spec, queries, keys, heads, inputs, offset or 0)
+        mask = masks.and_masks(mask, of_rule)
     return mask
 
 
@@ -213,7 +215,7 @@ def mask_inputs_seen(entries: list[AttentionLayer]) -> Iterator[list[tuple[str, 
         given = [arguments.get("mask_inputs") or {}]
         for rule in rules_in_force(layer):
             if (found := inputs_of(rule)) is not None:
-                given.append(rule.given(found))
+                given.append(rule.inputs_from(found))
         for name, sides in (item for one in given for item in one.items()):
             for side in sides if isinstance(sides, (tuple, list)) else (sides,):
                 if side is not None and graph_being_built() is None:
@@ -287,34 +289,34 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
     seen: list[Seen] = []
     runs: dict[str, int] = {}
 
-    def remember(given: dict[str, Any], arguments: Mapping[str, Any]) -> None:
+    def remember(arguments_read: dict[str, Any], arguments: Mapping[str, Any]) -> None:
         names = "mask_inputs", "query_offset", "query_mask"
-        given.update({k: arguments.get(k) for k in names})
+        arguments_read.update({k: arguments.get(k) for k in names})
 
     def see(
-        entry: AttentionLayer, given: Any, arguments: Mapping[str, Any], probabilities: Any
+        entry: AttentionLayer, arguments_read: Any, arguments: Mapping[str, Any], probabilities: Any
     ) -> None:
         allowed = None
         if with_rules:
-            allowed = _rules_allow(entry.layer, given, *ops.shape(probabilities)[2:])
+            allowed = _rules_allow(entry.layer, arguments_read, *ops.shape(probabilities)[2:])
         count = runs[entry.path] = runs.get(entry.path, -1) + 1
         path = f"{entry.path}[{count}]" if count else entry.path
-        seen.append(Seen(path, probabilities, allowed, given["query_mask"]))
+        seen.append(Seen(path, probabilities, allowed, arguments_read["query_mask"]))
 
     with contextlib.ExitStack() as stack:
         for entry in entries:
-            given: dict[str, Any] = {}
-            see_it = functools.partial(see, entry, given)
+            arguments_read: dict[str, Any] = {}
+            see_it = functools.partial(see, entry, arguments_read)
             stack.enter_context(probabilities_seen(entry.layer, see_it))
-            stack.enter_context(called(entry.layer, functools.partial(remember, given)))
+            stack.enter_context(called(entry.layer, functools.partial(remember, arguments_read)))
         yield seen
 
 
-def _rules_allow(layer: Any, given: dict[str, Any], queries: Any, keys: Any) -> Any:
+def _rules_allow(layer: Any, arguments: dict[str, Any], queries: Any, keys: Any) -> Any:
     """The mask of all rules that hold in `layer`, from what they read in this run."""
     mask = mask_of_rules(layer, adapted(layer).num_heads, queries, keys)
     if getattr(layer, "_restricts", False):
-        offset, inputs = given.get("query_offset") or 0, given.get("mask_inputs")
+        offset, inputs = arguments.get("query_offset") or 0, arguments.get("mask_inputs")
         spec, heads = layer.mask_spec, layer.num_heads
         own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
         mask = masks.and_masks(mask, own)

@@ -48,7 +48,7 @@ class LayerRule:
         """The names that must be among `head_mask_inputs`."""
         return sorted({name for source in self.sources.values() for name in names_in(source)})
 
-    def given(self, tensors: Tensors) -> dict[str, Any]:
+    def inputs_from(self, tensors: Tensors) -> dict[str, Any]:
         """The mask inputs of the spec, taken from `tensors` by name."""
 
         def side(name: str | None) -> Any:
@@ -68,15 +68,15 @@ class LayerRule:
 
     def prepared(self, tensors: Tensors) -> dict[MaskSpec, dict[str, Sides]]:
         """By leaf of the spec, what `HeadMaskInputs` prepared for it and `tensors` holds."""
-        found = {}
+        prepared = {}
         for leaf, names in self._prepared_names:
             sides = [side for pair in names.values() for side in pair if side is not None]
             if sides and all(side in tensors for side in sides):
-                found[leaf] = {
+                prepared[leaf] = {
                     name: Sides(*(None if side is None else tensors[side] for side in pair))
                     for name, pair in names.items()
                 }
-        return found
+        return prepared
 
 
 def names_in(source: Source) -> list[str]:
@@ -131,7 +131,7 @@ def is_masked(layer: Any) -> bool:
 
 
 def state_of(layer: Any) -> State:
-    """The one of a masked layer."""
+    """The `State` of a masked layer."""
     return vars(layer).setdefault(STATE, State())  # (`clone_model` makes an object of the class)
 
 
@@ -140,14 +140,14 @@ def attention_inside(layer: keras.Layer) -> list[keras.Layer]:
     state = vars(layer).get(STATE)
     if state is not None and state.inside is not None:
         return state.inside
-    found = attention(layer)
+    layers = attention(layer)
     if state is not None and layer.built and not state.waiting:
-        state.inside = found
-    return found
+        state.inside = layers
+    return layers
 
 
 def all_rules(layer: keras.Layer) -> tuple[LayerRule, ...]:
-    """Its own rules, of attention; not those of layers inside."""
+    """The rules of an attention layer; none for a layer around attention."""
     return state_of(layer).rules if is_masked(layer) else ()
 
 
@@ -170,8 +170,8 @@ def spec_of(layer: keras.Layer) -> MaskSpec | None:
 
 def combined(layer: keras.Layer, rules: tuple[LayerRule, ...]) -> MaskSpec | None:
     """The `mask_spec` of a layer, unless replaced, and `rules`, as one spec."""
-    own = getattr(layer, "mask_spec", None)
-    specs = [] if own is None or any(rule.replaces for rule in rules) else [own]
+    own_spec = getattr(layer, "mask_spec", None)
+    specs = [] if own_spec is None or any(rule.replaces for rule in rules) else [own_spec]
     specs += [rule.spec for rule in rules]
     return functools.reduce(operator.and_, specs) if specs else None
 
@@ -223,13 +223,13 @@ def rules_from_config(
 
 def entries(config: Any, *keys: str) -> list[Any]:
     """The values of `keys`, each of which a file must hold."""
-    given = dict(config) if isinstance(config, Mapping) else {}
-    if lacking := [key for key in keys if key not in given]:
+    values = dict(config) if isinstance(config, Mapping) else {}
+    if lacking := [key for key in keys if key not in values]:
         raise ValueError(
             f"The file of a masked model lacks {lacking}, which format {_FORMAT} of "
-            f"keras_headmask has. Received: {sorted(given)}. {_WAY_OUT}"
+            f"keras_headmask has. Received: {sorted(values)}. {_WAY_OUT}"
         )
-    return [given[key] for key in keys]
+    return [values[key] for key in keys]
 
 
 def stock_and_rules(

@@ -271,7 +271,7 @@ class _ForwardPass:
     def _run(self, layer: keras.Layer, node: Any) -> None:
         """Run the body of `layer` for shapes; a layer that fails shows nothing."""
         before, seen = len(self.calls), _Seen(self)
-        given = node.arguments.args, node.arguments.kwargs
+        arguments = node.arguments.args, node.arguments.kwargs
         tensors = list({id(x): x for x in node.input_tensors}.values())  # each once
 
         def body(*values: Any) -> None:
@@ -279,7 +279,7 @@ class _ForwardPass:
             seen.hooked.clear()
             seen.ran.clear()
             by_id = dict(zip(map(id, tensors), values, strict=True))
-            args, kwargs = keras.tree.map_structure(lambda x: by_id.get(id(x), x), given)
+            args, kwargs = keras.tree.map_structure(lambda x: by_id.get(id(x), x), arguments)
             with _keras.weights_watched(seen.weights):
                 layer(*args, **kwargs)
 
@@ -377,14 +377,14 @@ def _follows(earlier: Any, later: Any) -> bool:
     no input that the earlier one is not made of.
     """
     before, now = (call.input_tensors[0] for call in (earlier, later))
-    given = {id(x) for x in earlier.outputs}
-    behind = _inputs_behind(now, given)
-    return now is before or (bool(behind & given) and behind - given <= _inputs_behind(before))
+    outputs = {id(x) for x in earlier.outputs}
+    behind = _inputs_behind(now, outputs)
+    return now is before or (bool(behind & outputs) and behind - outputs <= _inputs_behind(before))
 
 
 def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
     """The ids of the inputs that a tensor of a graph is made of; the search stops at `ends`."""
-    waiting, seen, found = [tensor], set(), set()
+    waiting, seen, inputs = [tensor], set(), set()
     while waiting:
         tensor = waiting.pop()
         if id(tensor) not in seen:
@@ -392,8 +392,8 @@ def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
             read = [] if id(tensor) in ends else _keras.made_by(tensor)[1]
             waiting += read
             if not read:
-                found.add(id(tensor))
-    return found
+                inputs.add(id(tensor))
+    return inputs
 
 
 def _kind(name: str, calls: list[Call]) -> str:

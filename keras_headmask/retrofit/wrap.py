@@ -162,15 +162,15 @@ class MaskedLayer(_Layer):
         if not names:
             return None
         places = self.own_input_names()
-        given = {own.name: (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
-        if not all(places.get(name) in given for name in names):
+        arguments = {own.name: (own, x) for x, own in _keras.taken_by_inputs(self, inputs)}
+        if not all(places.get(name) in arguments for name in names):
             return None
-        found = {}
+        tensors = {}
         for name in names:
-            own, x = given[places[name]]
+            own, x = arguments[places[name]]
             symbolic = keras.backend.is_keras_tensor(x)
-            found[name] = x if symbolic else keras.ops.convert_to_tensor(x, own.dtype)
-        return found
+            tensors[name] = x if symbolic else keras.ops.convert_to_tensor(x, own.dtype)
+        return tensors
 
     def _check_given(self) -> None:
         if observers.are_rules_off():
@@ -246,8 +246,8 @@ def _check_cloned(operation: Any, clone: Any) -> None:
     """Raise if a `clone_function` makes a stock layer of a masked one."""
     if not is_masked(operation) or not has_rules(operation):
         return
-    made = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
-    if not any(is_masked(x) for x in made):
+    layers = _keras.layers_of(clone) if isinstance(clone, keras.Layer) else []
+    if not any(is_masked(x) for x in layers):
         raise ValueError(
             f"The layer '{operation.name}' of the model to clone obeys a rule, and "
             f"`clone_function` made a stock layer ({type(clone).__name__}) of it, which would not. "
@@ -357,15 +357,15 @@ def attach(layer: Any, computed: bool = False) -> None:
     state = state_of(layer)
     if not state.waiting:
         return
-    found = attention(layer)
-    if len(found) < state.awaited and not computed:
+    layers = attention(layer)
+    if len(layers) < state.awaited and not computed:
         return  # (Their numbers are not known yet: a layer that comes before may still be made.)
-    if len(found) != state.awaited:
+    if len(layers) != state.awaited:
         raise ValueError(
             f"The saved rules of '{layer.name}' number {state.awaited} attention layers, and it "
-            f"has {len(found)}. Was it saved with another version of its code?"
+            f"has {len(layers)}. Was it saved with another version of its code?"
         )
-    rules = list(rules_from_config(state.waiting, found, layer.name))
+    rules = list(rules_from_config(state.waiting, layers, layer.name))
     state.waiting = []
     for one, rule in rules:
         add_rule(layer, one, dataclasses.replace(rule, owner=layer))

@@ -113,7 +113,7 @@ def standing_in(layer: Any, parts: Mapping[str, Any]) -> Any:
 # --- For what is looked at -----------------------------------------------------------------------
 
 
-def run(holder: Any, name: str, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+def run(holder: Any, name: str, usual: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """`usual(...)`, or what stands for `holder.name` in this context."""
     now, key = _overrides.get(), (id(holder), name)
     if key not in now:

@@ -271,9 +271,12 @@ _MODELS = "keras_hub.src.models."
 _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}llama.llama_attention.LlamaAttention": Grouped,
     f"{_MODELS}mistral.mistral_attention.CachedMistralAttention": Grouped,
+    f"{_MODELS}mixtral.mixtral_attention.CachedMixtralAttention": Grouped,
     f"{_MODELS}phi3.phi3_attention.Phi3Attention": Grouped,
     f"{_MODELS}qwen.qwen_attention.QwenAttention": Qwen,
     f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Qwen3,
+    f"{_MODELS}qwen_moe.qwen_moe_attention.QwenMoeAttention": Qwen,
+    f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,

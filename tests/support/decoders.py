@@ -24,6 +24,9 @@ _GEMMA_2 = _SLIDING | {
 _GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
 
 
+_EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
+
+
 class Family(NamedTuple):
     """`key_repeats` is how often each key head comes repeated to attention's hook."""
 
@@ -54,6 +57,27 @@ FAMILIES = [
         "Qwen3Backbone",
         "Qwen3Attention",
         _GROUPED | {"head_dim": 8, "sliding_window_size": 4},
+        keeps="sliding window",
+    ),
+    Family(
+        "Mixtral",
+        "MixtralBackbone",
+        "CachedMixtralAttention",
+        _GROUPED | {"sliding_window": 4, "num_experts": 2},
+        keeps="sliding window",
+    ),
+    Family(
+        "Qwen MoE",
+        "QwenMoeBackbone",
+        "QwenMoeAttention",
+        _GROUPED | _SLIDING | _EXPERTS | {"shared_expert_intermediate_dim": 16},
+        keeps="sliding window",
+    ),
+    Family(
+        "Qwen 3 MoE",
+        "Qwen3MoeBackbone",
+        "Qwen3MoeAttention",
+        _GROUPED | _EXPERTS | {"head_dim": 8, "sliding_window_size": 4},
         keeps="sliding window",
     ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),

@@ -82,9 +82,9 @@ def folder(module):
 # The most lines of each folder, and its aim in a comment. A number may be lowered; a commit that
 # raises one says what could not be deleted instead.
 MOST_LINES = {
-    "attention": 5_800,  # 4,700
+    "attention": 5_900,  # 4,700
     "rules": 4_550,  # 3,500
-    "retrofit": 4_350,  # 3,300
+    "retrofit": 4_400,  # 3,300
     "heads": 3_600,  # 2,300
     "export": 2_100,  # 1,750
     "look": 1_600,  # 1,150

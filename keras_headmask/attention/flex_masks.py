@@ -58,7 +58,6 @@ def flex_block_mask(
 
     >>> from keras_headmask import Window
     >>> mask = flex_block_mask(Window(128, 0), 512, 512)  # doctest: +SKIP
-    >>> flex_attention(query, key, value, block_mask=mask)  # doctest: +SKIP
     """
     check_spec(spec, "spec", "hm.flex_block_mask(SPEC, queries, keys)")
     if keras.backend.backend() != "torch":

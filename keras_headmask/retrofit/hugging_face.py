@@ -29,6 +29,9 @@ _NAMES = {"input_ids": "token_ids", "attention_mask": "padding_mask"}  # as rule
 _NAMES |= {"token_type_ids": "segment_ids", "decoder_input_ids": "token_ids"}
 
 
+_NOT_TAKEN = "sinks", "block_indices", "head_mask"  # tensors that change what is attended to
+
+
 class _Call(NamedTuple):
     """A call of a model: its inputs `(batch, length)` by name, and its cache before the call."""
 
@@ -57,8 +60,8 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
 
     Args:
         model: A `transformers.PreTrainedModel`. Keras must run on PyTorch (`KERAS_BACKEND=torch`).
-        mask_spec: A `MaskSpec`, its config, a mapping from selectors of layers to specs as in
-            `apply_head_masks`, or the path of a `head_masks.json`.
+        mask_spec: A `MaskSpec`, its config (a dict, or JSON text), a mapping from selectors of
+            layers to specs as in `apply_head_masks`, or the path of a `head_masks.json`.
         layers: `None` for all self-attention, a number, `"0-3"`, or a regex on paths of modules.
 
     Returns:
@@ -80,6 +83,8 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     _check(model)
     if any(map(_is_masked, model.modules())):
         raise ValueError("The model has rules already. `unmask` it, and pass them joined by `&`.")
+    if isinstance(mask_spec, str) and mask_spec.lstrip().startswith("{"):
+        mask_spec = json.loads(mask_spec)
     if isinstance(mask_spec, (str, pathlib.Path)):
         rules = json.loads(pathlib.Path(mask_spec).read_text())
         mask_spec = {f"^{re.escape(path)}$": rule for path, rule in rules.items()}
@@ -185,18 +190,18 @@ def _attention(model: Any) -> _Modules:
     attention = _Modules([], [])
     for path, module in model.named_modules():
         named = "attention" in type(module).__name__.lower()
-        if _asks(module):
+        if _asks(module) and not _looks_for_another(module):
             words = f"{path} {type(module).__name__}".lower()
             is_cross = getattr(module, "is_cross_attention", False)
             is_cross = is_cross or any(x in words for x in ("cross", "encoder_attn", "encdec"))
             kind = "cross" if is_cross else "self"
             attention.known.append(AttentionLayer(module, path, kind))
-        elif named and not any(map(_asks, module.modules())):
+        elif _asks(module) or (named and not any(map(_asks, module.modules()))):
             attention.unknown.append(AttentionLayer(module, path, "unclear"))
     if attention.unknown:
         raise ValueError(
-            f"{attention.unknown[0]} computes its attention itself, without transformers' "
-            "`AttentionInterface`, so no rule would hold there."
+            f"{attention.unknown[0]} computes its attention, or a mask for it, itself, without "
+            "transformers' `AttentionInterface`, so no rule would hold there."
         )
     return attention
 
@@ -204,6 +209,12 @@ def _attention(model: Any) -> _Modules:
 def _asks(module: Any) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _looks_for_another(module: Any) -> bool:
+    """Whether it makes a mask of its own for implementations that it knows by name."""
+    constants = inspect.unwrap(type(module).forward).__code__.co_consts
+    return any("sdpa" in x if isinstance(x, tuple) else x == "sdpa" for x in constants)
 
 
 def _num_heads(module: Any) -> int:
@@ -272,6 +283,7 @@ def _attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Any = None,
+    position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Attention `(B, T, H, D)` and probabilities; operands are `(B, heads, length, D)`."""
@@ -282,10 +294,23 @@ def _attend(
         else None
     )
     mask = attention_mask if bias is None else None
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    if unknown := [name for name in _NOT_TAKEN if kwargs.get(name) is not None]:
+        raise RuntimeError(
+            f"{type(module).__name__} passes {unknown[0]!r} to its attention, which head masks do "
+            "not take: `unmask` the model."
+        )
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None:
         mask = mask[..., :keys]
     if spec is not None:
+        if not _thread.calls:
+            raise RuntimeError(
+                f"{type(module).__name__} runs outside of a call of its model, so what its rule "
+                "reads is not known. Call the model, not a module in it, and switch off gradient "
+                "checkpointing, which runs modules once more in the backward pass."
+            )
         call = _thread.calls[-1]
         offset, first = call.cached, call.dropped.get(getattr(module, "layer_idx", -1), 0)
         inputs = {x: _input(module, x, queries, first + keys, offset) for x in spec.inputs}

@@ -20,7 +20,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 RECORD = Path(__file__).parent / "results" / "block_masks.json"
 WAYS = "ours", "plain", "compiled"
 LENGTHS = 4096, 16384, 65536
-_LONGEST = {"plain": 4096, "compiled": 16384}  # that memory holds, where each pair is looked at
+_LONGEST = {"plain": 4096, "compiled": 16384}  # each pair is looked at: beyond, memory or minutes
 
 
 def main() -> int:

@@ -138,5 +138,5 @@ print(f"loaded, with its rule read again: {'the same' if same else 'other'} outp
 # %% [markdown]
 """
 `hm.hugging_face.unmask(model)` takes the rule off. `generate` with a cache obeys, and so does
-training: [Hugging Face](../docs/hugging_face.md).
+training: `docs/hugging_face.md`.
 """

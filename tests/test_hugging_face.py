@@ -383,3 +383,24 @@ def test_tensors_that_are_not_taken_are_not_dropped():
     qkv = [torch.ones(1, HEADS, 3, 8)] * 3
     with pytest.raises(RuntimeError, match="passes 'block_indices' to its attention"):
         hf._attend(module, *qkv, None, block_indices=torch.ones(3))
+
+
+@needs_torch
+@pytest.mark.filterwarnings("error:.*always_call")
+def test_an_error_before_a_call_leaves_no_call_behind():
+    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="which does not know them"):
+        model(ids)
+    assert hf._thread.calls == []
+
+
+@needs_torch
+def test_a_class_whose_attention_transformers_does_not_set_stays_as_it_was(monkeypatch):
+    """As a model written in a notebook."""
+    model = made("BERT", ENCODERS)
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(ValueError, match="transformers does not let the attention of"):
+        hf.mask_heads(model, RULE)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(hasattr(x, "head_mask_spec") for x in model.modules())

@@ -27,8 +27,6 @@ from keras_headmask.rules.heads import check_heads
 IMPLEMENTATION, FILE = "keras_headmask", "head_masks.json"
 _NAMES = {"input_ids": "token_ids", "attention_mask": "padding_mask"}  # as rules have them
 _NAMES |= {"token_type_ids": "segment_ids", "decoder_input_ids": "token_ids"}
-
-
 _NOT_TAKEN = "sinks", "block_indices", "head_mask"  # tensors that change what is attended to
 
 
@@ -97,6 +95,12 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     models = [x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)]
     before = [x.config._attn_implementation for x in models]
     model.set_attn_implementation(IMPLEMENTATION)
+    for entry in specs:
+        if entry.layer.config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"transformers does not let the attention of {entry} be set: its class "
+                "must stand in a file that asks `ALL_ATTENTION_FUNCTIONS.get_interface`."
+            )
     for entry, spec in specs.items():
         entry.layer.head_mask_spec = spec
     model.head_masks = {entry.path: spec for entry, spec in specs.items()}
@@ -233,6 +237,11 @@ def _prepare(model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _enter(model: Any, args: Any, kwargs: Any) -> None:
+    _thread.calls.append(_Call({}, 0, {}))  # first: `_leave` takes it off, also after an error
+    _thread.calls[-1] = _read_call(model, args, kwargs)
+
+
+def _read_call(model: Any, args: Any, kwargs: Any) -> _Call:
     masked = [x for x in model.modules() if _is_masked(x)]
     for module in masked:
         if module.config._attn_implementation != IMPLEMENTATION:
@@ -256,7 +265,7 @@ def _enter(model: Any, args: Any, kwargs: Any) -> None:
             is_all = step.shape == inputs[name].shape and bool((step == inputs[name]).all())
             inputs[name] = ids if is_all else inputs[name]
     named = {_NAMES[name]: x for name, x in inputs.items() if name in _NAMES}
-    _thread.calls.append(_Call(named | inputs, cached, dropped))
+    return _Call(named | inputs, cached, dropped)
 
 
 def _leave(*_: Any) -> None:

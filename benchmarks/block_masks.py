@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ["KERAS_BACKEND"] = "torch"
 
 RECORD = Path(__file__).parent / "results" / "block_masks.json"
-WAYS = "ours", "plain", "compiled"
+MAKERS = "ours", "plain", "compiled"
 LENGTHS = 4096, 16384, 65536
 _LONGEST = {"plain": 4096, "compiled": 16384}  # each pair is looked at: beyond, memory or minutes
 
@@ -26,20 +26,20 @@ _LONGEST = {"plain": 4096, "compiled": 16384}  # each pair is looked at: beyond,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short: does it run?")
-    parser.add_argument("--one", nargs=2, metavar=("WAY", "LENGTH"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, metavar=("MAKER", "LENGTH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measured(options.one[0], int(options.one[1]))))
         return 0
     cases = {}
     for length in (256,) if options.quick else LENGTHS:
-        for way in WAYS:
-            if length > _LONGEST.get(way, length):
+        for maker in MAKERS:
+            if length > _LONGEST.get(maker, length):
                 continue
-            command = [sys.executable, "-m", "benchmarks.block_masks", "--one", way, str(length)]
+            command = [sys.executable, "-m", "benchmarks.block_masks", "--one", maker, str(length)]
             printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            cases[f"{way}, {length:,}"] = case = json.loads(printed.splitlines()[-1])
-            print(f"{way:9} {length:7,} {case['seconds']:9.4f} s {case['mebibytes']:8.0f} MiB")
+            cases[f"{maker}, {length:,}"] = case = json.loads(printed.splitlines()[-1])
+            print(f"{maker:9} {length:7,} {case['seconds']:9.4f} s {case['mebibytes']:8.0f} MiB")
     if not options.quick:
         from benchmarks import machine
 
@@ -47,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def measured(way: str, length: int) -> dict[str, float]:
+def measured(maker: str, length: int) -> dict[str, float]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -60,16 +60,16 @@ def measured(way: str, length: int) -> dict[str, float]:
     mask_mod = hm.flex_block_mask(rule, length, length, heads, inputs).mask_mod
 
     def call() -> None:
-        if way == "ours":
+        if maker == "ours":
             hm.flex_block_mask(rule, length, length, heads, inputs)
         else:
-            compiled = way == "compiled"
+            compiled = maker == "compiled"
             create_block_mask(mask_mod, 1, heads, length, length, device="cpu", _compile=compiled)
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     call()
     seconds = []
-    for _ in range(5 if way == "ours" else 3):
+    for _ in range(5 if maker == "ours" else 3):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)

@@ -124,6 +124,11 @@ def marks_padding(name: str) -> bool:
     return is_padding or name == "attention_mask"
 
 
+def padding_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of `inputs` that are true at real tokens: of `(batch, length)`, and named so."""
+    return [name for name, x in inputs.items() if len(x.shape) == 2 and marks_padding(name)]
+
+
 def hides_padding(spec: MaskSpec, num_heads: int) -> bool:
     """Whether a rule hides padding by itself: keys of id 0, on either side of the real tokens."""
     kinds = {name: kind for leaf in leaves(spec) for name, kind in leaf.inputs.items()}

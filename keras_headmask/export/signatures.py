@@ -12,6 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
+from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.attention.precision import half_products
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import (
@@ -27,7 +28,7 @@ from keras_headmask.export.interface import (
 )
 from keras_headmask.export.precision import TOLERANCES, computing_in
 from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.survey import Survey, padding_inputs
+from keras_headmask.retrofit.survey import Survey
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.heads import changes, positions, reaches
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested
-from keras_headmask.retrofit.survey import Survey, padding_inputs
+from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.tested import Tested
 from keras_headmask.rules.base import MaskSpec
@@ -88,7 +88,7 @@ def _on_shorter_inputs(tested: Tested, inputs: Arrays, lengths: set[int]) -> Arr
 
 def _example(inputs: Arrays) -> str:
     """A rule to propose for a pooled output: the real tokens, or the first positions."""
-    if masks := [name for name in inputs if marks_padding(name)]:
+    if masks := padding_inputs(inputs):
         return f"hm.recipes.padding({masks[0]!r})"
     ids = [name for name, x in inputs.items() if x.dtype.kind in "iu"]
     return f"~hm.KeyIn({ids[0]!r}, 0)" if ids else "hm.Keys(0, 4)"

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.attention.lost_masks import marks_padding, padding_inputs
 
 _IDS = ("token_ids", "input_ids", "ids")
 
@@ -146,7 +146,7 @@ def named_padding(inputs: Mapping[str, Any], name: str | None, ids: str | None) 
     """The input that is true at real tokens: `name`, or one that is named so."""
     if name is not None:
         return _checked(inputs, name, "padding")
-    names = [key for key, x in inputs.items() if marks_padding(key) and len(x.shape) == 2]
+    names = padding_inputs(inputs)
     if len(names) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
         names = [key for key in names if ids and key == ids.replace("token_ids", "padding_mask")]
         if not names:

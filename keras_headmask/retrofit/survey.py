@@ -19,7 +19,7 @@ from keras import layers
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.lost_masks import Lost, lost_mask, marks_padding
+from keras_headmask.attention.lost_masks import Lost, lost_mask, padding_inputs
 from keras_headmask.retrofit.adapters import (
     AttentionLayer,
     adapted,
@@ -198,11 +198,6 @@ class Survey:
         entries = {id(entry.layer): entry for entry in self.known}
         losses = _losses(self.graphs)
         return [(entries[id(layer)], lost) for layer, lost in losses if id(layer) in entries]
-
-
-def padding_inputs(inputs: Mapping[str, Any]) -> list[str]:
-    """The names of `inputs` that are true at real tokens: of `(batch, length)`, and named so."""
-    return [name for name, x in inputs.items() if len(x.shape) == 2 and marks_padding(name)]
 
 
 # --- A forward pass -------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import pytest
 from keras import layers, ops
 
 import keras_headmask as hm
+from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.retrofit.made_up import made_up, plain
-from keras_headmask.retrofit.survey import Survey, padding_inputs
+from keras_headmask.retrofit.survey import Survey
 
 pytestmark = pytest.mark.tensorflow  # a graph says the same on every backend
 

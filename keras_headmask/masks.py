@@ -228,8 +228,10 @@ def sizes(tensor: Tensor, dtype: str = "int32") -> list[Length]:
         return list(ops.shape(tensor))
     import tensorflow as tf
 
-    found = tf.unstack(tf.shape(tensor, out_type=dtype))
-    return [x if known is None else known for x, known in zip(found, tensor.shape, strict=True)]
+    sizes_at_run = tf.unstack(tf.shape(tensor, out_type=dtype))
+    return [
+        x if known is None else known for x, known in zip(sizes_at_run, tensor.shape, strict=True)
+    ]
 
 
 def fits(size: int | None, wanted: int | None) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
-from keras_headmask.attention.logits import given_changes
+from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to, checked_tiled
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
@@ -112,9 +112,11 @@ def dot_product_attention(
         masks.warn_of_heads(as_given, "mask", batch, heads)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
-    changed = given_changes(lengths, bias, position_bias, logits_soft_cap, sinks)
+    changed = checked_changes(lengths, bias, position_bias, logits_soft_cap, sinks)
     positional = mask_spec if changed.position_bias is None else Window(after=0)
-    query_offset = offsets.given_offset(query_offset, positional, queries, lengths.keys)
+    query_offset = offsets.checked_or_default_offset(
+        query_offset, positional, queries, lengths.keys
+    )
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)

@@ -55,7 +55,7 @@ class PositionBias:
             )
         return _KINDS[kind](**fields)
 
-    def of_tile(
+    def tile_bias(
         self,
         query_positions: Tensor,
         key_positions: Tensor,
@@ -87,7 +87,7 @@ class Alibi(PositionBias):
         between = [2.0 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]
         return np.array([*slopes, *between][: self.num_heads])
 
-    def of_tile(
+    def tile_bias(
         self,
         query_positions: Tensor,
         key_positions: Tensor,
@@ -144,7 +144,7 @@ class RelativePositionBias(PositionBias):
         dtype = keras.backend.standardize_dtype(ahead.dtype)
         return ops.take(ops.convert_to_tensor(_bucket_by_distance(self), dtype), ahead + farthest)
 
-    def of_tile(
+    def tile_bias(
         self,
         query_positions: Tensor,
         key_positions: Tensor,
@@ -174,14 +174,14 @@ def _bucket_by_distance(bias: RelativePositionBias) -> np.ndarray:
     exact = of_side // 2
     span = math.log(bias.max_distance / exact)
 
-    def of_distance(distance: int) -> int:
+    def bucket_of(distance: int) -> int:
         if distance < exact:
             return distance
         # (A distance at the edge of a bucket belongs to the farther one, however logs round.)
         steps = math.log(distance / exact) / span * (of_side - exact)
         return min(exact + int(steps + 1e-9), of_side - 1)
 
-    behind = [of_distance(distance) for distance in range(bias.max_distance, -1, -1)]
+    behind = [bucket_of(distance) for distance in range(bias.max_distance, -1, -1)]
     ahead = behind[-2::-1] if bias.bidirectional else [0] * bias.max_distance
     first_ahead = of_side if bias.bidirectional else 0
     return np.array([*behind, *(bucket + first_ahead for bucket in ahead)], "int32")

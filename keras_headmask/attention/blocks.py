@@ -144,7 +144,7 @@ def _extremes(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
     return [across(of.reduceat(values, starts, axis=1), axis) for of in (np.minimum, np.maximum)]
 
 
-def _of_all_examples(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
+def _extremes_together(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
     low, high = _extremes(values, size, axis)
     return [low.min(0, keepdims=True), high.max(0, keepdims=True)]
 
@@ -156,7 +156,7 @@ NUMPY = Arrays(
     as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
 )
 # The examples of a batch as one, that meets what any of them meets.
-TOGETHER = NUMPY._replace(extremes=_of_all_examples)
+TOGETHER = NUMPY._replace(extremes=_extremes_together)
 
 
 class Plan(NamedTuple):
@@ -189,7 +189,10 @@ def plan(
     certain = np.logical_and.reduce([of_rule.certain[0] for of_rule in of_rules])
     needs_no_mask = (certain == possible).all(1) & possible.any(1)
     # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
-    runs = [found or [(0, min(block, keys))] for found in coverage.runs(possible, block, keys)]
+    runs = [
+        runs_of_row or [(0, min(block, keys))]
+        for runs_of_row in coverage.runs(possible, block, keys)
+    ]
     return Plan(tile, block, runs, needs_no_mask.tolist())
 
 

@@ -49,17 +49,17 @@ def attention(
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
     if keras.backend.standardize_dtype(value_dtype) in precision.HALF:
         value = ops.cast(value, dtype)
-    given, changes, zero = (query, key, value), changes.cast(dtype), ops.cast(0.0, dtype)
+    operands, changes, zero = (query, key, value), changes.cast(dtype), ops.cast(0.0, dtype)
     if mask is not None or may_branch:  # (else other runtimes would not fuse a bias alone)
         mask = changes.allowed(mask)
     if mask is not None:
-        all_finite = nonfinite.are_finite(*given, may_branch=may_branch)
-        query, key, value = nonfinite.repaired(all_finite, nonfinite.replace_nonfinite, *given)
+        all_finite = nonfinite.are_finite(*operands, may_branch=may_branch)
+        query, key, value = nonfinite.repaired(all_finite, nonfinite.replace_nonfinite, *operands)
     logits = precision.product("bthd,bshd->bhts", query, key, half)
     if mask is not None and changes.soft_cap is not None:
         # Whose derivative is NaN where a product overflows.
         logits = ops.where(mask, logits, zero)
-    logits = changes.of_logits(logits, heads or range(query.shape[2]), positions)
+    logits = changes.apply(logits, heads or range(query.shape[2]), positions)
     sinks = None if changes.sinks is None else ops.reshape(changes.sinks, (1, -1, 1, 1))
     if mask is not None:
         lowest = np.finfo(dtype).min
@@ -69,7 +69,7 @@ def attention(
             logits = logits - largest
             sinks = None if sinks is None else sinks - largest
         (logits,) = nonfinite.repaired(
-            all_finite, nonfinite.add_nan_to_logits, logits, beside=given
+            all_finite, nonfinite.add_nan_to_logits, logits, beside=operands
         )
         # -1e9 is added to the lowest number, in place of a hidden logit: alone it would hide none
         # that is infinite, nor any where all allowed ones are below -1e9.

@@ -21,9 +21,9 @@ def is_gpu(tensor: Tensor) -> bool:
 
     (Of TensorFlow's graphs this is known when they run: `tensorflow/plan.py` asks there.)
     """
-    asked = _asked_about.get()
-    if asked is not None:
-        return asked == "gpu"
+    device = _asked_about.get()
+    if device is not None:
+        return device == "gpu"
     backend = keras.backend.backend()
     if keras.backend.is_keras_tensor(tensor):
         return False

@@ -21,7 +21,7 @@ from keras_headmask.attention.blocks import Plan
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import allowed_at
+from keras_headmask.rules.evaluation import mask_at
 from keras_headmask.rules.protocol import Places
 
 _MOST_CLASSES = 4  # each is compiled by itself; more of them compute little less
@@ -66,15 +66,15 @@ def _widths(counts: list[int]) -> list[int]:
     below = [0, *itertools.accumulate(counts.count(size) for size in sizes)]
     # Of the tiles up to each size: what is computed in so many classes, and their widths.
     best = [(0, ()), *((size * n, (size,)) for size, n in zip(sizes, below[1:], strict=True))]
-    found = [best[-1]]
+    best_by_count = [best[-1]]
     for _ in range(_MOST_CLASSES - 1):
         best[1:] = [
             min((best[j][0] + size * (below[i] - below[j]), (*best[j][1], size)) for j in range(i))
             for i, size in enumerate(sizes, 1)
         ]
-        found.append(best[-1])
-    enough = found[-1][0] * (1 + _LITTLE)
-    return list(next(widths for computed, widths in found if computed <= enough))
+        best_by_count.append(best[-1])
+    enough = best_by_count[-1][0] * (1 + _LITTLE)
+    return list(next(widths for computed, widths in best_by_count if computed <= enough))
 
 
 def share(plan: Plan, keys: int) -> float:
@@ -218,7 +218,7 @@ def _probabilities(
         # Where a hidden logit is NaN, so is the derivative of its cap.
         logits = ops.where(allowed, logits, ops.zeros_like(logits))
     positions = tuple(map(_taken, bound[:2], at[:2])) if changes.position_bias is not None else None
-    logits = changes.of_logits(logits, part.heads, positions)
+    logits = changes.apply(logits, part.heads, positions)
     allowed, alive = changes.allowed(allowed), None
     if allowed is not None:
         alive = ops.any(allowed, axis=-1, keepdims=True)
@@ -245,30 +245,30 @@ def _allowed(part: Part, at: _At, batch: Length) -> Mask:
     Nothing is cut or joined along the axis of heads, which may be spread over devices.
     """
 
-    def of_leaf(leaf: MaskSpec) -> Mask:
+    def leaf_mask(leaf: MaskSpec) -> Mask:
         apart = (batch if leaf.inputs else 1, at.queries.shape[0])
         together = (apart[0] * apart[1],)
 
-        def of_each(places: Tensor, *size: int) -> Tensor:
+        def taken_of_each(places: Tensor, *size: int) -> Tensor:
             return ops.reshape(ops.broadcast_to(places, (*apart, *size)), (*together, *size))
 
-        examples = of_each(ops.arange(apart[0], dtype="int32")[:, None])[:, None, None, None]
-        queries, keys = (of_each(x, x.shape[1]) for x in at[:2])
+        examples = taken_of_each(ops.arange(apart[0], dtype="int32")[:, None])[:, None, None, None]
+        queries, keys = (taken_of_each(x, x.shape[1]) for x in at[:2])
         both = queries[:, None, :, None], keys[:, None, None]
         # (By example nothing is read where the sequences of all are one.)
         places = Places(examples, *both, *both, _taken, by_example=batch != 0)
-        answer = allowed_at(leaf, part.bound, part.heads, places)
+        answer = mask_at(leaf, part.bound, part.heads, places)
         return answer[None] if answer.shape[0] == 1 else _reshaped(answer, apart)
 
-    def of_rule(rule: MaskSpec) -> Mask:
-        return rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not)
+    def rule_mask(rule: MaskSpec) -> Mask:
+        return rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not)
 
     groups, heads = part.groups(), range(len(part.heads))
-    answers = [of_rule(rule) for rule, _ in groups]
+    answers = [rule_mask(rule) for rule, _ in groups]
     if len(groups) == 1:
         return answers[0]
-    own = [np.isin(heads, members)[:, None, None] for _, members in groups]
-    return functools.reduce(ops.logical_or, map(ops.logical_and, own, answers))
+    is_member = [np.isin(heads, members)[:, None, None] for _, members in groups]
+    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, answers))
 
 
 def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
@@ -283,8 +283,10 @@ def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
     batch, heads, rows, _, columns, _ = masks.sizes(cells)
     cells = ops.transpose(cells, (0, 2, 4, 1, 3, 5))
     cells = ops.reshape(cells, (batch, rows * columns, heads, tile, block))
-    found = ops.transpose(_taken(cells, (tiles * columns + blocks).tolist(), 1), (0, 1, 3, 4, 2, 5))
-    return ops.reshape(found, (batch, *blocks.shape[:1], heads, tile, blocks.shape[1] * block))
+    biases = ops.transpose(
+        _taken(cells, (tiles * columns + blocks).tolist(), 1), (0, 1, 3, 4, 2, 5)
+    )
+    return ops.reshape(biases, (batch, *blocks.shape[:1], heads, tile, blocks.shape[1] * block))
 
 
 # --- Cutting, and putting together ---------------------------------------------------------------

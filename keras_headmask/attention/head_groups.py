@@ -50,15 +50,15 @@ def by_rule(part: Part) -> list[Part]:
     In each part every key head is read by equally many. `part` is of all heads.
     """
     groups = [(part.rule, part.heads)] if evaluation.heads_are_spread() else part.groups()
-    made = []
+    parts = []
     for rule, of_rule in groups:
-        for heads in of_equal_sharing(of_rule, part.sharing):
+        for heads in split_by_sharing(of_rule, part.sharing):
             sharing = len(heads) // len(key_heads(heads, part.sharing))
             drawn = part.dropout
             if drawn is not None:
-                drawn = drawn._replace(rows=of_heads(drawn.rows, heads, axis=1))
-            made.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
-    return made
+                drawn = drawn._replace(rows=select_heads(drawn.rows, heads, axis=1))
+            parts.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
+    return parts
 
 
 def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
@@ -66,7 +66,7 @@ def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
     return tensor[(slice(None),) * axis + (slice(start, stop),)]
 
 
-def of_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
+def select_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
     """Some heads of `tensor`, sorted; heads that are side by side are not gathered."""
     first, last = heads[0], heads[-1]
     if len(heads) != last - first + 1:
@@ -75,7 +75,7 @@ def of_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
 
 
 def changes_of_heads(changes: Changes, heads: tuple[int, ...]) -> Changes:
-    return changes.of_heads(lambda tensor, axis: of_heads(tensor, heads, axis))
+    return changes.select_heads(lambda tensor, axis: select_heads(tensor, heads, axis))
 
 
 def sharing_of(query: Tensor, key: Tensor) -> int:
@@ -89,7 +89,7 @@ def key_heads(heads: tuple[int, ...], sharing: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(head // sharing for head in heads))
 
 
-def of_equal_sharing(heads: tuple[int, ...], sharing: int) -> list[tuple[int, ...]]:
+def split_by_sharing(heads: tuple[int, ...], sharing: int) -> list[tuple[int, ...]]:
     """`heads`, sorted, in sets: in each, every key head is read by equally many."""
     readers: dict[int, list[int]] = {}
     for head in heads:
@@ -128,7 +128,7 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
     """The heads of `tensor` in each of `sets`, which are sorted; a head may be in several."""
     heads = range(tensor.shape[axis])
     if len(sets) == 1 or sorted(head for of_set in sets for head in of_set) != list(heads):
-        return [of_heads(tensor, of_set, axis) for of_set in sets]
+        return [select_heads(tensor, of_set, axis) for of_set in sets]
     owner = {head: number for number, of_set in enumerate(sets) for head in of_set}
     edges = [head for head in heads[1:] if owner[head] != owner[head - 1]]
     pieces: list[list[Tensor]] = [[] for _ in sets]
@@ -137,16 +137,19 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
     return [x[0] if len(x) == 1 else ops.concatenate(x, axis) for x in pieces]
 
 
-def of_groups(part: Part, *operands: Tensor) -> list[tuple]:
+def group_operands(part: Part, *operands: Tensor) -> list[tuple]:
     """Each head group with its operands: query, key, value, tensors of `part.changes`."""
     groups = by_rule(part)
     sets = [group.heads for group in groups]
     of_keys = [key_heads(heads, part.sharing) for heads in sets]
     pairs = zip(operands[:3], (sets, of_keys, of_keys), strict=True)
-    cuts = [cut_into(x, own, 2) for x, own in pairs]
+    cuts = [cut_into(x, of_tensor, 2) for x, of_tensor in pairs]
     changes = part.changes.with_tensors(operands[3:])
     tensors = [changes_of_heads(changes, heads).tensors for heads in sets]
-    return [(group, *own, *more) for group, *own, more in zip(groups, *cuts, tensors, strict=True)]
+    return [
+        (group, *of_tensor, *more)
+        for group, *of_tensor, more in zip(groups, *cuts, tensors, strict=True)
+    ]
 
 
 def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:
@@ -224,12 +227,12 @@ def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) 
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
     drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
     positions = (ops.cast(x, "int32") for x in (bound.query_positions, bound.key_positions))
-    given = drawn, ops.arange(batch, dtype="int32"), *positions
+    place = drawn, ops.arange(batch, dtype="int32"), *positions
     if keras.backend.backend() != "tensorflow":
-        return Dropout(rate, *_numbers(heads, *given))
+        return Dropout(rate, *_numbers(heads, *place))
     from keras_headmask.attention.tensorflow.graph import for_equal_shapes
 
-    return Dropout(rate, *for_equal_shapes(_numbers, heads)(*given))  # its 100 nodes once
+    return Dropout(rate, *for_equal_shapes(_numbers, heads)(*place))  # its 100 nodes once
 
 
 def _numbers(

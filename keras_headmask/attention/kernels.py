@@ -55,9 +55,9 @@ class Kernel:
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
         """The context, in the dtype of the value, and probabilities, which only `Dense` has."""
-        given = request.query, request.key, request.value
+        tensors = request.query, request.key, request.value
         is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
-        operands = [ops.cast(x, "float64" if is_double else "float32") for x in given]
+        operands = [ops.cast(x, "float64" if is_double else "float32") for x in tensors]
         changes = request.changes
         if changes.are_some or request.dropout:
             sizes = masks.sizes(request.query)[0], request.query.shape[2], *request.lengths
@@ -405,8 +405,8 @@ class ByGroup(Kernel):
         reason = _skips_nothing(request, part)
         if reason is not None:
             return reason
-        *own, last = self.kernels
-        if request.tiled or first(own, request, part) is not None:
+        *others, last = self.kernels
+        if request.tiled or first(others, request, part) is not None:
             return None
         if _is_torch_on_gpu(request) and _is_compiled():
             return "a plan by NumPy would split the code that is compiled"
@@ -421,7 +421,7 @@ class ByGroup(Kernel):
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         contexts, sets = [], []
-        for group, *of_group in head_groups.of_groups(part, *operands):
+        for group, *of_group in head_groups.group_operands(part, *operands):
             kernel = first(self.kernels, request, group)
             assert kernel is not None
             contexts.append(kernel.compute(request, group, *of_group))

@@ -58,7 +58,7 @@ class Changes(NamedTuple):
         sinks, largest = changes.sinks, ops.cast(_LARGEST_SINK, dtype)
         return changes._replace(sinks=ops.where(sinks > _LARGEST_SINK, largest, sinks))
 
-    def of_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
+    def select_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
         """For some heads; `cut` takes a tensor and its axis of heads."""
 
         def of(name: str, tensor: Tensor) -> Tensor:
@@ -76,9 +76,9 @@ class Changes(NamedTuple):
         rest = iter(tensors)
         return self._with(lambda *_: next(rest))
 
-    def _with(self, made: Callable[[str, Tensor], Any]) -> "Changes":
-        given = {name: getattr(self, name) for name in _AXES_OF_HEADS}
-        return self._replace(**{k: made(k, x) for k, x in given.items() if x is not None})
+    def _with(self, change: Callable[[str, Tensor], Any]) -> "Changes":
+        by_heads = {name: getattr(self, name) for name in _AXES_OF_HEADS}
+        return self._replace(**{k: change(k, x) for k, x in by_heads.items() if x is not None})
 
     # --- In a tile ---
 
@@ -86,7 +86,7 @@ class Changes(NamedTuple):
         """For several tiles at once, as one: the bias is `(n, h or 1, queries or 1, keys or 1)`."""
         return self if self.bias is None else self._replace(bias=pairs_at(self.bias, places))
 
-    def of_logits(
+    def apply(
         self, logits: Tensor, heads: Sequence[int], positions: Positions | None, cuts: Cuts = WHOLE
     ) -> Tensor:
         """The logits `(B, h, queries, keys)` of a tile, changed; tensors are those of `heads`."""
@@ -98,7 +98,7 @@ class Changes(NamedTuple):
             assert positions is not None
             queries, keys = cuts.queries(positions[0], 0), cuts.keys(positions[1], 0)
             dtype = keras.backend.standardize_dtype(logits.dtype)
-            by_position = self.position_bias.of_tile(queries, keys, heads, self.table, dtype)
+            by_position = self.position_bias.tile_bias(queries, keys, heads, self.table, dtype)
             logits = logits + ops.cast(by_position, logits.dtype)
         return logits
 
@@ -225,7 +225,7 @@ def checked_weights(name: str, tensor: Any, *shape: int) -> Tensor:
     return tensor
 
 
-def given_changes(
+def checked_changes(
     lengths: Sequence[int | None],
     bias: Any = None,
     position_bias: Any = None,

@@ -47,15 +47,15 @@ class _Mask(NamedTuple):
 
 def lost_mask(tensor: Any) -> Lost | None:
     """Where the Keras mask of a symbolic tensor was lost; `None` if it has one or never had."""
-    found: dict[int, _Mask] = {}
+    mask_of: dict[int, _Mask] = {}
     for one in _in_forward_order(tensor):
         operation, read = _keras.made_by(one)
-        found[id(one)] = _after(one, operation, read, found)
+        mask_of[id(one)] = _after(one, operation, read, mask_of)
         if _keras.takes_masks_off(operation):
             for x in read:
-                if found[id(x)].is_there:
-                    found[id(x)] = _Mask(lost=Lost(operation, found[id(x)].ids))
-    return found[id(tensor)].lost
+                if mask_of[id(x)].is_there:
+                    mask_of[id(x)] = _Mask(lost=Lost(operation, mask_of[id(x)].ids))
+    return mask_of[id(tensor)].lost
 
 
 def _in_forward_order(tensor: Any) -> Iterator[Any]:
@@ -73,21 +73,21 @@ def _in_forward_order(tensor: Any) -> Iterator[Any]:
             yield one
 
 
-def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]) -> _Mask:
+def _after(tensor: Any, operation: Any, read: list[Any], mask_of: dict[int, _Mask]) -> _Mask:
     """The mask of `tensor`, which `operation` makes of the tensors `read`."""
     is_layer = isinstance(operation, keras.Layer)
     joins = not is_layer or isinstance(operation, _MERGING)
     # Other layers pass on the mask of their first argument, or use it up, as a pooling does, or
     # destroy it, of which Keras warns.
-    sources = [x for x in (read if joins else read[:1]) if _of_one_sequence(x, tensor)]
+    sources = [x for x in (read if joins else read[:1]) if _share_a_sequence(x, tensor)]
     name = type(operation).__name__
     if not is_layer and (name in _MOVE_AXES or (name in _PICK and len(read) > 1)):
         sources = []
-    before = [found[id(x)] for x in sources]
+    before = [mask_of[id(x)] for x in sources]
     lost = next((mask.lost for mask in before if mask.lost is not None), None)
     if _keras.get_keras_mask(tensor) is not None:
         expected = [x for x in sources if _keras.get_keras_mask(x) is not None]
-        if expected and not all(found[id(x)].is_there for x in expected):
+        if expected and not all(mask_of[id(x)].is_there for x in expected):
             return _Mask(lost=lost)
         ids = next((mask.ids for mask in before if mask.is_there), None)
         return _Mask(True, ids if expected else _name_of_input(read))
@@ -103,7 +103,7 @@ def _after(tensor: Any, operation: Any, read: list[Any], found: dict[int, _Mask]
     return _Mask(lost=lost if joins or not there else None)
 
 
-def _of_one_sequence(one: Any, other: Any) -> bool:
+def _share_a_sequence(one: Any, other: Any) -> bool:
     """Whether the first two axes, of the batch and the positions, are alike."""
     return min(len(one.shape), len(other.shape)) > 1 and one.shape[:2] == other.shape[:2]
 
@@ -136,23 +136,23 @@ def hides_padding(spec: MaskSpec, num_heads: int) -> bool:
         return bool(kinds)  # a whole mask may hold anything
     is_real = np.arange(_LENGTH) < _LENGTH // 2
     is_real = np.stack([is_real, ~is_real])
-    given = {
+    inputs = {
         name: is_real if kind.dtype == "bool" else np.where(is_real, _REAL, 0).astype("int32")
         for name, kind in kinds.items()
     }
-    mask = ops.convert_to_numpy(make_mask(spec, _LENGTH, _LENGTH, num_heads, given))
+    mask = ops.convert_to_numpy(make_mask(spec, _LENGTH, _LENGTH, num_heads, inputs))
     return not (mask & is_real[:, None, :, None] & ~is_real[:, None, None, :]).any()
 
 
-def warn_in_call(layer: Any, query: Any, value: Any, given: Mapping[str, Any]) -> None:
+def warn_in_call(layer: Any, query: Any, value: Any, arguments: Mapping[str, Any]) -> None:
     """Warn where the graph lost the mask of the keys, and nothing else hides padding.
 
-    `layer` is one of ours; `given` are the arguments of its call on symbolic tensors.
+    `layer` is one of ours; `arguments` are those of its call on symbolic tensors.
     """
-    own = _keras.get_keras_mask(value)  # Keras fills the arguments with it
+    keras_mask = _keras.get_keras_mask(value)  # Keras fills the arguments with it
     of_query = ("query_mask", "mask") if value is query else ()
-    passed = (given[name] for name in ("attention_mask", "value_mask", "key_mask", *of_query))
-    if any(mask is not None and mask is not own for mask in passed):
+    passed = (arguments[name] for name in ("attention_mask", "value_mask", "key_mask", *of_query))
+    if any(mask is not None and mask is not keras_mask for mask in passed):
         return
     spec, lost = layer.mask_spec, lost_mask(value)
     if lost is None or (spec is not None and hides_padding(spec, layer.num_heads)):

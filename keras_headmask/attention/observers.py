@@ -35,13 +35,13 @@ def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
     One wrapper serves all who look at once, and goes with the last of them. It is put among the
     attributes past the trackers of Keras and TensorFlow.
     """
-    now, key, own = _overrides.get(), (id(holder), name), vars(holder)
+    now, key, attributes = _overrides.get(), (id(holder), name), vars(holder)
     with _LOCK:
-        wrapper = own.get(name)
+        wrapper = attributes.get(name)
         if not isinstance(wrapper, _Wrapper):
             wrapper = None
             if not getattr(getattr(holder, name), "asks", False):
-                wrapper = own[name] = _Wrapper(holder, name)
+                wrapper = attributes[name] = _Wrapper(holder, name)
         if wrapper is not None:
             wrapper.looks += 1
     try:
@@ -51,10 +51,10 @@ def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
         with _LOCK:
             if wrapper is not None:
                 wrapper.looks -= 1
-                if not wrapper.looks and own.get(name) is wrapper:
-                    del own[name]
+                if not wrapper.looks and attributes.get(name) is wrapper:
+                    del attributes[name]
                     if wrapper.held is not None:
-                        own[name] = wrapper.held
+                        attributes[name] = wrapper.held
 
 
 def rules_off() -> AbstractContextManager[bool]:
@@ -148,15 +148,15 @@ def asking(method: Callable) -> Callable:
 
 def held(holder: Any, name: str) -> Any:
     """What the object itself holds under `name`, while others look, too; else `None`."""
-    own = vars(holder).get(name)
-    return own.held if isinstance(own, _Wrapper) else own
+    attribute = vars(holder).get(name)
+    return attribute.held if isinstance(attribute, _Wrapper) else attribute
 
 
 def attributes(holder: Any) -> dict[str, Any]:
     """What the object itself holds, as `held` has it, also while other threads look."""
-    found = vars(holder).copy()
-    inner = {name: x.held for name, x in found.items() if isinstance(x, _Wrapper)}
-    return {k: v for k, v in (found | inner).items() if k not in inner or v is not None}
+    current = vars(holder).copy()
+    inner = {name: x.held for name, x in current.items() if isinstance(x, _Wrapper)}
+    return {k: v for k, v in (current | inner).items() if k not in inner or v is not None}
 
 
 class _Wrapper:

@@ -15,7 +15,7 @@ from keras import ops
 
 from keras_headmask._keras import custom_gradient, in_xla
 from keras_headmask.attention import device
-from keras_headmask.attention.subscripts import axes, of_left, of_right
+from keras_headmask.attention.subscripts import axes, left_gradient, right_gradient
 from keras_headmask.attention.tuning import Held, holding, is_forward_only
 from keras_headmask.masks import Tensor
 
@@ -105,14 +105,14 @@ def _in_tensorflow(subscripts: str, half: str, left: Tensor, right: Tensor) -> T
     def with_gradient(left: Tensor, right: Tensor) -> tuple:
         rows, columns, back = axes(subscripts)
         rounded = (tf.transpose(tf.cast(x, half), o) for x, o in ((left, rows), (right, columns)))
-        made = tf.transpose(tf.matmul(*rounded, output_type=tf.float32), back)
+        rounded_product = tf.transpose(tf.matmul(*rounded, output_type=tf.float32), back)
 
         def gradient(upstream: Tensor) -> tuple:
-            d_left = product(of_left(subscripts), upstream, right, half)
-            d_right = product(of_right(subscripts), left, upstream, half)
+            d_left = product(left_gradient(subscripts), upstream, right, half)
+            d_right = product(right_gradient(subscripts), left, upstream, half)
             return tf.cast(d_left, left.dtype), tf.cast(d_right, right.dtype)
 
-        return made, gradient
+        return rounded_product, gradient
 
     if is_forward_only():
         return with_gradient(left, right)[0]

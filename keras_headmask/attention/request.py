@@ -80,11 +80,11 @@ def bound_to(
     then all layers that read it share what is made of it.
     """
     (batch, queries), keys = sizes(query)[:2], sizes(key)[1]
-    found = Sizes(batch, queries, keys)
-    if _is_graph(query) and any(not isinstance(size, int) for size in found):
-        found, query = _given_sizes(found, rule, inputs, query_offset, query, key)
-    lengths = found.queries, found.keys, query_offset
-    return evaluation.bind(rule, inputs, *lengths, batch=found.batch, **known), query
+    known_sizes = Sizes(batch, queries, keys)
+    if _is_graph(query) and any(not isinstance(size, int) for size in known_sizes):
+        known_sizes, query = _sizes_from_inputs(known_sizes, rule, inputs, query_offset, query, key)
+    lengths = known_sizes.queries, known_sizes.keys, query_offset
+    return evaluation.bind(rule, inputs, *lengths, batch=known_sizes.batch, **known), query
 
 
 def _is_graph(query: Tensor) -> bool:
@@ -96,29 +96,31 @@ def _is_graph(query: Tensor) -> bool:
     return not (tf.executing_eagerly() or _keras.in_xla() or is_dense_scope())
 
 
-def _given_sizes(
-    own: Sizes,
+def _sizes_from_inputs(
+    sizes: Sizes,
     rule: MaskSpec,
     inputs: Mapping[str, Any],
     query_offset: Length,
     query: Tensor,
     key: Tensor,
 ) -> tuple[Sizes, Tensor]:
-    """See `graph_shapes.given_sizes`."""
+    """See `graph_shapes.sizes_from_input`."""
     kinds = {
         name: kind
         for name, kind in rule.inputs.items()
         if kind.rank is not None and not graph_shapes.is_outside(name)
     }
     if not kinds:
-        return own, query
+        return sizes, query
     name = max(kinds, key=lambda name: len(kinds[name].sides))  # the first that says both lengths
     pair = evaluation.as_pair(inputs[name])
     is_cut = pair is None and not (isinstance(query_offset, int) and query_offset == 0)
     sides = (inputs[name],) * 2 if pair is None else pair
-    given = Sides(*(None if side is None else as_mask_input(side) for side in sides))
+    mask_input = Sides(*(None if side is None else as_mask_input(side) for side in sides))
     is_self = _keras.are_as_long(query, key)
-    return graph_shapes.given_sizes(own, name, given, kinds[name].sides, is_cut, is_self, query)
+    return graph_shapes.sizes_from_input(
+        sizes, name, mask_input, kinds[name].sides, is_cut, is_self, query
+    )
 
 
 def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:
@@ -149,9 +151,9 @@ def all_that_restricts(
     What comes from outside is ANDed after the rule, so that no `~` or `|` inside reopens it.
     """
     specs, inputs = [spec], dict(mask_inputs or {})
-    given = attention_mask, query_mask, value_mask, key_mask
+    tensors = attention_mask, query_mask, value_mask, key_mask
     as_inputs = attention_mask, (query_mask, None), (None, value_mask), (None, key_mask)
-    for leaf, mask, as_input in zip(_FROM_OUTSIDE, given, as_inputs, strict=True):
+    for leaf, mask, as_input in zip(_FROM_OUTSIDE, tensors, as_inputs, strict=True):
         if mask is not None:
             specs.append(leaf)
             inputs[leaf.input] = as_input

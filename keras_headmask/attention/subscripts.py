@@ -1,13 +1,13 @@
 """The subscripts of a product of two operands, as `ops.einsum` has them."""
 
 
-def of_left(subscripts: str) -> str:
+def left_gradient(subscripts: str) -> str:
     """The subscripts of the gradient of the left operand: that of the product, times the right."""
     left, right, out = _letters(subscripts)
     return f"{out},{right}->{left}"
 
 
-def of_right(subscripts: str) -> str:
+def right_gradient(subscripts: str) -> str:
     left, right, out = _letters(subscripts)
     return f"{left},{out}->{right}"
 
@@ -27,8 +27,8 @@ def axes(subscripts: str) -> tuple[list[int], list[int], list[int]]:
         (set(one) & set(other)) - set(shared)
         for one, other in ((left, out), (right, out), (left, right))
     )
-    of_left, of_right = (
+    left_gradient, right_gradient = (
         [operand.index(x) for x in shared + last]
         for operand, last in ((left, row + summed), (right, summed + column))
     )
-    return of_left, of_right, [(shared + row + column).index(x) for x in out]
+    return left_gradient, right_gradient, [(shared + row + column).index(x) for x in out]

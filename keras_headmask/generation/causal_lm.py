@@ -66,12 +66,12 @@ class _Generates(_CausalLM):
         prompt = _prompt.get()
         if prompt is None:  # some classes take more: images, padding
             return super()._build_cache(token_ids, *args, **kwargs)
-        length, given = prompt.length, prompt.inputs
+        length, inputs = prompt.length, prompt.inputs
         if _has_any_size():  # what follows the prompt is padding
             token_ids = token_ids[:, : prompt.shortest]
-            given = {name: _of_prompt(x, prompt.shortest) for name, x in given.items()}
+            inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
         run = head_cache.Run(length, prompt.shortest - 1)
-        _, hidden_states, _ = self._run(run, token_ids, given, 0)
+        _, hidden_states, _ = self._run(run, token_ids, inputs, 0)
         rest = ops.zeros_like(hidden_states[:, :1])
         rest = ops.repeat(rest, length - ops.shape(hidden_states)[1], axis=1)
         hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
@@ -175,7 +175,7 @@ class _Generates(_CausalLM):
         return {k: x if k in whole else ops.cast(x, "int32") for k, x in tensors.items()}
 
 
-def _of_prompt(x: Tensor, length: Length) -> Tensor:
+def _cut_to_prompt(x: Tensor, length: Length) -> Tensor:
     """What a rule reads, cut to the first `length` positions."""
     return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
 

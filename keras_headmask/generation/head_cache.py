@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.head_groups import in_order, of_heads
+from keras_headmask.attention.head_groups import in_order, select_heads
 from keras_headmask.generation import one_query
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
@@ -68,14 +68,14 @@ def with_own_window(adapter: Attention, rules: Sequence[LayerRule]) -> list[Laye
 def slots_of(adapter: Attention, rules: Sequence[LayerRule], length: int) -> list[Slots]:
     """The slots of each group of key heads, for sequences of up to `length` tokens."""
     shared = adapter.num_heads // adapter.num_key_heads  # query heads that share keys
-    found: dict[Reach, list[int]] = {}
+    heads_by_reach: dict[Reach, list[int]] = {}
     for first in range(0, adapter.num_heads, shared):
-        of_group = reaching.of_any(
-            reaching.of_all([rule.spec.for_head(head).looks_back() for rule in rules])
+        of_group = reaching.union(
+            reaching.intersection([rule.spec.for_head(head).looks_back() for rule in rules])
             for head in range(first, first + shared)
         )
-        found.setdefault(of_group, []).append(first // shared)
-    return [_slots(tuple(heads), of_group, length) for of_group, heads in found.items()]
+        heads_by_reach.setdefault(of_group, []).append(first // shared)
+    return [_slots(tuple(heads), of_group, length) for of_group, heads in heads_by_reach.items()]
 
 
 def _slots(heads: tuple[int, ...], reach: Reach, length: int) -> Slots:
@@ -137,29 +137,29 @@ class Run:
         keys = {name: arguments[name] for name in ("key", "value")}
         if _is_torch():  # see `called`
             keys = {name: x[:, -query.shape[1] :] for name, x in keys.items()}
-        own = {name: x[:, :, :: adapter.key_repeats] for name, x in keys.items()}
+        unrepeated = {name: x[:, :, :: adapter.key_repeats] for name, x in keys.items()}
         rules = with_own_window(adapter, rules)
         slots = slots_of(adapter, rules, self.length)
         if self.states is None:
-            self.made.append([self._seeds(of_group, own) for of_group in slots])
+            self.made.append([self._seeds(of_group, unrepeated) for of_group in slots])
             return usual(arguments | keys)
-        state, made = self.states[len(self.made)], []
+        state, parts = self.states[len(self.made)], []
         contexts: list[Tensor] = []
         order: list[int] = []
         for of_group, kept in zip(slots, state, strict=True):
             place = of_group.place(self.last)
             new = {
                 name: one_query.written(kept[name], _heads_first(x, of_group), place)
-                for name, x in own.items()
+                for name, x in unrepeated.items()
             }
-            made.append(new)
+            parts.append(new)
             heads = _query_heads(adapter, of_group)
             seen = self._mask(rules, of_group, heads, mask)
-            queries = of_heads(query, heads, axis=2)
+            queries = select_heads(query, heads, axis=2)
             operands = queries, new["key"], new["value"], seen
             contexts.append(one_query.attention(*operands, adapter.scale, adapter.soft_cap))
             order.extend(heads)
-        self.made.append(made)
+        self.made.append(parts)
         context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)
         return in_order(context, order, axis=2), None
 
@@ -168,7 +168,7 @@ class Run:
         place = ops.maximum(slots.positions(self.last), 0)
         return {
             name: ops.transpose(
-                ops.take(of_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
+                ops.take(select_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
             )
             for name, x in keys.items()
         }
@@ -189,10 +189,10 @@ class Run:
         )
         mask = (positions >= 0)[None, None, None, :]
         if attention_mask is not None:
-            given = masks.lift(masks.as_bool(attention_mask, "attention_mask"))
-            of_slots = ops.take(given, place, axis=3)
-            if given.shape[1] != 1:
-                of_slots = of_heads(of_slots, heads, axis=1)
+            lifted = masks.lift(masks.as_bool(attention_mask, "attention_mask"))
+            of_slots = ops.take(lifted, place, axis=3)
+            if lifted.shape[1] != 1:
+                of_slots = select_heads(of_slots, heads, axis=1)
             mask = ops.logical_and(mask, of_slots)
         for rule in rules:
             groups = [
@@ -208,9 +208,9 @@ class Run:
         """What a rule reads, for the whole sequence as it is known by now."""
         if rule not in self._bound:
             tensors: Any = inputs_of(rule) or {}
-            given, length = rule.inputs_from(tensors), self.length
+            inputs, length = rule.inputs_from(tensors), self.length
             prepared = rule.prepared(tensors)
-            bound = evaluation.bind(rule.spec, given, length, length, prepared=prepared)
+            bound = evaluation.bind(rule.spec, inputs, length, length, prepared=prepared)
             self._bound[rule] = bound
         return self._bound[rule]
 
@@ -221,7 +221,7 @@ def _query_heads(adapter: Attention, slots: Slots) -> tuple[int, ...]:
 
 
 def _heads_first(x: Tensor, slots: Slots) -> Tensor:
-    return ops.transpose(of_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
+    return ops.transpose(select_heads(x, slots.heads, axis=2), (0, 2, 1, 3))
 
 
 def keeps(layer: Any) -> bool:

@@ -34,15 +34,15 @@ def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
             "The call of a layer takes no rule. Pass the rule when you make the layer: "
             f"{name}(..., mask_spec=...)."
         )
-    given = {**dict(zip(_TENSORS, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(_TENSORS, args, strict=False)), **kwargs}
     for place in _TENSORS:
-        if isinstance(given.get(place), Mapping):
-            names = ", ".join(f"{name!r}: ..." for name in given[place])
+        if isinstance(arguments.get(place), Mapping):
+            names = ", ".join(f"{name!r}: ..." for name in arguments[place])
             raise TypeError(
-                f"`{place}` must be a tensor. Received: a dict of {list(given[place])}. What a "
+                f"`{place}` must be a tensor. Received: a dict of {list(arguments[place])}. What a "
                 f"rule reads is passed by name: layer(x, mask_inputs={{{names}}})."
             )
-    query: Any = given.get("query")
+    query: Any = arguments.get("query")
     if len(getattr(query, "shape", None) or ()) == 2 and "int" in str(query.dtype):
         raise TypeError(
             "`query` must be embeddings, of shape (batch, length, size). Received: integers of "
@@ -80,7 +80,7 @@ def checked_call(
         return offset
     lengths = evaluation.Lengths(query.shape[0], num_heads, query.shape[1], value.shape[1])
     both = window if spec is None else spec if window is None else spec & window
-    offset = offsets.given_offset(query_offset, both, lengths.queries, lengths.keys)
+    offset = offsets.checked_or_default_offset(query_offset, both, lengths.queries, lengths.keys)
     for name, axis in (("query_mask", "queries"), ("value_mask", "keys"), ("key_mask", "keys")):
         if outside[name] is None:
             continue

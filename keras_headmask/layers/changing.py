@@ -60,9 +60,9 @@ class Options(NamedTuple):
     def config(self) -> dict[str, Any]:
         """For the config of the layer: what differs from the default alone."""
         bias = None if self.position_bias is None else self.position_bias.get_config()
-        given = {"position_bias": bias, "logits_soft_cap": self.soft_cap}
-        given |= {"use_sinks": self.use_sinks or None}
-        return {name: value for name, value in given.items() if value is not None}
+        fields = {"position_bias": bias, "logits_soft_cap": self.soft_cap}
+        fields |= {"use_sinks": self.use_sinks or None}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 def refuse_own_code(layer: Any, ours: type, options: Options) -> None:
@@ -70,18 +70,18 @@ def refuse_own_code(layer: Any, ours: type, options: Options) -> None:
 
     `ours` is the public class that it is or inherits from.
     """
-    own = [
+    overridden = [
         name
         for name in (_keras.COMPUTE_ATTENTION, _keras.MASKED_SOFTMAX)
         if getattr(type(layer), name) is not getattr(ours, name)
     ]
-    if own and options != Options():
+    if overridden and options != Options():
         raise ValueError(
             "A subclass that overrides how attention is computed cannot take `position_bias`, "
             "`logits_soft_cap` or `use_sinks`: the arguments of Keras' method do not hold them. "
-            f"`{type(layer).__name__}` overrides `{own[0]}`. Received: {options.config()}. Leave "
-            f"them out and change the logits in `{own[0]}`, or do not override it. To read the "
-            "probabilities, pass return_attention_scores=True."
+            f"`{type(layer).__name__}` overrides `{overridden[0]}`. Received: {options.config()}. "
+            f"Leave them out and change the logits in `{overridden[0]}`, or do not override it. "
+            "To read the probabilities, pass return_attention_scores=True."
         )
 
 
@@ -98,7 +98,9 @@ def add_weights(layer: Any, options: Options) -> None:
         layer.sinks = layer.add_weight(shape=(layer.num_heads,), name="sinks", **more)
 
 
-def of_call(layer: Any, options: Options, attention_bias: Any, *lengths: int | None) -> Changes:
+def call_changes(
+    layer: Any, options: Options, attention_bias: Any, *lengths: int | None
+) -> Changes:
     """What changes the logits in a call; `lengths` are (B, H, T, S)."""
     return Changes(
         options.soft_cap,
@@ -172,7 +174,7 @@ def by_hook(
         dtype = (
             "float64" if keras.backend.standardize_dtype(query.dtype) == "float64" else "float32"
         )
-        whole = bias.of_tile(queries, keys, range(bias.num_heads), changes.table, dtype)
+        whole = bias.tile_bias(queries, keys, range(bias.num_heads), changes.table, dtype)
         whole = whole if changes.bias is None else whole + ops.cast(changes.bias, whole.dtype)
         changes = changes._replace(position_bias=None, table=None, bias=whole)
     held = _Held(layer, changes)

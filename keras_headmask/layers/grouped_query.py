@@ -114,9 +114,9 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
     ) -> tuple[Tensor, Tensor | None]:
         query, *of_keys = operands
         every = [ops.repeat(x, self.num_repeats, axis=2) for x in of_keys]
-        return self._of_all_heads([query, *every], mask, training, wants_scores)
+        return self._attend_all_heads([query, *every], mask, training, wants_scores)
 
-    def _of_all_heads(
+    def _attend_all_heads(
         self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
     ) -> tuple[Tensor, Tensor | None]:
         _keras.want_scores(self, wants_scores)  # where a subclass looks for it
@@ -142,8 +142,8 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         if use_causal_mask:
             attention_mask = self._and_causal(attention_mask, query, key)
 
-        def stock(*given: Any) -> tuple[Tensor, Tensor | None]:
-            *others, wanted = given
+        def stock(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+            *others, wanted = arguments
             _keras.want_scores(seen, wanted)
             return super(PerHeadMaskedGroupedQueryAttention, seen)._compute_attention(*others)
 

@@ -39,8 +39,8 @@ def with_stand_ins(spec: MaskSpec | None, mask_inputs: Any, query: Tensor, value
         name: sides if kind.rank is not None else sides[0][:1, :1]
         for name, kind in spec.inputs.items()
     }
-    given = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
-    return missing | given or mask_inputs
+    inputs = {k: v for k, v in (mask_inputs or {}).items() if v is not None}
+    return missing | inputs or mask_inputs
 
 
 def check_is_built(layer: Any, store: Any) -> None:

@@ -160,8 +160,8 @@ class MaskedAttention(keras.Layer):
             mask_inputs = loading.with_stand_ins(self._mask_spec, mask_inputs, query, value)
         outside = dict(zip(_MASKS, (attention_mask, query_mask, value_mask, key_mask), strict=True))
         window = self._window(use_causal_mask)
-        asked = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
-        offset = checked_call(query, value, *asked, outside)
+        requirements = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
+        offset = checked_call(query, value, *requirements, outside)
         changes = self._changes(query, value, attention_bias)
         how = training, return_attention_scores
         if len(query.shape) != 3:
@@ -262,7 +262,7 @@ class MaskedAttention(keras.Layer):
         """What changes the logits in this call."""
         changing.check_one_axis(query, self.logit_options, attention_bias)
         lengths = query.shape[0], self.num_heads, query.shape[1], value.shape[1]
-        return changing.of_call(self, self.logit_options, attention_bias, *lengths)
+        return changing.call_changes(self, self.logit_options, attention_bias, *lengths)
 
     def _has_hooks(self) -> bool:
         """Whether `_compute_attention` must run: for a subclass, a flash kernel or an observer."""
@@ -277,9 +277,9 @@ class MaskedAttention(keras.Layer):
         self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Context and probabilities by `_compute_attention`, as Keras' `call` calls it."""
-        return self._of_all_heads(operands, mask, training, wants_scores)
+        return self._attend_all_heads(operands, mask, training, wants_scores)
 
-    def _of_all_heads(
+    def _attend_all_heads(
         self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The same, of operands with as many heads of keys as of queries."""
@@ -356,10 +356,10 @@ class MaskedAttention(keras.Layer):
     ) -> Mask | None:
         """What Keras merges here, each lifted to rank 4 before it meets the others."""
         # (Keras opens every integer but 0.)
-        given = attention_mask, query_mask, value_mask, key_mask
+        masks_by_name = attention_mask, query_mask, value_mask, key_mask
         attention_mask, query_mask, value_mask, key_mask = (
             None if mask is None else masks.as_bool(mask, name)
-            for name, mask in zip(_MASKS, given, strict=True)
+            for name, mask in zip(_MASKS, masks_by_name, strict=True)
         )
         of_tokens = query_mask, value_mask, key_mask
         stock = super()._compute_attention_mask
@@ -381,23 +381,29 @@ class MaskedAttention(keras.Layer):
     def compute_output_spec(self, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(MaskedAttention.call).bind(self, *args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        query, key = given["query"], given["key"]
-        value = query if given["value"] is None else given["value"]
-        outside = {name: given[name] for name in _MASKS}
-        window = self._window(given["use_causal_mask"])
-        asked = self.num_heads, self._mask_spec, window, given["mask_inputs"], given["query_offset"]
-        checked_call(query, value, *asked, outside)
-        self._changes(query, value, given["attention_bias"])
+        arguments = call.arguments
+        query, key = arguments["query"], arguments["key"]
+        value = query if arguments["value"] is None else arguments["value"]
+        outside = {name: arguments[name] for name in _MASKS}
+        window = self._window(arguments["use_causal_mask"])
+        requirements = (
+            self.num_heads,
+            self._mask_spec,
+            window,
+            arguments["mask_inputs"],
+            arguments["query_offset"],
+        )
+        checked_call(query, value, *requirements, outside)
+        self._changes(query, value, arguments["attention_bias"])
         if self._restricts and self.built:
             assert self._mask_spec is not None
             own_code.check_obeys(self, self._ours(), self._mask_spec, is_for_good=False)
         if not self._is_rebuilt:
-            lost_masks.warn_in_call(self, query, value, given)
+            lost_masks.warn_in_call(self, query, value, arguments)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)
-        if not given["return_attention_scores"]:
+        if not arguments["return_attention_scores"]:
             return output
         axes = getattr(self, "attention_axes", None) or range(1, len(query.shape) - 1)
         batch = (size for i, size in enumerate(query.shape[:-1]) if i not in axes)

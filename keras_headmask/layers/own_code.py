@@ -29,7 +29,7 @@ def check_obeys(layer: Any, ours: type, spec: MaskSpec, is_for_good: bool) -> No
     stand_in = observers.standing_in(layer, {_keras.FLASH: False})
 
     def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:
-        return stand_in._of_all_heads([query, key, value], mask, training, False)[0]
+        return stand_in._attend_all_heads([query, key, value], mask, training, False)[0]
 
     size = layer.head_dim if _keras.is_grouped(layer) else layer.key_dim
     with _eagerly():

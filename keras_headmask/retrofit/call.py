@@ -191,7 +191,9 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
     lengths = _lengths(adapter, arguments)
     for rule in rules:
         if offset is None and not rule.is_cross:
-            offsets.given_offset(None, rule.spec, lengths.queries, lengths.keys)  # may warn
+            offsets.checked_or_default_offset(
+                None, rule.spec, lengths.queries, lengths.keys
+            )  # may warn
     offset = 0 if offset is None else offset
     bounds: list[Bound] = []
     for rule in rules:

@@ -49,7 +49,7 @@ class Compound(MaskSpec):
         )
 
     def looks_back(self, hidden: bool = False) -> Reach:
-        return reaching.of_any(child.looks_back(hidden) for child in self.children)
+        return reaching.union(child.looks_back(hidden) for child in self.children)
 
 
 def _is_sparse(tiling: Tiling) -> bool:
@@ -93,7 +93,7 @@ class Join(Compound):
     def looks_back(self, hidden: bool = False) -> Reach:
         # `&` allows what all parts allow, and hides what any part hides; `|` the reverse.
         of_parts = [spec.looks_back(hidden) for spec in self.specs]
-        return (reaching.of_all if hidden is self._decides else reaching.of_any)(of_parts)
+        return (reaching.intersection if hidden is self._decides else reaching.union)(of_parts)
 
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         return self.of(children)
@@ -135,25 +135,25 @@ class And(Join):
         causal, wider = Window(after=0), [s for s in specs if isinstance(s, Or) and s.has_window]
         if causal in specs and wider:  # as in `recipes.streaming`
             specs = [s for s in specs if s not in (causal, wider[0])]
-            said = words.words(wider[0])
-            phrase = said.inner if ";" in said.phrase else said.phrase
+            part = words.words(wider[0])
+            phrase = part.inner if ";" in part.phrase else part.phrase
             if not specs:
                 return Words(f"{phrase}; no token after it", compound=True)
         parts = words.in_order(tuple(specs))
         if len(specs) < len(self.specs):
             parts.insert(0, Words(f"{phrase}; no token after it", compound=True))
-        asked = [said.condition for said in parts if said.condition.startswith("if ")]
-        unless = [said.condition for said in parts if said.condition.startswith("unless ")]
-        parts = [said for said in parts if not said.condition]
-        nouns = [said for said in parts if not said.hidden]
-        negated = [said.hidden for said in parts if said.hidden]
+        conditions = [part.condition for part in parts if part.condition.startswith("if ")]
+        unless = [part.condition for part in parts if part.condition.startswith("unless ")]
+        parts = [part for part in parts if not part.condition]
+        nouns = [part for part in parts if not part.hidden]
+        negated = [part.hidden for part in parts if part.hidden]
         if nouns:
-            phrases = [nouns[0].inner, *(said.those for said in nouns[1:])]
+            phrases = [nouns[0].inner, *(part.those for part in nouns[1:])]
             text = "; of these only ".join(phrases) + "".join(f", but not {n}" for n in negated)
         else:
             text = f"all but {', and not '.join(negated)}" if negated else "every token"
-        if asked:  # `Full() & ...` has words of its own
-            text += (", but only " if parts else ", ") + " and ".join(asked)
+        if conditions:  # `Full() & ...` has words of its own
+            text += (", but only " if parts else ", ") + " and ".join(conditions)
         if unless:
             refused = " or ".join(condition.removeprefix("unless ") for condition in unless)
             text += (", but not if " if parts else ", unless ") + refused
@@ -183,11 +183,13 @@ class Or(Join):
         global_tokens, rest = words.see_and_seen_by_all(self.specs)
         first = tuple(spec for spec in rest if spec.kind == "keys")
         others = tuple(spec for spec in rest if spec.kind != "keys")
-        said = words.in_order(first) + words.in_order(others)
-        said = [Words("itself") if part.phrase == "itself alone" else part for part in said]
+        described = words.in_order(first) + words.in_order(others)
+        described = [
+            Words("itself") if part.phrase == "itself alone" else part for part in described
+        ]
         is_list = len(first) == len(others) == 1 and type(others[0]) is Window
-        is_list = is_list and said[1].inner.startswith(("itself and", "itself, "))
-        text = (", " if is_list else ", plus ").join(part.inner for part in said)
+        is_list = is_list and described[1].inner.startswith(("itself and", "itself, "))
+        text = (", " if is_list else ", plus ").join(part.inner for part in described)
         return Words("; ".join([text, *global_tokens]), compound=True)
 
 
@@ -219,10 +221,10 @@ class Not(Compound):
         return self.spec.looks_back(not hidden)
 
     def in_words(self) -> Words:
-        said = words.words(self.spec)
-        if said.condition.startswith("if "):
-            return words.of_the_query(f"unless {said.condition.removeprefix('if ')}")
-        return Words(f"all but {said.those}", compound=True, hidden=said.those)
+        negated = words.words(self.spec)
+        if negated.condition.startswith("if "):
+            return words.query_condition(f"unless {negated.condition.removeprefix('if ')}")
+        return Words(f"all but {negated.those}", compound=True, hidden=negated.those)
 
     def __invert__(self) -> MaskSpec:
         return self.spec

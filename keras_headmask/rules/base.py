@@ -232,11 +232,11 @@ token that `padding_mask` does not hide.
 
     def __repr__(self) -> str:
         """The call that makes this spec: required fields by place, others by name if set."""
-        shown = [
+        arguments = [
             repr(value) if field.default is dataclasses.MISSING else f"{field.name}={value!r}"
             for field, value in self._set_fields()
         ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     # --- JSON ---
     def _set_fields(self) -> list[tuple[dataclasses.Field, Any]]:

@@ -26,9 +26,9 @@ def open_pairs(
 
         are_wide = all(tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks))
         if are_wide and not in_xla():
-            found = _looked_up(is_open)(query_blocks, key_blocks, start, limit)
-            found.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))
-            return found
+            are_open = _looked_up(is_open)(query_blocks, key_blocks, start, limit)
+            are_open.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))
+            return are_open
     return is_open(query_blocks, key_blocks, start, limit)
 
 

@@ -32,13 +32,13 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
 
     known = spans or {}
 
-    def of_leaf(leaf: MaskSpec) -> Bounds:
+    def leaf_bounds(leaf: MaskSpec) -> Bounds:
         if leaf.inputs and leaf not in known:
             return MaskSpec.coverage(leaf, tiles, {})
         return leaf.coverage(tiles, known.get(leaf, {}))
 
     return rule.fold(
-        of_leaf,
+        leaf_bounds,
         both=lambda a, b: Bounds(a.possible & b.possible, a.certain & b.certain),
         either=lambda a, b: Bounds(a.possible | b.possible, a.certain | b.certain),
         neither=lambda a: Bounds(~a.certain, ~a.possible),

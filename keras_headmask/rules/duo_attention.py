@@ -33,17 +33,17 @@ class DuoAttentionFiles(NamedTuple):
 def read_duo_attention(folder: str | os.PathLike[str]) -> DuoAttentionFiles:
     """The two files of `folder`, checked."""
     heads_file, config_file = Path(folder, "full_attention_heads.tsv"), Path(folder, "config.json")
-    asked = (
+    requirement = (
         "`folder` must hold full_attention_heads.tsv and config.json, as the folders do two levels "
         "below DuoAttention's `attn_patterns`."
     )
-    sizes = _sizes(config_file, _text(config_file, asked))
-    return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file, asked)), *sizes)
+    sizes = _sizes(config_file, _text(config_file, requirement))
+    return DuoAttentionFiles(heads_file, _gates(heads_file, _text(heads_file, requirement)), *sizes)
 
 
-def _text(file: Path, asked: str) -> str:
+def _text(file: Path, requirement: str) -> str:
     if not file.is_file():
-        raise FileNotFoundError(f"There is no file {file}. {asked}")
+        raise FileNotFoundError(f"There is no file {file}. {requirement}")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

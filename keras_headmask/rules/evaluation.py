@@ -110,8 +110,8 @@ def check_inputs(
             "`mask_inputs` must be a dict that maps each name the mask spec reads to a tensor. "
             f"Received: {type(mask_inputs).__name__}."
         )
-    given = mask_inputs or {}
-    if missing := sorted(wanted.keys() - given.keys()):
+    inputs = mask_inputs or {}
+    if missing := sorted(wanted.keys() - inputs.keys()):
         expected = "integer or boolean tensors of shape (batch, length)"
         if wanted[missing[0]].rank is None:
             expected = "a boolean tensor of shape (batch or 1, heads or 1, queries, keys)"
@@ -120,15 +120,15 @@ def check_inputs(
             call += ". keras.Sequential cannot pass them on: use a functional or subclassed model"
         raise ValueError(
             f"`mask_inputs` must hold every input the mask spec reads; {missing} missing. "
-            f"Received: {sorted(given)}.{misspelled(missing[0], given)} Pass {expected}: {call}."
+            f"Received: {sorted(inputs)}.{misspelled(missing[0], inputs)} Pass {expected}: {call}."
         )
-    if unknown := sorted(given.keys() - wanted.keys()):
+    if unknown := sorted(inputs.keys() - wanted.keys()):
         raise ValueError(
             f"`mask_inputs` holds {unknown}, which the mask spec does not read. "
             f"It reads: {sorted(wanted)}.{did_you_mean(unknown[0], wanted)}"
         )
     for name, kind in wanted.items():
-        place, value = f"mask_inputs[{name!r}]", given[name]
+        place, value = f"mask_inputs[{name!r}]", inputs[name]
         if kind.rank is None:
             batch = _check_whole_mask(place, value, lengths)
         else:
@@ -251,8 +251,8 @@ def bind(
     `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
     agree with the first of them.
     """
-    given = spec, mask_inputs, queries, keys, query_offset, beside, prepared, batch
-    return once(lambda: _bound(*given), "bound", *given)
+    arguments = spec, mask_inputs, queries, keys, query_offset, beside, prepared, batch
+    return once(lambda: _bound(*arguments), "bound", *arguments)
 
 
 def _bound(
@@ -300,17 +300,17 @@ def _bound(
                 sizes = sizes._replace(batch=graph_shapes.batch_of(sides[name]))
             checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut)
         if sides:
-            made = (prepared or {}).get(leaf) or leaf.prepare(sides)
-            bound[leaf] = {name: _as_wide(value) for name, value in made.items()}
+            values = (prepared or {}).get(leaf) or leaf.prepare(sides)
+            bound[leaf] = {name: _as_wide(value) for name, value in values.items()}
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
                     query = graph_shapes.standing_at(name, query, beside.query_positions)
                     bound[leaf][name] = Sides(query, key)
-            for name, made in bound[leaf].items():
+            for name, values in bound[leaf].items():
                 read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
                 bound[leaf][name] = graph_shapes.checked(
-                    name, sides.get(name), made, read, sizes, checks
+                    name, sides.get(name), values, read, sizes, checks
                 )
     return beside._replace(leaf_inputs=bound, sizes=sizes)
 
@@ -358,7 +358,7 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     return _answers(rule, query_positions, key_positions, inputs_of, (None, len(heads), *tile))
 
 
-def allowed_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
+def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
     """The same in n tiles at once: broadcastable to `(n, len(heads), queries, keys)`.
 
     Positions are `(n, 1, queries, 1)` and `(n, 1, 1, keys)` in place of `(queries, 1)` and
@@ -384,11 +384,11 @@ def _answers(
 ) -> Mask:
     """What `rule` allows, from what its leaves do; `sizes` are those that an answer fits."""
 
-    def of_leaf(leaf: MaskSpec) -> Tensor:
-        asked = leaf.allowed
+    def leaf_mask(leaf: MaskSpec) -> Tensor:
+        allowed = leaf.allowed
         if keras.backend.backend() == "tensorflow":
-            asked = functools.partial(_allowed_on_tensorflow, leaf)
-        answer = asked(query_positions, key_positions, inputs_of(leaf))
+            allowed = functools.partial(_allowed_on_tensorflow, leaf)
+        answer = allowed(query_positions, key_positions, inputs_of(leaf))
         result = checked_answer(leaf, answer)
         shape = tuple(result.shape)
         if len(shape) not in (2, 4) or not all(map(masks.fits, shape, sizes[-len(shape) :])):
@@ -402,7 +402,7 @@ def _answers(
         return result
 
     # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
-    return masks.lift(rule.fold(of_leaf, ops.logical_and, ops.logical_or, ops.logical_not))
+    return masks.lift(rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not))
 
 
 def _allowed_on_tensorflow(leaf: MaskSpec, query_positions: Tensor, *rest: Any) -> Tensor:
@@ -440,8 +440,8 @@ def tile_of_heads(
     tiles = [allowed_tile(of_group, bound, heads, cuts) for of_group, _ in groups]
     if len(groups) == 1:
         return tiles[0]
-    own = [np.isin(range(len(heads)), members)[None, :, None, None] for _, members in groups]
-    return functools.reduce(ops.logical_or, map(ops.logical_and, own, tiles))
+    is_member = [np.isin(range(len(heads)), members)[None, :, None, None] for _, members in groups]
+    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, tiles))
 
 
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
@@ -455,7 +455,7 @@ def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
             key = ops.expand_dims(_cut_axis(key, cuts.keys, 1), (1, 2))
         return Sides(query, key)
     value = _cut_axis(_cut_axis(cuts.batch(value, 0), cuts.queries, 2), cuts.keys, 3)
-    return _of_heads(value, heads)
+    return _select_heads(value, heads)
 
 
 def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
@@ -477,10 +477,10 @@ def _at(value: Any, heads: tuple[int, ...], places: Places) -> Any:
     if isinstance(value, Sides):
         of_query = side(value.query, places.queries, places.rows)
         return Sides(of_query, side(value.key, places.keys, places.columns))
-    return pairs_at(_of_heads(value, heads), places)
+    return pairs_at(_select_heads(value, heads), places)
 
 
-def _of_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
+def _select_heads(mask: Mask, heads: tuple[int, ...]) -> Mask:
     """A whole mask for some heads, or for any."""
     if mask.shape[1] is None:  # 1 or all heads, known when the graph runs
         place = ops.minimum(ops.convert_to_tensor(heads, "int32"), masks.sizes(mask)[1] - 1)
@@ -494,8 +494,8 @@ def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -
 
 def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     """The whole mask, `(B or 1, H or 1, T, S)`."""
-    given = spec, bound, num_heads
-    return once(lambda: _mask_of_all_heads(*given), "mask", *given)
+    arguments = spec, bound, num_heads
+    return once(lambda: _mask_of_all_heads(*arguments), "mask", *arguments)
 
 
 def _mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:

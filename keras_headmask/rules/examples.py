@@ -24,10 +24,10 @@ def key_side(value: Any) -> np.ndarray | None:
     return None if side is None or side.ndim != 2 else side
 
 
-def length_of(spec: MaskSpec, given: Mapping[str, Any], side: int) -> int | None:
+def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int | None:
     """How many queries (side 0) or keys (side -1) the examples that `spec` reads speak of."""
     for name, kind in spec.inputs.items():
-        tensor = sides_of(given[name])[side] if name in given else None
+        tensor = sides_of(mask_inputs[name])[side] if name in mask_inputs else None
         if tensor is not None and (kind.rank is None or tensor.ndim == 2):
             size = tensor.shape[-2 - side if kind.rank is None else 1]
             if size > 1 or kind.rank is not None:

@@ -19,17 +19,17 @@ from keras_headmask.rules.protocol import Sides, Sizes
 REPEAT = "To use the ids of one example for all, repeat them."
 
 
-def batch_of(given: Any) -> Length | None:
+def batch_of(mask_input: Any) -> Length | None:
     """The number of examples that ids or flags show."""
-    if not isinstance(given, Sides):
+    if not isinstance(mask_input, Sides):
         return None
-    return masks.sizes(given.query if given.key is None else given.key)[0]
+    return masks.sizes(mask_input.query if mask_input.key is None else mask_input.key)[0]
 
 
-def given_sizes(
-    own: Sizes,
+def sizes_from_input(
+    sizes: Sizes,
     name: str,
-    given: Any,
+    mask_input: Any,
     read: Iterable[str],
     is_cut: bool,
     is_self: bool,
@@ -37,34 +37,34 @@ def given_sizes(
 ) -> tuple[Sizes, Tensor]:
     """The sizes of attention, read off a mask input where only the run shows them, and the query.
 
-    `own` are those of the operands of a layer. Those of an input are the same tensors for all
+    `sizes` are those of the operands of a layer. Those of an input are the same tensors for all
     layers, so what is made of them is, too. The query is checked: the graph raises where the two
     differ. `is_self`: queries and keys are known to be equally many.
     """
-    pair = given if isinstance(given, Sides) else Sides(given, given)
-    found = own
+    pair = mask_input if isinstance(mask_input, Sides) else Sides(mask_input, mask_input)
+    read_sizes = sizes
     for side, plural in (("key", "keys"), ("query", "queries")):
         tensor = getattr(pair, side)
         is_other = side not in read or tensor is None or (side == "query" and is_cut)
         if is_other or len(tensor.shape) != 2:
             continue
-        _, sizes = _shape_and_sizes(name, tensor)
+        _, input_sizes = _shape_and_sizes(name, tensor)
         for field, axis in (("batch", 0), (plural, 1)):
-            size = sizes[axis] if tensor.shape[axis] is None else tensor.shape[axis]
-            of_layer = getattr(own, field)
-            if not isinstance(of_layer, int) and getattr(found, field) is of_layer:
-                found = found._replace(**{field: size})
+            size = input_sizes[axis] if tensor.shape[axis] is None else tensor.shape[axis]
+            of_layer = getattr(sizes, field)
+            if not isinstance(of_layer, int) and getattr(read_sizes, field) is of_layer:
+                read_sizes = read_sizes._replace(**{field: size})
     if is_self:
-        length = found.keys if found.queries is own.queries else found.queries
-        found = found._replace(queries=length, keys=length)
-    if all(a is b for a, b in zip(found, own, strict=True)):
-        return own, query
-    axes = [(own[:2], found[:2]), (own[2:], found[2:])]
+        length = read_sizes.keys if read_sizes.queries is sizes.queries else read_sizes.queries
+        read_sizes = read_sizes._replace(queries=length, keys=length)
+    if all(a is b for a, b in zip(read_sizes, sizes, strict=True)):
+        return sizes, query
+    axes = [(sizes[:2], read_sizes[:2]), (sizes[2:], read_sizes[2:])]
     if is_self:
         axes = axes[:1]
         if pair.query is pair.key:  # then either side says it
             read = ["key" if "key" in read else "query"]
-    return found, _of_sizes(query, axes, checks(name, pair, read, own, is_cut))
+    return read_sizes, _checked_query(query, axes, checks(name, pair, read, sizes, is_cut))
 
 
 def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -73,12 +73,12 @@ def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
 
     def found() -> tuple[Tensor, list[Tensor]]:
         shape = tf.shape(tensor)
-        return shape, tf.unstack(shape, name=_of_another_rank(name))
+        return shape, tf.unstack(shape, name=_wrong_rank(name))
 
     return once(found, "sizes", name, tensor)
 
 
-def _of_sizes(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any]) -> Tensor:
+def _checked_query(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any]) -> Tensor:
     """`query`, or a graph that raises where two tuples of sizes differ.
 
     XLA leaves `checks` out, but not what computes a shape: where two tensors of these sizes would
@@ -124,74 +124,74 @@ def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
 
 
 def checks(
-    name: str, given: Any, read: Iterable[str], sizes: Sizes, is_cut: bool = False
+    name: str, mask_input: Any, read: Iterable[str], sizes: Sizes, is_cut: bool = False
 ) -> list[Any]:
     """Operations that raise, in the words of `check_inputs`, where a graph runs on other sizes.
 
-    `given` is a whole mask of rank 4, or `Sides`, of which the rule reads some. `is_cut` says that
-    the ids of the queries are cut out of longer ones. There are no operations if all sizes are
-    known. (What is wrong with a mask beside the rule, TensorFlow says where masks meet.)
+    `mask_input` is a whole mask of rank 4, or `Sides`, of which the rule reads some. `is_cut`: ids
+    of the queries are cut out of longer ones. There are no operations if all sizes are known.
+    (What is wrong with a mask beside the rule, TensorFlow says where masks meet.)
     """
     if is_outside(name):
         return []
     place, has = f"`mask_inputs[{name!r}]` has", "where the attention has"
-    if not isinstance(given, Sides):
+    if not isinstance(mask_input, Sides):
         axes = (0, "examples", sizes.batch), (2, "queries", sizes.queries), (3, "keys", sizes.keys)
         return [
-            _check(name, given, axis, size, place, f"{counted} {has}", broadcasts=True)
+            _check(name, mask_input, axis, size, place, f"{counted} {has}", broadcasts=True)
             for axis, counted, size in axes
-            if given.shape[axis] != 1 and _is_open(given, axis, size)
+            if mask_input.shape[axis] != 1 and _is_open(mask_input, axis, size)
         ]
-    made = []
+    operations = []
     for side, plural, length in (("key", "keys", sizes.keys), ("query", "queries", sizes.queries)):
-        tensor = getattr(given, side) if side in read else None
+        tensor = getattr(mask_input, side) if side in read else None
         if tensor is None:
             continue
-        is_seen = side == "query" and "key" in read and tensor is given.key
+        is_seen = side == "query" and "key" in read and tensor is mask_input.key
         if not is_seen and _is_open(tensor, 0, sizes.batch):
             between = "examples where the batch has"
-            made.append(_check(name, tensor, 0, sizes.batch, place, between, hint=REPEAT))
+            operations.append(_check(name, tensor, 0, sizes.batch, place, between, hint=REPEAT))
         if not (is_cut and side == "query") and _is_open(tensor, 1, length):
-            made.append(_check(name, tensor, 1, length, f"{place} length", has, plural))
-    return made
+            operations.append(_check(name, tensor, 1, length, f"{place} length", has, plural))
+    return operations
 
 
 def checked(
     name: str,
-    given: Any,
+    mask_input: Any,
     prepared: Any,
     read: Iterable[str],
     sizes: Sizes,
     checks: Sequence[Any],
 ) -> Any:
-    """What a leaf prepared of what was `given`, for the graph to read once `checks` have run."""
+    """What a leaf prepared of a mask input, for the graph to read once `checks` have run."""
     if not isinstance(prepared, Sides):
         return _after(checks, prepared)
-    made = prepared
+    sides = prepared
     for side, length in (("query", sizes.queries), ("key", sizes.keys)):
         tensor = getattr(prepared, side)
         if side in read and tensor is not None:
             if is_outside(name):
                 tensor = _widened(tensor, sizes.batch, length)
             else:
-                whole = getattr(given, side, None)
-                tensor = _of_size(tensor, whole, sizes.batch, length, checks)
-            made = made._replace(**{side: tensor})
-    return made if is_outside(name) else _of_one_batch(made)
+                whole = getattr(mask_input, side, None)
+                tensor = _checked_side(tensor, whole, sizes.batch, length, checks)
+            sides = sides._replace(**{side: tensor})
+    return sides if is_outside(name) else _with_known_batch(sides)
 
 
-def _of_one_batch(sides: Sides) -> Sides:
+def _with_known_batch(sides: Sides) -> Sides:
     """`sides` with the batch size that one of them shows: `==` refuses others with no rank."""
     known = [x.shape[0] for x in sides if x is not None and x.shape[0] not in (None, 1)]
 
-    def of_batch(side: Tensor | None) -> Tensor | None:
+    def with_batch(side: Tensor | None) -> Tensor | None:
         if not known or side is None or not _is_open(side, 0, known[0]):
             return side
         import tensorflow as tf
 
         return tf.ensure_shape(side, (known[0], *side.shape[1:]))
 
-    return Sides(*map(of_batch, sides))
+    return Sides(*map(with_batch, sides))
 
 
 def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
@@ -228,21 +228,22 @@ def _widened(side: Tensor, batch: Length | None, length: Length) -> Tensor:
         return side
     pairs = zip(masks.sizes(side), wanted, strict=True)
     sizes = [
-        own if size is None or side.shape[i] == 1 else size for i, (own, size) in enumerate(pairs)
+        known if size is None or side.shape[i] == 1 else size
+        for i, (known, size) in enumerate(pairs)
     ]
     return ops.broadcast_to(side, sizes)
 
 
-def _of_size(
+def _checked_side(
     side: Tensor,
-    given: Tensor | None,
+    mask_input: Tensor | None,
     batch: Length | None,
     length: Length,
     checks: Sequence[Any],
 ) -> Tensor:
     """`side` of shape `(batch, length)`, or a graph that raises.
 
-    An axis that a leaf made 1 of what was `given` may stay.
+    An axis that a leaf made 1 of `mask_input` may stay.
 
     XLA and other runtimes leave `checks` out: ids that are too short would be broadcast, and those
     too long cut into tiles as if they fitted. All refuse to join tensors that differ in another
@@ -250,7 +251,7 @@ def _of_size(
     """
     if len(side.shape) != 2:
         return _after(checks, side)
-    shape = (None, None) if given is None else given.shape
+    shape = (None, None) if mask_input is None else mask_input.shape
     wanted = zip(side.shape, shape, (batch, length), strict=True)
     sizes = [1 if known == 1 and before != 1 else size for known, before, size in wanted]
     if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
@@ -263,9 +264,9 @@ def _of_size(
         beside = tf.zeros([*sizes, 1], ids.dtype)
         # The name stands in the errors of those runtimes.
         joined = tf.concat([tf.expand_dims(ids, 2), beside], 2, "mask_input_of_another_shape")
-    own, _ = tf.unstack(joined, axis=2)
-    own.set_shape(side.shape)
-    return tf.cast(own, side.dtype)
+    sized, _ = tf.unstack(joined, axis=2)
+    sized.set_shape(side.shape)
+    return tf.cast(sized, side.dtype)
 
 
 def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
@@ -300,7 +301,7 @@ def _check(
     return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))
 
 
-def _of_another_rank(name: str) -> str:
+def _wrong_rank(name: str) -> str:
     """The name of a node. Servers do not check ranks: it fails, and the error shows its name."""
     named = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return f"mask_input_{named}_of_another_rank"
+    return f"mask_input_{named}_wrong_rank"

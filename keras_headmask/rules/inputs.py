@@ -165,10 +165,10 @@ class _Side(_Reader):
         return Bounds(flags.high > 0, flags.low > 0)
 
     def in_words(self) -> Words:
-        asked = f"`{self.input}` is {words.listed(self.sampling.ids or ['set'], 'or')}"
+        condition = f"`{self.input}` is {words.listed(self.sampling.ids or ['set'], 'or')}"
         if self._side == "query":
-            return words.of_the_query(f"if its own {asked}")
-        return Words(f"every token whose {asked}")
+            return words.query_condition(f"if its own {condition}")
+        return Words(f"every token whose {condition}")
 
 
 @register_spec("key_flag")

@@ -31,7 +31,7 @@ def checked_offset(query_offset: Any) -> Length:
     )
 
 
-def given_offset(
+def checked_or_default_offset(
     query_offset: Any, spec: MaskSpec | None, queries: int | None, keys: int | None
 ) -> Length:
     """`query_offset`, checked; 0 for `None`, with a warning if a cached step may have lost it."""

@@ -28,15 +28,15 @@ def once(make: Callable[[], T], *key: Any) -> T:
     if tf.executing_eagerly():
         return make()
     graph = tf.compat.v1.get_default_graph()
-    made = _held(graph, "headmask_made")
+    values = _held(graph, "headmask_made")
     try:
         name = _named(key), tf.distribute.get_replica_context()
         hash(name)
     except TypeError:  # of a variable, or of a field of a user's own kind
         return make()
-    if name not in made:
-        made[name] = make()
-    return made[name]
+    if name not in values:
+        values[name] = make()
+    return values[name]
 
 
 def _held(graph: Any, name: str) -> dict:
@@ -52,7 +52,7 @@ def _named(value: Any) -> Any:
         if not isinstance(value, tf.Tensor):
             raise TypeError("A variable may have another value in the next layer.")
         # (`ref()` holds a tensor: once it is gone, another may have its `id`.)
-        return value.ref() if hasattr(value, "numpy") else _of_tensor(value, _DEEPEST)
+        return value.ref() if hasattr(value, "numpy") else _tensor_key(value, _DEEPEST)
     if isinstance(value, Mapping):
         return tuple((k, _named(v)) for k, v in value.items())
     if isinstance(value, (tuple, list)):
@@ -60,7 +60,7 @@ def _named(value: Any) -> Any:
     return type(value).__name__, value
 
 
-def _of_tensor(tensor: Any, deepest: int) -> tuple[int, str, int]:
+def _tensor_key(tensor: Any, deepest: int) -> tuple[int, str, int]:
     """Its graph, the first of the operations there that compute it, and which of the results.
 
     The graph may be one around that which is traced: both have operations of the same names.
@@ -79,4 +79,4 @@ def _computed(op: Any, deepest: int) -> Any:
         return "itself", op.name
     attrs = op.node_def.attr
     how = tuple((k, attrs[k].SerializeToString(deterministic=True)) for k in sorted(attrs))
-    return op.type, how, op.device, *(_of_tensor(x, deepest - 1) for x in op.inputs)
+    return op.type, how, op.device, *(_tensor_key(x, deepest - 1) for x in op.inputs)

@@ -90,10 +90,10 @@ class PerHead(Compound):
     def __post_init__(self) -> None:
         fields.check_fields(self)
         merged_inputs(self.children)  # heads that read one input in two forms are refused here
-        given: dict[MaskSpec, list[int]] = {}
+        heads_of: dict[MaskSpec, list[int]] = {}
         for head, spec in self.heads:
-            given.setdefault(spec, []).append(head)
-        for spec, numbers in given.items():
+            heads_of.setdefault(spec, []).append(head)
+        for spec, numbers in heads_of.items():
             _check_nested(spec, numbers)
 
     @property
@@ -120,12 +120,14 @@ class PerHead(Compound):
         place, heads = config.join_path(path, "heads"), fields["heads"]
         if not isinstance(heads, Mapping):
             raise config.bad_place(place, f"expected an object, head to spec. Received: {heads!r}.")
-        made: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "heads": {k: config.build(v, f"{place}.{k}") for k, v in heads.items()}
         }
         if "default" in fields:
-            made["default"] = config.build(fields["default"], config.join_path(path, "default"))
-        return config.located(lambda: cls(**made), path)
+            arguments["default"] = config.build(
+                fields["default"], config.join_path(path, "default")
+            )
+        return config.located(lambda: cls(**arguments), path)
 
     def _runs(self) -> Iterator[tuple[int | str, Any]]:
         """Neighbouring heads with equal rules under one key, as a person would write them."""
@@ -141,24 +143,24 @@ class PerHead(Compound):
         return f"PerHead({{{heads}}}{rest})"
 
 
-def _check_nested(spec: MaskSpec, given: list[int]) -> None:
+def _check_nested(spec: MaskSpec, heads: list[int]) -> None:
     """Raise for a `PerHead` in `spec` that names none of the heads it is given to."""
     if isinstance(spec, PerHead) and spec.heads:
         pairs: Any = spec.heads
         named = [head for head, _ in pairs]
-        if not set(named) & set(given):
-            outer, inner = (words.heads_in_words(x) for x in (given, named))
-            meant = f"hm.PerHead({{{given[0]}: {pairs[0][1]!r}}})"
+        if not set(named) & set(heads):
+            outer, inner = (words.heads_in_words(x) for x in (heads, named))
+            meant = f"hm.PerHead({{{heads[0]}: {pairs[0][1]!r}}})"
             fail(
                 ValueError,
-                f"heads.{given[0]}",
+                f"heads.{heads[0]}",
                 "A PerHead inside another is resolved at the same head, so it must name a head "
                 f"that it is given to. Received: for {outer.lower()}, a PerHead that names only "
                 f"{inner.lower()}. Give {outer.lower()} the rule itself, as in {meant}, or name "
                 "all heads in one PerHead.",
             )
     for child in spec.children:
-        _check_nested(child, given)
+        _check_nested(child, heads)
 
 
 def head_numbers(key: Any) -> list[int]:

@@ -26,14 +26,14 @@ def position_dtype() -> str:
 def pairs_at(value: Tensor, places: Places) -> Tensor:
     """Of `(B or 1, h, T or 1, S or 1)`, in n tiles: `(n, h, queries or 1, keys or 1)`."""
     keys = masks.sizes(value)[3]
-    found = places.take(ops.reshape(value, (-1, keys)), rows_at(value, places))
+    rows = places.take(ops.reshape(value, (-1, keys)), rows_at(value, places))
     if value.shape[3] == 1:
-        return found
+        return rows
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        return tf.gather(found, places.keys[:, 0, 0], axis=3, batch_dims=1)
-    return ops.take_along_axis(found, places.keys, axis=3)
+        return tf.gather(rows, places.keys[:, 0, 0], axis=3, batch_dims=1)
+    return ops.take_along_axis(rows, places.keys, axis=3)
 
 
 def rows_at(value: Tensor, places: Places) -> Tensor:

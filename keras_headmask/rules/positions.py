@@ -188,11 +188,13 @@ class Window(MaskSpec):
             text = f"itself and {each} on each side" if before else "itself alone"
         else:
             sides = ((before, "before"), (after, "after"))
-            shown = [f"{words.counted(n, 'token')} {where} it" for n, where in sides if n != 0]
-            said = ["itself", *shown]
-            if None in (before, after) and len(said) > 2:  # the open side is easily overlooked
-                said.insert(0, said.pop(1 if before is None else 2))
-            text = words.listed(said, "and")
+            sides_in_words = [
+                f"{words.counted(n, 'token')} {where} it" for n, where in sides if n != 0
+            ]
+            parts = ["itself", *sides_in_words]
+            if None in (before, after) and len(parts) > 2:  # the open side is easily overlooked
+                parts.insert(0, parts.pop(1 if before is None else 2))
+            text = words.listed(parts, "and")
         if self.step > 1:
             text += f", of these only those at a distance that is a multiple of {self.step}"
         return Words(text, compound=self.step > 1)
@@ -310,4 +312,4 @@ class Queries(_Range):
             where = f"position {self.start}"
         else:
             where = f"positions {self.start} to {self.stop - 1}"
-        return words.of_the_query(f"if it stands at {where}")
+        return words.query_condition(f"if it stands at {where}")

@@ -69,8 +69,8 @@ def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, li
 def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dict[str, Any]]:
     """What was `taken_apart`."""
     return {
-        leaf: dict(zip(of_leaf, given, strict=True))
-        for (leaf, of_leaf), given in zip(names, values, strict=True)
+        leaf: dict(zip(of_leaf, tensors, strict=True))
+        for (leaf, of_leaf), tensors in zip(names, values, strict=True)
     }
 
 

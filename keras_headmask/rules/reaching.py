@@ -44,10 +44,10 @@ def reach(spec: MaskSpec, num_heads: int | None = None) -> Reach:
     """
     check_spec(spec, "spec", "hm.reach(SPEC)")
     heads = enough_heads(spec) if num_heads is None else num_heads
-    return of_any(rule.looks_back() for rule, _ in head_groups(spec, heads))
+    return union(rule.looks_back() for rule, _ in head_groups(spec, heads))
 
 
-def of_any(reaches: Iterable[Reach]) -> Reach:
+def union(reaches: Iterable[Reach]) -> Reach:
     """Of the pairs that lie in one reach or another."""
     reaches = tuple(reaches)
     if not all(part.is_bounded for part in reaches):
@@ -56,7 +56,7 @@ def of_any(reaches: Iterable[Reach]) -> Reach:
     return Reach(farthest, tuple(itertools.chain.from_iterable(part.fixed for part in reaches)))
 
 
-def of_all(reaches: Collection[Reach]) -> Reach:
+def intersection(reaches: Collection[Reach]) -> Reach:
     """Of the pairs that lie in every reach.
 
     Take any distance: a pair farther apart lies in the fixed ranges of each reach that ends there

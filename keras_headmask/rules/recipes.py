@@ -132,8 +132,8 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
     [SEP]     1   1 1  1 1     1
     """
     special_ids = id_tuple(special_ids, "special_ids")
-    own = SameSentence(end_ids, input)
-    return own | QueryIn(input, special_ids) | KeyIn(input, special_ids)
+    same = SameSentence(end_ids, input)
+    return same | QueryIn(input, special_ids) | KeyIn(input, special_ids)
 
 
 @config.recipe

@@ -17,7 +17,7 @@ def simplified(spec: Any) -> Any:
         return _full(not parts[0].constant) if parts[0].constant is not None else ~parts[0]
     # Equal rules may have their parts in any order, and must be simplified alike.
     parts = _flat(parts, config.KINDS[kind])
-    return (_of_all if kind == "and" else _of_any)(sorted(parts, key=repr))
+    return (_simplified_and if kind == "and" else _simplified_or)(sorted(parts, key=repr))
 
 
 def _flat(parts: list[Any], join: Any) -> list[Any]:
@@ -33,7 +33,7 @@ def _joined(kind: str, parts: list[Any]) -> Any:
     return config.KINDS[kind].of(parts) if parts else _full(kind == "and")
 
 
-def _of_any(parts: list[Any]) -> Any:
+def _simplified_or(parts: list[Any]) -> Any:
     if any(part.constant is True for part in parts):
         return _full(True)
     parts = [part for part in parts if part.constant is not False]
@@ -41,7 +41,7 @@ def _of_any(parts: list[Any]) -> Any:
     return _joined("or", [part for part in parts if part not in held])
 
 
-def _of_all(parts: list[Any]) -> Any:
+def _simplified_and(parts: list[Any]) -> Any:
     if any(part.constant is False for part in parts):
         return _full(False)
     parts = [part for part in parts if part.constant is not True]
@@ -67,7 +67,7 @@ def _of_all(parts: list[Any]) -> Any:
         if window in inner:  # `other` allows all of the window
             continue
         pairs = zip(other.children, inner, strict=True)
-        kept.append(_of_any([part if met is None else met for part, met in pairs]))
+        kept.append(_simplified_or([part if met is None else met for part, met in pairs]))
         needed = needed and None in inner
     return _joined("and", [window] * needed + kept)
 

@@ -165,7 +165,7 @@ def _broken_together(trial: _Trial) -> Iterator[Broken]:
     expected = trial.whole[examples, :, of_tiles[0], of_tiles[1]][:, 0].transpose(0, 3, 1, 2)
     where = f"for {_TOGETHER} tiles at once"
     try:
-        answer = evaluation.allowed_at(trial.leaf, trial.bound, trial.heads, places)
+        answer = evaluation.mask_at(trial.leaf, trial.bound, trial.heads, places)
         if (ops.convert_to_numpy(answer) != expected).any():
             yield Broken(trial.says("allowed", f"gives another mask {where}."), _ELEMENT_WISE)
     except Exception as error:  # of the kind's own code
@@ -196,11 +196,11 @@ def _broken_coverage(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterat
         return
     too_little = some.any(1) & ~possible
     too_much = ~every.all(1) & possible & certain
-    for wrong, said, fact in ((too_little, "no", "is"), (too_much, "every", "is not")):
+    for wrong, claimed, fact in ((too_little, "no", "is"), (too_much, "every", "is not")):
         if wrong.any():
             i, j = np.argwhere(wrong)[0][-2:]
             where = _tile(_part(i, tile_queries, queries), _part(j, tile_keys, keys))
-            problem = f"says that {said} pair of {where} is allowed, but one {fact}."
+            problem = f"says that {claimed} pair of {where} is allowed, but one {fact}."
             yield Broken(trial.says("coverage", problem), _SOUND)
             return
 

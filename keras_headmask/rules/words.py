@@ -20,12 +20,12 @@ def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     simple: dict[Any, list[int]] = {}  # some rules are equal only when they are simplified
     for rule, heads in groups:
         simple.setdefault(simplified(rule), []).extend(heads)
-    found = [(rule, sorted(heads)) for rule, heads in simple.items()]
-    found.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
-    seen = [words(rule).phrase for rule, _ in found]
-    if len(found) == 1:
+    ordered = [(rule, sorted(heads)) for rule, heads in simple.items()]
+    ordered.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
+    seen = [words(rule).phrase for rule, _ in ordered]
+    if len(ordered) == 1:
         return [f"A token sees {seen[0]}."]
-    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in found]
+    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in ordered]
     seen[0] = f"a token sees {seen[0]}"
     return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
 
@@ -76,22 +76,22 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
     >>> runs([0, 2, 3, 4])
     [[0], [2, 3, 4]]
     """
-    found: list[list[int]] = []
+    folded: list[list[int]] = []
     for number in numbers:
-        if not found or found[-1][-1] != number - 1:
-            found.append([])
-        found[-1].append(number)
-    return found
+        if not folded or folded[-1][-1] != number - 1:
+            folded.append([])
+        folded[-1].append(number)
+    return folded
 
 
 def words(spec: Any) -> Words:
     """What a token sees under `spec`, which holds no `PerHead`."""
-    said = spec.in_words()
+    phrase = spec.in_words()
     mro = type(spec).__mro__
     owner = next(cls for cls in mro if "in_words" in vars(cls) or config.is_registered(cls))
     if owner is not type(spec) and config.is_registered(owner):
-        said = None  # the words of another kind, inherited by a class that may mean anything
-    return said if isinstance(said, Words) else Words(said or f"what {spec!r} allows")
+        phrase = None  # the words of another kind, inherited by a class that may mean anything
+    return phrase if isinstance(phrase, Words) else Words(phrase or f"what {spec!r} allows")
 
 
 _ORDER = (  # in which parts of a join are said, so that equal rules read alike; others come last
@@ -104,8 +104,8 @@ _ORDER = (  # in which parts of a join are said, so that equal rules read alike;
 def in_order(specs: tuple) -> list[Words]:
     """The words of the parts of a join."""
     order = {kind: i for i, kind in enumerate(_ORDER)}
-    said = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
-    return [part for _, part in sorted(said, key=lambda pair: (pair[0], pair[1].phrase))]
+    ranked = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
+    return [part for _, part in sorted(ranked, key=lambda pair: (pair[0], pair[1].phrase))]
 
 
 _QUERY_SIDE = {"key_flag": "query_flag", "key_in": "query_in", "keys": "queries"}
@@ -113,7 +113,7 @@ _QUERY_SIDE = {"key_flag": "query_flag", "key_in": "query_in", "keys": "queries"
 
 def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
     """Tokens that see all and are seen by all, in words, and the other parts of `|`, if any."""
-    said, rest = [], list(specs)
+    phrases, rest = [], list(specs)
     for key in specs:
         if key.kind not in _QUERY_SIDE or type(key) is not config.KINDS[key.kind]:
             continue
@@ -126,11 +126,11 @@ def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
                 tokens = f"{'tokens' if len(key.ids) > 1 else 'token'} {listed(key.ids, 'and')}"
             is_one = tokens.startswith(("the first token", "the token ", "token "))
             verbs = "sees all and is seen" if is_one else "see all and are seen"
-            said.append(f"{tokens} {verbs} by all")
-    return (sorted(said), rest) if rest else ([], list(specs))
+            phrases.append(f"{tokens} {verbs} by all")
+    return (sorted(phrases), rest) if rest else ([], list(specs))
 
 
-def of_the_query(condition: str) -> Words:
+def query_condition(condition: str) -> Words:
     """Of a spec that is a condition on the query alone: "if it stands at position 3"."""
     return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 

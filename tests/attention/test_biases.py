@@ -26,7 +26,7 @@ def positions(count, offset=0):
 @FEW
 @given(st.integers(1, 70), st.integers(0, 9))
 def test_alibi_is_the_formula_of_the_paper(heads, offset):
-    made = hm.alibi(heads).of_tile(positions(3, offset), positions(7), range(heads))
+    made = hm.alibi(heads).tile_bias(positions(3, offset), positions(7), range(heads))
     wanted = changed.alibi(heads, 3, 7, offset)
     np.testing.assert_allclose(ops.convert_to_numpy(made)[0], wanted, rtol=1e-6)
 

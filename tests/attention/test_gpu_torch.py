@@ -22,7 +22,7 @@ import keras_headmask as hm
 from keras_headmask.attention import device, kernels, tuning
 from keras_headmask.attention.choose import choose, part_of_all
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.logits import given_changes
+from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, bound_to
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.rules import evaluation
@@ -74,7 +74,7 @@ def request(spec, length=2048, size=64, dtype=torch.bfloat16, changes=None, **re
     }
     inputs = {name: inputs[name] for name in ([] if spec is None else spec.inputs)}
     bound = None if spec is None else bound_to(spec, inputs, query, query, 0)[0]
-    changes = given_changes((2, 4, length, length), **(changes or {}))
+    changes = checked_changes((2, 4, length, length), **(changes or {}))
     return Request(query, query, query, spec, bound, scale=SCALE, changes=changes, **rest)
 
 
@@ -184,7 +184,7 @@ def test_biases_by_position_count_the_offset():
     query, key, value = (torch.from_numpy(x) for x in operands(1, 40, 64, 4, 0, 16, 16))
     rule, bias = hm.Window(9, 30), {"position_bias": hm.alibi(4)}
     bound = bound_to(rule, {}, query, key, 24)[0]
-    changes = given_changes((1, 4, 40, 64), **bias)
+    changes = checked_changes((1, 4, 40, 64), **bias)
     asked = Request(query, key, value, rule, bound, scale=SCALE, query_offset=24, changes=changes)
     with compiling(CompileCounter()):
         got = flex.run(asked, part_of_all(asked))

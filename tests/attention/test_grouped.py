@@ -30,7 +30,7 @@ def repeated(qkv):
 
 @given(st.sets(st.integers(0, 11), min_size=1), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_in_a_set_every_key_head_is_read_by_equally_many(heads, sharing):
-    sets = head_groups.of_equal_sharing(tuple(sorted(heads)), sharing)
+    sets = head_groups.split_by_sharing(tuple(sorted(heads)), sharing)
     assert sorted(head for members in sets for head in members) == sorted(heads)
     for members in sets:
         assert list(members) == sorted(members)

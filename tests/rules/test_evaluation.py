@@ -64,7 +64,7 @@ def test_several_tiles_at_once_are_parts_of_the_mask(case, seed):
     of_tiles = examples[:, None, None, None], rows[:, None, :, None], columns[:, None, None]
     in_all = of_tiles[0] * queries + of_tiles[1], of_tiles[0] * keys + of_tiles[2]
     places = Places(*map(ops.convert_to_tensor, (*of_tiles, *in_all)), _take)
-    answer = ops.convert_to_numpy(evaluation.allowed_at(spec, bound, tuple(range(heads)), places))
+    answer = ops.convert_to_numpy(evaluation.mask_at(spec, bound, tuple(range(heads)), places))
     answer = np.broadcast_to(answer, (count, heads, 3, 2))
     for one, example, of_rows, of_columns in zip(answer, examples, rows, columns, strict=True):
         assert np.array_equal(one, expected[example][:, of_rows][:, :, of_columns])

@@ -197,9 +197,9 @@ def test_a_twin_warns_where_an_offset_may_be_forgotten(leaf):
     for rule in (leaf, twins(leaf)):
         if warns:
             with pytest.warns(UserWarning, match="depends on the positions of the queries"):
-                offsets.given_offset(None, rule, 1, 4)
+                offsets.checked_or_default_offset(None, rule, 1, 4)
         else:
-            assert offsets.given_offset(None, rule, 1, 4) == 0
+            assert offsets.checked_or_default_offset(None, rule, 1, 4) == 0
 
 
 # --- what the answers promise ---

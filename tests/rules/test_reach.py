@@ -183,7 +183,7 @@ def test_a_reach_is_a_value():
     assert repr(Reach(np.int64(3), ((0, 4),))) == "Reach(before=3, fixed=((0, 4),))"
     assert [r.most_keys for r in (UNBOUNDED, NOTHING, Reach(3, ((0, 4), (6, 7))))] == [None, 0, 9]
     assert [r.is_bounded for r in (UNBOUNDED, NOTHING)] == [False, True]
-    assert reaching.of_any([Reach(3), Reach(-1, ((0, 4),))]) == Reach(3, ((0, 4),))
+    assert reaching.union([Reach(3), Reach(-1, ((0, 4),))]) == Reach(3, ((0, 4),))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from keras_headmask import masks
 from keras_headmask.attention import device, head_groups
 from keras_headmask.attention.choose import KERNELS, part_of_all
 from keras_headmask.attention.kernels import ByGroup, Kernel
-from keras_headmask.attention.logits import given_changes
+from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.rules import evaluation
@@ -264,7 +264,7 @@ def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, change
     rule, inputs = all_that_restricts(spec, inputs)
     (examples, queries), keys = ops.shape(query)[:2], ops.shape(key)[1]
     bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=examples)
-    rest = {"changes": given_changes(lengths, **(changes or {})), **rest}
+    rest = {"changes": checked_changes(lengths, **(changes or {})), **rest}
     request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
     with tuned(fewest_pairs=0, fewest_pairs_on_gpu=0, most_computed=1.0):
         part = part_of_all(request)

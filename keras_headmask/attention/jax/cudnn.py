@@ -96,8 +96,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scal
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     kernel: Any = "cudnn" if _is_at_hand() else "xla"  # which computes the same anywhere
-    given = query, key, value, bias
-    return jax.nn.dot_product_attention(*given, scale=scale, implementation=kernel)
+    operands = query, key, value, bias
+    return jax.nn.dot_product_attention(*operands, scale=scale, implementation=kernel)
 
 
 def _are_small(tensor: Tensor, largest: float) -> Mask:

@@ -84,11 +84,11 @@ def _changes(part: Part, tensors: list, steps: Steps) -> Changes:
     )
 
 
-def _over(step: QueryTile, of_block: Callable, state: tuple) -> tuple:
+def _over(step: QueryTile, attend_block: Callable, state: tuple) -> tuple:
     """`state` after all blocks of keys of one tile."""
     if isinstance(step.count, int):  # one block, as known when the program is made
-        return of_block(0, state)
-    return lax.fori_loop(0, step.count, of_block, state)
+        return attend_block(0, state)
+    return lax.fori_loop(0, step.count, attend_block, state)
 
 
 def _forward(
@@ -99,15 +99,15 @@ def _forward(
     queries, keys, values = steps.prepared(*nonfinite.nan_at_nonfinite(*operands))
     sharing, dtype = part.sharing, _dtype_of_sums(operands[0])
 
-    def of_tile(step: QueryTile) -> tuple:
+    def attend_tile(step: QueryTile) -> tuple:
         rows = step.rows(queries)
         of_rows = rows.shape[:3]
 
-        def of_block(number: Tensor, state: tuple) -> tuple:
+        def attend_block(number: Tensor, state: tuple) -> tuple:
             largest, total, context = state
             visit = step.block(number)
-            logits = _of_pairs(rows, visit.cut(keys), sharing)
-            logits = changes.of_logits(logits, part.heads, positions, visit.cuts)
+            logits = _row_products(rows, visit.cut(keys), sharing)
+            logits = changes.apply(logits, part.heads, positions, visit.cuts)
             allowed = changes.allowed(visit.allowed, visit.cuts)
             if allowed is not None:
                 logits = jnp.where(allowed, logits, -jnp.inf)
@@ -122,7 +122,7 @@ def _forward(
             jnp.zeros((*of_rows, 1), dtype),
             jnp.zeros((*of_rows, values.shape[3]), dtype),
         )
-        largest, total, context = _over(step, of_block, nothing)
+        largest, total, context = _over(step, attend_block, nothing)
         is_dead = total == 0
         context = jnp.where(is_dead, 0, context / jnp.where(is_dead, 1, total))
         log_sum = jnp.log(total)
@@ -133,7 +133,7 @@ def _forward(
         sums = jnp.where(is_dead, _DEAD, jnp.concatenate([largest, log_sum], axis=-1))
         return context.astype(operands[2].dtype), sums
 
-    contexts, sums = lax.map(lambda i: of_tile(steps.step(i)), jnp.arange(steps.number))
+    contexts, sums = lax.map(lambda i: attend_tile(steps.step(i)), jnp.arange(steps.number))
     return steps.joined(contexts), steps.joined(sums)
 
 
@@ -160,21 +160,21 @@ def _gradients(
     of_rows[2] = jnp.where(is_added, _DEAD, of_rows[2])
     dtype = _dtype_of_sums(query)
 
-    def of_tile(sums: tuple, step_number: Tensor) -> tuple:
+    def attend_tile(sums: tuple, step_number: Tensor) -> tuple:
         step = steps.step(step_number)
         rows, d_context, of_delta, of_sum = map(step.rows, (queries, *of_rows))
 
-        def of_block(number: Tensor, state: tuple) -> tuple:
+        def attend_block(number: Tensor, state: tuple) -> tuple:
             d_rows, d_keys, d_values, of_changes = state
             visit = step.block(number)
             block_keys, block_values = visit.cut(keys), visit.cut(values)
-            products = _of_pairs(rows, block_keys, sharing)
+            products = _row_products(rows, block_keys, sharing)
             allowed = changes.allowed(visit.allowed, visit.cuts)
-            logits = changes.of_logits(products, part.heads, steps.bound[:2], visit.cuts)
+            logits = changes.apply(products, part.heads, steps.bound[:2], visit.cuts)
             probabilities = jnp.exp(logits - of_sum[..., :1] - of_sum[..., 1:])
             if allowed is not None:
                 probabilities = jnp.where(allowed, probabilities, 0)
-            d_changed = probabilities * (_of_pairs(d_context, block_values, sharing) - of_delta)
+            d_changed = probabilities * (_row_products(d_context, block_values, sharing) - of_delta)
             # A hidden value may let its gradient overflow, and a hidden key that of a soft cap.
             d_changed = jnp.where(probabilities == 0, 0, d_changed)
             d_products, of_changes = _through_changes(
@@ -189,12 +189,14 @@ def _gradients(
             )
 
         state = jnp.zeros(rows.shape, dtype), *sums
-        d_rows, *more = _over(step, of_block, state)
+        d_rows, *more = _over(step, attend_block, state)
         return tuple(more), d_rows
 
     of_tensors = [jnp.zeros_like(x) for x in (changes.bias, changes.table) if x is not None]
     nothing = (*(jnp.zeros(x.shape, dtype) for x in (keys, values)), of_tensors)
-    (d_keys, d_values, of_tensors), d_rows = lax.scan(of_tile, nothing, jnp.arange(steps.number))
+    (d_keys, d_values, of_tensors), d_rows = lax.scan(
+        attend_tile, nothing, jnp.arange(steps.number)
+    )
     if changes.sinks is not None:
         of_sink = jnp.exp(changes.sinks - row_sums[..., 0] - row_sums[..., 1])
         of_tensors = [*of_tensors, -jnp.sum(of_sink * delta[..., 0], axis=(0, 1))]
@@ -225,7 +227,7 @@ def _through_changes(
 
     def changed(products: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
         here = changes._replace(bias=bias, table=table)
-        return here.of_logits(products, part.heads, positions)
+        return here.apply(products, part.heads, positions)
 
     d_products, d_tile, d_table = jax.vjp(changed, products, tile, changes.table)[1](d_changed)
     before, after = list(sums), []
@@ -281,7 +283,7 @@ def _product(equation: str, one: Tensor, other: Tensor) -> Tensor:
     return jnp.einsum(equation, one.astype(other.dtype), other, preferred_element_type=dtype)
 
 
-def _of_pairs(rows: Tensor, keys: Tensor, sharing: int) -> Tensor:
+def _row_products(rows: Tensor, keys: Tensor, sharing: int) -> Tensor:
     """The products of rows and keys, or of what belongs to these: `(B, H, T, S)`."""
     return unfolded(_product("bhtd,bhsd->bhts", folded(rows, sharing), keys), sharing)
 

@@ -78,11 +78,11 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
-        runs = cls.of_runs(program, query, key)
-        return cls.of_blocks(program, inputs, query, key) if runs is None else runs
+        runs = cls.from_runs(program, query, key)
+        return cls.from_blocks(program, inputs, query, key) if runs is None else runs
 
     @classmethod
-    def of_blocks(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
+    def from_blocks(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
         part, batch, lengths = program.part, query.shape[0], (query.shape[1], key.shape[1])
         tile, size = (min(x) for x in zip((part.tile, part.tuning.jax_block), lengths, strict=True))
         bound, offset = bound_of(program, inputs, *lengths), program.query_offset
@@ -96,7 +96,7 @@ class Steps(NamedTuple):
         return cls(part, bound, batch, *lengths, tile, size, more, batch, counts, starts)
 
     @classmethod
-    def of_runs(cls, program: Program, query: Tensor, key: Tensor) -> "Steps | None":
+    def from_runs(cls, program: Program, query: Tensor, key: Tensor) -> "Steps | None":
         """One block for each tile, under a rule on positions; as many heads as fit in a cache.
 
         `None` if blocks of one length would hold much that is hidden, or too much at once.

@@ -66,7 +66,7 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
         )
 
     is_simple = tf.logical_and(shared.is_short, _are_plain(part, *operands))
-    return tf.cond(is_simple, lambda: _of_all_logits(part, shared, *operands), with_repair)
+    return tf.cond(is_simple, lambda: _attend_to_all(part, shared, *operands), with_repair)
 
 
 def most_logits(part: Part) -> int:
@@ -84,30 +84,30 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
     is_short = count <= most if most else False
     nothing = tf.zeros([0] * 4, dtype)
 
-    def of_short() -> tuple[Tensor, Tensor]:
+    def short_mask() -> tuple[Tensor, Tensor]:
         mask = mask_of_all_heads(part.rule, bound, len(part.heads))
         alive = tf.cast(tf.reduce_any(mask, -1, keepdims=True), dtype)
         hides = tf.where(mask, tf.zeros([], dtype), tf.constant(-_HIDES, dtype))
         return hides, tf.transpose(alive, (0, 2, 1, 3))
 
     if is_short is True:
-        mask, alive = of_short()
+        mask, alive = short_mask()
         return Shared(True, mask, alive, [])
     is_gpu = on_gpu()  # (Here, once: it would be a state of functions.)
 
-    def of_long() -> list[Plan]:
+    def long_plans() -> list[Plan]:
         return [planned(group, is_gpu) for group in groups]
 
     if is_short is False:
-        return Shared(False, nothing, nothing, of_long())
+        return Shared(False, nothing, nothing, long_plans())
     # A function: TensorFlow optimises it when it first runs.
-    plans = tf.function(of_long, autograph=False, experimental_attributes=NOT_INLINED)
+    plans = tf.function(long_plans, autograph=False, experimental_attributes=NOT_INLINED)
     plans = plans.get_concrete_function()
     no_plans = tf.nest.map_structure(_empty, plans.structured_outputs)
-    mask, alive, made = tf.cond(
-        is_short, lambda: (*of_short(), no_plans), lambda: (nothing, nothing, plans())
+    mask, alive, answers = tf.cond(
+        is_short, lambda: (*short_mask(), no_plans), lambda: (nothing, nothing, plans())
     )
-    return Shared(is_short, mask, alive, made)
+    return Shared(is_short, mask, alive, answers)
 
 
 def _empty(like: tf.TensorSpec | None) -> Tensor | None:
@@ -122,13 +122,13 @@ def _are_plain(part: Part, query: Tensor, key: Tensor, *others: Tensor) -> bool 
     return tf.add_n([squares, *(tf.nn.l2_loss(x) for x in others)]) < _PLAIN
 
 
-def _of_all_logits(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+def _attend_to_all(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     query, key, value, *tensors = operands
     changes = part.changes.with_tensors(tensors)
     query, key, value = (tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value))
     logits = product_of(query, key, part.sharing, transpose_b=True)
     if changes.are_some:
-        logits = changes.of_logits(logits, part.heads, part.bound[:2])
+        logits = changes.apply(logits, part.heads, part.bound[:2])
     logits += shared.mask
     if changes.sinks is None:
         probabilities = tf.nn.softmax(logits)

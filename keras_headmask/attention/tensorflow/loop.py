@@ -24,7 +24,7 @@ from keras_headmask.attention.tensorflow.graph import (
 )
 from keras_headmask.attention.tensorflow.plan import Plan
 from keras_headmask.masks import Mask, Tensor, sizes
-from keras_headmask.rules.evaluation import allowed_at
+from keras_headmask.rules.evaluation import mask_at
 from keras_headmask.rules.places import rows_at
 from keras_headmask.rules.protocol import Bound, Places, Sides
 
@@ -37,12 +37,12 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     for each head group.
     """
     part = part._replace(bound=_widened(part.bound))
-    groups = head_groups.of_groups(part, *operands)
-    found = [
-        _of_group(group, plan, *of_group)
+    groups = head_groups.group_operands(part, *operands)
+    contexts = [
+        _attend_group(group, plan, *of_group)
         for plan, (group, *of_group) in zip(plans, groups, strict=True)
     ]
-    return head_groups.joined(found, [group.heads for group, *_ in groups], 2)
+    return head_groups.joined(contexts, [group.heads for group, *_ in groups], 2)
 
 
 def _widened(bound: Bound) -> Bound:
@@ -67,7 +67,7 @@ def _widened(bound: Bound) -> Bound:
     return bound._replace(leaf_inputs=inputs)
 
 
-def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
+def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
     """The context of the heads of `part`, which obey one rule, with its gradient."""
     sharing = part.sharing
 
@@ -85,8 +85,8 @@ def _of_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
 
         return steps.over(step, value.dtype)[0]
 
-    def backward(*given: Tensor) -> tuple:
-        query, key, value, *tensors, upstream, context = given
+    def backward(*tensors_and_results: Tensor) -> tuple:
+        query, key, value, *tensors, upstream, context = tensors_and_results
         query, key, value = nonfinite.replace_nonfinite_if_any(query, key, value)
         steps, changes = _Steps(plan, query, key), part.changes.with_tensors(tensors)
         keys, values = map(_rows_of_heads, (key, value))
@@ -140,13 +140,13 @@ def _logits(
         if not here.are_some:
             return products, products
         positions = part.positions_at(visit.places)
-        return products, here.of_logits(products, part.heads, positions)
+        return products, here.apply(products, part.heads, positions)
 
     def masked() -> tuple:
         allowed = visit.valid
         if not part.rule.constant:
-            own = allowed_at(part.rule, part.bound, part.heads, visit.places)
-            allowed = own if allowed is None else own & allowed
+            of_part = mask_at(part.rule, part.bound, part.heads, visit.places)
+            allowed = of_part if allowed is None else of_part & allowed
         return by(allowed)
 
     def by(allowed: Mask | None) -> tuple:
@@ -245,7 +245,7 @@ def _through_changes(
     tensors = [x for x in (here.bias, here.table) if x is not None]
     with tf.GradientTape() as tape:
         tape.watch([products, *tensors])
-        changed = here.of_logits(products, part.heads, part.positions_at(places))
+        changed = here.apply(products, part.heads, part.positions_at(places))
     d_products, *d_tensors = tape.gradient(changed, [products, *tensors], d_changed)
     # (A hidden product may make the gradient of a soft cap NaN.)
     d_products = tf.where(tf.equal(d_changed, 0), d_changed, d_products)
@@ -332,9 +332,9 @@ class Visit(NamedTuple):
         of_head = (self.places.examples * steps.heads + heads) * steps.lengths[1]
         return of_head + self.places.keys
 
-    def added(self, sums: Tensor, made: Tensor) -> Tensor:
+    def added(self, sums: Tensor, addend: Tensor) -> Tensor:
         """`sums` `(B * h * S, size)`, and what this step adds to its keys, `(m, h, w, size)`."""
-        rows = tf.reshape(made, [-1, made.shape[3]])
+        rows = tf.reshape(addend, [-1, addend.shape[3]])
         return added(sums, tf.reshape(self._at, [-1]), rows, self.steps.plan.is_gpu)
 
 
@@ -357,14 +357,14 @@ class _Steps:
         """
         total, in_step = tf.shape(self.plan.queries)[0], self.plan.in_step
         count = tf.maximum(-(-total // in_step), 1)  # (no step would have no shape)
-        found = tf.TensorArray(dtype, count, infer_shape=False, element_shape=[None] * 4)
+        results = tf.TensorArray(dtype, count, infer_shape=False, element_shape=[None] * 4)
 
-        def body(i: Tensor, found: tf.TensorArray, sums: list[Tensor]) -> tuple:
+        def body(i: Tensor, results: tf.TensorArray, sums: list[Tensor]) -> tuple:
             first = i * in_step
-            made, *sums = step(self._visit(first, tf.minimum(first + in_step, total)), *sums)
-            return i + 1, found.write(i, _heads_first(made)), sums
+            result, *sums = step(self._visit(first, tf.minimum(first + in_step, total)), *sums)
+            return i + 1, results.write(i, _heads_first(result)), sums
 
-        start = tf.constant(0), found, list(sums)
+        start = tf.constant(0), results, list(sums)
         run = tf.while_loop(lambda i, *_: i < count, body, start, parallel_iterations=10)
         rows = run[1].concat()  # (N, b, h, size)
         rows = tf.reshape(rows, tf.concat([[-1], tf.shape(rows)[2:]], 0))

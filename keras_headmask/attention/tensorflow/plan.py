@@ -51,7 +51,7 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     runs = tf.minimum(blocks * block, keys)
     always_masked = bool(flags.leaves) or rule.tiling.is_local
     needs_mask = None if always_masked else _needs_mask(blocks, certain)
-    places = {side: _places(found) for side, found in flags.by_side.items()}
+    places = {side: _places(is_flagged) for side, is_flagged in flags.by_side.items()}
     return _tiles(part, tile, tiles, runs, run_of_all, needs_mask, places, is_gpu)
 
 
@@ -120,9 +120,9 @@ def _tiles(
     )
 
 
-def _places(found: Mask) -> Tensor:
+def _places(is_flagged: Mask) -> Tensor:
     """Where each row is true, `(E, most of a row)`, -1 where it has fewer."""
-    numbers = tf.cast(found, tf.int32)
+    numbers = tf.cast(is_flagged, tf.int32)
     counts = tf.reduce_sum(numbers, 1, keepdims=True)
     most = tf.reduce_max(counts)
     return tf.where(tf.range(most) < counts, tf.math.top_k(numbers, most).indices, -1)

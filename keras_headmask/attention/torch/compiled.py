@@ -67,12 +67,12 @@ def one_compiled(compute: Callable) -> Callable:
         key = compute, part._replace(bound=nothing), names, of_operands
         if (reason := _failed.get(key[:3])) is not None:
             raise NotCompiled(reason)
-        given = query_offset, tuple(bound[:2]), values, *operands
+        arguments = query_offset, tuple(bound[:2]), values, *operands
         try:
-            return _function(*key)(*given)
+            return _function(*key)(*arguments)
         except FailOnRecompileLimitHit:
             _function.cache_clear()
-            return _function(*key)(*given)
+            return _function(*key)(*arguments)
         except TorchDynamoException as error:
             if len(_failed) == _MOST:
                 _failed.clear()
@@ -89,5 +89,5 @@ def _function(compute: Callable, part: Part, names: tuple, of_operands: tuple) -
         return compute(part._replace(bound=bound), query_offset, *operands)
 
     code = function.__code__.replace(co_name=f"attention_{id(function)}")
-    own = types.FunctionType(code, function.__globals__, closure=function.__closure__)
-    return torch.compile(own, fullgraph=True)
+    copied = types.FunctionType(code, function.__globals__, closure=function.__closure__)
+    return torch.compile(copied, fullgraph=True)

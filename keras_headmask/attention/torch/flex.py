@@ -103,7 +103,7 @@ def compute(part: Part, query_offset: int, *operands: Tensor) -> Tensor:
         bad = bad_rows | _see(part, visited, query, bad_keys)
     else:
         query, key, value = nonfinite.nan_at_nonfinite(query, key, value)
-    made = flex_attention(
+    result = flex_attention(
         *(_in_memory(x.transpose(1, 2)) for x in (query, key, value)),
         score_mod=_score_mod(part, query_offset, query.device),
         block_mask=visited,
@@ -111,9 +111,9 @@ def compute(part: Part, query_offset: int, *operands: Tensor) -> Tensor:
         enable_gqa=part.sharing != 1,
         return_aux=AuxRequest(lse=True) if sinks else None,
     )
-    context = (made[0] if sinks else made).transpose(1, 2)
+    context = (result[0] if sinks else result).transpose(1, 2)
     if sinks:
-        log_sum = made[1].lse.transpose(1, 2)
+        log_sum = result[1].lse.transpose(1, 2)
         context = context * torch.sigmoid(log_sum - sinks[0])[..., None].to(context.dtype)
     return context if bad is None else shaded(context, query, bad)
 
@@ -129,12 +129,12 @@ def _see(part: Part, visited: BlockMask, query: Tensor, marked: Mask) -> Mask:
     rows = query.new_zeros((*query.shape[:3], size)).transpose(1, 2)
     keys = query.new_zeros((*marked.shape, size)).transpose(1, 2)
     values = marked.to(query.dtype)[..., None].expand(*marked.shape, size).transpose(1, 2)
-    found = flex_attention(
+    ones = flex_attention(
         *map(_in_memory, (rows, keys, values)),
         block_mask=visited,
         enable_gqa=part.sharing != 1,
     )
-    return found[..., 0].transpose(1, 2) > 0
+    return ones[..., 0].transpose(1, 2) > 0
 
 
 def _score_mod(part: Part, query_offset: int, where: Any) -> Any:
@@ -182,14 +182,14 @@ def block_mask(
         for head in heads:
             group_of[head] = number
 
-    def of_heads(of_groups: tuple[Mask, ...]) -> Mask:
+    def stacked_groups(of_groups: tuple[Mask, ...]) -> Mask:
         """`(B or 1, H or 1, tiles, blocks)` of what is known of each group."""
         stacked = torch.stack(torch.broadcast_tensors(*of_groups), 1)
         if len(groups) == 1:
             return stacked
         return stacked[:, torch.tensor(group_of, device=where)]
 
-    possible, certain = map(of_heads, zip(*bounds, strict=True))
+    possible, certain = map(stacked_groups, zip(*bounds, strict=True))
     return BlockMask.from_kv_blocks(
         *_ordered(possible & ~certain),
         *_ordered(certain),
@@ -267,10 +267,10 @@ def _mask_mod(part: Part, query_offset: int) -> Any:
                 return None
             values, is_flag = side
             of_example = values[0 if values.shape[0] == 1 else b]
-            found = of_example[0 if values.shape[1] == 1 else position]
-            return found != 0 if is_flag else found
+            value = of_example[0 if values.shape[1] == 1 else position]
+            return value != 0 if is_flag else value
 
-        def of_leaf(leaf: MaskSpec) -> Mask:
+        def leaf_mask(leaf: MaskSpec) -> Mask:
             inputs = {
                 name: Sides(at(query, q), at(key, k))
                 for name, (query, key) in captured.get(leaf, {}).items()
@@ -281,7 +281,7 @@ def _mask_mod(part: Part, query_offset: int) -> Any:
         query_position = (q + query_offset).to(torch.int32)
         key_position = k.to(torch.int32)
         answers = [
-            rule.fold(of_leaf, torch.logical_and, torch.logical_or, torch.logical_not)
+            rule.fold(leaf_mask, torch.logical_and, torch.logical_or, torch.logical_not)
             for rule, _ in groups
         ]
         answer = answers[0]

@@ -56,16 +56,16 @@ def compute(part: Part, query_offset: int, *operands: Tensor) -> Tensor:
     H = `part.sharing` * Hk. `operands`: these, and a mask `(B or 1, H or 1, T or 1, S or 1)` if
     it is not the rule that restricts.
     """
-    *given, mask = operands if len(operands) == 4 else (*operands, None)
+    *tensors, mask = operands if len(operands) == 4 else (*operands, None)
     if mask is not None:
-        return _context(part, mask, *given)
-    found, sets = [], []
-    for group, *of_group in head_groups.of_groups(part, *given):
+        return _context(part, mask, *tensors)
+    contexts, sets = [], []
+    for group, *of_group in head_groups.group_operands(part, *tensors):
         bound, heads = group.bound, group.heads
         mask = None if group.rule.constant else allowed_tile(group.rule, bound, heads)
-        found.append(_context(group, mask, *of_group))
+        contexts.append(_context(group, mask, *of_group))
         sets.append(heads)
-    return head_groups.joined(found, sets, 2)
+    return head_groups.joined(contexts, sets, 2)
 
 
 def _context(part: Part, mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

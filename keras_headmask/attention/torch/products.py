@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from keras_headmask.attention import device
-from keras_headmask.attention.subscripts import axes, of_left, of_right
+from keras_headmask.attention.subscripts import axes, left_gradient, right_gradient
 from keras_headmask.masks import Tensor
 
 
@@ -24,11 +24,11 @@ class Product(torch.autograd.Function):
         left, right = (x.to(dtype).permute(o) for x, o in ((left, rows), (right, columns)))
         if has_kernel(left):
             flat = (x.flatten(0, 1) for x in (left, right))
-            made = torch.bmm(*flat, out_dtype=torch.float32)
-            made = made.unflatten(0, left.shape[:2])
+            product = torch.bmm(*flat, out_dtype=torch.float32)
+            product = product.unflatten(0, left.shape[:2])
         else:  # what is multiplied and summed is the same
-            made = torch.matmul(left.float(), right.float())
-        return made.permute(back)
+            product = torch.matmul(left.float(), right.float())
+        return product.permute(back)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -38,6 +38,6 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple:
         left, right = ctx.saved_tensors
-        d_left = Product.apply(upstream, right, of_left(ctx.subscripts), ctx.half)
-        d_right = Product.apply(left, upstream, of_right(ctx.subscripts), ctx.half)
+        d_left = Product.apply(upstream, right, left_gradient(ctx.subscripts), ctx.half)
+        d_right = Product.apply(left, upstream, right_gradient(ctx.subscripts), ctx.half)
         return d_left.to(left.dtype), d_right.to(right.dtype), None, None

@@ -66,19 +66,19 @@ def steps_of(
     looked_at = _looked_at(of_tiles, possible, block) if block < keys else possible
     needs_mask = (looked_at & ~certain).any(2) | has_few
     rows = [(start, min(start + part.tile, queries)) for start in range(0, queries, part.tile)]
-    columns = _of_example(flags.by_side.get("key"), examples)
-    of_flagged = _of_example(flags.by_side.get("query"), examples)
-    made: list[tuple] = []  # of each example, all but the example
+    columns = _by_example(flags.by_side.get("key"), examples)
+    of_flagged = _by_example(flags.by_side.get("query"), examples)
+    by_example: list[tuple] = []  # each step but for its examples
     for example in range(examples):
-        own = zip(rows, of_tiles[example], needs_mask[example].tolist(), strict=True)
-        found = _steps(own, columns(example))
+        of_rows = zip(rows, of_tiles[example], needs_mask[example].tolist(), strict=True)
+        of_this = _steps(of_rows, columns(example))
         if flagged := tuple(of_flagged(example).tolist()):
-            found.append((flagged, False, ((0, keys),), (), True))
-        made.append(tuple(found))
+            of_this.append((flagged, False, ((0, keys),), (), True))
+        by_example.append(tuple(of_this))
     if examples == 1:
-        return [Step((0, batch), *step) for step in made[0]]
+        return [Step((0, batch), *step) for step in by_example[0]]
     steps, first = [], 0
-    for equal, group in itertools.groupby(made):  # neighbours that look at the same
+    for equal, group in itertools.groupby(by_example):  # neighbours that look at the same
         stop = first + len(list(group))
         steps += [Step((first, stop), *step) for step in equal]
         first = stop
@@ -91,11 +91,13 @@ def _differ(inputs: LeafInputs) -> bool:
 
 
 def _sides(inputs: LeafInputs) -> list[np.ndarray]:
-    given = [side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides]
-    return [side for side in given if side is not None]
+    all_sides = [
+        side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides
+    ]
+    return [side for side in all_sides if side is not None]
 
 
-def _of_example(flags: np.ndarray | None, examples: int) -> Callable[[int], np.ndarray]:
+def _by_example(flags: np.ndarray | None, examples: int) -> Callable[[int], np.ndarray]:
     """The flagged positions of an example; where one stands for all, of any of them."""
     if flags is None:
         return lambda example: np.zeros(0, np.int64)
@@ -115,8 +117,8 @@ def _runs(possible: np.ndarray, block: int, keys: int, gap: int) -> list[list[tu
         coming = np.where(rows, number, _FAR)[:, ::-1]
         following = np.minimum.accumulate(coming, 1)[:, ::-1]
         rows = rows | ((following - last - 1) * block < gap)
-    found = [tuple(runs) for runs in coverage.runs(rows, block, keys)]
-    return [found[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
+    by_row = [tuple(runs) for runs in coverage.runs(rows, block, keys)]
+    return [by_row[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
 
 
 def _looked_at(
@@ -132,7 +134,7 @@ def _looked_at(
 
 def _steps(tiles: Any, flagged: np.ndarray) -> list[tuple]:
     """The steps of one example. Neighbouring tiles that see all of the same keys are one."""
-    made: list[tuple] = []
+    steps: list[tuple] = []
     for rows, runs, needs_mask in tiles:
         others: tuple[int, ...] = ()
         if flagged.size:
@@ -142,9 +144,9 @@ def _steps(tiles: Any, flagged: np.ndarray) -> list[tuple]:
         if not runs and not others:
             continue
         step = (rows, True, runs, others, needs_mask)
-        before = made[-1] if made else None
+        before = steps[-1] if steps else None
         if before and before[0][1] == rows[0] and not needs_mask and before[1:] == step[1:]:
-            made[-1] = ((before[0][0], rows[1]), *step[1:])
+            steps[-1] = ((before[0][0], rows[1]), *step[1:])
         else:
-            made.append(step)
-    return made
+            steps.append(step)
+    return steps

@@ -78,8 +78,8 @@ def _read(bound: Bound) -> dict:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        query, key, value, part, steps, plan = given
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        query, key, value, part, steps, plan = arguments
         ctx.save_for_backward(query, key, value)
         ctx.rest = part, steps, plan
         return _context(part, steps, plan, query, key, value)
@@ -128,10 +128,10 @@ def _forward(part: Part, steps: list[Step], *operands: Tensor) -> Tensor:
     return context
 
 
-def _gradients(part: Part, steps: list[Step], *given: Tensor) -> tuple:
-    *operands, upstream = map(_heads_first, given)
+def _gradients(part: Part, steps: list[Step], *tensors: Tensor) -> tuple:
+    *operands, upstream = map(_heads_first, tensors)
     # (Zeros as the operands lie in memory: `(B, L, H, D)`.)
-    sums = [torch.zeros_like(x, dtype=_sum_dtype(x)) for x in given[:3]]
+    sums = [torch.zeros_like(x, dtype=_sum_dtype(x)) for x in tensors[:3]]
     d_query, d_key, d_value = map(_heads_first, sums)
     of_runs = upstream
     if not all(step.is_run for step in steps):
@@ -146,12 +146,12 @@ def _gradients(part: Part, steps: list[Step], *given: Tensor) -> tuple:
         _add_rows(step, d_query, d_tile[0])
         _add_keys(step, d_key, d_tile[1])
         _add_keys(step, d_value, d_tile[2])
-    return tuple(x.to(of.dtype) for x, of in zip(sums, given, strict=False))
+    return tuple(x.to(of.dtype) for x, of in zip(sums, tensors, strict=False))
 
 
-def _gradients_of_operations(part: Part, plan: Plan, *given: Tensor) -> tuple:
+def _gradients_of_operations(part: Part, plan: Plan, *tensors: Tensor) -> tuple:
     """The same by operations that can be differentiated, if gradients are enabled here."""
-    *operands, upstream = given
+    *operands, upstream = tensors
     again = torch.is_grad_enabled()
     leaves = [x if again and x.requires_grad else x.detach().requires_grad_() for x in operands]
     with torch.enable_grad():
@@ -195,14 +195,14 @@ def _allowed(part: Part, step: Step) -> Mask:
 def _see(part: Part, steps: list[Step], query: Tensor, marked: Mask) -> Mask:
     """Which rows `(B, T, H, 1)` may see a key that is `marked`, `(B, S, Hk, 1)`."""
     batch, queries, heads, _ = query.shape
-    found = torch.zeros((batch, queries, heads, 1), dtype=torch.bool, device=query.device)
+    sees = torch.zeros((batch, queries, heads, 1), dtype=torch.bool, device=query.device)
     of_heads = _heads_first(marked).repeat_interleave(part.sharing, 1)
     for step in steps:
         columns = _keys(step, of_heads).transpose(2, 3)
         if step.needs_mask:
             columns = columns & _allowed(part, step)
-        _write(step, _heads_first(found), columns.any(-1, keepdim=True))
-    return found
+        _write(step, _heads_first(sees), columns.any(-1, keepdim=True))
+    return sees
 
 
 @torch.no_grad()

@@ -219,9 +219,10 @@ def _hint_for_rank_3(size: int | None, heads: int | None) -> str:
 
 
 def sizes(tensor: Tensor, dtype: str = "int32") -> list[Length]:
-    """As `ops.shape`; in a TensorFlow graph by two nodes, of a `dtype`, where a `shape[i]` is four.
+    """`ops.shape`, but by two nodes of a TensorFlow graph instead of four for each axis.
 
-    (TensorFlow goes through all nodes many times before the first answer.)
+    (TensorFlow goes through all nodes many times before the first answer.) `dtype` is that of sizes
+    that are unknown until the run.
     """
     is_of_keras = keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor)
     if is_of_keras or None not in tuple(tensor.shape):

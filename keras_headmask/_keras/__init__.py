@@ -117,7 +117,7 @@ SINCE = {
 
 
 def stock_arguments(stock: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `arguments` that Keras' class `stock` takes. Raises for what came later."""
+    """The `arguments` that Keras' class `stock` takes. Raises for one that it does not know."""
     taken = {*inspect.signature(stock).parameters} - {"kwargs"}
     for name, (version, otherwise) in SINCE.items():
         if name not in taken and arguments.get(name):
@@ -152,7 +152,7 @@ def has_own_softmax(layer: Any) -> bool:
 
 
 def projections(layer: Any) -> tuple[Any, ...]:
-    """Those of query, key and value, and that of the output."""
+    """The projections of query, key and value, and of the output."""
     return layer._query_dense, layer._key_dense, layer._value_dense, layer._output_dense
 
 
@@ -184,7 +184,7 @@ def want_scores(layer: Any, wanted: bool) -> None:
 
 
 def dropout_layer(layer: Any) -> Any:
-    """What drops probabilities: its seed is the layer's, in every implementation."""
+    """The dropout layer, whose seed every implementation uses."""
     return layer._dropout_layer
 
 
@@ -201,7 +201,7 @@ def part_name(layer: Any, name: str) -> str:
 
 
 def part(layer: Any, name: str) -> Any:
-    """What a layer of KerasHub holds as `name`."""
+    """The attribute `name` of a layer of KerasHub."""
     return getattr(layer, part_name(layer, name))
 
 

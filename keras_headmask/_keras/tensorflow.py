@@ -64,7 +64,7 @@ def custom_gradient(function: Callable) -> Callable:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """What is computed inside has no derivative, for any tape or `ForwardAccumulator`."""
+    """A context without derivatives, for any tape or `ForwardAccumulator`."""
     from tensorflow.python.eager import record
 
     return record.stop_recording()

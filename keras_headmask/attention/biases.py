@@ -21,7 +21,7 @@ _MOST_DISTANCE = 2**20  # so many buckets are looked up in a table
 
 @dataclasses.dataclass(frozen=True)
 class PositionBias:
-    """What is added to logits by the positions of query and key, for each head.
+    """A bias that is added to logits, by head and by the positions of query and key.
 
     Values with equal fields are equal. `get_config` gives JSON with a permanent `kind`.
     """

@@ -1,11 +1,10 @@
-"""What each tile of queries meets, by positions and by data: the one planner of all kernels.
+"""The planner of all kernels: which key blocks each tile of queries meets, by positions and data.
 
-Queries are cut into tiles, and keys into blocks. Of each tile and block `coverage` says whether a
-pair may be allowed, and whether all are, from their positions and from the least and the greatest
-value of each mask input there. It is asked here alone, by the same code for NumPy's arrays and
-those of each backend. Kernels read the answer in the form that they need: `Plan` here, as known
-lengths and positions give it, which `gathered.py` reads; `tensorflow/plan.py`, `jax/steps.py`,
-`torch/steps.py` and `torch/flex.py` look at data, too.
+Queries are cut into tiles and keys into blocks. For each tile and block, `coverage` says whether
+some pair may be allowed and whether all are. It reads the positions, and the least and greatest
+value of each mask input there. Only this module calls it, with the same code for NumPy and every
+backend. The `Plan` of this module knows lengths and positions alone, for `gathered.py`;
+`tensorflow/plan.py`, `jax/steps.py`, `torch/steps.py` and `torch/flex.py` look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +30,14 @@ LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
 
 
 class Arrays(NamedTuple):
-    """What the planner needs of one kind of arrays, beside operators and slices.
+    """The functions of one array library that the planner needs beside operators and slices.
 
     Args:
-        starts: Of a length every `size`th position, `(n,)`.
-        at_most: The lesser of two, element-wise.
-        extremes: Of `(B, L)` the least and the greatest of every `size` values, each as `across`
-            has it, for queries (axis 0) or keys (1).
-        as_numbers: Integers of booleans.
+        starts: `(length, size)`: every `size`th position below `length`, `(n,)`.
+        at_most: The element-wise minimum.
+        extremes: `(values, size, axis)`: the least and the greatest of every `size` values of
+            `(B, L)`, each put on the axis of queries (0) or keys (1) by `across`.
+        as_numbers: Booleans as integers.
     """
 
     starts: Callable[[Length, int], Tensor]
@@ -64,11 +63,10 @@ def bounds_of(
     arrays: Arrays,
     taken_out: Mapping[MaskSpec, Mask] | None = None,
 ) -> Bounds:
-    """What `rule`, free of `PerHead`, allows in each tile and block, `(B or 1, tiles, blocks)`.
+    """Bounds of what `rule` (no `PerHead`) allows in each block, `(B or 1, tiles, blocks)`.
 
-    `lengths` are those of the queries and keys, `sizes` those of a tile and a block. A leaf that
-    reads a whole mask is taken to allow some pairs everywhere. Where `taken_out` has true for a
-    leaf, its flags count as if none were set.
+    `lengths` counts queries and keys, `sizes` a tile and a block. A leaf that reads a whole mask
+    may allow a pair anywhere. Where `taken_out` is true for a leaf, none of its flags count.
     """
     out = taken_out or {}
 
@@ -182,7 +180,7 @@ def plan(
     block: int,
     heads: int = 1,
 ) -> Plan:
-    """What each tile of queries looks at by `rule`, for any of the `heads`, by positions alone."""
+    """The plan of `rule` by positions alone; a pair that any of the `heads` may see is met."""
     rest = (queries, keys), (tile, block), query_offset, NUMPY
     of_rules = [bounds_of(of_group, {}, *rest) for of_group, _ in head_groups(rule, heads)]
     possible = np.logical_or.reduce([of_rule.possible[0] for of_rule in of_rules])

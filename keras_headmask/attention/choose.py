@@ -59,7 +59,7 @@ def watched(watch: _Watch) -> AbstractContextManager[Any]:
 
 
 def kernels_for(request: Request) -> tuple[Kernel, ...]:
-    """Those of the backend of Keras, and of the device that `request` is on, in order."""
+    """The kernels of the backend and of the device of `request`, in order of preference."""
     of_backend = KERNELS.get(keras.backend.backend())
     if of_backend is None:
         return _OF_OTHERS

@@ -1,9 +1,8 @@
-"""Tiles where sizes are known: a few batched products, without a loop, on every backend.
+"""Gathered key blocks: a few batched products in place of a loop, on any backend, at static sizes.
 
-What each tile of queries may meet is known by positions alone; what data hides is masked, not
-skipped. Tiles that meet about equally many blocks of keys stand in one class: their keys are
-gathered, and each class is one product, one softmax and one product. The gradient is the
-backend's own.
+The positions alone decide which key blocks a tile of queries meets; pairs that data hides are
+masked, not skipped. Tiles that meet about equally many blocks form a class. Each class gathers its
+keys and computes one product, one softmax and one product. The gradient is the backend's own.
 """
 
 import functools
@@ -31,8 +30,8 @@ _LITTLE = 0.05  # share of logits, for which one class more is not worth it
 class Class(NamedTuple):
     """Tiles of queries that are computed together.
 
-    `blocks`: those of keys that each meets, the last one repeated where it meets fewer than others;
-    `met`: how many it meets. With `needs_mask` some pair may be hidden.
+    `blocks` lists the key blocks that each tile meets, the last one repeated up to the width of the
+    class; `met` counts them without repeats. With `needs_mask` some pair may be hidden.
     """
 
     tiles: list[int]
@@ -61,10 +60,11 @@ def classes_of(plan: Plan) -> list[Class]:
 
 
 def _widths(counts: list[int]) -> list[int]:
-    """The greatest count of each class, rising: few classes, by which little is computed."""
+    """The widths of the classes, rising: as few classes as compute at most 5% more logits."""
     sizes = sorted(set(counts))
     below = [0, *itertools.accumulate(counts.count(size) for size in sizes)]
-    # Of the tiles up to each size: what is computed in so many classes, and their widths.
+    # Dynamic programming over sizes: for the tiles up to each size, the least number of blocks to
+    # compute with 1, 2, ... classes, and the widths of these classes.
     best = [(0, ()), *((size * n, (size,)) for size, n in zip(sizes, below[1:], strict=True))]
     best_by_count = [best[-1]]
     for _ in range(_MOST_CLASSES - 1):
@@ -78,7 +78,7 @@ def _widths(counts: list[int]) -> list[int]:
 
 
 def share(plan: Plan, keys: int) -> float:
-    """The share of all logits that is computed."""
+    """The share of all logits that the classes compute."""
     seen = sum(len(each.tiles) * min(each.width * plan.block, keys) for each in classes_of(plan))
     return seen / max(keys * len(plan.runs), 1)
 
@@ -152,8 +152,8 @@ def _attended(
 ) -> Tensor:
     """The context of a class, `(B, n, H, tile, Dv)`.
 
-    Of queries, and of keys and values, cut into tiles and blocks, `(B, tiles, tile, H, D)`; and
-    of their marks, if some may not be finite.
+    `of_queries` holds the queries cut into tiles, `(B, tiles, tile, H, D)`, `of_keys` the keys and
+    values cut into blocks; each ends with the marks of NaN and inf if there may be some.
     """
     batch, count = masks.sizes(of_queries[0])[0], len(each.tiles)
     # Examples and tiles are one axis in products, and two where only examples differ.
@@ -176,10 +176,10 @@ def _attended(
 
 
 class _At(NamedTuple):
-    """Where the tiles of a class look: `queries` `(n, tile)` and `keys` `(n, width * block)`.
+    """Positions of the queries `(n, tile)` and keys `(n, width * block)` of a class.
 
-    They stay inside of the sequences. `are_there` `(n, tile, width * block)` is false for queries
-    and keys that are not there or not met; `None` where all are.
+    Positions beyond the end are clipped. `are_there` `(n, tile, width * block)` is false for these,
+    and for repeated blocks; `None`: there are none.
     """
 
     queries: Tensor
@@ -206,7 +206,7 @@ class _At(NamedTuple):
 def _probabilities(
     part: Part, plan: Plan, each: Class, at: _At, logits: Tensor, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Mask | None]:
-    """Those of `logits` `(B, n, H, tile, keys)`, after dropout; and which rows see something."""
+    """The probabilities `(B, n, H, tile, keys)` after dropout; and which rows see a key."""
     changes, bound = part.changes.with_tensors(tensors), part.bound
     if changes.bias is not None:
         changes = changes._replace(bias=_bias_at(changes.bias, plan, each))
@@ -272,7 +272,7 @@ def _allowed(part: Part, at: _At, batch: Length) -> Mask:
 
 
 def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
-    """`(B, H, T or 1, S or 1)` where a class looks: `(B, n, H, tile or 1, keys or 1)`."""
+    """A bias `(B, H, T or 1, S or 1)` cut out for a class: `(B, n, H, tile or 1, keys or 1)`."""
     tiles, blocks = np.array(each.tiles)[:, None], np.array(each.blocks)
     tile, block = plan.tile, plan.block
     if bias.shape[2] == 1:
@@ -304,7 +304,7 @@ def _split(tensor: Tensor, axis: int, size: int) -> Tensor:
 
 
 def _taken(tensor: Tensor, numbers: Any, axis: int = 0) -> Tensor:
-    """What an axis holds at `numbers`, which are lists or a tensor."""
+    """`ops.take` at `numbers`, which are lists or a tensor."""
     if isinstance(numbers, list):
         if numbers == list(range(tensor.shape[axis])):
             return tensor

@@ -1,4 +1,4 @@
-"""What the tiled implementations share: heads of one rule and their keys, slices, dropout."""
+"""Shared by the tiled implementations: heads of one rule and their keys, slices, dropout."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
         return self.tuning.local_tile if self.rule.tiling.is_local else self.tuning.wide_tile
 
     def positions_at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Of the queries and keys of several tiles, `(n, queries)` and `(n, keys)`."""
+        """Positions of the queries `(n, queries)` and keys `(n, keys)` of several tiles."""
         queries = places.take(self.bound.query_positions, places.queries)
         keys = places.take(self.bound.key_positions, places.keys)
         return queries[:, 0, :, 0], keys[:, 0, 0]
@@ -211,7 +211,7 @@ class Dropout(NamedTuple):
         return probabilities * self._factors(rows, self.columns, dtype)
 
     def factors_at(self, dtype: Any, places: Places) -> Tensor:
-        """Of several tiles at once, `(n, H, queries, keys)`: 0, or what scales them up."""
+        """The factors of several tiles, `(n, H, queries, keys)`: 0, or 1 / (1 - rate)."""
         rows = pairs_at(self.rows[..., None], places)
         return self._factors(rows, places.take(self.columns, places.keys), dtype)
 

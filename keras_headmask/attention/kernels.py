@@ -1,4 +1,4 @@
-"""What can compute attention: each kernel says what it takes, and why it refuses the rest.
+"""The kernels that can compute attention: each says which requests it takes, and why not others.
 
 `choose` asks them in order. All that a kernel needs is here but the computing itself, so importing
 this imports no code of a backend.
@@ -149,7 +149,7 @@ def _skips_nothing(request: Request, part: Part) -> str | None:
 
 
 def _lengths(request: Request) -> tuple[Any, Any]:
-    """As they are known now."""
+    """The static lengths of queries and keys."""
     return request.query.shape[1], request.key.shape[1]
 
 

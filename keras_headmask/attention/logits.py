@@ -1,4 +1,4 @@
-"""What changes logits and their softmax beside the mask: a soft cap, biases, sinks.
+"""Changes to logits and softmax beside the mask: a soft cap, biases, sinks.
 
 The order is fixed: query . key * scale; the soft cap; plus the biases; the mask; the softmax, with
 the sink in its sum. What is hidden is hidden after all of them, so none can open it.
@@ -68,7 +68,7 @@ class Changes(NamedTuple):
         return self._with(of)
 
     def without_tensors(self) -> "Changes":
-        """What of it can be a key of a cache."""
+        """A hashable copy, for the key of a cache: `True` in place of each tensor."""
         return self._with(lambda *_: True)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> "Changes":
@@ -118,9 +118,9 @@ class Changes(NamedTuple):
         return tile
 
     def share_of_keys(self, log_sum: Tensor, base: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What is left of each row for its keys beside the sink, and the log of the whole sum.
+        """The share of each row's softmax left for its keys by the sink; and the new log-sum-exp.
 
-        `log_sum`: of the exponentials of the keys' logits, less `base`, one number for each row,
+        `log_sum` is the log-sum-exp of the keys' logits minus `base`, a number for each row, with
         the heads on axis 1.
         """
         sinks = ops.reshape(self.sinks, [1, -1] + [1] * (len(log_sum.shape) - 2))
@@ -143,9 +143,9 @@ def tanh(tensor: Tensor) -> Tensor:
 def for_tiles(
     changes: Changes, dtype: Any, batch: Length, heads: int, queries: Length, keys: Length
 ) -> Changes:
-    """Of that dtype, and no axis of the bias is of a size not known yet.
+    """Cast, and broadcast the bias along each axis whose size is unknown until the run.
 
-    An axis of size 1 is not cut into tiles, and there only the run shows whether it is 1.
+    Tiles are not cut along an axis of size 1; here nobody knows yet whether it is 1.
     """
     changes = changes.cast(dtype)
     bias = changes.bias

@@ -178,13 +178,13 @@ def warn(attention: str, lost: Lost, ways: str, stacklevel: int = 2) -> None:
 
 
 def explained(lost: Lost, ways: str) -> str:
-    """What loses a mask, and what to do: about that operation, or what `ways` says, a sentence."""
+    """Which operation loses a mask, and what to do: mend it, or `ways`, a sentence."""
     why, way = _reason(lost)
     return f"{why} {way + ways[0].lower() if way else ways[0]}{ways[1:]}"
 
 
 def _reason(lost: Lost) -> tuple[str, str]:
-    """What loses the mask, and the start of what to do about just that, or nothing."""
+    """Which operation loses the mask; and how to mend it, the start of a sentence, or nothing."""
     operation, kind = lost.operation, type(lost.operation).__name__
     name = f"'{operation.name}'"
     if _keras.takes_masks_off(operation):

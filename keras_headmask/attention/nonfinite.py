@@ -25,11 +25,11 @@ _LARGEST = {
 
 
 def hidden_logit(dtype: Any) -> float:
-    """What stands in place of a hidden logit: whatever that is, inf or NaN, it is hidden then.
+    """The value that replaces a hidden logit, even one that is inf or NaN.
 
-    It is -inf, so that a key is no less hidden where all that a query may see is -inf. (A row that
-    sees nothing has 0 instead, so that it is not NaN.) Where TensorFlow raises for all that is
-    not finite, it is finite.
+    It is -inf, so a key stays hidden where every visible logit is -inf, too. (A row that sees no
+    key has 0 instead, so that it is not NaN.) Where TensorFlow raises at any inf or NaN, the value
+    is finite.
     """
     largest = _LARGEST[keras.backend.standardize_dtype(dtype)]
     return -largest / 2 if checks_numerics() else float("-inf")

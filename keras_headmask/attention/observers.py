@@ -1,9 +1,9 @@
-"""What a caller changes of a model while it looks at it: an export, a lint, a picture, a trace.
+"""Observe a model for a while: an export, a lint, a picture or a trace replaces some methods.
 
-It holds in the caller's own context alone: other threads may run the same model meanwhile, and
-nothing changes for them. Our own code asks here what to run; a method of another class is wrapped
-while somebody looks, and the wrapper runs it as usual for all other callers. (A thread that a model
-starts by itself does not inherit the context, and so is not looked at.)
+A replacement holds in the context of its caller alone: another thread that runs the same model runs
+the method as usual. Our own code asks here what to run; a method of another class is wrapped while
+somebody observes it. (A thread that a model starts by itself does not inherit the context, so it is
+not observed.)
 """
 
 import contextlib
@@ -147,13 +147,13 @@ def asking(method: Callable) -> Callable:
 
 
 def held(holder: Any, name: str) -> Any:
-    """What the object itself holds under `name`, while others look, too; else `None`."""
+    """The attribute `name` of the object itself, not our wrapper around it; else `None`."""
     attribute = vars(holder).get(name)
     return attribute.held if isinstance(attribute, _Wrapper) else attribute
 
 
 def attributes(holder: Any) -> dict[str, Any]:
-    """What the object itself holds, as `held` has it, also while other threads look."""
+    """All attributes of the object itself, without our wrappers, while other threads may wrap."""
     current = vars(holder).copy()
     inner = {name: x.held for name, x in current.items() if isinstance(x, _Wrapper)}
     return {k: v for k, v in (current | inner).items() if k not in inner or v is not None}

@@ -56,13 +56,13 @@ class Request:
 
     @property
     def positions(self) -> Positions:
-        """Of the queries and of the keys."""
+        """The positions of the queries and of the keys."""
         bound = self.bound or evaluation.bind(Full(), None, *self.lengths, self.query_offset)
         return bound.query_positions, bound.key_positions
 
     @property
     def lengths(self) -> tuple[Length, Length]:
-        """Of the queries and of the keys."""
+        """How many queries and keys there are."""
         return sizes(self.query)[1], sizes(self.key)[1]
 
 
@@ -124,7 +124,7 @@ def _sizes_from_inputs(
 
 
 def dropout_of(layer: Any, training: bool | None) -> dict[str, Any]:
-    """What a `Request` says of a layer's dropout in attention: nothing unless it is training."""
+    """The fields of a `Request` for a layer's attention dropout; none outside of training."""
     if not (layer.dropout > 0 and training):
         return {}
     return {"dropout": layer.dropout, "seed": _keras.dropout_layer(layer).seed_generator}

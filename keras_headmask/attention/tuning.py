@@ -1,4 +1,4 @@
-"""What holds in the context in which attention runs: tile sizes, thresholds, gradients or none."""
+"""Settings of the context in which attention runs: tile sizes, thresholds, gradients or none."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What commands read: rules, tensors and models, as files or as text; and files to write.
+"""Rules, tensors and models that commands read, as files or as text; and files to write.
 
 Each error names the file, or the text, and what to do.
 """

@@ -1,4 +1,4 @@
-"""What the commands have in common: their answers, their errors, their exit codes, progress.
+"""Shared by the commands: answers, errors, exit codes, progress.
 
 Answers go to standard output, all else to standard error, so that `--json` is read by programs.
 """
@@ -31,7 +31,7 @@ _HINTS = {  # for what messages of the library hold
 
 
 class Answer(NamedTuple):
-    """What a command answers: to a reader, and as JSON."""
+    """The answer of a command: for a reader, and as JSON."""
 
     text: str
     data: Any
@@ -66,7 +66,7 @@ class Commands(click.Group):
 
 
 def _said(error: Exception) -> str | None:
-    """What is wrong with arguments or files; `None` for an error of the package itself."""
+    """The fault of arguments or files; `None` for an error of the package itself."""
     # An operation's error, for ids that an embedding lacks or for want of memory.
     errors = getattr(sys.modules.get("tensorflow"), "errors", None)
     if errors is not None and isinstance(error, errors.OpError):

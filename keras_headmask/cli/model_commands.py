@@ -192,7 +192,7 @@ def information(model: "keras.Model") -> dict[str, Any]:
 
 
 def as_text(info: Mapping[str, Any]) -> str:
-    """What `information` holds, for a reader."""
+    """`information` in lines for a reader."""
     size = "" if info["parameters"] is None else f", {info['parameters']:,} parameters"
     lines = [f"{info['class']} '{info['name']}'{size}"]
     for x in info["inputs"]:

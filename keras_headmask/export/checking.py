@@ -81,7 +81,7 @@ def requests(interface: Interface, wanted: Any) -> list[Arrays]:
 def looked_at(
     interface: Interface, layers: list[AttentionLayer], given: Arrays
 ) -> tuple[Arrays, dict[str, Tensor]]:
-    """What rules allow in `layers`, where they forbid anything, and all probabilities, by path."""
+    """By path: the masks of `layers` whose rules forbid anything, and all probabilities."""
     from keras_headmask.retrofit.observe import watched  # needs all of retrofit/
 
     with watched(layers, with_rules=True) as seen:

@@ -178,7 +178,7 @@ def _named_outputs(outputs: Any) -> Tensors:
 
 
 def answer(interface: Interface, given: Arrays) -> Arrays:
-    """What the model in memory gives, on the CPU, as the fresh process does."""
+    """The outputs of the model in memory, on the CPU like those of the fresh process."""
     with keras.device("cpu:0"):
         outputs = interface.call(as_tensors(interface, given))
     return {name: as_array(x) for name, x in outputs.items()}

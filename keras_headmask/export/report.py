@@ -1,4 +1,4 @@
-"""What an export reports."""
+"""The report of an export."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from keras_headmask.rules.words import in_one_line
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """What the fresh process found.
+    """The findings of the fresh process.
 
     Distances are the largest differences of outputs, in units of the output's largest element if
     that is above 1; elements from 1e4 on are compared with themselves.
@@ -58,7 +58,7 @@ class CheckResult:
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was exported, and what the check found. `print` it to read it.
+    """The signatures of an export, and the result of its check. `print` it to read it.
 
     Attributes:
         path: The folder of the version.

@@ -52,7 +52,7 @@ model_config_list {{
 
 @dataclasses.dataclass(frozen=True)
 class ServingConfig:
-    """What `write_serving_config` wrote: three files, and flags for `tensorflow_model_server`."""
+    """The three files of `write_serving_config`, and flags for `tensorflow_model_server`."""
 
     models: pathlib.Path
     batching: pathlib.Path

@@ -14,12 +14,12 @@ from keras_headmask.rules.words import aligned
 
 
 class CacheBytes(NamedTuple):
-    """What the keys and values of `generate()` take, in bytes.
+    """The size of the cache of `generate()`, in bytes.
 
     Args:
-        by_layer: For each attention layer, by its path: what it takes, and what it takes in
-            KerasHub's own cache.
-        inputs: What the rules read, which is kept beside the keys.
+        by_layer: For each attention layer, by its path: the size of its keys and values, and their
+            size in KerasHub's own cache.
+        inputs: The mask inputs that the rules read, kept beside the keys.
     """
 
     by_layer: dict[str, tuple[int, int]]
@@ -27,12 +27,12 @@ class CacheBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The whole cache under the rules."""
         return sum(ours for ours, _ in self.by_layer.values()) + self.inputs
 
     @property
     def stock(self) -> int:
-        """What KerasHub's own cache takes."""
+        """KerasHub's own cache."""
         return sum(stock for _, stock in self.by_layer.values())
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class CacheBytes(NamedTuple):
 
 
 def cache_bytes(task: keras.Model, length: int, batch: int = 1) -> CacheBytes:
-    """What the cache of `task.generate()` takes, and what KerasHub's own takes.
+    """The size of the cache of `task.generate()`, beside KerasHub's own.
 
     Args:
         task: A causal language model of KerasHub's, `GPT2CausalLM` for one, under rules or not.

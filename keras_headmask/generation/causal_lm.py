@@ -32,7 +32,7 @@ _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's mode
 
 
 class _Prompt(NamedTuple):
-    """What `generate()` begins with."""
+    """The prompt of `generate()`."""
 
     inputs: dict[str, Tensor]  # what the rules read, `(B, length)`
     length: int  # of the text, with all tokens to come
@@ -49,7 +49,7 @@ else:
 
 
 class _Generates(_CausalLM):
-    """What a causal language model of KerasHub's does under rules, beside its own class."""
+    """A mixin for a causal language model of KerasHub's: a cache that obeys the rules."""
 
     _stock_class: type
 
@@ -136,7 +136,7 @@ class _Generates(_CausalLM):
     def _read_by_rules(
         self, inputs: Mapping[str, Any], method: str = "generate"
     ) -> dict[str, Tensor]:
-        """What the rules read, from the inputs of `generate()` or `score()`."""
+        """The mask inputs of the rules, taken from the inputs of `generate()` or `score()`."""
         in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         rules = [rule for rule in in_force if rule.restricts]
         names = sorted({name for rule in rules for name in rule.reads})
@@ -176,7 +176,7 @@ class _Generates(_CausalLM):
 
 
 def _cut_to_prompt(x: Tensor, length: Length) -> Tensor:
-    """What a rule reads, cut to the first `length` positions."""
+    """A mask input, cut to the first `length` positions."""
     return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
 
 

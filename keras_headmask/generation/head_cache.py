@@ -164,7 +164,7 @@ class Run:
         return in_order(context, order, axis=2), None
 
     def _seeds(self, slots: Slots, keys: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the slots hold after a prompt, of all its keys `(B, T, K, D)`."""
+        """Fill the slots from the keys `(B, T, K, D)` of a prompt."""
         place = ops.maximum(slots.positions(self.last), 0)
         return {
             name: ops.transpose(
@@ -205,7 +205,7 @@ class Run:
         return mask
 
     def _bind(self, rule: LayerRule) -> Bound:
-        """What a rule reads, for the whole sequence as it is known by now."""
+        """The mask inputs of `rule`, bound for the whole sequence as far as it is known."""
         if rule not in self._bound:
             tensors: Any = inputs_of(rule) or {}
             inputs, length = rule.inputs_from(tensors), self.length

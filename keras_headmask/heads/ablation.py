@@ -362,7 +362,7 @@ class Sweep:
 
 
 def _digest(model: keras.Model, entries: list[AttentionLayer], depends_on: Any) -> str:
-    """Of all that a metric depends on, apart from its function and data."""
+    """A fingerprint of all that a metric depends on, except its function and data."""
     specs = [spec_of(entry.layer) for entry in entries]
     rules = [None if spec is None else spec.get_config() for spec in specs]
     layers = [(x.path, x.num_heads, rule) for x, rule in zip(entries, rules, strict=True)]

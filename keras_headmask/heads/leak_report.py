@@ -1,4 +1,4 @@
-"""What a search for leaks found, as a value that prints, draws and saves itself."""
+"""The result of a search for leaks: a value that prints, draws and saves itself."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ class LeakReport(Printed):
         yield from others
 
     def _sentences(self) -> list[str]:
-        """What the report says beside the table of leaks: the first line stands above it."""
+        """The lines around the table of leaks: the first stands above it."""
         others = self.examples * (self.examples - 1)
         tried = f"Tried {self.tried} of {self.pairs} hidden pairs of positions"
         tried += f", and {others} of {others} pairs of examples." if others else "."

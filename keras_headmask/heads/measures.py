@@ -53,7 +53,7 @@ class Roles(dict[str, dict[int, str]]):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class HeadReport(Printed):
-    """What each head attends to, over many texts.
+    """Measures of each head's attention, averaged over many texts.
 
     Attributes:
         layers: The paths of the layers, in the order in which they run.
@@ -308,7 +308,7 @@ class _Text:
         self.baseline = self.pairs.sum(-1).T / max(1, real.sum())
 
     def weights(self) -> np.ndarray:
-        """What each pair counts, `(pairs, measures + 1)`: 0 or 1, and the distance.
+        """The measures of each pair, `(pairs, measures + 1)`: 0 or 1, and the distance.
 
         It is computed for each layer: of a whole batch it would be larger than its probabilities.
         """
@@ -326,7 +326,7 @@ class _Sums:
         self.bound, self.baseline = np.zeros((2, heads, len(measures)))
 
     def add(self, probabilities: np.ndarray, text: _Text) -> None:
-        """Of one text, `(heads, queries, keys)`."""
+        """The probabilities of one text, `(heads, queries, keys)`."""
         shares, sees = real_shares(probabilities.astype("float64"), text.real)
         logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
         entropy = -np.einsum("hts,hts->h", shares, logarithms)

@@ -121,7 +121,7 @@ class _Kept(NamedTuple):
 def _plan(
     model: keras.Model, known: list[AttentionLayer], calls: "_Calls"
 ) -> tuple[dict[int, _Kept], list[str]]:
-    """What layers keep, by their places among all attention; and what is not pruned, and why."""
+    """The heads that layers keep, by place among all attention; layers not pruned, and why."""
     places = {id(layer): place for place, layer in enumerate(attention(model))}
     kept: dict[int, _Kept] = {}
     left = []

@@ -40,7 +40,7 @@ else:
 
 
 class _State:
-    """What a `PrunedLayer` has beside the whole layer: one attribute, which Keras does not track.
+    """The one attribute that a `PrunedLayer` adds to the whole layer; Keras does not track it.
 
     `heads` are the arguments of each attention layer inside; `None` for one of another class.
     """

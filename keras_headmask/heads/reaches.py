@@ -1,4 +1,4 @@
-"""What an output may depend on: by a rule, or by all that restricts a model's attention layers.
+"""The positions that an output may depend on, by a rule or by a model's attention layers.
 
 What one layer allows is a boolean mask of each head. A position keeps what it has, since blocks
 have residual connections, so a layer lets query i depend on key j if i = j or any head allows it.
@@ -22,7 +22,7 @@ from keras_headmask.rules.words import enough_heads
 
 
 def composed(masks: Sequence[np.ndarray]) -> np.ndarray:
-    """What each output may depend on, `(B, T, S)`, by the masks of layers in forward order.
+    """The inputs `(B, T, S)` that each output may depend on, by the masks in forward order.
 
     A mask is boolean `(B, H, T, S)`, where each position sees itself.
 

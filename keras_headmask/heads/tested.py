@@ -1,4 +1,4 @@
-"""What a search for leaks runs: a Keras model, a SavedModel, or a function of arrays."""
+"""The subject of a search for leaks: a Keras model, a SavedModel, or a function of arrays."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from keras_headmask.retrofit.adapters import walk
 
 
 class Run(NamedTuple):
-    """What one run returns and shows.
+    """The result of one run.
 
     `outputs`: numbers by name, in float64, which holds every other dtype but int64 exactly.
     `masks`: the Keras masks, `(batch, length)`, by the layer that makes them of its inputs.

@@ -1,4 +1,4 @@
-"""What changes the logits of our layers beside the rule: arguments, weights and config.
+"""Changes to the logits of our layers beside the rule: arguments, weights and config.
 
 Where a subclass, a rule from outside or an observer uses Keras' hooks, attention is computed by
 them, and their signatures have no place for these changes. So a context variable holds them.
@@ -27,7 +27,7 @@ OPTIONS = "logit_options"  # the attribute of our layers
 
 
 class Options(NamedTuple):
-    """What the constructor of a layer says of it."""
+    """The constructor arguments that change logits."""
 
     position_bias: PositionBias | None = None
     soft_cap: float | None = None
@@ -101,7 +101,7 @@ def add_weights(layer: Any, options: Options) -> None:
 def call_changes(
     layer: Any, options: Options, attention_bias: Any, *lengths: int | None
 ) -> Changes:
-    """What changes the logits in a call; `lengths` are (B, H, T, S)."""
+    """The changes to logits in one call; `lengths` are (B, H, T, S)."""
     return Changes(
         options.soft_cap,
         options.position_bias,
@@ -139,7 +139,7 @@ _held: Held[_Held | None] = Held("changes", None)
 
 
 def now(layer: Any, default: Changes = NONE) -> Changes:
-    """What changes the logits of the call of `layer` that runs now."""
+    """The changes to logits in the running call of `layer`."""
     held = _held.get()
     if held is None or not _are_one(layer, held.layer):
         return default

@@ -1,4 +1,4 @@
-"""What layers of ours need where Keras saves, loads and exports a model.
+"""Hooks into Keras for saving, loading and exporting our layers.
 
 Loading must lose no weights in silence.
 """

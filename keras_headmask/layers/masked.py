@@ -1,4 +1,4 @@
-"""What the attention layers share: a rule, masks merged as booleans, a config with the rule."""
+"""The base of our attention layers: a rule, boolean masks, a config that holds the rule."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -259,7 +259,7 @@ class MaskedAttention(keras.Layer):
         return attend(request)
 
     def _changes(self, query: Tensor, value: Tensor, attention_bias: Any) -> Changes:
-        """What changes the logits in this call."""
+        """The changes to logits in this call."""
         changing.check_one_axis(query, self.logit_options, attention_bias)
         lengths = query.shape[0], self.num_heads, query.shape[1], value.shape[1]
         return changing.call_changes(self, self.logit_options, attention_bias, *lengths)
@@ -354,7 +354,7 @@ class MaskedAttention(keras.Layer):
         use_causal_mask: bool = False,
         query_offset: Length = 0,
     ) -> Mask | None:
-        """What Keras merges here, each lifted to rank 4 before it meets the others."""
+        """Merge the masks that Keras merges here, each lifted to rank 4 first."""
         # (Keras opens every integer but 0.)
         masks_by_name = attention_mask, query_mask, value_mask, key_mask
         attention_mask, query_mask, value_mask, key_mask = (

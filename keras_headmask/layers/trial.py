@@ -42,9 +42,9 @@ _LENGTHS = 6, 16, 64  # some code wants multiples of a block
 def _disobeys(
     compute: Callable, heads: int, sizes: tuple[int, int], dtype: str, per_head: bool
 ) -> str | None:
-    """What a mask fails to do in `compute(query, key, value, mask)`, in words; `None` if nothing.
+    """How `compute(query, key, value, mask)` disobeys its mask, in words; `None` if it obeys.
 
-    Of code that fails on a few random numbers nothing is known, nor of code that is random.
+    `None` also for code that raises on a few random numbers, or is random.
     """
     for length in _LENGTHS:
         try:

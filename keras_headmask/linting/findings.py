@@ -1,4 +1,4 @@
-"""What a lint finds."""
+"""The findings of a lint."""
 
 import dataclasses
 from collections.abc import Iterable

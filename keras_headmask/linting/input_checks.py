@@ -156,7 +156,7 @@ def _is_unnegated(subject: Subject, leaf: MaskSpec) -> bool:
 
 
 def whole_numbers(spec: MaskSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """What of `given` the spec reads and can be evaluated; findings on ids that would collide."""
+    """The inputs of `given` that the spec reads; findings on ids that would collide."""
     usable, findings = {}, []
     for name, kind in spec.inputs.items():
         if name not in given:

@@ -200,6 +200,6 @@ def _checked(survey: Survey, inputs: Any) -> dict[str, np.ndarray]:
 
 
 def _paddings(survey: Survey, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What marks padding: inputs of that name, and ids of which an embedding masks zero."""
+    """The inputs that mark padding: by name, or ids whose embedding masks zero."""
     names = survey.padding_inputs or survey.zero_padded_inputs
     return {name: tensors[name] != 0 for name in names if tensors[name].ndim == 2}

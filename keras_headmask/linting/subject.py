@@ -110,12 +110,12 @@ class Subject:
         return all(bool((a == b).all()) for of_group in answers for a, b in of_group)
 
     def possible_for(self, rule: MaskSpec, heads: tuple[int, ...]) -> Mask:
-        """What may be allowed, for whatever the unknown inputs hold."""
+        """The pairs that may be allowed, whatever the unknown inputs hold."""
         return functools.reduce(np.logical_or, (mask for (mask,) in self.answers((rule,), heads)))
 
     @functools.cached_property
     def possible(self) -> Mask:
-        """What may be allowed to each head: `(B, H, T, S)`."""
+        """The pairs that may be allowed to each head: `(B, H, T, S)`."""
         parts = [(list(heads), self.possible_for(rule, heads)) for rule, heads in self.groups]
         padded = 1 if self.padding is None else len(self.padding)
         batch = max(padded, *(len(part) for _, part in parts))

@@ -61,7 +61,7 @@ class OfHeads:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation(Printed):
-    """What computes one call of attention, and why. It prints in lines.
+    """The kernel that computes one call of attention, and the reasons. It prints in lines.
 
     Args:
         name: The path of the layer, or the rule.
@@ -98,7 +98,7 @@ class Explanation(Printed):
 
 
 class Explanations(Printed, tuple[Explanation, ...]):
-    """Of the attention layers of a model, in a table. One of them by itself says more."""
+    """The attention layers of a model, in a table. Printed alone, one of them says more."""
 
     def _parts(self) -> Iterator[str | Table]:
         if not self:
@@ -110,7 +110,7 @@ class Explanations(Printed, tuple[Explanation, ...]):
 
 
 def _elsewhere(explanations: Sequence[Explanation]) -> Iterator[str]:
-    """What runs in compiled code, and in a step of `generate()`."""
+    """The kernels in compiled code, and in a step of `generate()`."""
     if compiled := list(dict.fromkeys(x.compiled for x in explanations if x.compiled)):
         names = listed(compiled, "and")
         yield f"Compiled by {_COMPILERS[keras.backend.backend()]}: {names}."
@@ -309,7 +309,7 @@ def _model(
 
 
 def _step_of(model: keras.Model) -> str:
-    """What a step of `generate()` computes; nothing for a model that generates no text."""
+    """The kernel of a step of `generate()`; nothing for a model that generates no text."""
     if not hasattr(model, "generate_step"):
         return ""
     keeps_by_head = getattr(model, "keeps_by_head", None)  # of `generation.HeadMaskedCausalLM`

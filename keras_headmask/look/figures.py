@@ -144,7 +144,7 @@ def heads_figure(
 
 
 def _scale(figure: Picture, axes: Sequence[Axes], image: AxesImage, shown_is: str) -> None:
-    """What the shades mean, beside the panels."""
+    """A legend of the shades, beside the panels."""
     width, place = figure.get_figwidth(), axes[0].get_position()
     right = max(ax.get_position().x1 for ax in axes) + 0.15 / width
     scale = figure.add_axes((right, place.y0, 0.13 / width, place.height))

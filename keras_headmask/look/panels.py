@@ -1,4 +1,4 @@
-"""What is drawn of a rule: heads with equal masks once, long sequences as tiles."""
+"""Panels of a drawn rule: heads with equal masks once, long sequences as tiles."""
 
 import itertools
 import math
@@ -154,7 +154,7 @@ def _cut(place: slice) -> Callable[[Any, int], Any]:
 
 
 def reduced(function: np.ufunc, values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
-    """What `function`, such as `np.maximum`, makes of each tile of `(..., queries, keys)`."""
+    """Reduce each tile of `(..., queries, keys)` by `function`, such as `np.maximum`."""
     for axis, size in zip((-2, -1), tile, strict=True):
         values = function.reduceat(values, np.arange(0, values.shape[axis], size), axis=axis)
     return values

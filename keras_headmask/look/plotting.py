@@ -80,7 +80,7 @@ def plot_attention(
     tile_size: int | None = None,
     call: int = 0,
 ) -> "Figure":
-    """What a layer of `model` attends to: dark = much, light = little, hatched = hidden.
+    """The attention of a layer of `model`: dark = much, light = little, hatched = hidden.
 
     Needs matplotlib: `pip install matplotlib`. The model is run once, with
     `training=False`, and stays as it is. What is hidden is evaluated anew from the rules and from

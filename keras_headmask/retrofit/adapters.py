@@ -62,7 +62,7 @@ class Attention:
         return _keras.scale(self.layer)
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        """What the class restricts beside `attention_mask`, as a rule on positions."""
+        """The class' own restriction beside `attention_mask`, as a rule on positions."""
         return Window(after=0) if arguments.get("use_causal_mask") else None
 
     @property

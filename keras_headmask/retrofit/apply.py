@@ -124,7 +124,7 @@ def masked_by(
     copy: bool = True,
     add_inputs: bool = False,
 ) -> keras.Model:
-    """What `apply_head_masks` returns, of a model that was looked at."""
+    """The masked model, made from a `Survey`."""
     model = survey.model
     specs = specs_by_layer(mask_spec, layers, survey)
     rules = {i: _rule(model, survey.known[i], spec, existing) for i, spec in specs.items()}

@@ -37,7 +37,7 @@ Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own 
 
 
 class Frame(NamedTuple):
-    """What is known while a masked layer runs."""
+    """The state of a running call of a masked layer."""
 
     inputs: tuple[tuple[keras.Layer, Tensors], ...]  # each with the layer called; outermost first
     offset: Any  # the position of the first query in a cache; `None` without a cache
@@ -104,7 +104,7 @@ class Cache(Protocol):
     """Keeps the keys and values of earlier tokens, in place of the cache of the layers' classes."""
 
     def called(self, layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `call(*args, **kwargs)`, a call of a masked layer, returns."""
+        """Run `call(*args, **kwargs)`, the call of a masked layer."""
 
     def context(
         self, adapter: Attention, rules: list[LayerRule], usual: Callable, arguments: Arguments
@@ -270,7 +270,7 @@ def _by_softmax(
 
 
 class _Beside(NamedTuple):
-    """What restricts one call beside the rules: a mask, and a rule on positions."""
+    """Restrictions of one call beside the rules: a mask, and a rule on positions."""
 
     mask: Any
     window: MaskSpec | None
@@ -333,7 +333,7 @@ def _offset(arguments: Arguments, default: Any = None) -> Any:
 
 
 def _sizes(arguments: Arguments) -> tuple[Any, Any, Any]:
-    """Of the batch, the queries and the keys. (Once for each call: it is several operations.)"""
+    """Sizes of batch, queries and keys. (Once for each call: it is several operations.)"""
     batch, queries = masks.sizes(arguments["query"])[:2]
     return batch, queries, masks.sizes(arguments["key"])[1]
 

@@ -1,4 +1,4 @@
-"""What rules read, as inputs and edges of a functional model's graph."""
+"""Mask inputs as inputs and edges of a functional model's graph."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

@@ -190,7 +190,7 @@ def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray
 
 
 def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
-    """What the rules of `apply_head_masks` allow in the call that runs now; `None` without one."""
+    """The mask of the rules of `apply_head_masks` in the running call; `None` without a rule."""
     mask, offset = None, current_frame().offset
     for rule in rules_in_force(layer):
         inputs = rule.inputs_from(inputs_of(rule, layer) or {})

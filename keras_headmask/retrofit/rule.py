@@ -111,7 +111,7 @@ STATE = "headmask_state"
 
 
 class State:
-    """What `wrap.MaskedLayer` adds to a layer: one attribute, which Keras does not track."""
+    """The one attribute that `wrap.MaskedLayer` adds to a layer; Keras does not track it."""
 
     def __init__(self) -> None:
         self.rules: tuple[LayerRule, ...] = ()  # of attention alone; the innermost model's first

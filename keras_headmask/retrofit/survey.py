@@ -36,7 +36,7 @@ from keras_headmask.rules.heads import restricts
 
 
 class Survey:
-    """What one look at a model shows.
+    """The attention of a model, found once and passed on.
 
     Raises:
         TypeError: if it is not a Keras model.
@@ -213,7 +213,7 @@ class Call(NamedTuple):
 
 
 class _ForwardPass:
-    """What one forward pass of a model shows of its attention."""
+    """The attention that one forward pass of a model shows."""
 
     def __init__(self, model: keras.Model):
         self.calls: list[Call] = []
@@ -310,7 +310,7 @@ class _Body(keras.Operation):
 
 
 class _Seen:
-    """What one run of a layer's body shows."""
+    """The attention that one run of a layer's body shows."""
 
     def __init__(self, forward: _ForwardPass):
         self.forward = forward
@@ -465,7 +465,7 @@ _MIXING = {"convolutional", "pooling", "rnn"}
 
 
 def _mixing(model: Any, attention_ids: Set[int]) -> Iterator[Mixing]:
-    """What mixes positions in the graph of `model`; without a graph, layers that are known to."""
+    """The operations that mix positions in the graph of `model`; without a graph, known layers."""
     if not isinstance(model, (_keras.Functional, keras.Sequential)):
         yield from (Mixing(x, True) for x in _keras.layers_of(model) if _certainly_mixes(x))
         return

@@ -154,7 +154,7 @@ class MaskedLayer(_Layer):
         return {name: own.name for name, edge in edges for x, own in known if x is edge}
 
     def _own_mask_inputs(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Tensors | None:
-        """What its rules read, for a functional model called alone, as a masked task's backbone."""
+        """The mask inputs of a functional model called alone, as a masked task's backbone."""
         if not isinstance(self, _keras.Functional) or observers.are_rules_off():
             return None
         asking = (r for x, r in self._asks_for() if r.owner is self and inputs_of(r, x) is None)

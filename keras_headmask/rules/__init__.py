@@ -1,1 +1,1 @@
-"""What a rule says: specs as values, their JSON, their words, and the masks they stand for."""
+"""Rules: specs as values, their JSON, their words, and their masks."""

@@ -65,7 +65,7 @@ class Join(Compound):
 
     @classmethod
     def join(cls, left: Any, right: Any) -> MaskSpec:
-        """What an operator between `left` and `right` makes."""
+        """The spec `left & right` or `left | right`."""
         for value, code in ((left, f"SPEC {cls.symbol} ..."), (right, f"... {cls.symbol} SPEC")):
             known = (str, bool, type, types.FunctionType, Mapping, list, tuple)
             if isinstance(value, known) or config.shape_of(value) is not None:

@@ -121,7 +121,7 @@ class MaskSpec:
         return self.children
 
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
-        """The same node, made of other specs.
+        """This node with other children.
 
         Args:
             children: A spec in place of each one in `self.children`.
@@ -198,7 +198,7 @@ class MaskSpec:
 
     # --- words ---
     def in_words(self) -> str | Words | None:
-        """What a token sees under this spec, for `describe`: "the tokens of its speaker".
+        """The keys that a token sees, as a phrase for `describe`: "the tokens of its speaker".
 
         Returns:
             A phrase. With `None`, the default, `describe` shows the spec's `repr`.

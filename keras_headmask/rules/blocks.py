@@ -111,7 +111,7 @@ class RandomBlocks(MaskSpec):
 
     @property
     def _numbers(self) -> tuple[int, int]:
-        """What the hash of each pair starts with, and what it is to fall under."""
+        """The start of each pair's hash, and the number below which the pair is open."""
         start = _scramble(_scramble(self.seed % _PRIME) + self.seed // _PRIME % _PRIME)
         return start, round(self.density * _PRIME)
 

@@ -98,7 +98,7 @@ def shown(value: Any) -> str:
 
 
 def hint_for(value: Any, call: str = "SPEC") -> str:
-    """What to write in place of `value`, which is not a spec; `call` is the code around it."""
+    """How to write `value`, which is not a spec, as one; `call` is the code around it."""
 
     def hint(text: str, spec: str) -> str:
         return f" {text}: {call.replace('SPEC', spec)}."

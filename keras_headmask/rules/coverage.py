@@ -24,10 +24,10 @@ class Coverage(enum.IntEnum):
 
 
 def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = None) -> Bounds:
-    """What `rule`, free of `PerHead`, allows in each tile; NumPy arrays and tensors alike.
+    """Bounds of what `rule` (no `PerHead`) allows in each tile, for NumPy arrays and tensors.
 
-    `spans` holds the spans of the mask inputs for the leaves that read them; a leaf without is
-    taken to allow some pairs of every tile.
+    `spans` holds the spans of the mask inputs for the leaves that read them; a leaf without
+    a span may allow some pair of every tile.
     """
 
     known = spans or {}

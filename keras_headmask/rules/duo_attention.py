@@ -11,7 +11,7 @@ from keras_headmask.rules.fields import whole_number
 
 
 class DuoAttentionFiles(NamedTuple):
-    """What a folder of DuoAttention's `attn_patterns` holds."""
+    """The contents of a folder in DuoAttention's `attn_patterns`."""
 
     heads_file: Path
     gates: list[list[float]]  # a row for each layer, in it a number for each key head

@@ -329,7 +329,7 @@ def _as_wide(value: Any) -> Any:
 
 
 def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:
-    """What `leaf.allowed` returned, which must be boolean."""
+    """Check that `leaf.allowed` returned booleans."""
     dtype = getattr(result, "dtype", None)
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     if name != "bool":
@@ -343,7 +343,7 @@ def checked_answer(leaf: MaskSpec, result: Any) -> Tensor:
 
 
 def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cuts = WHOLE) -> Mask:
-    """What `rule`, free of `PerHead`, allows in one tile, for `heads`.
+    """The mask of `rule` (no `PerHead`) in one tile, for `heads`.
 
     Boolean, of rank 4 and broadcastable to `(batch, len(heads), queries, keys)`.
     """
@@ -359,10 +359,10 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
 
 
 def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
-    """The same in n tiles at once: broadcastable to `(n, len(heads), queries, keys)`.
+    """The mask of `rule` in n tiles at once: broadcastable to `(n, len(heads), queries, keys)`.
 
-    Positions are `(n, 1, queries, 1)` and `(n, 1, 1, keys)` in place of `(queries, 1)` and
-    `(1, keys)`: what compares them element-wise does not notice.
+    Positions have shapes `(n, 1, queries, 1)` and `(n, 1, 1, keys)` in place of `(queries, 1)`
+    and `(1, keys)`: code that compares them element-wise runs unchanged.
     """
     query_positions = places.take(bound.query_positions, places.queries)
     key_positions = places.take(bound.key_positions, places.keys)
@@ -382,7 +382,7 @@ def _answers(
     inputs_of: Callable[[MaskSpec], dict[str, Any]],
     sizes: tuple,
 ) -> Mask:
-    """What `rule` allows, from what its leaves do; `sizes` are those that an answer fits."""
+    """Combine the answers of the leaves by `rule`; each must broadcast to `sizes`."""
 
     def leaf_mask(leaf: MaskSpec) -> Tensor:
         allowed = leaf.allowed
@@ -406,7 +406,7 @@ def _answers(
 
 
 def _allowed_on_tensorflow(leaf: MaskSpec, query_positions: Tensor, *rest: Any) -> Tensor:
-    """What `leaf` allows; an error in it says which integers positions are."""
+    """`leaf.allowed`; a note on an error in it says which integers positions are."""
     try:
         return leaf.allowed(query_positions, *rest)
     except Exception as error:
@@ -432,7 +432,7 @@ def tile_of_heads(
     heads: tuple[int, ...],
     cuts: Cuts = WHOLE,
 ) -> Mask:
-    """As `allowed_tile`, for `heads` in `groups` by their rules, as `head_groups` makes them.
+    """`allowed_tile` for `heads` with several rules: `groups` come from `head_groups`.
 
     Nothing is cut or joined along the axis of heads: where they are spread over devices, each
     device makes the masks of its own heads, and none is sent.

@@ -1,4 +1,4 @@
-"""What the fields of a spec may hold, checked in constructors."""
+"""Checks of the fields of a spec, called by constructors."""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
-"""Sizes of mask inputs that only the run of a TensorFlow graph shows are checked there.
+"""Checks of mask inputs whose sizes are known only when a TensorFlow graph runs.
 
-`check_inputs` refuses what static shapes show. (JAX knows sizes that vary by their names, PyTorch
-and eager TensorFlow know them all.)
+`check_inputs` checks static shapes. (JAX knows a varying size by its name; PyTorch and eager
+TensorFlow know all sizes.)
 """
 
 import re
@@ -35,11 +35,11 @@ def sizes_from_input(
     is_self: bool,
     query: Tensor,
 ) -> tuple[Sizes, Tensor]:
-    """The sizes of attention, read off a mask input where only the run shows them, and the query.
+    """Replace each size that is unknown until the run by that of a mask input; check the query.
 
-    `sizes` are those of the operands of a layer. Those of an input are the same tensors for all
-    layers, so what is made of them is, too. The query is checked: the graph raises where the two
-    differ. `is_self`: queries and keys are known to be equally many.
+    `sizes` come from the operands of one layer. A mask input is the same tensor for all layers, so
+    a mask that is made of its sizes is shared, too. The graph raises where the two sizes differ.
+    `is_self`: there are as many queries as keys.
     """
     pair = mask_input if isinstance(mask_input, Sides) else Sides(mask_input, mask_input)
     read_sizes = sizes
@@ -68,7 +68,7 @@ def sizes_from_input(
 
 
 def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Its shape, and the sizes by the node whose name says which input has another rank."""
+    """The shape, and its sizes by a node whose name appears in the error if the rank is wrong."""
     import tensorflow as tf
 
     def found() -> tuple[Tensor, list[Tensor]]:
@@ -79,10 +79,10 @@ def _shape_and_sizes(name: str, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _checked_query(query: Tensor, axes: list[tuple[Any, Any]], checks: Sequence[Any]) -> Tensor:
-    """`query`, or a graph that raises where two tuples of sizes differ.
+    """`query`; the graph raises where two tuples of sizes differ.
 
-    XLA leaves `checks` out, but not what computes a shape: where two tensors of these sizes would
-    stand if they were joined along an axis more. That is 0 for the first.
+    XLA drops assertions, but never the computation of a shape. So the check is `ConcatOffset`,
+    which raises if two shapes do not fit; its first offset is 0, and 0 is added to the shape.
     """
     import tensorflow as tf
 
@@ -107,14 +107,14 @@ def _four(*sizes: Length) -> Tensor:
 
 
 def _constant(value: Any) -> Tensor:
-    """The same node for all layers, outside of branches, which are graphs of their own."""
+    """A constant that all layers share. (Each branch is a graph and has its own.)"""
     import tensorflow as tf
 
     return once(lambda: tf.constant(value), "constant", value)
 
 
 def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
-    """`tensor`, once `checks` have run."""
+    """`tensor`, computed after `checks`."""
     if not checks:
         return tensor
     import tensorflow as tf
@@ -164,7 +164,7 @@ def checked(
     sizes: Sizes,
     checks: Sequence[Any],
 ) -> Any:
-    """What a leaf prepared of a mask input, for the graph to read once `checks` have run."""
+    """The tensors that a leaf prepared from a mask input, computed after `checks`."""
     if not isinstance(prepared, Sides):
         return _after(checks, prepared)
     sides = prepared
@@ -181,7 +181,7 @@ def checked(
 
 
 def _with_known_batch(sides: Sides) -> Sides:
-    """`sides` with the batch size that one of them shows: `==` refuses others with no rank."""
+    """`sides` with the static batch size of either: `==` refuses what might not broadcast."""
     known = [x.shape[0] for x in sides if x is not None and x.shape[0] not in (None, 1)]
 
     def with_batch(side: Tensor | None) -> Tensor | None:
@@ -195,9 +195,9 @@ def _with_known_batch(sides: Sides) -> Sides:
 
 
 def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
-    """The part of `ids`, (B, keys), at the `positions` of the queries, or an error that says why.
+    """The ids of the queries, taken out of `ids` (B, keys) at `positions`, which must lie inside.
 
-    XLA leaves the check out, and JAX has none: there the offset must be right.
+    XLA drops the check, and JAX has none: there the offset must be right.
     """
     are_symbolic = any(map(keras.backend.is_keras_tensor, (ids, positions)))
     if keras.backend.backend() == "tensorflow" and not are_symbolic:
@@ -214,14 +214,14 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def is_outside(name: str) -> bool:
-    """Whether that is a mask beside the rule, (B or 1, length or 1): `all_that_restricts`."""
+    """Whether `name` is a mask beside the rule, (B or 1, length or 1): `all_that_restricts`."""
     return name.startswith("(")
 
 
 def _widened(side: Tensor, batch: Length | None, length: Length) -> Tensor:
-    """`side` of that size, if it has it or 1; else the graph raises.
+    """`side` broadcast to `(batch, length)`; the graph raises where it does not fit.
 
-    Cut into tiles, one that is too long would be read as if it fitted.
+    Without this, tiles would be cut out of a side that is too long as if it fitted.
     """
     wanted = batch, length
     if not any(_is_open(side, axis, size) for axis, size in enumerate(wanted)):
@@ -241,13 +241,13 @@ def _checked_side(
     length: Length,
     checks: Sequence[Any],
 ) -> Tensor:
-    """`side` of shape `(batch, length)`, or a graph that raises.
+    """`side`; the graph raises if its shape is not `(batch, length)`.
 
-    An axis that a leaf made 1 of `mask_input` may stay.
+    An axis of size 1 that the leaf made itself is allowed.
 
-    XLA and other runtimes leave `checks` out: ids that are too short would be broadcast, and those
-    too long cut into tiles as if they fitted. All refuse to join tensors that differ in another
-    axis. (TensorFlow removes a reshape, or a sum with zeros.)
+    XLA and other runtimes drop `checks`. Then ids that are too short would broadcast, and tiles
+    would be cut out of longer ones. But every runtime refuses to concatenate tensors that differ
+    in another axis. (TensorFlow optimizes a reshape, or a sum with zeros, away.)
     """
     if len(side.shape) != 2:
         return _after(checks, side)
@@ -270,7 +270,7 @@ def _checked_side(
 
 
 def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
-    """Whether only the run shows if that axis has the wanted size."""
+    """Whether it is known only at the run if `axis` has the size `wanted`."""
     if keras.backend.backend() != "tensorflow" or keras.backend.is_keras_tensor(tensor):
         return False
     return wanted is not None and (tensor.shape[axis] is None or not isinstance(wanted, int))
@@ -287,7 +287,7 @@ def _check(
     hint: str = "",
     broadcasts: bool = False,
 ) -> Any:
-    """An operation that raises if the size of `axis` is not `wanted`; its text holds both sizes."""
+    """An operation that raises, with both sizes, if the size of `axis` is not `wanted`."""
     import tensorflow as tf
 
     shape, sizes = _shape_and_sizes(name, tensor)
@@ -302,6 +302,6 @@ def _check(
 
 
 def _wrong_rank(name: str) -> str:
-    """The name of a node. Servers do not check ranks: it fails, and the error shows its name."""
+    """The name of a node that fails at a wrong rank: a server checks no rank, but shows names."""
     named = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"mask_input_{named}_wrong_rank"

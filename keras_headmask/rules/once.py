@@ -1,8 +1,8 @@
-"""What follows from a rule and its inputs alone is made once in a graph, for all layers of a model.
+"""Masks and plans are computed once in a TensorFlow graph, and all layers of a model share them.
 
-The graph itself holds it, so it goes with the graph, and no other graph, thread or call meets it.
-A loop's body and a branch are graphs of their own. (XLA computes equal expressions once, and so
-does PyTorch's compiler.)
+The graph holds the shared tensors, so they go with it, and no other graph, thread or call meets
+them. A loop's body and a branch are graphs of their own. (XLA computes equal expressions once, and
+so does PyTorch's compiler.)
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ _LONGEST = 1024  # bytes of a constant that are compared
 
 
 def once(make: Callable[[], T], *key: Any) -> T:
-    """`make()`, or what it gave in this graph for an equal `key` before.
+    """`make()`, or its result for an equal `key` earlier in this graph.
 
-    A key holds values, and tensors: these are equal if they are computed by the same operations
-    from the same tensors.
+    A key holds values and tensors. Two tensors are equal if the same operations compute them from
+    the same tensors.
     """
     import keras
 
@@ -61,9 +61,10 @@ def _named(value: Any) -> Any:
 
 
 def _tensor_key(tensor: Any, deepest: int) -> tuple[int, str, int]:
-    """Its graph, the first of the operations there that compute it, and which of the results.
+    """The graph of `tensor`, the first operation there that computes it, and which of its results.
 
-    The graph may be one around that which is traced: both have operations of the same names.
+    The graph belongs to the key: it may enclose the one that is traced, and the two may use equal
+    names for different operations.
     """
     op, names = tensor.op, _held(tensor.graph, "headmask_names")
     if op.name not in names:
@@ -72,7 +73,7 @@ def _tensor_key(tensor: Any, deepest: int) -> tuple[int, str, int]:
 
 
 def _computed(op: Any, deepest: int) -> Any:
-    """What equal operations have in common, and no others have."""
+    """A key that is the same for equal operations: type, attributes, device and inputs."""
     is_constant = op.type == "Const" and op.node_def.ByteSize() <= _LONGEST
     is_made_of_others = bool(op.inputs) and deepest > 0 and not op.op_def.is_stateful
     if op.control_inputs or not (is_constant or is_made_of_others):

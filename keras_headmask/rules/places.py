@@ -14,7 +14,7 @@ narrow: ContextVar[bool] = ContextVar("positions of 32 bits", default=False)
 
 
 def position_dtype() -> str:
-    """Of positions and ids: int64 on TensorFlow, which has no int32 arithmetic on a GPU.
+    """The dtype of positions and ids: int64 on TensorFlow, which has no int32 arithmetic on a GPU.
 
     (It computes int32 on the host. XLA does not; and LiteRT has no `//` of int64.)
     """
@@ -24,7 +24,7 @@ def position_dtype() -> str:
 
 
 def pairs_at(value: Tensor, places: Places) -> Tensor:
-    """Of `(B or 1, h, T or 1, S or 1)`, in n tiles: `(n, h, queries or 1, keys or 1)`."""
+    """Cut n tiles `(n, h, queries or 1, keys or 1)` out of `(B or 1, h, T or 1, S or 1)`."""
     keys = masks.sizes(value)[3]
     rows = places.take(ops.reshape(value, (-1, keys)), rows_at(value, places))
     if value.shape[3] == 1:

@@ -13,7 +13,7 @@ BOTH = frozenset({"query", "key"})
 
 
 class InputType(NamedTuple):
-    """What a spec expects of one mask input.
+    """The rank, dtype and sides of one mask input.
 
     Args:
         rank: 2 for a tensor `(batch, length)`, `None` for a whole mask of rank 2, 3 or 4.
@@ -67,7 +67,7 @@ def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, li
 
 
 def put_together(names: tuple, values: Sequence[Sequence[Any]]) -> dict[Any, dict[str, Any]]:
-    """What was `taken_apart`."""
+    """The inverse of `taken_apart`."""
     return {
         leaf: dict(zip(of_leaf, tensors, strict=True))
         for (leaf, of_leaf), tensors in zip(names, values, strict=True)
@@ -140,7 +140,7 @@ class Span(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What is known of each tile.
+    """Bounds of the mask in each tile.
 
     Args:
         possible: Whether some pair may be allowed.
@@ -262,7 +262,7 @@ def leaves_gaps(spec: Any, taken_out: Collection[Any] = ()) -> bool:
 
 
 class Sampling(NamedTuple):
-    """What `lint` looks for in a spec, and what made-up samples hold.
+    """Hints for `lint` and for made-up samples of mask inputs.
 
     Args:
         distance: The greatest distance or position at which what it allows may change; `None` if
@@ -282,7 +282,7 @@ class Sampling(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a token sees, as a phrase: "itself", "the first 4 tokens"; and what kind of phrase.
+    """The keys that a token sees, as a phrase: "itself", "the first 4 tokens".
 
     `condition` is set where the rule is a condition on the query alone: "if its own `x` is set".
     `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.

@@ -48,7 +48,7 @@ def reach(spec: MaskSpec, num_heads: int | None = None) -> Reach:
 
 
 def union(reaches: Iterable[Reach]) -> Reach:
-    """Of the pairs that lie in one reach or another."""
+    """A reach that holds the pairs of all `reaches`."""
     reaches = tuple(reaches)
     if not all(part.is_bounded for part in reaches):
         return Reach()
@@ -57,7 +57,7 @@ def union(reaches: Iterable[Reach]) -> Reach:
 
 
 def intersection(reaches: Collection[Reach]) -> Reach:
-    """Of the pairs that lie in every reach.
+    """A reach that holds each pair that lies in all of `reaches`.
 
     Take any distance: a pair farther apart lies in the fixed ranges of each reach that ends there
     or before. So each `before` gives a sound answer; the one of fewest keys is taken.

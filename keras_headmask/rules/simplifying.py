@@ -77,7 +77,7 @@ def _is_window(spec: Any) -> bool:
 
 
 def _both(one: Any, two: Any) -> Any:
-    """What two windows allow: one window, or `Nothing()`. `None` if both have steps that differ."""
+    """`one & two` as one window, or `Nothing()`. `None` if their steps differ."""
     steps = {one.step, two.step} - {1}
     if len(steps) > 1:
         return None

@@ -85,7 +85,7 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def words(spec: Any) -> Words:
-    """What a token sees under `spec`, which holds no `PerHead`."""
+    """The words for `spec`, which holds no `PerHead`."""
     phrase = spec.in_words()
     mro = type(spec).__mro__
     owner = next(cls for cls in mro if "in_words" in vars(cls) or config.is_registered(cls))
@@ -131,7 +131,7 @@ def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
 
 
 def query_condition(condition: str) -> Words:
-    """Of a spec that is a condition on the query alone: "if it stands at position 3"."""
+    """Words for a condition on the query alone: "if it stands at position 3"."""
     return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
 
 

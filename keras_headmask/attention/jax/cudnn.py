@@ -53,7 +53,7 @@ def is_mapped(tensor: Any) -> bool:
 
 
 def _capability() -> tuple[int, ...]:
-    """What the GPU computes, as NVIDIA numbers it: the least that will do where none is at hand."""
+    """The compute capability of the GPU; the least that cuDNN needs where none is at hand."""
     if not _is_at_hand():
         return 8, 0
     numbers = str(getattr(jax.local_devices()[0], "compute_capability", "")).split(".")
@@ -101,7 +101,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
 
 
 def _are_small(tensor: Tensor, largest: float) -> Mask:
-    """Of each number, whether it is finite and at most `largest`."""
+    """Whether each number is finite and at most `largest`."""
     largest = min(largest, float(jnp.finfo(tensor.dtype).max))
     return jnp.abs(tensor) <= jnp.asarray(largest, tensor.dtype)
 

@@ -149,7 +149,7 @@ def _gradients(
     context: Tensor,
     row_sums: Tensor,
 ) -> tuple:
-    """Those of the tensors that change logits, and of the queries, keys and values."""
+    """Gradients of the tensors that change logits, and of queries, keys and values."""
     part, steps = program.part, Steps.of(program, inputs, query, key)
     sharing, changes = part.sharing, _changes(part, tensors, steps)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)

@@ -19,7 +19,7 @@ _LEAST_SEEN = 0.75  # of the blocks in runs of one length, those that a tile may
 
 
 class Program(NamedTuple):
-    """What is known when a program is made; `names` are those of the leaves and their inputs."""
+    """The static part of a JAX program; `names` lists the leaves and their inputs."""
 
     part: Part
     names: tuple

@@ -26,11 +26,11 @@ _PLAIN = 1e36  # so that logits and values are far below, at most twice the root
 
 
 class Shared(NamedTuple):
-    """What all layers under a rule share.
+    """The mask or the plans that all layers under one rule share.
 
-    `is_short`: whether all logits are computed; a bool, or a tensor. Then `mask` `(B or 1, H or 1,
-    T, S)` is 0 or what hides, and `alive` `(B or 1, T, H or 1, 1)` 1 for queries that see
-    something, else 0. Else there is a plan for each head group.
+    `is_short`, a bool or a tensor: whether all logits are computed. Then `mask` `(B or 1, H or 1,
+    T, S)` is 0 or the number that hides, and `alive` `(B or 1, T, H or 1, 1)` is 1 for queries
+    that see a key, else 0. Otherwise `plans` holds one for each head group.
     """
 
     is_short: bool | Tensor
@@ -70,7 +70,7 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
 
 
 def most_logits(part: Part) -> int:
-    """Of a batch; up to so many are computed all. Where each query sees few keys, fewer."""
+    """Most logits of a batch to compute in one product; fewer where each query sees few keys."""
     are_local = all(rule.tiling.is_local for rule, _ in part.groups())
     return part.tuning.most_logits // (16 if are_local else 1)
 

@@ -1,4 +1,4 @@
-"""What attention in TensorFlow's graphs is put into: functions that layers share, own gradients."""
+"""Helpers for TensorFlow graphs: functions that layers share, and hand-written gradients."""
 
 import functools
 from collections.abc import Callable

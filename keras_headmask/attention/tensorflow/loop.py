@@ -1,9 +1,9 @@
-"""The loop over tiles of queries on TensorFlow, each with the keys that it may see.
+"""The loop over tiles on TensorFlow: each tile of queries meets only the keys that it may see.
 
-It runs in the graph, so lengths may be unknown, and what is skipped may depend on data: on the ids
-of packed documents, on padding, on flags. A step holds as many tiles, of one example or of several,
-as have no more logits than the budget. The backward pass computes the tiles again instead of
-keeping them, so that peak memory grows with length x tile.
+It is a `tf.while_loop`, so lengths may be unknown, and skipping may depend on data: on the ids of
+packed documents, on padding, on flags. One step computes as many tiles, of one example or several,
+as fit into the budget of logits. The backward pass computes the tiles again instead of keeping
+them, so peak memory grows with length x tile.
 """
 
 import functools
@@ -33,8 +33,8 @@ from keras_headmask.rules.protocol import Bound, Places, Sides
 def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
-    H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`. There is a plan
-    for each head group.
+    H = `part.sharing` * Hk. The tensors of `part.changes` follow the three operands. There is one
+    plan for each head group.
     """
     part = part._replace(bound=_widened(part.bound))
     groups = head_groups.group_operands(part, *operands)
@@ -46,9 +46,9 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
 
 
 def _widened(bound: Bound) -> Bound:
-    """Whole masks, widened to all queries and keys along the axes of a size not known yet.
+    """Broadcast whole masks along each axis whose size is unknown until the run.
 
-    An axis of size 1 is not cut into tiles, and here only the run shows whether it is 1.
+    Tiles are not cut along an axis of size 1; here nobody knows yet whether it is 1.
     """
 
     def widen(value: Tensor | Sides) -> Tensor | Sides:
@@ -123,7 +123,7 @@ def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
 
 
 def _dropped(part: Part, visit: "Visit", pairs: Tensor) -> Tensor:
-    """What the dropout leaves of numbers for each pair, and scales up."""
+    """`pairs` after dropout: some are 0, the rest are scaled up."""
     if part.dropout is None:
         return pairs
     return pairs * part.dropout.factors_at(pairs.dtype, visit.places)
@@ -132,7 +132,7 @@ def _dropped(part: Part, visit: "Visit", pairs: Tensor) -> Tensor:
 def _logits(
     part: Part, changes: Changes, visit: "Visit", rows: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Mask | None]:
-    """The products of a step, the logits that are made of them, and which rows see something."""
+    """The products `q k^T` of a step, its logits, and which rows see a key."""
     queries, here = rows * part.scale, changes.at(visit.places)
 
     def changed() -> tuple[Tensor, Tensor]:
@@ -164,9 +164,9 @@ def _logits(
 
 
 def _hidden(logits: Tensor, allowed: Mask) -> tuple[Tensor, Mask]:
-    """The logits, `hidden_logit` where hidden, and which rows see something.
+    """Masked logits (`hidden_logit` where hidden), and which rows see a key.
 
-    Fully masked rows have 0 throughout, so that they do not become NaN.
+    A fully masked row is 0 throughout, so that it does not become NaN.
     """
     alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
     lowest = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
@@ -174,7 +174,7 @@ def _hidden(logits: Tensor, allowed: Mask) -> tuple[Tensor, Mask]:
 
 
 def _without_hidden(is_sound: bool | Tensor, probabilities: Tensor, logits: Tensor) -> Tensor:
-    """A row whose logits overflow is NaN, but not where keys are hidden: there it is 0."""
+    """Probabilities that are 0 at hidden keys, also in a row of NaN, where logits overflow."""
 
     def repaired() -> Tensor:
         hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
@@ -186,7 +186,7 @@ def _without_hidden(is_sound: bool | Tensor, probabilities: Tensor, logits: Tens
 
 
 def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of a tile; with sinks, the log of each row's sum of exponentials, too."""
+    """The probabilities of a tile; with sinks, also the log-sum-exp of each row."""
     probabilities = tf.nn.softmax(logits)
     if changes.sinks is None:
         return probabilities, None
@@ -201,7 +201,7 @@ def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _times(probabilities: Tensor, gradients: Tensor) -> Tensor:
-    """Their product, 0 where the probability is 0: a hidden value may let a gradient overflow."""
+    """The product, but 0 where a probability is 0: a gradient may overflow at a hidden value."""
     return tf.math.multiply_no_nan(gradients, probabilities)
 
 
@@ -233,10 +233,10 @@ def _through_changes(
     log_sum: Tensor | None,
     delta: Tensor,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The gradient of the `products` of a step, `(m, h, b, w)`, by that of the changed logits.
+    """Backpropagate from the changed logits to the `products` `(m, h, b, w)` of a step.
 
-    And `sums`, the gradients of the tensors of `changes`, with what this step adds. `log_sum` and
-    `delta`, with an axis of size 1 more, are of its rows.
+    Also returns `sums`, the gradients of the tensors of `changes`, plus the part of this step.
+    `log_sum` and `delta` hold a number for each row; `delta` has one more axis of size 1.
     """
     if not changes.are_some:
         return d_changed, []
@@ -261,7 +261,7 @@ def _through_changes(
 
 
 def _added_to_bias(total: Tensor, of_tiles: Tensor, visit: "Visit") -> Tensor:
-    """`total`, of the shape of the bias, with what the tiles add: `(m, h, b or 1, w or 1)`."""
+    """Add `of_tiles` `(m, h, b or 1, w or 1)` to `total`, the gradient of the whole bias."""
     keys = sizes(total)[3]
     rows = rows_at(total, visit.places)
     if total.shape[3] != 1:
@@ -271,7 +271,7 @@ def _added_to_bias(total: Tensor, of_tiles: Tensor, visit: "Visit") -> Tensor:
 
 
 def _at_all_keys(of_tiles: Tensor, visit: "Visit", keys: Tensor) -> Tensor:
-    """The keys of each tile among all keys, 0 between: by gathering, as a scatter is slow."""
+    """Spread the keys of each tile over all keys, by a gather, since a scatter is slow."""
     to = visit.places.keys
     if visit.valid is not None:
         to = tf.where(visit.valid, to, tf.cast(keys, to.dtype))
@@ -302,11 +302,11 @@ def _rows_of_heads(tensor: Tensor) -> Tensor:
 
 
 class Visit(NamedTuple):
-    """One step of the loop: m tiles of b queries, and w keys for each.
+    """One step of the loop: m tiles of b queries, and w keys for each tile.
 
-    `valid` `(m, 1, 1, w)`: keys that a tile looks at, and not twice; `None`: all. `counts` `(m, 1,
-    b, 1)`: queries whose results are wanted. `needs_mask`: whether some pair may be hidden; `None`:
-    it must be masked.
+    `valid` `(m, 1, 1, w)` is false for filler and repeated keys; `None`: there are none. `counts`
+    `(m, 1, b, 1)` is false for filler queries. `needs_mask`: whether some pair may be hidden;
+    `None`: always mask.
     """
 
     steps: "_Steps"
@@ -316,13 +316,13 @@ class Visit(NamedTuple):
     needs_mask: Tensor | None
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Of `(B, T, h, size)` the queries of the tiles, `(m, h, b, size)`."""
+        """Gather the queries of the tiles, `(m, h, b, size)`, from `(B, T, h, size)`."""
         heads, size = tensor.shape[2:]
         at = self.places.rows * heads + tf.range(heads, dtype=tf.int64)[:, None, None]
         return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
 
     def keys(self, tensor: Tensor) -> Tensor:
-        """Of `(B * h * S, size)` the keys of the tiles, `(m, h, w, size)`."""
+        """Gather the keys of the tiles, `(m, h, w, size)`, from `(B * h * S, size)`."""
         return tf.gather(tensor, tf.squeeze(self._at, 2))
 
     @property
@@ -333,7 +333,7 @@ class Visit(NamedTuple):
         return of_head + self.places.keys
 
     def added(self, sums: Tensor, addend: Tensor) -> Tensor:
-        """`sums` `(B * h * S, size)`, and what this step adds to its keys, `(m, h, w, size)`."""
+        """Add `addend` `(m, h, w, size)` to `sums` `(B * h * S, size)` at the keys of this step."""
         rows = tf.reshape(addend, [-1, addend.shape[3]])
         return added(sums, tf.reshape(self._at, [-1]), rows, self.steps.plan.is_gpu)
 
@@ -347,13 +347,13 @@ class _Steps:
         self.lengths = [sizes(x, "int64")[1] for x in (query, key)]
 
     def keys_joined(self, sums: Tensor) -> Tensor:
-        """Of `(B * h * S, size)`: `(B, S, h, size)`."""
+        """`(B * h * S, size)` as `(B, S, h, size)`."""
         return _heads_first(tf.reshape(sums, [self.batch, self.heads, self.keys, sums.shape[1]]))
 
     def over(self, step: Callable[..., tuple], dtype: tf.DType, *sums: Tensor) -> list[Tensor]:
-        """What `step(visit, *sums)` gives of all: results at queries, `(B, T, h, size)`, and sums.
+        """Run `step(visit, *sums)` for all steps: results `(B, T, h, size)`, and the last sums.
 
-        It returns those of its tiles, `(m, h, b, size)`, and the sums with what they add.
+        A step returns the results of its tiles, `(m, h, b, size)`, and the new sums.
         """
         total, in_step = tf.shape(self.plan.queries)[0], self.plan.in_step
         count = tf.maximum(-(-total // in_step), 1)  # (no step would have no shape)
@@ -371,7 +371,7 @@ class _Steps:
         return [tf.gather(rows, self.plan.slots), *run[2]]
 
     def _visit(self, first: Tensor, stop: Tensor) -> Visit:
-        """The step of these tiles of the plan."""
+        """The `Visit` of tiles `first` to `stop` of the plan."""
         plan = self.plan
         # What decides sizes and branches is int32, which TensorFlow computes on the host: a GPU
         # is not waited for. What is as large as tiles x keys is int64, which it computes there.
@@ -407,5 +407,5 @@ class _Steps:
 
 
 def _run(start: Tensor, width: Tensor) -> Tensor:
-    """From `start`, `(m, 1, 1, 1)`, so many places on: `(m, 1, 1, width)`."""
+    """`width` places from each `start` `(m, 1, 1, 1)` on: `(m, 1, 1, width)`."""
     return tf.cast(start, tf.int64) + tf.cast(tf.range(width), tf.int64)

@@ -1,4 +1,4 @@
-"""What each tile of TensorFlow's loop looks at: the planner's answer in the graph, as runs."""
+"""The plan of TensorFlow's loop: runs of keys for each tile, computed in the graph."""
 
 import functools
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
 
 
 def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
-    """What the heads of `part`, which obey one rule, look at."""
+    """The plan for the heads of `part`, which obey one rule."""
     rule, bound, tuning = part.rule, part.bound, part.tuning
     _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
     tiles = -(-queries // part.tile)

@@ -29,7 +29,7 @@ _failed: dict[tuple, str] = {}  # what was tried in vain, by kernel and rule
 
 
 def _about(tensor: Tensor) -> tuple:
-    """What of an operand is compiled for anew."""
+    """The properties of an operand for which PyTorch compiles again."""
     ones = tuple(size == 1 for size in tensor.shape)
     return tensor.dtype, ones, tensor.is_contiguous(), tensor.requires_grad
 

@@ -53,7 +53,7 @@ def why_not_on_cpu(request: Request) -> str | None:
 
 
 def why_not_on_gpu(request: Request) -> str | None:
-    """The same of a GPU, where it has gradients, and multiplies half operands."""
+    """Why FlexAttention does not take `request` on a GPU, where it also trains; `None`: it does."""
     operands, changes = (request.query, request.key, request.value), request.changes
     if request.dropout:
         return "it has no dropout"
@@ -138,7 +138,7 @@ def _see(part: Part, visited: BlockMask, query: Tensor, marked: Mask) -> Mask:
 
 
 def _score_mod(part: Part, query_offset: int, where: Any) -> Any:
-    """What changes a logit, as FlexAttention calls it; `None` if nothing does."""
+    """FlexAttention's `score_mod` for soft cap and ALiBi; `None` if there is neither."""
     soft_cap, position_bias = part.changes.soft_cap, part.changes.position_bias
     slopes = None
     if position_bias is not None:
@@ -207,10 +207,10 @@ def block_of(part: Part, where: Any) -> int:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """The same numbers, written where the kernel reads them, in the order of the axes.
+    """`tensor` written to memory in the order of its axes.
 
-    It reads rows far apart much slower, and takes no captured tensor that is still to be computed.
-    (The compiler writes none, or in another order, unless strides are named.)
+    The kernel reads rows that lie far apart much slower, and takes no captured tensor that is not
+    computed yet. (Unless strides are named, the compiler writes none, or another order.)
     """
     size, strides = tensor.shape, [1]
     for number in reversed(size[1:]):  # (Not `stride()`, which fails where lengths vary.)

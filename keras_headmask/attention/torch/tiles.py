@@ -150,7 +150,7 @@ def _gradients(part: Part, steps: list[Step], *tensors: Tensor) -> tuple:
 
 
 def _gradients_of_operations(part: Part, plan: Plan, *tensors: Tensor) -> tuple:
-    """The same by operations that can be differentiated, if gradients are enabled here."""
+    """The gradients by differentiable operations, for second derivatives."""
     *operands, upstream = tensors
     again = torch.is_grad_enabled()
     leaves = [x if again and x.requires_grad else x.detach().requires_grad_() for x in operands]
@@ -235,13 +235,13 @@ def _places(where: tuple, beside: Tensor) -> Tensor:
 
 
 def _rows(step: Step, tensor: Tensor) -> Tensor:
-    """What a step has of queries `(B, H, T, D)`."""
+    """The rows of a step, cut out of `(B, H, T, D)`."""
     first, stop = step.examples
     return _taken(tensor[first:stop], 2, step.rows, step.is_run)
 
 
 def _keys(step: Step, tensor: Tensor) -> Tensor:
-    """What a step has of keys `(B, Hk, S, D)`; a view if it is one run."""
+    """The keys of a step, cut out of `(B, Hk, S, D)`; a view if they are one run."""
     first, stop = step.examples
     return _keys_along(step, tensor[first:stop], 2)
 

@@ -438,12 +438,12 @@ def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kern
 
 def _are_few(request: Request, part: Part) -> bool | None:
     """Whether `Loop` computes all logits; `None` where the run decides."""
-    from keras_headmask.attention.tensorflow.by_size import most_logits
+    from keras_headmask.attention.tensorflow.by_size import Limits
 
-    batch, queries, heads, _ = request.query.shape
+    limits, (batch, queries, heads, _) = Limits.of(part), request.query.shape
     if None in (batch, queries, keys := request.key.shape[1]):
-        return None if most_logits(part) else False
-    return batch * queries * heads * keys <= most_logits(part)
+        return None if limits.logits else False
+    return bool(limits.hold(heads, batch, queries, keys))
 
 
 def _when_compiled(request: Request) -> str:
@@ -496,9 +496,13 @@ def _ways(
     if request.rule is None:
         return
     if few is not False:
-        from keras_headmask.attention.tensorflow.by_size import most_logits
+        from keras_headmask.attention.tensorflow.by_size import Limits
 
-        at_most = f"a batch of at most {most_logits(part):,} logits"
+        limits = Limits.of(part)
+        at_most = (
+            f"a batch of at most {limits.logits:,} logits, or {limits.of_short:,} of sequences of "
+            f"at most {limits.short:,} pairs,"
+        )
         yield (
             f"The sizes decide when the graph runs: of {at_most} all are computed. The shares are "
             f"those of tiles, of {length} positions."

@@ -211,14 +211,40 @@ def test_sizes_decide_between_all_logits_and_tiles():
     )
     assert [x.kernel for x in (few, many, free)] == ["loop"] * 3
     assert few.groups[0].share == 1 > 0.3 > many.groups[0].share == free.groups[0].share
-    assert "All logits of a batch of at most 524,288 logits are computed." in str(few)
+    assert "All logits of a batch of at most 524,288 logits, or 67,108,864" in str(few)
     assert free.lengths == (1024, 1024)
     assert "The sizes decide when the graph runs: of a batch of at most 524,288" in str(free)
     assert "logits" not in str(many).partition("\n")[2].replace(
         "`tiled=False` computes all logits", ""
     )
+    short = hm.explain(hm.Window(31, 0), queries=256, batch=64, num_heads=2)  # two tiles each
+    assert short.groups[0].share == 1
     all_heads = hm.explain(RULE, queries=512, batch=4, num_heads=4)  # some head is not local
     assert "of at most 8,388,608 logits" in str(all_heads)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("are_local", [True, False])
+def test_a_graph_decides_by_sizes_as_python_does(are_local):
+    import tensorflow as tf
+
+    from keras_headmask.attention.tensorflow.by_size import Limits
+
+    limits = Limits(2**19 if are_local else 2**23, 2**26, 2**17)
+    cases = {
+        (8, 16, 16): True,
+        (8, 128, 128): True,  # many logits, but a tile is a whole sequence
+        (4096, 200, 200): False,  # a batch that would take gigabytes
+        (1, 362, 362): True,
+        (1, 512, 512): not are_local,
+        (1, 1, 4096): True,
+        (1, 65536, 65536): False,  # more than 32 bits
+    }
+    for sizes, expected in cases.items():
+        assert limits.hold(8, *sizes) is expected
+        of_tensors = limits.hold(8, *map(tf.constant, sizes))
+        assert bool(of_tensors) == expected
+    assert limits._replace(logits=0).hold(8, 1, 1, 1) is False
 
 
 def test_what_compiled_code_runs():

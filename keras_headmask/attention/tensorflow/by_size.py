@@ -17,7 +17,7 @@ from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
 from keras_headmask.attention.tensorflow.loop import product_of
 from keras_headmask.attention.tensorflow.plan import Plan, planned
-from keras_headmask.masks import Tensor
+from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import once
 
@@ -69,19 +69,37 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     return tf.cond(is_simple, lambda: _attend_to_all(part, shared, *operands), with_repair)
 
 
-def most_logits(part: Part) -> int:
-    """Most logits of a batch to compute in one product; fewer where each query sees few keys."""
-    are_local = all(rule.tiling.is_local for rule, _ in part.groups())
-    return part.tuning.most_logits // (16 if are_local else 1)
+class Limits(NamedTuple):
+    """Up to which sizes all logits of a batch are computed in one product.
+
+    A batch has at most `logits` (examples x heads x pairs), or at most `of_short` where a sequence
+    has at most `short` pairs (queries x keys): a tile would be most of such a sequence.
+    """
+
+    logits: int
+    of_short: int
+    short: int
+
+    @classmethod
+    def of(cls, part: Part) -> "Limits":
+        most, few = part.tuning.most_logits, part.tuning.fewest_pairs
+        are_local = all(rule.tiling.is_local for rule, _ in part.groups())  # few keys a query
+        return cls(most // 16 if are_local else most, 8 * most, 2 * few)
+
+    def hold(self, heads: int, batch: Length, queries: Length, keys: Length) -> bool | Tensor:
+        """Whether the sizes are within; a bool if all of them are ints."""
+        if not self.logits:
+            return False
+        sizes = batch, queries, keys  # in 64 bits: 65,536 squared is 0 in 32
+        batch, queries, keys = (tf.cast(x, tf.int64) if tf.is_tensor(x) else x for x in sizes)
+        pairs = queries * keys
+        logits = heads * batch * pairs
+        return (logits <= self.logits) | ((pairs <= self.short) & (logits <= self.of_short))
 
 
 def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
-    bound, most = part.bound, 0 if by_tiles_alone else most_logits(part)
-    groups = head_groups.by_rule(part._replace(dropout=None))
-    count = len(part.heads)
-    for size in bound.sizes:  # in 64 bits: 65,536 squared is 0 in 32
-        count *= tf.cast(size, tf.int64) if tf.is_tensor(size) else size
-    is_short = count <= most if most else False
+    bound, groups = part.bound, head_groups.by_rule(part._replace(dropout=None))
+    is_short = not by_tiles_alone and Limits.of(part).hold(len(part.heads), *bound.sizes)
     nothing = tf.zeros([0] * 4, dtype)
 
     def short_mask() -> tuple[Tensor, Tensor]:

@@ -83,8 +83,11 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, part: Part) -> "Limits":
         most, few = part.tuning.most_logits, part.tuning.fewest_pairs
-        are_local = all(rule.tiling.is_local for rule, _ in part.groups())  # few keys a query
-        return cls(most // 16 if are_local else most, 8 * most, 2 * few)
+        rules = [rule for rule, _ in part.groups()]
+        are_local = all(rule.tiling.is_local for rule in rules)  # few keys a query
+        has_gaps = any(rule.tiling.gaps for rule in rules)  # so that tiles take two runs of keys
+        short = 4 if are_local and has_gaps else 2
+        return cls(most // 16 if are_local else most, 8 * most, short * few)
 
     def hold(self, heads: int, batch: Length, queries: Length, keys: Length) -> bool | Tensor:
         """Whether the sizes are within; a bool if all of them are ints."""

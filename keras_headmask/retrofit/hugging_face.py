@@ -271,8 +271,7 @@ def _boolean_mask(**sizes: Any) -> Any:
     """The model's own mask, True = may attend; also where other functions would leave it out."""
     from transformers.masking_utils import sdpa_mask
 
-    sizes.pop("allow_is_causal_skip", None)
-    return sdpa_mask(**sizes, allow_is_causal_skip=False)
+    return sdpa_mask(**sizes | {"allow_is_causal_skip": False})
 
 
 def _attend(
@@ -301,8 +300,6 @@ def _attend(
             "not take: `unmask` the model."
         )
     queries, keys = query.shape[2], key.shape[2]
-    if mask is not None:
-        mask = mask[..., :keys]
     if spec is not None:
         if not _thread.calls:
             raise RuntimeError(
@@ -340,16 +337,15 @@ def _input(module: Any, name: str, queries: int, keys: int, offset: int) -> Any:
     """What a rule reads of the sequence of `keys`, in which the queries stand at `offset`."""
     import torch
 
-    sources = (
-        *(call.inputs for call in _thread.calls),
-        _thread.passed,
-    )  # the last that has it counts
+    # The last source that holds a name counts: the innermost call, and above all `mask_inputs`.
+    sources = *(call.inputs for call in _thread.calls), _thread.passed
     tensors = [(k, torch.as_tensor(x)) for source in sources for k, x in source.items()]
     by_position = {k: x for k, x in tensors if x.ndim == 2}
     if name not in by_position:
+        shapes = {k: tuple(x.shape) for k, x in tensors}
         raise RuntimeError(
             f"A rule of {type(module).__name__} reads {name!r}, `(batch, length)`, which the call "
-            f"does not hold. Received: { {k: tuple(x.shape) for k, x in tensors} }. Pass it: `with "
+            f"does not hold. Received: {shapes}. Pass it: `with "
             f"hm.hugging_face.mask_inputs({name}=tensor): model(...)`."
         )
     tensor = by_position[name]

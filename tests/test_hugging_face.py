@@ -241,13 +241,63 @@ def test_what_a_call_does_not_hold_is_passed_beside_it():
     model, ids = made("BERT", ENCODERS), texts()
     speakers = torch.arange(LENGTH).expand(2, -1) // 5
     hf.mask_heads(model, hm.PerHead({0: hm.SameSegment("speakers")}))
-    with pytest.raises(RuntimeError, match="reads 'speakers', which the call does not hold"):
+    lacks = (
+        r"reads 'speakers', .*the call does not hold\. Received: \{.*'input_ids': \(2, 12\).*\}\."
+    )
+    with pytest.raises(RuntimeError, match=lacks):
+        model(ids)
+    with (
+        hf.mask_inputs(speakers=speakers[0]),
+        pytest.raises(RuntimeError, match=r"`\(batch, length\)`, .*'speakers': \(12,\)"),
+    ):
         model(ids)
     with hf.mask_inputs(speakers=speakers):
         found = model(ids)[0]
     hf.unmask(model)
     hf.mask_heads(model, hm.PerHead({0: hm.Chunk(5)}))
     assert apart(found, model(ids)[0]) < 1e-5
+
+
+@needs_torch
+@torch.no_grad()
+def test_a_rule_that_reads_ids_needs_them_beside_embeddings():
+    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
+    embeddings = model.get_input_embeddings()(ids)
+    lacks = (
+        r"reads 'token_ids'.*Received: \{'inputs_embeds': \(2, 12, 32\)\}\. Pass it: .*mask_inputs"
+    )
+    with pytest.raises(RuntimeError, match=lacks):
+        model(inputs_embeds=embeddings)
+    with hf.mask_inputs(token_ids=ids):
+        assert torch.equal(model(inputs_embeds=embeddings)[0], model(ids)[0])
+    decoder = hf.mask_heads(made("Llama", DECODERS), RULE)
+    prompt = {"inputs_embeds": decoder.get_input_embeddings()(ids), "max_new_tokens": 3}
+    with pytest.raises(RuntimeError, match="reads 'token_ids'"):
+        decoder.generate(**prompt)
+    with (
+        hf.mask_inputs(token_ids=ids),
+        pytest.raises(RuntimeError, match="'token_ids' has 12 positions of 13"),
+    ):
+        decoder.generate(**prompt)
+    hf.mask_heads(hf.unmask(decoder), POSITIONS)
+    continued = decoder.generate(ids, max_new_tokens=3, do_sample=False)[:, LENGTH:]
+    assert torch.equal(decoder.generate(**prompt, do_sample=False), continued)
+
+
+@needs_torch
+@torch.no_grad()
+def test_models_that_were_made_from_one_config_are_masked_apart():
+    """Found as a bug: a mask on one, and taking it off, changed how the other attends."""
+    config, ids = transformers.BertConfig(**SMALL), texts()
+    one, other = (transformers.BertModel(config).eval() for _ in range(2))
+    hf.mask_heads(one, RULE)
+    assert (config._attn_implementation, other.config._attn_implementation) == ("sdpa", "sdpa")
+    hf.mask_heads(other, RULE)
+    under_rule = other(ids)[0]
+    hf.unmask(one)(ids)
+    assert torch.equal(other(ids)[0], under_rule)
+    hf.unmask(other)
+    assert (one.config._attn_implementation, other.config._attn_implementation) == ("sdpa", "sdpa")
 
 
 @needs_torch
@@ -326,11 +376,24 @@ def test_wrong_arguments_are_refused_before_anything_changes():
         hf.mask_heads(torch.nn.Linear(2, 2), RULE)
     with pytest.raises(ValueError, match="names head 4, but there are 4 heads"):
         hf.mask_heads(model, hm.PerHead({4: hm.Window(1, 1)}))
+    grouped = "names head 12, but there are 4 query heads, .* 2 of keys and values"
+    with pytest.raises(ValueError, match=grouped):
+        hf.mask_heads(made("Llama", DECODERS), hm.PerHead({12: hm.Window(1, 1)}))
     with pytest.raises(ValueError, match="There is no self-attention layer 3"):
         hf.mask_heads(model, RULE, layers=3)
     assert model.config._attn_implementation == "sdpa"
     hf.mask_heads(model, RULE)
     with pytest.raises(ValueError, match="has rules already"):
+        hf.mask_heads(model, RULE)
+
+
+@needs_torch
+@pytest.mark.parametrize("version", ["4.57.1", "4.28.0.dev0"])
+def test_an_older_transformers_is_refused(monkeypatch, version):
+    model = made("BERT", ENCODERS)
+    monkeypatch.setattr("transformers.__version__", version)
+    message = rf"need transformers 5, .* Received: transformers {version}\. Run `pip install"
+    with pytest.raises(RuntimeError, match=message):
         hf.mask_heads(model, RULE)
 
 

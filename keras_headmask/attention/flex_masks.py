@@ -52,8 +52,9 @@ def flex_block_mask(
 
     Raises:
         TypeError: for a `spec` that is not a spec, or a mask input of floats.
-        ValueError: for a rule that reads a whole mask, of which blocks show nothing; for mask
-            inputs that do not fit; for a head that is not among `num_heads`.
+        ValueError: for a rule that reads a whole mask, of which blocks show nothing (the error
+            says what it would cost to read it); for mask inputs that do not fit; for a head that is
+            not among `num_heads`.
         RuntimeError: if Keras does not run on PyTorch.
 
     >>> from keras_headmask import Window
@@ -75,9 +76,13 @@ def flex_block_mask(
     check_heads(spec, num_heads)
     check_inputs(spec, mask_inputs, Lengths(None, num_heads, queries, keys), query_offset, _CALLED)
     if whole := [name for name, kind in spec.inputs.items() if kind.rank is None]:
+        pairs = num_heads * queries * keys
         raise ValueError(
-            f"The rule reads the whole mask {whole[0]!r}, whose blocks show only when every pair "
-            "is read: pass a function of it to PyTorch's `create_block_mask`."
+            f"The rule reads the whole mask {whole[0]!r}, whose blocks show only when each of "
+            f"{num_heads} x {queries} x {keys} = {pairs:,} pairs of an example is read. If that is "
+            f"cheap enough ({pairs / 2**20:,.1f} MiB an example, and their time): `mask = "
+            "hm.make_mask(spec, queries, keys, num_heads, mask_inputs).expand(B, H, T, S)`, and "
+            "PyTorch's `create_block_mask(lambda b, h, q, k: mask[b, h, q, k], B, H, T, S)`."
         )
     tensors = [x for x in keras.tree.flatten(dict(mask_inputs or {})) if torch.is_tensor(x)]
     if device is None:

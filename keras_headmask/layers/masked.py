@@ -71,6 +71,8 @@ class MaskedAttention(keras.Layer):
         if mask_spec is not None:
             check_spec(mask_spec, "mask_spec", f"{self._ours().__name__}(..., mask_spec=SPEC)")
             assert isinstance(mask_spec, MaskSpec)
+            num_key_heads = getattr(self, "num_key_value_heads", None)
+            heads.check_heads(mask_spec, self.num_heads, num_key_heads)
             self._restricts = heads.restricts(mask_spec, self.num_heads)
             mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec

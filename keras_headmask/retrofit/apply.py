@@ -226,7 +226,7 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         replaces = own.replaces or (replaces and others is not None)
     spec.get_config()  # raises for a spec that could not be saved
     try:
-        check_heads(spec, entry.num_heads)
+        check_heads(spec, entry.num_heads, adapted(entry.layer).num_key_heads)
     except ValueError as error:
         raise ValueError(f"In the attention layer {entry}: {error}") from error
     sources, is_cross = sources_of(entry, spec, model), entry.kind == "cross"

@@ -56,16 +56,27 @@ def check_inputs(model: keras.Model, planned: Planned, add_inputs: bool) -> None
             "since a layer has that name. Give the mask input another name."
         )
     if new and not add_inputs:
-        has = sorted(_available(model))
+        example = _example(model, planned, new)
         raise ValueError(
             f"The rule reads {sorted(new)}, and the model has no inputs of those names. Its inputs "
-            f"are {has}. Name one of them in the rule ({_example(model, planned, new)}), or pass "
-            "add_inputs=True, which adds what is missing as new inputs of the model."
+            f"are {sorted(_available(model))}. "
+            + (f"Name one of them in the rule ({example}), or pass " if example else "Pass ")
+            + "add_inputs=True, which adds what is missing as new inputs of the model."
         )
 
 
 def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> str:
-    """For an error: a leaf whose input the model lacks, as code that names one it has."""
+    """For an error: a leaf whose input the model lacks, as code that names one it has.
+
+    Empty for a rule on ids of a model that takes none, such as one of embeddings.
+    """
+    by_position = [
+        tensor
+        for tensor in _available(model).values()
+        if len(tensor.shape) == 2 and "float" not in tensor.dtype
+    ]
+    if not by_position and all(len(tensor.shape) == 2 for tensor in new.values()):
+        return ""
     all_leaves: list[Any] = [leaf for _, rule in planned for leaf in leaves(rule.spec)]
     for leaf in all_leaves:
         name: Any = getattr(leaf, "input", None)
@@ -73,10 +84,8 @@ def _example(model: keras.Model, planned: Planned, new: Mapping[str, Any]) -> st
         if name in new and kind is not None and kind.rank is not None:
             fitting = [
                 tensor.name
-                for tensor in _available(model).values()
-                if len(tensor.shape) == 2
-                and "float" not in tensor.dtype
-                and ("mask" in tensor.name) == (kind.dtype == "bool")
+                for tensor in by_position
+                if ("mask" in tensor.name) == (kind.dtype == "bool")
             ]
             if fitting:
                 best = min(fitting, key=lambda name: ("id" not in name, name))

@@ -5,12 +5,14 @@ Such a model asks a registry for the function that computes its attention. Here 
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
 import pathlib
 import re
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ _NOT_TAKEN = "sinks", "block_indices", "head_mask"  # tensors that change what i
 
 
 class _Call(NamedTuple):
-    """A call of a model: its inputs `(batch, length)` by name, and its cache before the call."""
+    """A call of a model: its tensors by name, and its cache before the call."""
 
     inputs: dict[str, Any]
     cached: int  # positions
@@ -69,8 +71,9 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
         TypeError: if `model` is not a Hugging Face model.
         ValueError: if the model has rules already, attention in it does not ask the registry, a
             selector names nothing, or a rule names a head that there is not.
-        RuntimeError: if Keras does not run on PyTorch. From the model: if another implementation
-            of attention was set, or a call lacks what a rule reads.
+        RuntimeError: if Keras does not run on PyTorch, or transformers is older than 5. From the
+            model: if another implementation of attention was set, or a call lacks what a rule
+            reads.
 
     >>> import keras_headmask as hm
     >>> rule = hm.PerHead({0: hm.SameSentence(102)})
@@ -78,7 +81,18 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     """
     import transformers
 
-    _check(model)
+    if keras.backend.backend() != "torch":
+        raise RuntimeError(
+            "Hugging Face models are PyTorch, and Keras runs on "
+            f"{keras.backend.backend()}: set KERAS_BACKEND=torch before Keras is imported."
+        )
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise RuntimeError(
+            "Head masks need transformers 5, whose models take their attention by name. Received: "
+            f"transformers {transformers.__version__}. Run `pip install -U transformers`."
+        )
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"`model` must be a Hugging Face model. Received: {type(model).__name__}.")
     if any(map(_is_masked, model.modules())):
         raise ValueError("The model has rules already. `unmask` it, and pass them joined by `&`.")
     if isinstance(mask_spec, str) and mask_spec.lstrip().startswith("{"):
@@ -86,12 +100,17 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     if isinstance(mask_spec, (str, pathlib.Path)):
         rules = json.loads(pathlib.Path(mask_spec).read_text())
         mask_spec = {f"^{re.escape(path)}$": rule for path, rule in rules.items()}
-    attention: Any = _attention(model)
+    attention: Any = types.SimpleNamespace(known=_attention(model), unknown=[])  # as of a `Survey`
     specs = {attention.known[i]: s for i, s in specs_by_layer(mask_spec, layers, attention).items()}
     for entry, spec in specs.items():
-        check_heads(spec, _num_heads(entry.layer))
+        num_key_heads = getattr(entry.layer.config, "num_key_value_heads", None)
+        check_heads(spec, _num_heads(entry.layer), num_key_heads)
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, _boolean_mask)
+    copies: dict[int, Any] = {}  # another model may hold the same config, where this is written
+    for module in model.modules():
+        if "config" in vars(module):
+            module.config = copy.deepcopy(module.config, copies)
     models = [x for x in model.modules() if isinstance(x, transformers.PreTrainedModel)]
     before = [x.config._attn_implementation for x in models]
     model.set_attn_implementation(IMPLEMENTATION)
@@ -107,9 +126,10 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     hooks = [x.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True) for x in models]
     hooks += [x.register_forward_hook(_leave, always_call=True) for x in models]
     model.head_mask_hooks = hooks, list(zip(models, before, strict=True))
-    model.save_pretrained = functools.partial(_save, model)
-    if hasattr(model, "prepare_inputs_for_generation"):
-        model.prepare_inputs_for_generation = functools.partial(_prepare, model)
+    for name, method in _REPLACED.items():
+        if hasattr(model, name):  # (transformers reads the signature)
+            stock, replaced = getattr(model, name), functools.partial(method, model)
+            setattr(model, name, functools.update_wrapper(replaced, stock))
     return model
 
 
@@ -134,12 +154,7 @@ def unmask(model: Any) -> Any:
         inner.set_attn_implementation(implementation)
     for module in filter(_is_masked, model.modules()):
         del module.head_mask_spec
-    for name in (
-        "head_masks",
-        "head_mask_hooks",
-        "save_pretrained",
-        "prepare_inputs_for_generation",
-    ):
+    for name in ("head_masks", "head_mask_hooks", *_REPLACED):
         vars(model).pop(name, None)
     return model
 
@@ -166,47 +181,25 @@ def mask_inputs(**tensors: Any) -> Iterator[None]:
 # --- Which modules attend ---
 
 
-def _check(model: Any) -> None:
-    import transformers
-
-    if keras.backend.backend() != "torch":
-        raise RuntimeError(
-            "Hugging Face models are PyTorch, and Keras runs on "
-            f"{keras.backend.backend()}: set KERAS_BACKEND=torch before Keras is imported."
-        )
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise TypeError(f"`model` must be a Hugging Face model. Received: {type(model).__name__}.")
-
-
 def _is_masked(module: Any) -> bool:
     return hasattr(module, "head_mask_spec")
 
 
-class _Modules(NamedTuple):
-    """What a selector of layers chooses from, as of a `Survey`."""
-
-    known: list[AttentionLayer]
-    unknown: list[AttentionLayer]
-
-
-def _attention(model: Any) -> _Modules:
+def _attention(model: Any) -> list[AttentionLayer]:
     """The modules that ask for their attention by name."""
-    attention = _Modules([], [])
+    attention = []
     for path, module in model.named_modules():
         named = "attention" in type(module).__name__.lower()
         if _asks(module) and not _looks_for_another(module):
             words = f"{path} {type(module).__name__}".lower()
             is_cross = getattr(module, "is_cross_attention", False)
             is_cross = is_cross or any(x in words for x in ("cross", "encoder_attn", "encdec"))
-            kind = "cross" if is_cross else "self"
-            attention.known.append(AttentionLayer(module, path, kind))
+            attention.append(AttentionLayer(module, path, "cross" if is_cross else "self"))
         elif _asks(module) or (named and not any(map(_asks, module.modules()))):
-            attention.unknown.append(AttentionLayer(module, path, "unclear"))
-    if attention.unknown:
-        raise ValueError(
-            f"{attention.unknown[0]} computes its attention, or a mask for it, itself, without "
-            "transformers' `AttentionInterface`, so no rule would hold there."
-        )
+            raise ValueError(
+                f"'{path}' ({type(module).__name__}) computes its attention, or a mask for it, "
+                "itself, without transformers' `AttentionInterface`, so no rule would hold there."
+            )
     return attention
 
 
@@ -253,7 +246,7 @@ def _read_call(model: Any, args: Any, kwargs: Any) -> _Call:
     arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
     cache = arguments.get("cache", arguments.get("past_key_values"))
-    inputs = {k: v for k, v in arguments.items() if getattr(v, "ndim", 0) == 2}
+    inputs = {k: v for k, v in arguments.items() if getattr(v, "ndim", 0) > 1}
     cached, dropped = 0, {}
     if cache is not None:
         cached = int(cache.get_seq_length())
@@ -278,8 +271,7 @@ def _boolean_mask(**sizes: Any) -> Any:
     """The model's own mask, True = may attend; also where other functions would leave it out."""
     from transformers.masking_utils import sdpa_mask
 
-    sizes.pop("allow_is_causal_skip", None)
-    return sdpa_mask(**sizes, allow_is_causal_skip=False)
+    return sdpa_mask(**sizes | {"allow_is_causal_skip": False})
 
 
 def _attend(
@@ -297,12 +289,9 @@ def _attend(
 ) -> tuple[Any, Any]:
     """Attention `(B, T, H, D)` and probabilities; operands are `(B, heads, length, D)`."""
     spec, inputs, offset = getattr(module, "head_mask_spec", None), None, None
-    bias = (
-        attention_mask
-        if attention_mask is not None and attention_mask.is_floating_point()
-        else None
-    )
-    mask = attention_mask if bias is None else None
+    mask, bias = attention_mask, None
+    if mask is not None and mask.is_floating_point():
+        mask, bias = None, attention_mask
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if unknown := [name for name in _NOT_TAKEN if kwargs.get(name) is not None]:
@@ -311,8 +300,6 @@ def _attend(
             "not take: `unmask` the model."
         )
     queries, keys = query.shape[2], key.shape[2]
-    if mask is not None:
-        mask = mask[..., :keys]
     if spec is not None:
         if not _thread.calls:
             raise RuntimeError(
@@ -350,15 +337,18 @@ def _input(module: Any, name: str, queries: int, keys: int, offset: int) -> Any:
     """What a rule reads of the sequence of `keys`, in which the queries stand at `offset`."""
     import torch
 
-    for inputs in (_thread.passed, *(call.inputs for call in reversed(_thread.calls))):
-        if name in inputs:
-            tensor = torch.as_tensor(inputs[name])
-            break
-    else:
+    # The last source that holds a name counts: the innermost call, and above all `mask_inputs`.
+    sources = *(call.inputs for call in _thread.calls), _thread.passed
+    tensors = [(k, torch.as_tensor(x)) for source in sources for k, x in source.items()]
+    by_position = {k: x for k, x in tensors if x.ndim == 2}
+    if name not in by_position:
+        shapes = {k: tuple(x.shape) for k, x in tensors}
         raise RuntimeError(
-            f"A rule of {type(module).__name__} reads {name!r}, which the call does not hold. Pass "
-            f"it: `with hm.hugging_face.mask_inputs({name}=tensor): model(...)`."
+            f"A rule of {type(module).__name__} reads {name!r}, `(batch, length)`, which the call "
+            f"does not hold. Received: {shapes}. Pass it: `with "
+            f"hm.hugging_face.mask_inputs({name}=tensor): model(...)`."
         )
+    tensor = by_position[name]
     if tensor.shape[1] < offset + queries:
         raise RuntimeError(
             f"{name!r} has {tensor.shape[1]} positions of {offset + queries}: with a cache a rule "
@@ -381,3 +371,6 @@ def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         stacklevel=2,
     )
     return saved
+
+
+_REPLACED = {"save_pretrained": _save, "prepare_inputs_for_generation": _prepare}  # of a model

@@ -16,8 +16,11 @@ def named_heads(spec: Any) -> Iterator[int]:
         yield from named_heads(child)
 
 
-def check_heads(spec: Any, num_heads: int) -> None:
-    """Every head that `spec` names must exist, also one whose rule equals the default."""
+def check_heads(spec: Any, num_heads: int, num_key_heads: int | None = None) -> None:
+    """Every head that `spec` names must exist, also one whose rule equals the default.
+
+    `num_key_heads`: of keys and values, where query heads share them.
+    """
     if whole_number(num_heads, "num_heads", at_least=1, any_size=True) > _MOST_HEADS:
         raise ValueError(
             f"`num_heads` must be at most {_MOST_HEADS}. Received: {num_heads}. Pass the number of "
@@ -26,6 +29,9 @@ def check_heads(spec: Any, num_heads: int) -> None:
     exist, hint = f"there are {num_heads} heads, numbered 0 to {num_heads - 1}", ""
     if num_heads == 1:
         exist, hint = "there is one head, numbered 0", " Pass `num_heads=` if there are more."
+    elif num_key_heads not in (None, num_heads):
+        exist = f"there are {num_heads} query heads, numbered 0 to {num_heads - 1}"
+        hint = f" A rule names query heads; {num_key_heads} of keys and values serve them."
     for head in named_heads(spec):
         if head >= num_heads:
             raise ValueError(

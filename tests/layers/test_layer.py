@@ -492,7 +492,7 @@ BAD_WINDOW = {"kind": "window", "before": "1"}
 @pytest.mark.parametrize(
     ("error", "message", "spec"),
     [
-        (ValueError, r"names head 4, but there are 4 heads", hm.PerHead({4: hm.Full()})),
+        (ValueError, r"names head 4, but there are 4 (query )?heads", hm.PerHead({4: hm.Full()})),
         (ValueError, r"names head 9", hm.Full() & hm.PerHead({9: hm.Window(1, 1)})),
         (TypeError, r"`mask_spec` must be a mask spec.*MaskInput", ones(5, 5)),
         (ValueError, r"`heads.0.before`.*whole", {"kind": "per_head", "heads": {"0": BAD_WINDOW}}),

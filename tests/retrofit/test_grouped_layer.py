@@ -102,5 +102,8 @@ def test_a_rule_beside_the_own_rule_of_our_layer():
 
 
 def test_a_head_that_no_query_has_is_refused():
-    with pytest.raises(ValueError, match="head 4, but there are 4 heads"):
-        hm.apply_head_masks(model_with(stock()), hm.PerHead({4: hm.Nothing()}))
+    message = "names head 12, but there are 4 query heads, numbered 0 to 3.* 2 of keys and values"
+    with pytest.raises(ValueError, match=message):
+        hm.apply_head_masks(model_with(stock()), hm.PerHead({12: hm.Nothing()}))
+    with pytest.raises(ValueError, match=message):
+        ours(hm.PerHead({12: hm.Nothing()}))

@@ -667,6 +667,18 @@ def test_a_missing_input_is_told_with_an_example_that_fits(rule, example):
         hm.apply_head_masks(model, rule)
 
 
+def test_a_model_of_embeddings_takes_ids_as_a_new_input():
+    x = keras.Input((7, 8), name="embeddings")
+    model = keras.Model(x, layers.MultiHeadAttention(4, 3)(x, x))
+    message = r"reads \['token_ids'\].* inputs are \['embeddings'\]\. Pass add_inputs=True"
+    with pytest.raises(ValueError, match=message):
+        hm.apply_head_masks(model, hm.SameSentence(9))
+    with pytest.raises(ValueError, match=r"reads 'embeddings' as one value per position"):
+        hm.apply_head_masks(model, hm.SameSentence(9, input="embeddings"))
+    masked = hm.apply_head_masks(model, hm.SameSentence(9), add_inputs=True)
+    assert [tensor.name for tensor in masked.inputs] == ["embeddings", "token_ids"]
+
+
 @pytest.mark.parametrize("kind", [layers.MultiHeadAttention, hm.PerHeadMaskedMultiHeadAttention])
 def test_fewer_queries_than_keys_stand_where_the_call_says(kind):
     x, given = keras.Input((7, 8)), normal(2, 7, 8)

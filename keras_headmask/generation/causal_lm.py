@@ -40,6 +40,7 @@ class _Prompt(NamedTuple):
 
 
 _prompt: ContextVar[_Prompt | None] = ContextVar("prompt", default=None)
+_GENERATED = "generated"  # a mask input: true at the tokens that `generate()` writes
 
 
 if TYPE_CHECKING:
@@ -140,7 +141,10 @@ class _Generates(_CausalLM):
         in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         rules = [rule for rule in in_force if rule.restricts]
         names = sorted({name for rule in rules for name in rule.reads})
-        lacking = [name for name in names if name not in inputs]
+        values = dict(inputs)
+        if method == "generate" and _GENERATED in names and _GENERATED not in values:
+            values[_GENERATED] = ops.logical_not(ops.cast(values[_PADDING], "bool"))
+        lacking = [name for name in names if name not in values]
         if lacking and method == "score":
             raise ValueError(
                 f"The rules of '{self.name}' read {lacking}, and `score()` takes 'token_ids' and "
@@ -154,7 +158,7 @@ class _Generates(_CausalLM):
                 "'padding_mask', each as long as the whole text, with the values of the tokens to "
                 f"come. Received: {sorted(inputs)}."
             )
-        tensors = {name: masks.as_mask_input(inputs[name]) for name in names}
+        tensors = {name: masks.as_mask_input(values[name]) for name in names}
         wanted, whole = tuple(inputs[_TOKENS].shape), whole_masks(rules)
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)

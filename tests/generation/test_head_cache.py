@@ -117,6 +117,8 @@ PROMPT[:, 2] = END
 OTHERS = {
     "segment_ids": np.repeat([[0] * 6 + [1] * 8, [0] * 3 + [1] * 11], 1, 0).astype("int32"),
     "is_global": np.array([[1, 0] * 7, [0, 0, 1, 0, 0, 0, 0] * 2], "int32"),
+    "documents": np.array([[0, 1, 1, 2, 0] + [0] * 9, [0, 1, 1, 2, 2, 2, 0] + [0] * 7], "int32"),
+    "generated": 1 - GIVEN,
 }
 STREAMING = hm.PerHead({0: hm.recipes.streaming(2, 3), 1: hm.Window(4, 0), 2: hm.Nothing()})
 READING = hm.PerHead(
@@ -125,6 +127,15 @@ READING = hm.PerHead(
         1: hm.SameSegment("segment_ids"),
         2: hm.Window(2, 0) | hm.KeyFlag("is_global"),
         3: hm.KeyFlag("padding_mask") & hm.Window(5, 0),
+    }
+)
+
+
+RETRIEVAL = hm.PerHead(
+    {
+        0: hm.recipes.separate_documents("documents"),
+        1: hm.recipes.window_in_prompt(1, 2),
+        2: hm.recipes.streaming(1, 2),
     }
 )
 
@@ -280,6 +291,42 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     assert places == ([4, 4, 4, LENGTH] if name == "Gemma 2" else windows)
 
 
+class Compares(keras_hub.samplers.GreedySampler):
+    """Chooses the best token, and holds the logits of each cached step to a whole forward."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def __call__(self, next, prompt, cache, index, mask=None, **kwargs):
+        prompt, mask = np.array(numpy(prompt)), numpy(mask).astype(bool)
+        for place in range(int(index), LENGTH):
+            logits, _, cache = next(ops.convert_to_tensor(prompt), cache, place)
+            seen = np.maximum(GIVEN, np.arange(LENGTH) < place)
+            whole = numpy(self.task(inputs_of(self.task, prompt, seen)))[:, place - 1]
+            assert_close(numpy(logits), whole)
+            prompt[:, place] = np.where(mask[:, place], prompt[:, place], whole.argmax(-1))
+        return ops.convert_to_tensor(prompt)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.every_day("Llama")
+def test_generation_knows_which_tokens_it_wrote(name):
+    """`generated` is left out of the prompt; what is passed under that name counts."""
+    stock = causal_lm() if name == "GPT-2" else decoder(name)
+    masked = hm.apply_head_masks(stock, RETRIEVAL, add_inputs=True)
+    prompt = inputs_of(masked)
+    assert (prompt.pop("generated") == 1 - GIVEN).all()
+    compared = []
+    for sampler, run_eagerly in ((Compares(masked), True), ("greedy", name == "Llama")):
+        masked.compile(sampler=sampler, run_eagerly=run_eagerly)
+        compared.append(masked.generate(prompt, stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*compared)
+    np.testing.assert_array_equal(compared[0], without_cache(masked, "greedy"))
+    in_window = generated(masked, "greedy", True, generated=np.zeros_like(GIVEN))
+    assert (compared[0] != in_window).any()
+
+
 @pytest.mark.parametrize("name", KEEP_ALL)
 @pytest.mark.every_day("Falcon|Gemma 3")
 def test_rules_on_positions_hold_with_the_cache_of_keras_hub(name):
@@ -389,6 +436,13 @@ def test_what_cannot_be_generated_or_counted_is_refused():
     given = {"token_ids": PROMPT, "padding_mask": GIVEN}
     with pytest.raises(ValueError, match=r"read \['segment_ids'\], which `generate\(\)` was not"):
         masked.generate(given, stop_token_ids=None)
+    rule = hm.SameSegment("segment_ids") | hm.QueryFlag("generated")
+    reads_both = hm.apply_head_masks(causal_lm(), rule, add_inputs=True)
+    reads_both.compile(sampler="greedy", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"read \['segment_ids'\], .*'token_ids'\]"):
+        reads_both.generate(given, stop_token_ids=None)
+    with pytest.raises(ValueError, match=r"read \['generated', 'segment_ids'\], and `score\(\)`"):
+        reads_both.score(PROMPT, GIVEN)
     short = given | {"segment_ids": OTHERS["segment_ids"][:, :5]}
     with pytest.raises(ValueError, match=r"`segment_ids`.*\(2, 14\).*\(2, 5\)"):
         masked.generate(short, stop_token_ids=None)

@@ -226,6 +226,7 @@ CAUSAL_LMS = {
     "Mixtral": "MixtralCausalLM",
     "Qwen MoE": "QwenMoeCausalLM",
     "Qwen 3 MoE": "Qwen3MoeCausalLM",
+    "SmolLM 3": "SmolLM3CausalLM",
 }
 KEEP_ALL = "Falcon", "BLOOM", "Gemma 3, text"
 OF_EACH = hm.PerHead(
@@ -277,7 +278,8 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     # look anywhere, or as far as the attention's own window of 4.
     places = [group["key"].shape[2] for layer in sampler.cache["layers"] for group in layer]
     windows = [4, 4] if "Qwen" in name else [4, LENGTH]
-    assert places == ([4, 4, 4, LENGTH] if name == "Gemma 2" else windows)
+    of_two_layers = {"Gemma 2": [4, 4, 4, LENGTH], "SmolLM 3": 2 * [4, LENGTH]}
+    assert places == of_two_layers.get(name, windows)
 
 
 @pytest.mark.parametrize("name", KEEP_ALL)

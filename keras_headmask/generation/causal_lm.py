@@ -19,6 +19,7 @@ from keras_headmask.attention.tuning import holding
 from keras_headmask.generation import head_cache
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import masked_model
+from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.call import Frame, opened_frame, with_cache
 from keras_headmask.retrofit.graph import HeadMaskInputs, names_read
 from keras_headmask.retrofit.rule import (
@@ -103,12 +104,14 @@ class _Generates(_CausalLM):
 
     def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
         """KerasHub's forward with a cache that has its shape and no heads."""
-        layers = len(attention_inside(self))
-        is_step = run.states is not None
-        length = run.length if is_step else ops.shape(token_ids)[1]
-        shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
+        layers, is_step = attention_inside(self), run.states is not None
+        batch, length = ops.shape(token_ids)
+        length = run.length if is_step else length
+        cache: Any = ops.zeros((batch, len(layers), 2, length, 0, 0))
+        if adapted(layers[0]).caches_in_pairs:
+            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * len(layers)
         with with_cache(run), self._opened(inputs, index if is_step else 0):
-            return super().call_with_cache(token_ids, ops.zeros(shape), index)[:2]
+            return super().call_with_cache(token_ids, cache, index)[:2]
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -135,7 +138,9 @@ class _Generates(_CausalLM):
     def keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
         takes = list(inspect.signature(self._stock_class.call_with_cache).parameters)
-        return takes == ["self", _TOKENS, "cache", "cache_update_index"] and all(
+        is_of_text = takes == ["self", _TOKENS, "cache", "cache_update_index"]
+        # `vision_indices` say which tokens stand for images: without any, it is a text as others.
+        return (is_of_text or "vision_indices" in takes) and all(
             is_masked(layer) and head_cache.keeps(layer) for layer in attention_inside(self)
         )
 

@@ -119,8 +119,11 @@ class Run:
         batch, tokens = ops.shape(tokens_at)[:2]
         if _is_torch():
             tokens += int(kwargs[f"{name}_update_index"])
-        shape = (batch, 2, tokens, adapter.num_key_heads, adapter.head_dim)
-        output, _ = call(*args, **kwargs | {name: ops.zeros(shape, layer.compute_dtype)})
+        shape, dtype = (tokens, adapter.num_key_heads, adapter.head_dim), layer.compute_dtype
+        new = keras.tree.map_structure(  # (one tensor `(B, 2, ...)`, or a pair of them)
+            lambda x: ops.zeros((batch, *x.shape[1:-3], *shape), dtype), kwargs[name]
+        )
+        output, _ = call(*args, **kwargs | {name: new})
         return output, kwargs[name]
 
     def context(

@@ -29,7 +29,8 @@ class Attention:
     """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`.
 
     `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
-    are as many as query heads.
+    are as many as query heads. `caches_in_pairs`: each layer has its own cache (keys, values); else
+    one tensor is the cache of all layers.
     """
 
     hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
@@ -37,6 +38,7 @@ class Attention:
     is_self = False  # whether it can attend to its own sequence alone
     key_repeats = 1
     soft_cap: float | None = None
+    caches_in_pairs = False
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -206,6 +208,8 @@ class Gemma(Qwen):
 
 
 class Gemma3(Gemma):
+    caches_in_pairs = True
+
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         layer = self.layer
         if layer.use_sliding_window_attention and layer.use_bidirectional_attention:

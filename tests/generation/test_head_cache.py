@@ -1,5 +1,7 @@
 """`generate()` under rules: the same tokens as without a cache, and only the keys that are seen."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from keras_headmask.generation import head_cache, one_query
 from keras_headmask.generation.head_cache import Slots
 
 keras_hub = pytest.importorskip("keras_hub")
+ROOT = Path(__file__).parents[2]
 
 # --- Slots ----------------------------------------------------------------------------------------
 
@@ -409,6 +412,30 @@ def test_the_cache_holds_as_many_bytes_as_are_said(rule):
     assert bool(said.inputs) == bool(rule.inputs)
     stock = hm.cache_bytes(hm.unmasked(masked), LENGTH, batch=2)
     assert stock.total == stock.stock == said.stock
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "sliding", "window", "built"),
+    [("Gemma", 26, 13, 4096, 2), ("Gemma3", 34, 29, 1024, 6)],
+)
+def test_the_page_says_what_a_window_of_the_model_saves(family, layers, sliding, window, built):
+    """By a narrow model of few layers, of which the first slides and the last does not."""
+    page = (ROOT / "docs" / "generate.md").read_text("utf-8")
+    assert f" {layers} layers, 4 key heads of 256 | {window:,} in {sliding} layers |" in page
+    keys = {"head_dim": 256, "num_key_value_heads": 4, "num_query_heads": 4, "dtype": "bfloat16"}
+    sizes = {"vocabulary_size": 8, "hidden_dim": 8, "intermediate_dim": 8, "num_layers": built}
+    slides = {"use_sliding_window_attention": True, "sliding_window_size": window}
+    slides |= {"image_size": 16} if family == "Gemma3" else {}
+    backbone = getattr(keras_hub.models, f"{family}Backbone")(**keys, **sizes, **slides)
+    task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
+    masked = hm.apply_head_masks(task, hm.Full(), copy=False)
+    for length in (4096, 16384):
+        first, *_, last = hm.cache_bytes(masked, length).by_layer.values()
+        ours, stock = (
+            sliding * of_sliding + (layers - sliding) * of_full
+            for of_sliding, of_full in zip(first, last, strict=True)
+        )
+        assert f"| {length:,} | {stock / 1e6:,.0f} MB | {ours / 1e6:,.0f} MB |" in page
 
 
 def test_a_head_keeps_what_its_rule_may_show():

@@ -306,42 +306,6 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     assert places == of_two_layers.get(name, windows)
 
 
-class Compares(keras_hub.samplers.GreedySampler):
-    """Chooses the best token, and holds the logits of each cached step to a whole forward."""
-
-    def __init__(self, task):
-        super().__init__()
-        self.task = task
-
-    def __call__(self, next, prompt, cache, index, mask=None, **kwargs):
-        prompt, mask = np.array(numpy(prompt)), numpy(mask).astype(bool)
-        for place in range(int(index), LENGTH):
-            logits, _, cache = next(ops.convert_to_tensor(prompt), cache, place)
-            seen = np.maximum(GIVEN, np.arange(LENGTH) < place)
-            whole = numpy(self.task(inputs_of(self.task, prompt, seen)))[:, place - 1]
-            assert_close(numpy(logits), whole)
-            prompt[:, place] = np.where(mask[:, place], prompt[:, place], whole.argmax(-1))
-        return ops.convert_to_tensor(prompt)
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-@pytest.mark.every_day("Llama")
-def test_generation_knows_which_tokens_it_wrote(name):
-    """`generated` is left out of the prompt; what is passed under that name counts."""
-    stock = causal_lm() if name == "GPT-2" else decoder(name)
-    masked = hm.apply_head_masks(stock, RETRIEVAL, add_inputs=True)
-    prompt = inputs_of(masked)
-    assert (prompt.pop("generated") == 1 - GIVEN).all()
-    compared = []
-    for sampler, run_eagerly in ((Compares(masked), True), ("greedy", name == "Llama")):
-        masked.compile(sampler=sampler, run_eagerly=run_eagerly)
-        compared.append(masked.generate(prompt, stop_token_ids=None)["token_ids"])
-    np.testing.assert_array_equal(*compared)
-    np.testing.assert_array_equal(compared[0], without_cache(masked, "greedy"))
-    in_window = generated(masked, "greedy", True, generated=np.zeros_like(GIVEN))
-    assert (compared[0] != in_window).any()
-
-
 @pytest.mark.parametrize("name", KEEP_ALL)
 @pytest.mark.every_day("Falcon")
 def test_rules_on_positions_hold_with_the_cache_of_keras_hub(name):
@@ -412,6 +376,42 @@ def test_the_cache_holds_as_many_bytes_as_are_said(rule):
     assert bool(said.inputs) == bool(rule.inputs)
     stock = hm.cache_bytes(hm.unmasked(masked), LENGTH, batch=2)
     assert stock.total == stock.stock == said.stock
+
+
+class Compares(keras_hub.samplers.GreedySampler):
+    """Chooses the best token, and holds the logits of each cached step to a whole forward."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def __call__(self, next, prompt, cache, index, mask=None, **kwargs):
+        prompt, mask = np.array(numpy(prompt)), numpy(mask).astype(bool)
+        for place in range(int(index), LENGTH):
+            logits, _, cache = next(ops.convert_to_tensor(prompt), cache, place)
+            seen = np.maximum(GIVEN, np.arange(LENGTH) < place)
+            whole = numpy(self.task(inputs_of(self.task, prompt, seen)))[:, place - 1]
+            assert_close(numpy(logits), whole)
+            prompt[:, place] = np.where(mask[:, place], prompt[:, place], whole.argmax(-1))
+        return ops.convert_to_tensor(prompt)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.every_day("Llama")
+def test_generation_knows_which_tokens_it_wrote(name):
+    """`generated` is left out of the prompt; what is passed under that name counts."""
+    stock = causal_lm() if name == "GPT-2" else decoder(name)
+    masked = hm.apply_head_masks(stock, RETRIEVAL, add_inputs=True)
+    prompt = inputs_of(masked)
+    assert (prompt.pop("generated") == 1 - GIVEN).all()
+    compared = []
+    for sampler, run_eagerly in ((Compares(masked), True), ("greedy", name == "Llama")):
+        masked.compile(sampler=sampler, run_eagerly=run_eagerly)
+        compared.append(masked.generate(prompt, stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*compared)
+    np.testing.assert_array_equal(compared[0], without_cache(masked, "greedy"))
+    in_window = generated(masked, "greedy", True, generated=np.zeros_like(GIVEN))
+    assert (compared[0] != in_window).any()
 
 
 @pytest.mark.parametrize(

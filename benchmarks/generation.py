@@ -67,10 +67,12 @@ def main(arguments: list[str] | None = None) -> None:
         "command": " ".join(["python -m benchmarks.generation", *sys.argv[1:]]),
         "quick": options.quick,
         "sizes": sizes._asdict(),
-        "lengths": {str(length): measured(length, sizes, options) for length in sizes.lengths},
+        "lengths": {},
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    for length in sizes.lengths:  # written each time: a kill loses one length at most
+        record["lengths"][str(length)] = measured(length, sizes, options)
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record["lengths"], indent=2))
 
 

@@ -83,7 +83,7 @@ def folder(module):
 # raises one says what could not be deleted instead.
 MOST_LINES = {
     "attention": 5_900,  # 4,700
-    "rules": 4_550,  # 3,500
+    "rules": 4_630,  # 3,500
     "retrofit": 4_400,  # 3,300
     "heads": 3_600,  # 2,300
     "export": 2_100,  # 1,750

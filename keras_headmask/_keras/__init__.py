@@ -296,7 +296,7 @@ def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     except TypeError:
         return {}
     bound.apply_defaults()
-    return bound.arguments
+    return bound.arguments | kwargs  # (some classes take a cache by `**kwargs` alone)
 
 
 def argument_names(layer: Any) -> list[str]:

@@ -19,6 +19,7 @@ from keras_headmask.attention.tuning import holding
 from keras_headmask.generation import head_cache
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import masked_model
+from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.call import Frame, opened_frame, with_cache
 from keras_headmask.retrofit.graph import HeadMaskInputs, names_read
 from keras_headmask.retrofit.rule import (
@@ -29,6 +30,8 @@ from keras_headmask.retrofit.rule import (
 )
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
+# Arguments that a text without images needs not: its prompt is cut before the padding.
+_OF_TEXT = _PADDING, "cache_update_mask"
 
 
 class _Prompt(NamedTuple):
@@ -40,6 +43,7 @@ class _Prompt(NamedTuple):
 
 
 _prompt: ContextVar[_Prompt | None] = ContextVar("prompt", default=None)
+_GENERATED = "generated"  # a mask input: true at the tokens that `generate()` writes
 
 
 if TYPE_CHECKING:
@@ -62,44 +66,53 @@ class _Generates(_CausalLM):
         with holding(_prompt, _Prompt(self._read_by_rules(inputs), length, shortest)):
             return super().generate_step(inputs, *args, **kwargs)
 
-    def _build_cache(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        prompt = _prompt.get()
-        if prompt is None:  # some classes take more: images, padding
-            return super()._build_cache(token_ids, *args, **kwargs)
-        length, inputs = prompt.length, prompt.inputs
-        if _has_any_size():  # what follows the prompt is padding
-            token_ids = token_ids[:, : prompt.shortest]
-            inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
-        run = head_cache.Run(length, prompt.shortest - 1)
-        _, hidden_states, _ = self._run(run, token_ids, inputs, 0)
-        rest = ops.zeros_like(hidden_states[:, :1])
-        rest = ops.repeat(rest, length - ops.shape(hidden_states)[1], axis=1)
-        hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
-        hidden_states = ops.reshape(hidden_states, (-1, length, hidden_states.shape[-1]))
-        return hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
-
     def call_with_cache(
         self, token_ids: Tensor, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        prompt = _prompt.get()
-        if prompt is None or not isinstance(cache, Mapping):
-            arguments = token_ids, cache, cache_update_index, *args
-            return super().call_with_cache(*arguments, **kwargs)
-        at, inputs = (0, cache_update_index), dict(cache["inputs"])
+        """KerasHub's forward of a prompt or of one token; in `generate()`, with a cache of ours."""
+        prompt, is_step = _prompt.get(), isinstance(cache, Mapping)
+        images = [x for name, x in kwargs.items() if name not in _OF_TEXT]
+        if (
+            prompt is None
+            or any(x is not None for x in (*args, *images))
+            or not (is_step or token_ids.shape[1] == prompt.length)  # a step that images began
+        ):
+            return super().call_with_cache(token_ids, cache, cache_update_index, *args, **kwargs)
+        if is_step:
+            return self._step(prompt, token_ids, cache, cache_update_index)
+        inputs = prompt.inputs
+        if _has_any_size():  # what follows the prompt is padding
+            token_ids = token_ids[:, : prompt.shortest]
+            inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
+        run = head_cache.Run(prompt.length, prompt.shortest - 1)
+        logits, hidden_states = self._run(run, token_ids, inputs, cache_update_index)
+        rest = ops.zeros_like(hidden_states[:, :1])
+        rest = ops.repeat(rest, prompt.length - ops.shape(hidden_states)[1], axis=1)
+        hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
+        hidden_states = ops.reshape(hidden_states, (-1, prompt.length, hidden_states.shape[-1]))
+        return logits, hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
+
+    def _step(
+        self, prompt: _Prompt, token_ids: Tensor, cache: Mapping[str, Any], index: Any
+    ) -> Any:
+        inputs = dict(cache["inputs"])
         for name, new in ((_TOKENS, token_ids), (_PADDING, ops.ones_like(token_ids))):
             if name in inputs:
-                inputs[name] = ops.slice_update(inputs[name], at, ops.cast(new, "int32"))
-        run = head_cache.Run(prompt.length, cache_update_index, cache["layers"])
-        logits, hidden_states, _ = self._run(run, token_ids, inputs, cache_update_index)
+                inputs[name] = ops.slice_update(inputs[name], (0, index), ops.cast(new, "int32"))
+        run = head_cache.Run(prompt.length, index, cache["layers"])
+        logits, hidden_states = self._run(run, token_ids, inputs, index)
         return logits, hidden_states, {"inputs": inputs, "layers": run.made}
 
     def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
         """KerasHub's forward with a cache that has its shape and no heads."""
-        layers = len(attention_inside(self))
-        length = run.length if run.states is not None else ops.shape(token_ids)[1]
-        shape = (ops.shape(token_ids)[0], layers, 2, length, 0, 0)
-        with with_cache(run), self._opened(inputs):
-            return super().call_with_cache(token_ids, ops.zeros(shape), index)
+        layers, is_step = attention_inside(self), run.states is not None
+        batch, length = ops.shape(token_ids)
+        length = run.length if is_step else length
+        cache: Any = ops.zeros((batch, len(layers), 2, length, 0, 0))
+        if adapted(layers[0]).caches_in_pairs:
+            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * len(layers)
+        with with_cache(run), self._opened(inputs, index if is_step else 0):
+            return super().call_with_cache(token_ids, cache, index)[:2]
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -111,7 +124,9 @@ class _Generates(_CausalLM):
         with self._opened(self._read_by_rules(inputs, "score")):
             return super().score(token_ids, padding_mask, *args, **kwargs)
 
-    def _opened(self, inputs: dict[str, Tensor]) -> AbstractContextManager[Frame]:
+    def _opened(
+        self, inputs: dict[str, Tensor], offset: Any = None
+    ) -> AbstractContextManager[Frame]:
         """A frame in which each owner of a rule has `inputs`, and what all layers share of them."""
         for layer in _keras.layers_of(self):
             if isinstance(layer, HeadMaskInputs):
@@ -119,17 +134,14 @@ class _Generates(_CausalLM):
                 inputs = inputs | layer({name: inputs[name] for name in names})
         rules = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         owners = {id(rule.owner): rule.owner for rule in rules if rule.owner is not None}
-        return opened_frame(owners.values(), inputs, None)
+        return opened_frame(owners.values(), inputs, offset)
 
     def keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
-        stock = self._stock_class
-        takes = [
-            list(inspect.signature(getattr(stock, name)).parameters)
-            for name in ("_build_cache", "call_with_cache")
-        ]
-        known = ["self", _TOKENS], ["self", _TOKENS, "cache", "cache_update_index"]
-        return takes == list(known) and all(
+        takes = list(inspect.signature(self._stock_class.call_with_cache).parameters)
+        is_of_text = takes == ["self", _TOKENS, "cache", "cache_update_index"]
+        # `vision_indices` say which tokens stand for images: without any, it is a text as others.
+        return (is_of_text or "vision_indices" in takes) and all(
             is_masked(layer) and head_cache.keeps(layer) for layer in attention_inside(self)
         )
 
@@ -140,7 +152,10 @@ class _Generates(_CausalLM):
         in_force = (rule for x in attention_inside(self) for rule in rules_in_force(x))
         rules = [rule for rule in in_force if rule.restricts]
         names = sorted({name for rule in rules for name in rule.reads})
-        lacking = [name for name in names if name not in inputs]
+        values = dict(inputs)
+        if method == "generate" and _GENERATED in names and _GENERATED not in values:
+            values[_GENERATED] = ops.logical_not(ops.cast(values[_PADDING], "bool"))
+        lacking = [name for name in names if name not in values]
         if lacking and method == "score":
             raise ValueError(
                 f"The rules of '{self.name}' read {lacking}, and `score()` takes 'token_ids' and "
@@ -154,7 +169,7 @@ class _Generates(_CausalLM):
                 "'padding_mask', each as long as the whole text, with the values of the tokens to "
                 f"come. Received: {sorted(inputs)}."
             )
-        tensors = {name: masks.as_mask_input(inputs[name]) for name in names}
+        tensors = {name: masks.as_mask_input(values[name]) for name in names}
         wanted, whole = tuple(inputs[_TOKENS].shape), whole_masks(rules)
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)

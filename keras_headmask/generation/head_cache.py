@@ -16,7 +16,7 @@ from keras_headmask.attention.head_groups import in_order, select_heads
 from keras_headmask.generation import one_query
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
-from keras_headmask.retrofit.adapters import Attention, adapter_of
+from keras_headmask.retrofit.adapters import CACHES, Attention, adapter_of
 from keras_headmask.retrofit.call import inputs_of
 from keras_headmask.retrofit.rule import LayerRule
 from keras_headmask.rules import evaluation, reaching
@@ -111,16 +111,20 @@ class Run:
         It writes its new keys into the cache that it is given, at a place that TensorFlow and JAX
         clamp to it, and attends to all of that. PyTorch needs the places before.
         """
-        cache, adapter = kwargs.get("cache"), adapter_of(layer)
-        if cache is None or adapter is None:
+        adapter = adapter_of(layer)
+        name = next((name for name in CACHES if kwargs.get(name) is not None), None)
+        if name is None or adapter is None:
             return call(*args, **kwargs)
         tokens_at = next(iter(_keras.arguments_of(layer, args, kwargs).values()))
         batch, tokens = ops.shape(tokens_at)[:2]
         if _is_torch():
-            tokens += int(kwargs["cache_update_index"])
-        shape = (batch, 2, tokens, adapter.num_key_heads, adapter.head_dim)
-        output, _ = call(*args, **kwargs | {"cache": ops.zeros(shape, layer.compute_dtype)})
-        return output, cache
+            tokens += int(kwargs[f"{name}_update_index"])
+        shape, dtype = (tokens, adapter.num_key_heads, adapter.head_dim), layer.compute_dtype
+        new = keras.tree.map_structure(  # (one tensor `(B, 2, ...)`, or a pair of them)
+            lambda x: ops.zeros((batch, *x.shape[1:-3], *shape), dtype), kwargs[name]
+        )
+        output, _ = call(*args, **kwargs | {name: new})
+        return output, kwargs[name]
 
     def context(
         self,
@@ -241,6 +245,4 @@ def _is_torch() -> bool:
 
 def generates(model: Any) -> bool:
     """Whether it is a causal language model of KerasHub's, or one that works alike."""
-    return all(
-        hasattr(model, name) for name in ("generate_step", "_build_cache", "call_with_cache")
-    )
+    return all(hasattr(model, name) for name in ("generate_step", "call_with_cache"))

@@ -29,7 +29,8 @@ class Attention:
     """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`.
 
     `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
-    are as many as query heads.
+    are as many as query heads. `caches_in_pairs`: each layer has its own cache (keys, values); else
+    one tensor is the cache of all layers.
     """
 
     hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
@@ -37,6 +38,7 @@ class Attention:
     is_self = False  # whether it can attend to its own sequence alone
     key_repeats = 1
     soft_cap: float | None = None
+    caches_in_pairs = False
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -171,6 +173,11 @@ def _near(size: int) -> MaskSpec:
     return Window(before=size - 1, after=size - 1)
 
 
+class SmolLM3(Grouped):
+    num_heads = _held("num_attention_heads")
+    head_dim = _held("head_dim")
+
+
 class Qwen(Grouped):
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         is_sliding = self.layer.use_sliding_window_attention
@@ -201,6 +208,8 @@ class Gemma(Qwen):
 
 
 class Gemma3(Gemma):
+    caches_in_pairs = True
+
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         layer = self.layer
         if layer.use_sliding_window_attention and layer.use_bidirectional_attention:
@@ -273,6 +282,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}mistral.mistral_attention.CachedMistralAttention": Grouped,
     f"{_MODELS}mixtral.mixtral_attention.CachedMixtralAttention": Grouped,
     f"{_MODELS}phi3.phi3_attention.Phi3Attention": Grouped,
+    f"{_MODELS}smollm3.smollm3_layers.SmolLM3Attention": SmolLM3,
     f"{_MODELS}qwen.qwen_attention.QwenAttention": Qwen,
     f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Qwen3,
     f"{_MODELS}qwen_moe.qwen_moe_attention.QwenMoeAttention": Qwen,
@@ -386,8 +396,8 @@ class AttentionLayer(NamedTuple):
 # --- The position of the first query --------------------------------------------------------------
 
 # Where KerasHub's layers take the position of the first query, the outermost layer first.
-_CACHES = "self_attention_cache", "attention_cache", "cache"
-_OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
+CACHES = "self_attention_cache", "attention_cache", "cache"
+_OFFSETS = tuple(f"{name}_update_index" for name in CACHES)
 _OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
 
 
@@ -413,7 +423,7 @@ def offset_of_call(layer: Any, args: Any, kwargs: Any, outer: Any) -> Any:
     arguments = _keras.arguments_of(layer, args, kwargs)
     names = *_OFFSETS, _OFFSET
     offset = next((arguments[name] for name in names if arguments.get(name) is not None), None)
-    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
+    for cache, name in zip(CACHES, _OFFSETS, strict=True):
         cached = arguments.get(cache) is not None and name in _keras.argument_names(layer)
         if cached and offset is None and outer is None:
             raise ValueError(

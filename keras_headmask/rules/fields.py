@@ -124,10 +124,10 @@ def id_tuple(value: Any, field: str) -> tuple[int, ...]:
     if hasattr(type(value), "__index__"):
         value = (value,)
     if isinstance(value, (str, bytes, dict)) or not hasattr(type(value), "__iter__"):
-        fail(TypeError, field, f"`{field}` must be token ids, such as (102,). Received: {value!r}.")
+        fail(TypeError, field, f"`{field}` must be ids, such as (102,). Received: {value!r}.")
     ids = tuple(sorted({whole_number(v, field) for v in value}))
     if not ids:
-        fail(ValueError, field, f"`{field}` must hold at least one token id. Received none.")
+        fail(ValueError, field, f"`{field}` must hold at least one id. Received none.")
     return ids
 
 

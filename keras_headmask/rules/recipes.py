@@ -16,8 +16,15 @@ from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
 from keras_headmask.rules.duo_attention import read_duo_attention
-from keras_headmask.rules.fields import fraction, id_tuple, whole_number
-from keras_headmask.rules.inputs import KeyFlag, KeyIn, QueryFlag, QueryIn, SameSentence
+from keras_headmask.rules.fields import fraction, id_tuple, input_name, whole_number
+from keras_headmask.rules.inputs import (
+    KeyFlag,
+    KeyIn,
+    QueryFlag,
+    QueryIn,
+    SameSegment,
+    SameSentence,
+)
 from keras_headmask.rules.per_head import ByLayer, PerHead
 from keras_headmask.rules.positions import Full, Keys, Queries, Window
 
@@ -161,6 +168,78 @@ def streaming(sinks: int, window: int) -> MaskSpec:
     if sinks == 0:
         return Window(before=window - 1, after=0)
     return causal() & (Keys(0, sinks) | Window(before=window - 1))
+
+
+@config.recipe
+def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
+    """Causal; retrieved documents do not see each other, shared tokens see and are seen by all.
+
+    For a prompt of instructions, documents and a question (Block-Attention, Ma et al. 2024; SDAG,
+    Dekel et al. 2026). Instructions that no document may see, as in Block-Attention, are a document
+    with a number of their own.
+
+    Args:
+        documents: The name of the mask input that numbers the document of each token,
+            `(batch, length)`. A negative number is no document: the token sees shared tokens alone.
+        shared: The number, or several, of tokens in no document: instructions, the question, what
+            is generated.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if `documents` is not a name, or a number in `shared` is not whole.
+        ValueError: without any number in `shared`, or for one that does not fit 32 bits.
+
+    >>> from keras_headmask import draw
+    >>> documents = [[0, 1, 1, 2, 2, 0]]  # an instruction, two documents, a question
+    >>> print(draw(separate_documents("documents"), mask_inputs={"documents": documents}))
+    1 0 0 0 0 0
+    1 1 0 0 0 0
+    1 1 1 0 0 0
+    1 0 0 1 0 0
+    1 0 0 1 1 0
+    1 1 1 1 1 1
+    """
+    shared = id_tuple(shared, "shared")
+    same = SameSegment(input_name(documents, "documents"))
+    return causal() & (same | QueryIn(documents, shared) | KeyIn(documents, shared))
+
+
+@config.recipe
+def window_in_prompt(sinks: int, window: int) -> MaskSpec:
+    """`streaming` within the prompt; a token that is generated sees every token before it.
+
+    "Full attention decode" with the first tokens kept (SWAA, Yu et al. 2025). The mask input
+    `generated` is true at generated tokens; `generate()` of a masked model makes it by itself.
+
+    Args:
+        sinks: How many first keys are always open, at least 0.
+        window: How many last keys are open to a token of the prompt, at least 1, the token itself
+            included.
+
+    Returns:
+        A `MaskSpec`.
+
+    Raises:
+        TypeError: if a number is not whole.
+        ValueError: for a negative `sinks`, or a `window` below 1.
+
+    >>> from keras_headmask import draw
+    >>> generated = [[0, 0, 0, 0, 1, 1]]
+    >>> print(draw(window_in_prompt(sinks=1, window=2), mask_inputs={"generated": generated}))
+    1 0 0 0 0 0
+    1 1 0 0 0 0
+    1 1 1 0 0 0
+    1 0 1 1 0 0
+    1 1 1 1 1 0
+    1 1 1 1 1 1
+    """
+    window = whole_number(window, "window", at_least=1)
+    seen = Window(before=window - 1) | QueryFlag("generated")
+    if whole_number(sinks, "sinks", at_least=0):
+        seen = Keys(0, sinks) | seen
+    return causal() & seen
 
 
 @config.recipe

@@ -1,5 +1,7 @@
 """`generate()` under rules: the same tokens as without a cache, and only the keys that are seen."""
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from keras_headmask.generation import head_cache, one_query
 from keras_headmask.generation.head_cache import Slots
 
 keras_hub = pytest.importorskip("keras_hub")
+ROOT = Path(__file__).parents[2]
 
 # --- Slots ----------------------------------------------------------------------------------------
 
@@ -117,6 +120,8 @@ PROMPT[:, 2] = END
 OTHERS = {
     "segment_ids": np.repeat([[0] * 6 + [1] * 8, [0] * 3 + [1] * 11], 1, 0).astype("int32"),
     "is_global": np.array([[1, 0] * 7, [0, 0, 1, 0, 0, 0, 0] * 2], "int32"),
+    "documents": np.array([[0, 1, 1, 2, 0] + [0] * 9, [0, 1, 1, 2, 2, 2, 0] + [0] * 7], "int32"),
+    "generated": 1 - GIVEN,
 }
 STREAMING = hm.PerHead({0: hm.recipes.streaming(2, 3), 1: hm.Window(4, 0), 2: hm.Nothing()})
 READING = hm.PerHead(
@@ -125,6 +130,15 @@ READING = hm.PerHead(
         1: hm.SameSegment("segment_ids"),
         2: hm.Window(2, 0) | hm.KeyFlag("is_global"),
         3: hm.KeyFlag("padding_mask") & hm.Window(5, 0),
+    }
+)
+
+
+RETRIEVAL = hm.PerHead(
+    {
+        0: hm.recipes.separate_documents("documents"),
+        1: hm.recipes.window_in_prompt(1, 2),
+        2: hm.recipes.streaming(1, 2),
     }
 )
 
@@ -147,7 +161,17 @@ def inputs_of(task, token_ids=PROMPT, padding_mask=GIVEN):
 
 def generated(task, sampler, run_eagerly=False, **inputs):
     task.compile(sampler=sampler, run_eagerly=run_eagerly)
-    return task.generate(inputs_of(task) | inputs, stop_token_ids=None)["token_ids"]
+    given = inputs_of(task) | inputs
+    if type(task).__name__ in NEGATE_PADDING:
+        given = {name: ops.convert_to_tensor(x) for name, x in given.items()}
+        given["padding_mask"] = ops.cast(given["padding_mask"], "bool")
+        step = task.generate_step if run_eagerly else task.make_generate_function()
+        return numpy(step(given, stop_token_ids=None)["token_ids"])
+    return task.generate(given, stop_token_ids=None)["token_ids"]
+
+
+# By `~`; and the `generate()` of some adds images, though there be none.
+NEGATE_PADDING = "Gemma3CausalLM", "Gemma4CausalLM", "Gemma3nCausalLM"
 
 
 def without_cache(task, sampler, **inputs):
@@ -226,8 +250,9 @@ CAUSAL_LMS = {
     "Mixtral": "MixtralCausalLM",
     "Qwen MoE": "QwenMoeCausalLM",
     "Qwen 3 MoE": "Qwen3MoeCausalLM",
+    "SmolLM 3": "SmolLM3CausalLM",
 }
-KEEP_ALL = "Falcon", "BLOOM", "Gemma 3, text"
+KEEP_ALL = "Falcon", "BLOOM"
 OF_EACH = hm.PerHead(
     {0: hm.recipes.streaming(1, 2), 1: hm.Window(2, 0), 2: hm.SameSentence(END)},
     default=hm.KeyFlag("padding_mask"),
@@ -276,20 +301,17 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     # Queries 0 and 1 share the first head of keys: 1 sink and 3 last positions. Queries 2 and 3 may
     # look anywhere, or as far as the attention's own window of 4.
     places = [group["key"].shape[2] for layer in sampler.cache["layers"] for group in layer]
-    windows = [4, 4] if "Qwen" in name else [4, LENGTH]
-    assert places == ([4, 4, 4, LENGTH] if name == "Gemma 2" else windows)
+    windows = [4, 4] if "Qwen" in name or "Gemma 3" in name else [4, LENGTH]
+    of_two_layers = {"Gemma 2": [4, 4, 4, LENGTH], "SmolLM 3": 2 * [4, LENGTH]}
+    assert places == of_two_layers.get(name, windows)
 
 
 @pytest.mark.parametrize("name", KEEP_ALL)
-@pytest.mark.every_day("Falcon|Gemma 3")
+@pytest.mark.every_day("Falcon")
 def test_rules_on_positions_hold_with_the_cache_of_keras_hub(name):
     stock = decoder(name)
     masked = hm.apply_head_masks(stock, STREAMING)
-    masked.compile(sampler="greedy", run_eagerly=True)
-    given = {name: ops.convert_to_tensor(x) for name, x in inputs_of(masked).items()}
-    given["padding_mask"] = ops.cast(given["padding_mask"], "bool")  # Gemma 3 negates it by `~`
-    # (Not `generate()`: that of Gemma 3 adds images, though there be none.)
-    got = numpy(masked.generate_step(given, None)["token_ids"])
+    got = generated(masked, "greedy", run_eagerly=True)
     np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
     assert (got != without_cache(stock, "greedy")).any()
 
@@ -356,6 +378,66 @@ def test_the_cache_holds_as_many_bytes_as_are_said(rule):
     assert stock.total == stock.stock == said.stock
 
 
+class Compares(keras_hub.samplers.GreedySampler):
+    """Chooses the best token, and holds the logits of each cached step to a whole forward."""
+
+    def __init__(self, task):
+        super().__init__()
+        self.task = task
+
+    def __call__(self, next, prompt, cache, index, mask=None, **kwargs):
+        prompt, mask = np.array(numpy(prompt)), numpy(mask).astype(bool)
+        for place in range(int(index), LENGTH):
+            logits, _, cache = next(ops.convert_to_tensor(prompt), cache, place)
+            seen = np.maximum(GIVEN, np.arange(LENGTH) < place)
+            whole = numpy(self.task(inputs_of(self.task, prompt, seen)))[:, place - 1]
+            assert_close(numpy(logits), whole)
+            prompt[:, place] = np.where(mask[:, place], prompt[:, place], whole.argmax(-1))
+        return ops.convert_to_tensor(prompt)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.every_day("Llama")
+def test_generation_knows_which_tokens_it_wrote(name):
+    """`generated` is left out of the prompt; what is passed under that name counts."""
+    stock = causal_lm() if name == "GPT-2" else decoder(name)
+    masked = hm.apply_head_masks(stock, RETRIEVAL, add_inputs=True)
+    prompt = inputs_of(masked)
+    assert (prompt.pop("generated") == 1 - GIVEN).all()
+    compared = []
+    for sampler, run_eagerly in ((Compares(masked), True), ("greedy", name == "Llama")):
+        masked.compile(sampler=sampler, run_eagerly=run_eagerly)
+        compared.append(masked.generate(prompt, stop_token_ids=None)["token_ids"])
+    np.testing.assert_array_equal(*compared)
+    np.testing.assert_array_equal(compared[0], without_cache(masked, "greedy"))
+    in_window = generated(masked, "greedy", True, generated=np.zeros_like(GIVEN))
+    assert (compared[0] != in_window).any()
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "sliding", "window", "built"),
+    [("Gemma", 26, 13, 4096, 2), ("Gemma3", 34, 29, 1024, 6)],
+)
+def test_the_page_says_what_a_window_of_the_model_saves(family, layers, sliding, window, built):
+    """By a narrow model of few layers, of which the first slides and the last does not."""
+    page = (ROOT / "docs" / "generate.md").read_text("utf-8")
+    assert f" {layers} layers, 4 key heads of 256 | {window:,} in {sliding} layers |" in page
+    keys = {"head_dim": 256, "num_key_value_heads": 4, "num_query_heads": 4, "dtype": "bfloat16"}
+    sizes = {"vocabulary_size": 8, "hidden_dim": 8, "intermediate_dim": 8, "num_layers": built}
+    slides = {"use_sliding_window_attention": True, "sliding_window_size": window}
+    slides |= {"image_size": 16} if family == "Gemma3" else {}
+    backbone = getattr(keras_hub.models, f"{family}Backbone")(**keys, **sizes, **slides)
+    task = getattr(keras_hub.models, f"{family}CausalLM")(backbone=backbone, preprocessor=None)
+    masked = hm.apply_head_masks(task, hm.Full(), copy=False)
+    for length in (4096, 16384):
+        first, *_, last = hm.cache_bytes(masked, length).by_layer.values()
+        ours, stock = (
+            sliding * of_sliding + (layers - sliding) * of_full
+            for of_sliding, of_full in zip(first, last, strict=True)
+        )
+        assert f"| {length:,} | {stock / 1e6:,.0f} MB | {ours / 1e6:,.0f} MB |" in page
+
+
 def test_a_head_keeps_what_its_rule_may_show():
     """Sinks and a ring; a ring; nothing but the newest; all."""
     masked = hm.apply_head_masks(causal_lm(), STREAMING, layers=0)
@@ -389,6 +471,13 @@ def test_what_cannot_be_generated_or_counted_is_refused():
     given = {"token_ids": PROMPT, "padding_mask": GIVEN}
     with pytest.raises(ValueError, match=r"read \['segment_ids'\], which `generate\(\)` was not"):
         masked.generate(given, stop_token_ids=None)
+    rule = hm.SameSegment("segment_ids") | hm.QueryFlag("generated")
+    reads_both = hm.apply_head_masks(causal_lm(), rule, add_inputs=True)
+    reads_both.compile(sampler="greedy", run_eagerly=True)
+    with pytest.raises(ValueError, match=r"read \['segment_ids'\], .*'token_ids'\]"):
+        reads_both.generate(given, stop_token_ids=None)
+    with pytest.raises(ValueError, match=r"read \['generated', 'segment_ids'\], and `score\(\)`"):
+        reads_both.score(PROMPT, GIVEN)
     short = given | {"segment_ids": OTHERS["segment_ids"][:, :5]}
     with pytest.raises(ValueError, match=r"`segment_ids`.*\(2, 14\).*\(2, 5\)"):
         masked.generate(short, stop_token_ids=None)

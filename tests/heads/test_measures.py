@@ -598,8 +598,8 @@ EMPTY = np.zeros((0, 5), "int32")
         (LONG, {"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
         ("abc", {}, TypeError, "`inputs` must be what the model is called on"),
         (iter([[[1, 2], [3, 4]]]), {}, TypeError, "must hold arrays whose first axis counts texts"),
-        (LONG, {"special_ids": "x"}, TypeError, "`special_ids` must be token ids"),
-        (LONG, {"end_ids": ()}, ValueError, "`end_ids` must hold at least one token id"),
+        (LONG, {"special_ids": "x"}, TypeError, "`special_ids` must be ids"),
+        (LONG, {"end_ids": ()}, ValueError, "`end_ids` must hold at least one id"),
         (LONG, {"end_ids": 70}, ValueError, r"stand in the texts. Received: \(70,\), and 5 texts"),
         (
             LONG,

@@ -424,6 +424,12 @@ PEERS = {
     "Mistral": ("Mistral", "MistralBackbone", {"sliding_window": 4, "head_dim": 8}, NEAR),
     "Qwen 2": ("Qwen2", "QwenBackbone", {}, {"full_attention": True}),
     "Qwen 3": ("Qwen3", "Qwen3Backbone", {"head_dim": 8}, {"full_attention": True}),
+    "SmolLM 3": (
+        "SmolLM3",
+        "SmolLM3Backbone",
+        {"no_rope_layers": [1, 0], "pad_token_id": 0},
+        {"full_attention": True},
+    ),
     "Gemma": ("Gemma", "GemmaBackbone", {"head_dim": 16}, None),
     "Gemma 2": (
         "Gemma2",

@@ -83,7 +83,7 @@ def test_ids_of_another_rank_are_named_where_a_server_passes_them_on(make, tmp_p
     with server(tmp_path / "model") as ask:
         assert ask("serving_default", ids=ids, seen=ids)
         for shape in (), (3,), (3, 6, 1):
-            message = rf"equal 2, got shape \[{len(shape)}\][^$]*mask_input_seen_of_another_rank"
+            message = rf"equal 2, got shape \[{len(shape)}\][^$]*mask_input_seen_wrong_rank"
             with pytest.raises(tf.errors.InvalidArgumentError, match=message):
                 ask("serving_default", ids=ids, seen=np.ones(shape, "int32"))
 

@@ -267,12 +267,12 @@ REFUSED = [
     (lambda: hm.RandomBlocks(1, True, 1), TypeError, "`density` must be a number from 0 to 1"),
     (lambda: hm.RandomBlocks(1, 0.5, -1), ValueError, "`seed` must be at least 0"),
     (lambda: hm.RandomBlocks(1, 0.5, 0.5), TypeError, f"`seed` {WHOLE}0.5"),
-    (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one token id"),
-    (lambda: hm.SameSentence("."), TypeError, "`end_ids` must be token ids"),
+    (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one id"),
+    (lambda: hm.SameSentence("."), TypeError, "`end_ids` must be ids"),
     (lambda: hm.SameSentence([1.5]), TypeError, f"`end_ids` {WHOLE}1.5"),
-    (lambda: hm.SameSentence(None), TypeError, "`end_ids` must be token ids"),
-    (lambda: hm.SameSentence({9: 1}), TypeError, "`end_ids` must be token ids"),
-    (lambda: hm.KeyIn("x", ()), ValueError, "`ids` must hold at least one token id"),
+    (lambda: hm.SameSentence(None), TypeError, "`end_ids` must be ids"),
+    (lambda: hm.SameSentence({9: 1}), TypeError, "`end_ids` must be ids"),
+    (lambda: hm.KeyIn("x", ()), ValueError, "`ids` must hold at least one id"),
     (lambda: hm.QueryIn("x", [True]), TypeError, f"`ids` {WHOLE}True"),
     *[
         (make, TypeError, f"`input` {NAME}.*Received: {shown}")

@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+from contract import numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import keras_headmask as hm
 from keras_headmask import recipes
@@ -12,6 +15,8 @@ PADDING = {"padding_mask": np.array([[1, 1, 0]])}
 # [CLS] a . b [SEP] [PAD], of which the model's own mask hides the last
 IDS = {"token_ids": np.array([[101, 7, 9, 8, 102, 0]])}
 TWO = {"ids": np.array([[5, 8, 6, 9, 6, 1]])}  # ends 8 and 9, special 1
+RETRIEVED = {"doc": np.array([[0, 1, 1, 2, -1, 3]])}
+GENERATED = {"generated": np.array([[0, 0, 0, 0, 1, 0]])}
 
 DRAWN = [
     (recipes.causal(), "1000 1100 1110 1111", {}),
@@ -25,6 +30,18 @@ DRAWN = [
     (recipes.sentences([8, 9], 1, input="ids"), "110001 110001 001101 001101 000011 111111", TWO),
     (recipes.streaming(1, 2), "10000 11000 11100 10110 10011", {}),
     (recipes.streaming(2, 1), "10000 11000 11100 11010 11001", {}),
+    (
+        recipes.separate_documents("doc", shared=(0, 3)),
+        "100000 110000 111000 100100 100000 111111",
+        RETRIEVED,
+    ),
+    (
+        recipes.separate_documents("doc"),
+        "100000 110000 111000 100100 100000 100001",
+        RETRIEVED,
+    ),
+    (recipes.window_in_prompt(1, 2), "100000 110000 111000 101100 111110 100011", GENERATED),
+    (recipes.window_in_prompt(0, 1), "100000 010000 001000 000100 111110 000001", GENERATED),
     (recipes.sparse_transformer(1), "1000 1100 1110 1111", {}),
     (recipes.sparse_transformer(2), "10000 11000 11100 01110 10111", {}),
     (recipes.sparse_transformer(3), "1000000 1100000 1110000 1111000 0111100 0011110 1001111", {}),
@@ -60,6 +77,38 @@ def test_a_recipe_is_a_spec_like_any_other(spec, expected, inputs):
     assert spec.inputs.keys() == inputs.keys()
 
 
+@given(
+    st.lists(st.integers(-1, 3), min_size=1, max_size=9),
+    st.sets(st.integers(0, 3), min_size=1),
+)
+@settings(max_examples=40, deadline=None)
+def test_documents_see_shared_tokens_and_themselves(documents, shared):
+    length = len(documents)
+    expected = np.zeros((length, length), bool)
+    for i, j in np.ndindex(length, length):
+        are_one = documents[i] == documents[j] >= 0
+        are_shared = {documents[i], documents[j]} & shared
+        expected[i, j] = j <= i and (are_one or are_shared)
+    inputs = {"documents": np.array([documents])}
+    spec = recipes.separate_documents("documents", shared)
+    mask = hm.make_mask(spec, length, length, mask_inputs=inputs)[0, 0]
+    np.testing.assert_array_equal(numpy(mask), expected)
+    assert hm.MaskSpec.from_config(spec.get_config()) == spec
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_the_window_ends_with_the_prompt(sinks, window, prompt, length):
+    expected = np.zeros((length, length), bool)
+    for i, j in np.ndindex(length, length):
+        expected[i, j] = j <= i and (j < sinks or i - j < window or i >= prompt)
+    inputs = {"generated": np.arange(length)[None] >= prompt}
+    spec = recipes.window_in_prompt(sinks, window)
+    mask = hm.make_mask(spec, length, length, mask_inputs=inputs)[0, 0]
+    np.testing.assert_array_equal(numpy(mask), expected)
+    assert hm.MaskSpec.from_config(spec.get_config()) == spec
+
+
 def test_bigbird_draws_its_random_blocks_from_the_seed():
     def spec(seed):
         return recipes.bigbird(block=2, density=0.5, global_blocks=0, seed=seed)
@@ -77,11 +126,17 @@ def test_bigbird_draws_its_random_blocks_from_the_seed():
         (lambda: recipes.longformer(-1, "g"), ValueError, "`each_side` must be at least 0"),
         (lambda: recipes.longformer(1, 2), TypeError, "is the name under which the tensor"),
         (lambda: recipes.sentences(9, ()), ValueError, "`special_ids` must hold at least one"),
-        (lambda: recipes.sentences("9", 1), TypeError, "`end_ids` must be token ids"),
+        (lambda: recipes.sentences("9", 1), TypeError, "`end_ids` must be ids"),
         (lambda: recipes.sentences(9, 1, 3), TypeError, "is the name under which the tensor"),
         (lambda: recipes.streaming(1, 0), ValueError, "`window` must be at least 1"),
         (lambda: recipes.streaming(1, None), TypeError, "`window` must be a whole number"),
         (lambda: recipes.streaming(-1, 1), ValueError, "`sinks` must be at least 0"),
+        (lambda: recipes.separate_documents([1, 2]), TypeError, "`documents` is the name under"),
+        (lambda: recipes.separate_documents("d", ()), ValueError, "`shared` must hold at least"),
+        (lambda: recipes.separate_documents("d", "q"), TypeError, "`shared` must be ids"),
+        (lambda: recipes.window_in_prompt(-1, 4), ValueError, "`sinks` must be at least 0"),
+        (lambda: recipes.window_in_prompt(1, 0), ValueError, "`window` must be at least 1"),
+        (lambda: recipes.window_in_prompt(1.5, 4), TypeError, "`sinks` must be a whole number"),
         (lambda: recipes.sparse_transformer(0), ValueError, "`stride` must be at least 1"),
         (lambda: recipes.bigbird(0, 0.1, 1, 0), ValueError, "`block` must be at least 1"),
         (lambda: recipes.bigbird(1, 2, 1, 0), ValueError, "`density` must lie between 0 and 1"),

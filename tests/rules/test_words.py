@@ -99,6 +99,20 @@ SAID = [
         ),
     ),
     (
+        recipes.separate_documents("doc"),
+        (
+            f"{CAUSAL}; of these only (the tokens with its own id in `doc`; the tokens whose `doc` "
+            "is 0 see all and are seen by all)"
+        ),
+    ),
+    (
+        recipes.window_in_prompt(4, 256),
+        (
+            "the first 4 tokens, plus itself and 255 tokens before it, plus every token, if its "
+            "own `generated` is set; no token after it"
+        ),
+    ),
+    (
         recipes.bigbird(1, 0.1, 1, 3),
         (
             "its own block of 1 token and 1 block on each side, plus random blocks of 1 token "

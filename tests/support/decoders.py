@@ -22,8 +22,20 @@ _GEMMA_2 = _SLIDING | {
     "use_post_attention_norm": True,
 }
 _GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
-
-
+_SMOLLM_3 = _TEXT | {
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "rope_layer_enabled_list": [True, False],
+    "layer_types": ["full_attention"] * 2,
+    "mlp_bias": False,
+    "layer_norm_epsilon": 1e-6,
+    "max_position_embeddings": 64,
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+}
 _EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
 
 
@@ -81,6 +93,7 @@ FAMILIES = [
         keeps="sliding window",
     ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
+    Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),
     Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
     Family(
         "Gemma 2",

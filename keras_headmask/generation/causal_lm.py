@@ -79,17 +79,19 @@ class _Generates(_CausalLM):
             return super().call_with_cache(token_ids, cache, cache_update_index, *args, **kwargs)
         if is_step:
             return self._step(prompt, token_ids, cache, cache_update_index)
-        inputs = prompt.inputs
-        if _has_any_size():  # what follows the prompt is padding
+        inputs, states = prompt.inputs, _states(cache)
+        padding = {_PADDING: kwargs[_PADDING]} if states else {}
+        if _has_any_size() and not states:  # what follows the prompt is padding
             token_ids = token_ids[:, : prompt.shortest]
             inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
         run = head_cache.Run(prompt.length, prompt.shortest - 1)
-        logits, hidden_states = self._run(run, token_ids, inputs, cache_update_index)
+        forward = self._run(run, token_ids, inputs, states, cache_update_index, **padding)
+        logits, hidden_states, cache = forward
         rest = ops.zeros_like(hidden_states[:, :1])
         rest = ops.repeat(rest, prompt.length - ops.shape(hidden_states)[1], axis=1)
         hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
         hidden_states = ops.reshape(hidden_states, (-1, prompt.length, hidden_states.shape[-1]))
-        return logits, hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
+        return logits, hidden_states, cache | {"inputs": dict(prompt.inputs)}
 
     def _step(
         self, prompt: _Prompt, token_ids: Tensor, cache: Mapping[str, Any], index: Any
@@ -99,19 +101,35 @@ class _Generates(_CausalLM):
             if name in inputs:
                 inputs[name] = ops.slice_update(inputs[name], (0, index), ops.cast(new, "int32"))
         run = head_cache.Run(prompt.length, index, cache["layers"])
-        logits, hidden_states = self._run(run, token_ids, inputs, index)
-        return logits, hidden_states, {"inputs": inputs, "layers": run.made}
+        forward = self._run(run, token_ids, inputs, cache["states"], index)
+        logits, hidden_states, cache = forward
+        return logits, hidden_states, cache | {"inputs": inputs}
 
-    def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
-        """KerasHub's forward with a cache that has its shape and no heads."""
+    def _run(
+        self,
+        run: Any,
+        token_ids: Tensor,
+        inputs: dict[str, Tensor],
+        states: tuple[Tensor, ...],
+        index: Any,
+        **padding: Any,
+    ) -> Any:
+        """KerasHub's forward with a cache that has its shape and no heads.
+
+        `states` are what linear attention holds beside the keys, of all layers.
+        """
         layers, is_step = attention_inside(self), run.states is not None
         batch, length = ops.shape(token_ids)
         length = run.length if is_step else length
-        cache: Any = ops.zeros((batch, len(layers), 2, length, 0, 0))
+        number = states[0].shape[1] if states else len(layers)
+        cache: Any = ops.zeros((batch, number, 2, length, 0, 0))
         if adapted(layers[0]).caches_in_pairs:
-            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * len(layers)
+            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * number
+        cache = (cache, *states) if states else cache
         with with_cache(run), self._opened(inputs, index if is_step else 0):
-            return super().call_with_cache(token_ids, cache, index)[:2]
+            forward = super().call_with_cache(token_ids, cache, index, **padding)
+        logits, hidden_states, cache = forward
+        return logits, hidden_states, {"layers": run.made, "states": _states(cache)}
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -189,6 +207,12 @@ class _Generates(_CausalLM):
 def _cut_to_prompt(x: Tensor, length: Length) -> Tensor:
     """What a rule reads, cut to the first `length` positions."""
     return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
+
+
+def _states(cache: Any) -> tuple[Tensor, ...]:
+    """What a cache of KerasHub's holds beside the keys: the states of linear attention."""
+    has_states = isinstance(cache, tuple) and not isinstance(cache[0], tuple)
+    return cache[1:] if has_states else ()
 
 
 def _has_any_size() -> bool:

@@ -185,6 +185,10 @@ class Qwen(Grouped):
 
 
 class Qwen3(Grouped):
+    """Qwen 3 and 3.5."""
+
+    head_dim = _held("head_dim")
+
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = self.layer.sliding_window_size
         return _near(size) if size else None
@@ -285,6 +289,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}smollm3.smollm3_layers.SmolLM3Attention": SmolLM3,
     f"{_MODELS}qwen.qwen_attention.QwenAttention": Qwen,
     f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Qwen3,
+    f"{_MODELS}qwen3_5.qwen3_5_attention.Qwen3_5Attention": Qwen3,
     f"{_MODELS}qwen_moe.qwen_moe_attention.QwenMoeAttention": Qwen,
     f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,

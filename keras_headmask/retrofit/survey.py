@@ -417,7 +417,9 @@ def _attends_by_its_name(layer: Any) -> bool:
 def _is_named_for_attention(layer: Any) -> bool:
     name = type(layer).__name__.lower()
     _, found, rest = name.partition("attention")
-    return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
+    is_linear = "deltanet" in name  # linear attention, which has no mask
+    # (A layer that makes attention masks does not attend.)
+    return is_linear or (bool(found) and "mask" not in rest)
 
 
 # --- Which operations mix positions ---------------------------------------------------------------

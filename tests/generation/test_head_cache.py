@@ -237,8 +237,11 @@ CAUSAL_LMS = {
     "Qwen MoE": "QwenMoeCausalLM",
     "Qwen 3 MoE": "Qwen3MoeCausalLM",
     "SmolLM 3": "SmolLM3CausalLM",
+    "Qwen 3.5": "Qwen3_5CausalLM",
+    "Qwen 3.5 MoE": "Qwen3_5MoeCausalLM",
 }
 KEEP_ALL = "Falcon", "BLOOM"
+LINEAR = "Qwen 3.5", "Qwen 3.5 MoE"  # attention in some layers, linear attention in others
 OF_EACH = hm.PerHead(
     {0: hm.recipes.streaming(1, 2), 1: hm.Window(2, 0), 2: hm.SameSentence(END)},
     default=hm.KeyFlag("padding_mask"),
@@ -272,7 +275,7 @@ ALIKE = (
     [
         pytest.param(name, marks=pytest.mark.long if name in ALIKE else ())
         for name in CAUSAL_LMS
-        if name not in KEEP_ALL
+        if name not in (*KEEP_ALL, *LINEAR)
     ],
 )
 @pytest.mark.every_day("Qwen 3")
@@ -290,6 +293,21 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     windows = [4, 4] if "Qwen" in name or "Gemma 3" in name else [4, LENGTH]
     of_two_layers = {"Gemma 2": [4, 4, 4, LENGTH], "SmolLM 3": 2 * [4, LENGTH]}
     assert places == of_two_layers.get(name, windows)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_keeps_its_states(name, monkeypatch):
+    """The tokens are those with KerasHub's cache, whose linear attention goes over the padding."""
+    masked = hm.apply_head_masks(decoder(name), STREAMING, "self_attention")
+    got = generated(masked, "greedy", run_eagerly=True)
+    sampler = Looks()
+    generated(masked, sampler, run_eagerly=True)
+    (of_layer,) = sampler.cache["layers"]
+    assert [group["key"].shape[2] for group in of_layer] == [4, 4]  # its window
+    monkeypatch.setattr(type(masked), "keeps_by_head", lambda self: False)
+    np.testing.assert_array_equal(got, generated(masked, "greedy", run_eagerly=True))
+    free = generated(hm.unmasked(masked), "greedy", run_eagerly=True)
+    assert (got != free).any()
 
 
 @pytest.mark.parametrize("name", KEEP_ALL)

@@ -19,7 +19,7 @@ TEXTS["padding_mask"][1, 8:] = 0
 @pytest.mark.parametrize("rule", [None, RULE], ids=["stock", "masked"])
 def test_measured_and_sealed(family, rule):
     model = getattr(keras_hub.models, family.backbone)(**family.arguments)
-    model = model if rule is None else hm.apply_head_masks(model, rule)
+    model = model if rule is None else hm.apply_head_masks(model, rule, family.layers)
     report = hm.find_leaks(model, TEXTS)
     # A true leak: KerasHub's fused operation ignores Qwen's sliding window (docs/decoders.md).
     is_fused = keras.backend.backend() != "tensorflow"

@@ -52,7 +52,7 @@ def models(family):
     if family.name not in _made:
         keras.utils.set_random_seed(0)
         stock = randomised(getattr(keras_hub.models, family.backbone)(**family.arguments), 0.3)
-        _made[family.name] = stock, hm.apply_head_masks(stock, RULE)
+        _made[family.name] = stock, hm.apply_head_masks(stock, RULE, family.layers)
     return _made[family.name]
 
 
@@ -107,7 +107,7 @@ def family(request):
 @pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_full_is_stock(family):
     stock, _ = models(family)
-    full = hm.apply_head_masks(stock, hm.Full())
+    full = hm.apply_head_masks(stock, hm.Full(), family.layers)
     np.testing.assert_array_equal(numpy(full(data())), numpy(stock(data())))
     assert type(full).__name__ == family.backbone
 
@@ -227,7 +227,7 @@ def test_a_head_that_is_not_is_refused(family):
     """A rule names query heads, of which there are four, whatever the keys have."""
     stock, _ = models(family)
     with pytest.raises(ValueError, match=rf"\({family.attention}\): .*4 heads"):
-        hm.apply_head_masks(stock, hm.PerHead({4: hm.Window(1, 1)}))
+        hm.apply_head_masks(stock, hm.PerHead({4: hm.Window(1, 1)}), family.layers)
 
 
 ONE_OF_EACH_HOOK = [x for x in FAMILIES if x.name in ("Llama", "Falcon", "DeBERTa v3")]
@@ -287,6 +287,19 @@ def test_other_families_are_refused_by_name(entry):
     model = getattr(keras_hub.models, entry.backbone)(**entry.arguments)
     with pytest.raises(ValueError, match=rf"\({entry.attention}\)"):
         hm.apply_head_masks(model, hm.Full())
+
+
+def test_linear_attention_is_refused_by_name():
+    stock, masked = models(next(x for x in FAMILIES if x.name == "Qwen 3.5"))
+    others = r"name the others in `layers`: 'transformer_layer_1/self_attention'"
+    of_layer = r"'transformer_layer_0/linear_attn' \(Qwen3_5GatedDeltaNet\)"
+    with pytest.raises(ValueError, match=rf"{of_layer}.*out of reach.*{others}"):
+        hm.apply_head_masks(stock, hm.Full())
+    with pytest.raises(ValueError, match=rf"{of_layer}, which 'layer_0' names,.*out of reach"):
+        hm.apply_head_masks(stock, hm.Full(), "layer_0")
+    lines = []
+    hm.summary_masks(masked, lines.append)
+    assert any(line.startswith("-") and "Qwen3_5GatedDeltaNet" in line for line in lines)
 
 
 def test_a_subclass_that_computes_by_itself_is_not_taken_for_the_class():

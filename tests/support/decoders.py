@@ -36,6 +36,16 @@ _SMOLLM_3 = _TEXT | {
     "rope_theta": 1e4,
     "partial_rotary_factor": 1.0,
 }
+_LINEAR = {  # linear attention, and then attention
+    "num_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "sliding_window_size": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
 _EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
 
 
@@ -49,6 +59,7 @@ class Family(NamedTuple):
     key_heads: int = 2
     key_repeats: int = 2
     keeps: str = "-"  # of what it does by itself
+    layers: str | None = None  # that a rule reaches, if the others have no mask
 
     def __str__(self):
         return self.name
@@ -91,6 +102,25 @@ FAMILIES = [
         "Qwen3MoeAttention",
         _GROUPED | _EXPERTS | {"head_dim": 8, "sliding_window_size": 4},
         keeps="sliding window",
+    ),
+    Family(
+        "Qwen 3.5",
+        "Qwen3_5Backbone",
+        "Qwen3_5Attention",
+        _GROUPED | _LINEAR,
+        keeps="sliding window; linear attention, which no rule reaches",
+        layers="self_attention",
+    ),
+    Family(
+        "Qwen 3.5 MoE",
+        "Qwen3_5MoeBackbone",
+        "Qwen3_5Attention",
+        {k: x for k, x in _GROUPED.items() if k != "intermediate_dim"}
+        | _EXPERTS
+        | _LINEAR
+        | {"shared_expert_intermediate_size": 16},
+        keeps="sliding window; linear attention, which no rule reaches",
+        layers="self_attention",
     ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),

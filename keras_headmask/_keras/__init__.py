@@ -205,6 +205,11 @@ def part(layer: Any, name: str) -> Any:
     return getattr(layer, part_name(layer, name))
 
 
+def is_assisted(task: Any) -> bool:
+    """Whether another model of KerasHub's drafts tokens from the keys that `task` keeps."""
+    return getattr(task, "_assistant_model", None) is not None
+
+
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 # What a layer runs in place of `call` under a RematScope.

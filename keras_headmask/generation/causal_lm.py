@@ -158,9 +158,10 @@ class _Generates(_CausalLM):
         takes = list(inspect.signature(self._stock_class.call_with_cache).parameters)
         is_of_text = takes == ["self", _TOKENS, "cache", "cache_update_index"]
         # `vision_indices` say which tokens stand for images: without any, it is a text as others.
-        return (is_of_text or "vision_indices" in takes) and all(
-            is_masked(layer) and head_cache.keeps(layer) for layer in attention_inside(self)
-        )
+        if not is_of_text and ("vision_indices" not in takes or _keras.is_assisted(self)):
+            return False
+        layers = attention_inside(self)
+        return all(is_masked(layer) and head_cache.keeps(layer) for layer in layers)
 
     def _read_by_rules(
         self, inputs: Mapping[str, Any], method: str = "generate"

@@ -30,7 +30,7 @@ class Attention:
 
     `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
     are as many as query heads. `caches_in_pairs`: each layer has its own cache (keys, values); else
-    one tensor is the cache of all layers.
+    one tensor is the cache of all layers. `shares_keys`: whether it may read another layer's keys.
     """
 
     hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
@@ -39,6 +39,7 @@ class Attention:
     key_repeats = 1
     soft_cap: float | None = None
     caches_in_pairs = False
+    shares_keys = False
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -222,6 +223,17 @@ class Gemma3(Gemma):
         return super().window(arguments)
 
 
+class Gemma4(Gemma):
+    """Its mask comes with the window, beyond which images see each other."""
+
+    scale = 1.0
+    num_key_heads = _held("effective_num_kv_heads")
+    shares_keys = _held("is_kv_shared_layer")
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        return None if arguments else super().window(arguments)  # (none: of a text in `generate()`)
+
+
 class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
@@ -294,6 +306,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
+    f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
     f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,

@@ -22,6 +22,12 @@ _GEMMA_2 = _SLIDING | {
     "use_post_attention_norm": True,
 }
 _GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
+_GEMMA_4 = _GEMMA_3 | {
+    "num_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_kv_shared_layers": 1,  # the last reads the keys of the first
+    "hidden_size_per_layer_input": 4,
+}
 _SMOLLM_3 = _TEXT | {
     "num_layers": 2,
     "num_attention_heads": 4,
@@ -142,6 +148,15 @@ FAMILIES = [
         2,
         1,
         keeps="sliding window, soft cap",
+    ),
+    Family(
+        "Gemma 4, text",
+        "Gemma4Backbone",
+        "Gemma4TextAttention",
+        _GROUPED | _GEMMA_4,
+        2,
+        1,
+        keeps="sliding window, soft cap, keys of an earlier layer",
     ),
     Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4, 1),
     Family(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
@@ -234,6 +235,31 @@ class Gemma4(Gemma):
         return None if arguments else super().window(arguments)  # (none: of a text in `generate()`)
 
 
+class Gemma3n(Grouped):
+    """Its operands are (batch, heads, length, features), and its mask comes with the window."""
+
+    returns_pair = True
+    num_heads = _held("num_attention_heads")
+    head_dim = _held("head_dim")
+    key_repeats = 1
+    scale = 1.0
+    shares_keys = True
+
+    def dropout(self, training: bool | None) -> dict[str, Any]:
+        return _dropout_by(self.layer.dropout, training)
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _swapped(super().arguments(*args, **kwargs))
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        return super().called(compute, _swapped(arguments))[0]
+
+
+def _swapped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`arguments` with the axes of heads and positions swapped."""
+    return arguments | {x: ops.swapaxes(arguments[x], 1, 2) for x in ("query", "key", "value")}
+
+
 class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
@@ -306,6 +332,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
+    f"{_MODELS}gemma3n.gemma3n_attention.Gemma3nTextAttention": Gemma3n,
     f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,

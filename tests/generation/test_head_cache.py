@@ -238,11 +238,12 @@ CAUSAL_LMS = {
     "Qwen MoE": "QwenMoeCausalLM",
     "Qwen 3 MoE": "Qwen3MoeCausalLM",
     "SmolLM 3": "SmolLM3CausalLM",
+    "Gemma 3n, text": "Gemma3nCausalLM",
     "Gemma 4, text": "Gemma4CausalLM",
     "Qwen 3.5": "Qwen3_5CausalLM",
     "Qwen 3.5 MoE": "Qwen3_5MoeCausalLM",
 }
-KEEP_ALL = "Falcon", "BLOOM", "Gemma 4, text"  # whose last layer reads the keys of another
+KEEP_ALL = "Falcon", "BLOOM", "Gemma 3n, text", "Gemma 4, text"
 LINEAR = "Qwen 3.5", "Qwen 3.5 MoE"  # attention in some layers, linear attention in others
 OF_EACH = hm.PerHead(
     {0: hm.recipes.streaming(1, 2), 1: hm.Window(2, 0), 2: hm.SameSentence(END)},
@@ -258,7 +259,10 @@ def decoder(name, **arguments):
     for weight in backbone.weights:
         noise = rng.normal(size=weight.shape).astype("float32") * 0.3
         weight.assign(noise if len(weight.shape) > 1 else weight + noise)  # alike on any backend
-    table = backbone.token_embedding.embeddings
+    if family.name == "Gemma 3n, text":
+        table = backbone.language_model.embed_tokens.embedding.embeddings
+    else:
+        table = backbone.token_embedding.embeddings
     table.assign(0.1 * table)  # else tied embeddings repeat the last token
     return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
 

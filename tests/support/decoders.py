@@ -28,6 +28,26 @@ _GEMMA_4 = _GEMMA_3 | {
     "num_kv_shared_layers": 1,  # the last reads the keys of the first
     "hidden_size_per_layer_input": 4,
 }
+_GEMMA_3N = {
+    "text_vocab_size": 32,
+    "text_hidden_size": 32,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": [16] * 3,
+    "hidden_activation": "gelu_approximate",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 4,
+    "altup_num_inputs": 2,
+    "laurel_rank": 2,
+    "num_kv_shared_layers": 1,
+}
 _SMOLLM_3 = _TEXT | {
     "num_layers": 2,
     "num_attention_heads": 4,
@@ -148,6 +168,15 @@ FAMILIES = [
         2,
         1,
         keeps="sliding window, soft cap",
+    ),
+    Family(
+        "Gemma 3n, text",
+        "Gemma3nBackbone",
+        "Gemma3nTextAttention",
+        _GEMMA_3N,
+        2,
+        1,
+        keeps="sliding window, keys of an earlier layer",
     ),
     Family(
         "Gemma 4, text",

@@ -30,7 +30,7 @@ from keras_headmask.retrofit.rule import (
 )
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
-# Arguments that a text without images needs not: its prompt is cut before the padding.
+# Arguments of no use to a text without images: its prompt is cut before the padding.
 _OF_TEXT = _PADDING, "cache_update_mask"
 
 
@@ -53,8 +53,6 @@ else:
 
 class _Generates(_CausalLM):
     """What a causal language model of KerasHub's does under rules, beside its own class."""
-
-    _stock_class: type
 
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs[_TOKENS].shape[1]
@@ -85,13 +83,14 @@ class _Generates(_CausalLM):
             token_ids = token_ids[:, : prompt.shortest]
             inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
         run = head_cache.Run(prompt.length, prompt.shortest - 1)
-        forward = self._run(run, token_ids, inputs, states, cache_update_index, **padding)
-        logits, hidden_states, cache = forward
+        logits, hidden_states, ours = self._run(
+            run, token_ids, inputs, states, cache_update_index, **padding
+        )
         rest = ops.zeros_like(hidden_states[:, :1])
         rest = ops.repeat(rest, prompt.length - ops.shape(hidden_states)[1], axis=1)
         hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
         hidden_states = ops.reshape(hidden_states, (-1, prompt.length, hidden_states.shape[-1]))
-        return logits, hidden_states, cache | {"inputs": dict(prompt.inputs)}
+        return logits, hidden_states, ours | {"inputs": dict(prompt.inputs)}
 
     def _step(
         self, prompt: _Prompt, token_ids: Tensor, cache: Mapping[str, Any], index: Any
@@ -101,9 +100,8 @@ class _Generates(_CausalLM):
             if name in inputs:
                 inputs[name] = ops.slice_update(inputs[name], (0, index), ops.cast(new, "int32"))
         run = head_cache.Run(prompt.length, index, cache["layers"])
-        forward = self._run(run, token_ids, inputs, cache["states"], index)
-        logits, hidden_states, cache = forward
-        return logits, hidden_states, cache | {"inputs": inputs}
+        logits, hidden_states, ours = self._run(run, token_ids, inputs, cache["states"], index)
+        return logits, hidden_states, ours | {"inputs": inputs}
 
     def _run(
         self,
@@ -127,8 +125,9 @@ class _Generates(_CausalLM):
             cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * number
         cache = (cache, *states) if states else cache
         with with_cache(run), self._opened(inputs, index if is_step else 0):
-            forward = super().call_with_cache(token_ids, cache, index, **padding)
-        logits, hidden_states, cache = forward
+            logits, hidden_states, cache = super().call_with_cache(
+                token_ids, cache, index, **padding
+            )
         return logits, hidden_states, {"layers": run.made, "states": _states(cache)}
 
     def score(
@@ -155,8 +154,8 @@ class _Generates(_CausalLM):
 
     def keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
-        takes = list(inspect.signature(self._stock_class.call_with_cache).parameters)
-        is_of_text = takes == ["self", _TOKENS, "cache", "cache_update_index"]
+        takes = list(inspect.signature(super().call_with_cache).parameters)
+        is_of_text = takes == [_TOKENS, "cache", "cache_update_index"]
         # `vision_indices` say which tokens stand for images: without any, it is a text as others.
         if not is_of_text and ("vision_indices" not in takes or _keras.is_assisted(self)):
             return False

@@ -416,10 +416,9 @@ def _attends_by_its_name(layer: Any) -> bool:
 
 def _is_named_for_attention(layer: Any) -> bool:
     name = type(layer).__name__.lower()
+    name = name.replace("deltanet", "attention")  # linear attention, which has no mask
     _, found, rest = name.partition("attention")
-    is_linear = "deltanet" in name  # linear attention, which has no mask
-    # (A layer that makes attention masks does not attend.)
-    return is_linear or (bool(found) and "mask" not in rest)
+    return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
 
 
 # --- Which operations mix positions ---------------------------------------------------------------

@@ -427,7 +427,7 @@ GEMMA_2 = {
 }
 GEMMA_4 = {
     "head_dim": 8,
-    "global_head_dim": 16,
+    "global_head_dim": 8,
     "sliding_window": 4,
     "layer_types": ["sliding_attention", "full_attention"],
     "hidden_size_per_layer_input": 4,
@@ -453,7 +453,7 @@ PEERS = {
         {"full_attention": True, "sliding_attention": NEAR},
     ),
     "Gemma 4": (
-        "Gemma4",
+        "Gemma4Text",
         "Gemma4Backbone",
         GEMMA_4,
         {"full_attention": True, "sliding_attention": NEAR},
@@ -470,7 +470,7 @@ def test_windows_on_three_heads_are_those_of_hugging_face(name, tmp_path):
     kind, backbone, config, types_of_layers = PEERS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**TINY | config)
-    peer = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    peer = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in peer.parameters():
             weight += 0.1 * torch.randn(weight.shape)

@@ -205,6 +205,11 @@ def part(layer: Any, name: str) -> Any:
     return getattr(layer, part_name(layer, name))
 
 
+def is_assisted(task: Any) -> bool:
+    """Whether another model of KerasHub's drafts tokens from the keys that `task` keeps."""
+    return getattr(task, "_assistant_model", None) is not None
+
+
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 # What a layer runs in place of `call` under a RematScope.
@@ -323,6 +328,25 @@ def add_to_last_call(layer: Any, more: dict[str, Any]) -> None:
         operation = made_by(tensor)[0]
         if operation is not None:
             operation._outbound_nodes.append(node)
+
+
+def copy_values(source: Any, target: Any) -> None:
+    """Give calls in the graph of a copy the tensors that the same calls of `source` hold as values.
+
+    KerasHub's Gemma 3n multiplies by its table as it was when the graph was made.
+    """
+    graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
+    calls = [[x for x in nodes(graph) if _values(x)] for graph in graphs]
+    for old, new in zip(*calls, strict=False) if len(calls) == 2 else ():
+        values = dict(zip(map(id, _values(new)), _values(old), strict=False))
+        if [x.shape for x in values.values()] == [x.shape for x in _values(new)]:
+            args, kwargs = new.arguments.convert(lambda x, values=values: values.get(id(x), x))
+            new.arguments = type(new.arguments)(*args, **kwargs)
+
+
+def _values(node: Any) -> list[Any]:
+    arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+    return [x for x in arguments if backend.is_tensor(x)]
 
 
 def run_anew(graph: Functional, call: Any) -> Any:

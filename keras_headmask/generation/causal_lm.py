@@ -30,7 +30,7 @@ from keras_headmask.retrofit.rule import (
 )
 
 _TOKENS, _PADDING = "token_ids", "padding_mask"  # the inputs of KerasHub's models
-# Arguments that a text without images needs not: its prompt is cut before the padding.
+# Arguments of no use to a text without images: its prompt is cut before the padding.
 _OF_TEXT = _PADDING, "cache_update_mask"
 
 
@@ -55,8 +55,6 @@ else:
 class _Generates(_CausalLM):
     """A mixin for a causal language model of KerasHub's: a cache that obeys the rules."""
 
-    _stock_class: type
-
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         length = inputs[_TOKENS].shape[1]
         if not self.keeps_by_head() or length is None:
@@ -80,17 +78,20 @@ class _Generates(_CausalLM):
             return super().call_with_cache(token_ids, cache, cache_update_index, *args, **kwargs)
         if is_step:
             return self._step(prompt, token_ids, cache, cache_update_index)
-        inputs = prompt.inputs
-        if _has_any_size():  # what follows the prompt is padding
+        inputs, states = prompt.inputs, _states(cache)
+        padding = {_PADDING: kwargs[_PADDING]} if states else {}
+        if _has_any_size() and not states:  # what follows the prompt is padding
             token_ids = token_ids[:, : prompt.shortest]
             inputs = {name: _cut_to_prompt(x, prompt.shortest) for name, x in inputs.items()}
         run = head_cache.Run(prompt.length, prompt.shortest - 1)
-        logits, hidden_states = self._run(run, token_ids, inputs, cache_update_index)
+        logits, hidden_states, ours = self._run(
+            run, token_ids, inputs, states, cache_update_index, **padding
+        )
         rest = ops.zeros_like(hidden_states[:, :1])
         rest = ops.repeat(rest, prompt.length - ops.shape(hidden_states)[1], axis=1)
         hidden_states = ops.concatenate([hidden_states, rest], axis=1)  # as samplers expect it
         hidden_states = ops.reshape(hidden_states, (-1, prompt.length, hidden_states.shape[-1]))
-        return logits, hidden_states, {"inputs": dict(prompt.inputs), "layers": run.made}
+        return logits, hidden_states, ours | {"inputs": dict(prompt.inputs)}
 
     def _step(
         self, prompt: _Prompt, token_ids: Tensor, cache: Mapping[str, Any], index: Any
@@ -100,19 +101,35 @@ class _Generates(_CausalLM):
             if name in inputs:
                 inputs[name] = ops.slice_update(inputs[name], (0, index), ops.cast(new, "int32"))
         run = head_cache.Run(prompt.length, index, cache["layers"])
-        logits, hidden_states = self._run(run, token_ids, inputs, index)
-        return logits, hidden_states, {"inputs": inputs, "layers": run.made}
+        logits, hidden_states, ours = self._run(run, token_ids, inputs, cache["states"], index)
+        return logits, hidden_states, ours | {"inputs": inputs}
 
-    def _run(self, run: Any, token_ids: Tensor, inputs: dict[str, Tensor], index: Any) -> Any:
-        """KerasHub's forward with a cache that has its shape and no heads."""
+    def _run(
+        self,
+        run: Any,
+        token_ids: Tensor,
+        inputs: dict[str, Tensor],
+        states: tuple[Tensor, ...],
+        index: Any,
+        **padding: Any,
+    ) -> Any:
+        """KerasHub's forward with a cache that has its shape and no heads.
+
+        `states` are what linear attention holds beside the keys, of all layers.
+        """
         layers, is_step = attention_inside(self), run.states is not None
         batch, length = ops.shape(token_ids)
         length = run.length if is_step else length
-        cache: Any = ops.zeros((batch, len(layers), 2, length, 0, 0))
+        number = states[0].shape[1] if states else len(layers)
+        cache: Any = ops.zeros((batch, number, 2, length, 0, 0))
         if adapted(layers[0]).caches_in_pairs:
-            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * len(layers)
+            cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * number
+        cache = (cache, *states) if states else cache
         with with_cache(run), self._opened(inputs, index if is_step else 0):
-            return super().call_with_cache(token_ids, cache, index)[:2]
+            logits, hidden_states, cache = super().call_with_cache(
+                token_ids, cache, index, **padding
+            )
+        return logits, hidden_states, {"layers": run.made, "states": _states(cache)}
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -138,12 +155,13 @@ class _Generates(_CausalLM):
 
     def keeps_by_head(self) -> bool:
         """Whether the keys can be kept by heads: else KerasHub's cache holds them all."""
-        takes = list(inspect.signature(self._stock_class.call_with_cache).parameters)
-        is_of_text = takes == ["self", _TOKENS, "cache", "cache_update_index"]
+        takes = list(inspect.signature(super().call_with_cache).parameters)
+        is_of_text = takes == [_TOKENS, "cache", "cache_update_index"]
         # `vision_indices` say which tokens stand for images: without any, it is a text as others.
-        return (is_of_text or "vision_indices" in takes) and all(
-            is_masked(layer) and head_cache.keeps(layer) for layer in attention_inside(self)
-        )
+        if not is_of_text and ("vision_indices" not in takes or _keras.is_assisted(self)):
+            return False
+        layers = attention_inside(self)
+        return all(is_masked(layer) and head_cache.keeps(layer) for layer in layers)
 
     def _read_by_rules(
         self, inputs: Mapping[str, Any], method: str = "generate"
@@ -193,6 +211,12 @@ class _Generates(_CausalLM):
 def _cut_to_prompt(x: Tensor, length: Length) -> Tensor:
     """A mask input, cut to the first `length` positions."""
     return x[:, :, :length, :length] if len(x.shape) == 4 else x[:, :length]
+
+
+def _states(cache: Any) -> tuple[Tensor, ...]:
+    """What a cache of KerasHub's holds beside the keys: the states of linear attention."""
+    has_states = isinstance(cache, tuple) and not isinstance(cache[0], tuple)
+    return cache[1:] if has_states else ()
 
 
 def _has_any_size() -> bool:

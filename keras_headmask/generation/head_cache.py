@@ -231,10 +231,11 @@ def _heads_first(x: Tensor, slots: Slots) -> Tensor:
 def keeps(layer: Any) -> bool:
     """Whether the keys of an attention layer can be kept by heads.
 
-    Not where its class, or a kernel, computes attention by code of its own, nor with biases.
+    Not where its class, or a kernel, computes attention by code of its own, nor with biases, nor
+    where layers read the keys of others.
     """
     adapter = adapter_of(layer)
-    if adapter is None or changing.are_set(layer):
+    if adapter is None or changing.are_set(layer) or adapter.shares_keys:
         return False
     return adapter.softmax is None and not adapter.has_own_code
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
+from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
@@ -30,7 +31,7 @@ class Attention:
 
     `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
     are as many as query heads. `caches_in_pairs`: each layer has its own cache (keys, values); else
-    one tensor is the cache of all layers.
+    one tensor is the cache of all layers. `shares_keys`: whether it may read another layer's keys.
     """
 
     hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
@@ -39,6 +40,7 @@ class Attention:
     key_repeats = 1
     soft_cap: float | None = None
     caches_in_pairs = False
+    shares_keys = False
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -84,9 +86,17 @@ class Attention:
             or _keras.has_own_softmax(self.layer)
         )
 
+    @property
+    def dropout_layer(self) -> Any:
+        """The layer that drops probabilities; `None` if none does."""
+        return _keras.dropout_layer(self.layer)
+
     def dropout(self, training: bool | None) -> dict[str, Any]:
         """The arguments of a `Request` for dropout of the probabilities."""
-        return _dropout_by(_keras.dropout_layer(self.layer), training)
+        layer = self.dropout_layer
+        if layer is None or not (layer.rate > 0 and training):
+            return {}
+        return {"dropout": layer.rate, "seed": layer.seed_generator}
 
     def arguments(
         self,
@@ -113,9 +123,14 @@ class Attention:
         return self.returns_pair or arguments["return_attention_scores"]
 
 
-def _held(name: str) -> Any:
-    """An attribute of the layer; KerasHub's classes name some with an underscore before them."""
-    return property(lambda self: _keras.part(self.layer, name))
+def _held(*names: str) -> Any:
+    """The attribute of the layer that has one of `names`, or that with an underscore before it."""
+
+    def held(self: Attention) -> Any:
+        names_here = (_keras.part_name(self.layer, name) for name in names)
+        return next(getattr(self.layer, x) for x in names_here if hasattr(self.layer, x))
+
+    return property(held)
 
 
 class GroupQuery(Attention):
@@ -142,21 +157,22 @@ class Grouped(Attention):
 
     returns_pair = False
     is_self = True
-    num_heads = _held("num_query_heads")
-    num_key_heads = _held("num_key_value_heads")
+    num_heads = _held("num_query_heads", "num_attention_heads", "num_heads")
+    num_key_heads = _held("effective_num_kv_heads", "num_key_value_heads", "num_heads")
     key_repeats = _held("num_key_value_groups")
     scale = _held("inv_norm_factor")
+    dropout_layer = None  # the class drops parts of the context instead
     has_own_code = False
 
     @property
     def head_dim(self) -> int:
-        return _keras.part(self.layer, "query_dense").partial_output_shape[-1]
-
-    def dropout(self, training: bool | None) -> dict[str, Any]:
-        return {}  # the class drops parts of the context instead
+        known = getattr(self.layer, "head_dim", None)
+        return known or _keras.part(self.layer, "query_dense").partial_output_shape[-1]
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        return None
+        size = getattr(self.layer, "sliding_window_size", None)
+        slides = getattr(self.layer, "use_sliding_window_attention", True)
+        return _near(size) if size and slides else None
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
@@ -173,28 +189,12 @@ def _near(size: int) -> MaskSpec:
     return Window(before=size - 1, after=size - 1)
 
 
-class SmolLM3(Grouped):
-    num_heads = _held("num_attention_heads")
-    head_dim = _held("head_dim")
-
-
-class Qwen(Grouped):
-    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        is_sliding = self.layer.use_sliding_window_attention
-        return _near(self.layer.sliding_window_size) if is_sliding else None
-
-
-class Qwen3(Grouped):
-    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        size = self.layer.sliding_window_size
-        return _near(size) if size else None
-
-
-class Gemma(Qwen):
+class Gemma(Grouped):
     """Gemma 1 and 2: grouped inside the hook, with a soft cap."""
 
     key_repeats = 1
     soft_cap = _held("logit_soft_cap")
+    dropout_layer = _held("dropout_layer")
 
     @property
     def scale(self) -> float:
@@ -202,9 +202,6 @@ class Gemma(Qwen):
         if layer.query_head_dim_normalize:
             return layer.head_dim**-0.5
         return (layer.hidden_dim // layer.num_query_heads) ** -0.5
-
-    def dropout(self, training: bool | None) -> dict[str, Any]:
-        return _dropout_by(self.layer.dropout_layer, training)
 
 
 class Gemma3(Gemma):
@@ -218,23 +215,46 @@ class Gemma3(Gemma):
         return super().window(arguments)
 
 
+class Gemma4(Gemma):
+    """Its mask comes with the window, beyond which images see each other."""
+
+    scale = 1.0
+    shares_keys = _held("is_kv_shared_layer")
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        return None if arguments else super().window(arguments)  # (none: of a text in `generate()`)
+
+
+class Gemma3n(Grouped):
+    """Its operands are (batch, heads, length, features), and its mask comes with the window."""
+
+    returns_pair = True
+    key_repeats = 1
+    scale = 1.0
+    dropout_layer = _held("dropout")
+    shares_keys = True
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        swapped = (ops.swapaxes(x, 1, 2) for x in args[:3])  # (by name they come from here)
+        return super().arguments(*swapped, *args[3:], **kwargs)
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        swapped = {name: ops.swapaxes(arguments[name], 1, 2) for name in _OPERANDS[:3]}
+        return super().called(compute, arguments | swapped)[0]
+
+
 class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
-    num_heads = num_key_heads = _held("num_heads")
     head_dim = _held("attn_head_size")
     key_repeats = 1
-
-    def dropout(self, training: bool | None) -> dict[str, Any]:
-        return _dropout_by(_keras.part(self.layer, "attn_dropout_layer"), training)
+    dropout_layer = _held("attn_dropout_layer")
 
 
 class OwnSoftmax(Grouped):
     """Decoders with ALiBi: `call` computes all of attention, by a softmax that takes a mask."""
 
     hook = "call"
-    num_heads = num_key_heads = _held("num_heads")
-    head_dim = _held("head_dim")
     key_repeats = 1
 
     @property
@@ -250,28 +270,17 @@ class OwnSoftmax(Grouped):
         return compute(**{k: x for k, x in arguments.items() if k in names}), None
 
 
-class Deberta(Attention):
+class Deberta(Grouped):
     """Its class adds a bias of keys and distances to the logits, so its own code computes."""
 
-    is_self = True
+    returns_pair = True
     has_own_code = True
     head_dim = _held("attn_head_size")
+    key_repeats = 1
     scale = _held("scale_factor")
-
-    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        return None
-
-    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         return compute(**{k: x for k, x in arguments.items() if k != "return_attention_scores"})
-
-
-def _dropout_by(dropout: Any, training: bool | None) -> dict[str, Any]:
-    if not (dropout.rate > 0 and training):
-        return {}
-    return {"dropout": dropout.rate, "seed": dropout.seed_generator}
 
 
 # --- Which class has which ------------------------------------------------------------------------
@@ -282,13 +291,16 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}mistral.mistral_attention.CachedMistralAttention": Grouped,
     f"{_MODELS}mixtral.mixtral_attention.CachedMixtralAttention": Grouped,
     f"{_MODELS}phi3.phi3_attention.Phi3Attention": Grouped,
-    f"{_MODELS}smollm3.smollm3_layers.SmolLM3Attention": SmolLM3,
-    f"{_MODELS}qwen.qwen_attention.QwenAttention": Qwen,
-    f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Qwen3,
-    f"{_MODELS}qwen_moe.qwen_moe_attention.QwenMoeAttention": Qwen,
-    f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
+    f"{_MODELS}smollm3.smollm3_layers.SmolLM3Attention": Grouped,
+    f"{_MODELS}qwen.qwen_attention.QwenAttention": Grouped,
+    f"{_MODELS}qwen3.qwen3_attention.Qwen3Attention": Grouped,
+    f"{_MODELS}qwen3_5.qwen3_5_attention.Qwen3_5Attention": Grouped,
+    f"{_MODELS}qwen_moe.qwen_moe_attention.QwenMoeAttention": Grouped,
+    f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Grouped,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
+    f"{_MODELS}gemma3n.gemma3n_attention.Gemma3nTextAttention": Gemma3n,
+    f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
     f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,
@@ -338,6 +350,8 @@ def children(layer: Any) -> list[Any]:
     """The layers that `layer` holds, in forward order as far as its graph shows it."""
     inner = list(layer.layers) if isinstance(layer, keras.Model) else []
     seen = {id(x) for x in inner}
+    if type(layer).__name__ == "Gemma3nMultimodalEmbeddingProcessor":
+        seen.add(id(layer.language_model))  # whose embeddings it calls, and no attention
     return inner + [x for x in _keras.sublayers(layer) if id(x) not in seen]
 
 

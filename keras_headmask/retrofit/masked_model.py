@@ -200,6 +200,7 @@ def copied(survey: Survey) -> keras.Model:
         _copy_training_state(pairs)
         _copy_weights(model, twin)
         _copy_other_state(pairs)
+        _keras.copy_values(model, twin)
     except Exception as error:  # (the config of a layer may raise anything)
         raise ValueError(
             f"Copying the model '{model.name}' is not possible: {error} Fix that, or, for a rule, "

@@ -416,6 +416,7 @@ def _attends_by_its_name(layer: Any) -> bool:
 
 def _is_named_for_attention(layer: Any) -> bool:
     name = type(layer).__name__.lower()
+    name = name.replace("deltanet", "attention")  # linear attention, which has no mask
     _, found, rest = name.partition("attention")
     return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
 

@@ -119,6 +119,7 @@ PROMPT = np.where(GIVEN, PROMPT, 0).astype("int32")
 PROMPT[:, 2] = END
 OTHERS = {
     "segment_ids": np.repeat([[0] * 6 + [1] * 8, [0] * 3 + [1] * 11], 1, 0).astype("int32"),
+    "position_ids": np.tile(np.arange(LENGTH, dtype="int32"), (2, 1)),  # Gemma 4's
     "is_global": np.array([[1, 0] * 7, [0, 0, 1, 0, 0, 0, 0] * 2], "int32"),
     "documents": np.array([[0, 1, 1, 2, 0] + [0] * 9, [0, 1, 1, 2, 2, 2, 0] + [0] * 7], "int32"),
     "generated": 1 - GIVEN,
@@ -251,23 +252,31 @@ CAUSAL_LMS = {
     "Qwen MoE": "QwenMoeCausalLM",
     "Qwen 3 MoE": "Qwen3MoeCausalLM",
     "SmolLM 3": "SmolLM3CausalLM",
+    "Gemma 3n, text": "Gemma3nCausalLM",
+    "Gemma 4, text": "Gemma4CausalLM",
+    "Qwen 3.5": "Qwen3_5CausalLM",
+    "Qwen 3.5 MoE": "Qwen3_5MoeCausalLM",
 }
-KEEP_ALL = "Falcon", "BLOOM"
+KEEP_ALL = "Falcon", "BLOOM", "Gemma 3n, text", "Gemma 4, text"
+LINEAR = "Qwen 3.5", "Qwen 3.5 MoE"  # attention in some layers, linear attention in others
 OF_EACH = hm.PerHead(
     {0: hm.recipes.streaming(1, 2), 1: hm.Window(2, 0), 2: hm.SameSentence(END)},
     default=hm.KeyFlag("padding_mask"),
 )
 
 
-def decoder(name):
+def decoder(name, **arguments):
     family = next(x for x in FAMILIES if x.name == name)
     keras.utils.set_random_seed(0)
-    backbone = getattr(keras_hub.models, family.backbone)(**family.arguments)
+    backbone = getattr(keras_hub.models, family.backbone)(**family.arguments | arguments)
     rng = np.random.default_rng(2)
     for weight in backbone.weights:
         noise = rng.normal(size=weight.shape).astype("float32") * 0.3
         weight.assign(noise if len(weight.shape) > 1 else weight + noise)  # alike on any backend
-    table = backbone.token_embedding.embeddings
+    if family.name == "Gemma 3n, text":
+        table = backbone.language_model.embed_tokens.embedding.embeddings
+    else:
+        table = backbone.token_embedding.embeddings
     table.assign(0.1 * table)  # else tied embeddings repeat the last token
     return getattr(keras_hub.models, CAUSAL_LMS[name])(backbone=backbone, preprocessor=None)
 
@@ -286,7 +295,7 @@ ALIKE = (
     [
         pytest.param(name, marks=pytest.mark.long if name in ALIKE else ())
         for name in CAUSAL_LMS
-        if name not in KEEP_ALL
+        if name not in (*KEEP_ALL, *LINEAR)
     ],
 )
 @pytest.mark.every_day("Qwen 3")
@@ -304,6 +313,36 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     windows = [4, 4] if "Qwen" in name or "Gemma 3" in name else [4, LENGTH]
     of_two_layers = {"Gemma 2": [4, 4, 4, LENGTH], "SmolLM 3": 2 * [4, LENGTH]}
     assert places == of_two_layers.get(name, windows)
+
+
+def test_layers_of_gemma_4_keep_heads_of_their_own_size():
+    own = {"num_kv_shared_layers": 0, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    stock = decoder("Gemma 4, text", **own)
+    masked, sampler = hm.apply_head_masks(stock, OF_EACH), Looks()
+    got = generated(masked, "greedy", run_eagerly=True)
+    np.testing.assert_array_equal(got, without_cache(masked, "greedy"))
+    assert (got != without_cache(stock, "greedy")).any()
+    generated(masked, sampler, run_eagerly=True)
+    shapes = [
+        [group["key"].shape[1:] for group in of_layer] for of_layer in sampler.cache["layers"]
+    ]
+    slides = 2 * [(1, 4, 16)]
+    assert shapes == [slides, [(1, LENGTH, 32)], slides]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_attention_keeps_its_states(name, monkeypatch):
+    """The tokens are those with KerasHub's cache, whose linear attention goes over the padding."""
+    masked = hm.apply_head_masks(decoder(name), STREAMING, "self_attention")
+    got = generated(masked, "greedy", run_eagerly=True)
+    sampler = Looks()
+    generated(masked, sampler, run_eagerly=True)
+    (of_layer,) = sampler.cache["layers"]
+    assert [group["key"].shape[2] for group in of_layer] == [4]  # its window
+    monkeypatch.setattr(type(masked), "keeps_by_head", lambda self: False)
+    np.testing.assert_array_equal(got, generated(masked, "greedy", run_eagerly=True))
+    free = generated(hm.unmasked(masked), "greedy", run_eagerly=True)
+    assert (got != free).any()
 
 
 @pytest.mark.parametrize("name", KEEP_ALL)

@@ -52,15 +52,22 @@ def models(family):
     if family.name not in _made:
         keras.utils.set_random_seed(0)
         stock = randomised(getattr(keras_hub.models, family.backbone)(**family.arguments), 0.3)
-        _made[family.name] = stock, hm.apply_head_masks(stock, RULE)
+        _made[family.name] = stock, hm.apply_head_masks(stock, RULE, family.layers)
     return _made[family.name]
 
 
-def data(padded=2):
+def data(model=None):
     ids = np.random.default_rng(1).integers(2, 30, (2, LENGTH)).astype("int32")
     mask = np.ones((2, LENGTH), "int32")
-    mask[1, LENGTH - padded :] = 0
-    return {"token_ids": ids, "padding_mask": mask}
+    mask[1, LENGTH - 2 :] = 0
+    return {"token_ids": ids, "padding_mask": mask} | positions(model)
+
+
+def positions(model):
+    """What Gemma 4 alone reads beside."""
+    names = () if model is None else {tensor.name for tensor in model.inputs}
+    ids = np.tile(np.arange(LENGTH, dtype="int32"), (2, 1))
+    return {"position_ids": ids} if "position_ids" in names else {}
 
 
 def softmax_under(allowed):
@@ -89,7 +96,11 @@ def by_oracle(monkeypatch, stock, given, allowed=ALLOWED):
             module = sys.modules[type(layer).__module__]
             patch.setattr(module, "fused_attention_op_available", lambda: False, raising=False)
             name = "softmax" if hasattr(layer, "softmax") else "_softmax"
-            patch.setitem(vars(layer), name, softmax_under(allowed))
+            if hasattr(layer, name):
+                patch.setitem(vars(layer), name, softmax_under(allowed))
+            else:  # Gemma 3n calls the operation
+                ops = vars(keras.ops) | {"softmax": softmax_under(allowed)}
+                patch.setattr(module, "ops", types.SimpleNamespace(**ops))
         return numpy(stock(given))
 
 
@@ -107,20 +118,21 @@ def family(request):
 @pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_full_is_stock(family):
     stock, _ = models(family)
-    full = hm.apply_head_masks(stock, hm.Full())
-    np.testing.assert_array_equal(numpy(full(data())), numpy(stock(data())))
+    full, given = hm.apply_head_masks(stock, hm.Full(), family.layers), data(stock)
+    np.testing.assert_array_equal(numpy(full(given)), numpy(stock(given)))
     assert type(full).__name__ == family.backbone
 
 
 def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
     stock, masked = models(family)
-    wanted = by_oracle(monkeypatch, stock, data())
-    assert abs(wanted - numpy(stock(data()))).max() > 1e-2
-    assert_close(numpy(masked(data())), wanted, depth=12)
+    given = data(stock)
+    wanted = by_oracle(monkeypatch, stock, given)
+    assert abs(wanted - numpy(stock(given))).max() > 1e-2
+    assert_close(numpy(masked(given)), wanted, depth=12)
     if keras.backend.backend() == "tensorflow":  # elsewhere Qwen's fused kernel ignores its window
         everything = np.ones_like(ALLOWED)
-        wanted = by_oracle(monkeypatch, stock, data(), everything)
-        assert_close(numpy(stock(data())), wanted, depth=12)
+        wanted = by_oracle(monkeypatch, stock, given, everything)
+        assert_close(numpy(stock(given)), wanted, depth=12)
 
 
 def test_gemmas_attention_without_a_backbone(monkeypatch):
@@ -165,9 +177,13 @@ def test_a_hidden_key_changes_nothing_of_its_head(family):
     key, value = (normal(1, LENGTH, keys, adapter.head_dim, seed=n) for n in (1, 2))
     open_mask = np.ones((1, LENGTH, LENGTH), "int32")
 
+    is_heads_first = family.name == "Gemma 3n, text"
+
     def context(key, value):
-        given = map(keras.ops.convert_to_tensor, (query, key, value, open_mask))
-        return numpy(getattr(layer, adapter.hook)(*given))[0]  # (T, H, D)
+        given = [query, key, value]
+        given = [x.swapaxes(1, 2) for x in given] if is_heads_first else given
+        out = getattr(layer, adapter.hook)(*map(keras.ops.convert_to_tensor, (*given, open_mask)))
+        return numpy(out[0] if adapter.returns_pair else out)[0]  # (T, H, D)
 
     before = context(key, value)
     for place in range(LENGTH):
@@ -185,7 +201,7 @@ def test_a_hidden_key_changes_nothing_of_its_head(family):
 
 def test_padding_stays_hidden(family):
     _, masked = models(family)
-    given, changed = data(), data()
+    given, changed = data(masked), data(masked)
     changed["token_ids"][1, -2:] = 31
     before, after = numpy(masked(given)), numpy(masked(changed))
     np.testing.assert_array_equal(after[1, :-2], before[1, :-2])
@@ -197,27 +213,28 @@ def test_padding_stays_hidden(family):
 def test_what_an_observer_sees(family):
     """Probabilities of each head: 0 where hidden, of sum 1 or 0; with a rule and without."""
     stock, masked = models(family)
-    wanted = data()["padding_mask"].astype(bool)[:, None, None, :]
+    wanted = data(stock)["padding_mask"].astype(bool)[:, None, None, :]
     for model in (masked, stock):
-        seen = observe.observe(Survey(model), data(), 0, -1)
+        seen = observe.observe(Survey(model), data(model), 0, -1)
         assert seen.probabilities.shape == (2, 4, LENGTH, LENGTH)
         assert not seen.probabilities[~seen.allowed].any()
         hidden = ~(ALLOWED[None] & wanted) if model is masked else ~wanted
         assert not (seen.allowed & hidden).any()
         total = seen.probabilities[seen.allowed.any(-1)].sum(-1)
         np.testing.assert_allclose(total, 1, rtol=1e-5)
-    codes = {finding.code for finding in hm.lint(masked, mask_inputs=data())}
+    codes = {finding.code for finding in hm.lint(masked, mask_inputs=data(masked))}
     assert "not-checked" not in codes
 
 
 @pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_a_copy_obeys_and_trains(family):
     masked = copy.deepcopy(models(family)[1])
-    np.testing.assert_array_equal(numpy(masked(data())), numpy(models(family)[1](data())))
+    given = data(masked)
+    np.testing.assert_array_equal(numpy(masked(given)), numpy(models(family)[1](given)))
     assert set(hm.mask_specs(masked).values()) == {RULE}
     masked.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True, jit_compile=False)
     before = [numpy(w) for w in masked.trainable_weights]
-    masked.train_on_batch(data(), np.zeros((2, LENGTH, 32), "float32"))
+    masked.train_on_batch(given, np.zeros((2, LENGTH, 32), "float32"))
     after = [numpy(w) for w in masked.trainable_weights]
     assert all(np.isfinite(w).all() for w in after)
     assert sum((a != b).any() for a, b in zip(after, before, strict=True)) > len(after) / 2
@@ -252,7 +269,7 @@ def test_a_head_that_is_not_is_refused(family):
     if family.key_heads != 4:
         heads = f"4 query heads, .* {family.key_heads} of keys and values"
     with pytest.raises(ValueError, match=rf"\({family.attention}\): .*{heads}"):
-        hm.apply_head_masks(stock, hm.PerHead({4: hm.Window(1, 1)}))
+        hm.apply_head_masks(stock, hm.PerHead({4: hm.Window(1, 1)}), family.layers)
 
 
 ONE_OF_EACH_HOOK = [x for x in FAMILIES if x.name in ("Llama", "Falcon", "DeBERTa v3")]
@@ -263,8 +280,9 @@ def test_made_anew_and_unmasked(family):
     stock, masked = models(family)
     made_anew = type(masked).from_config(masked.get_config())
     made_anew.set_weights(masked.get_weights())
-    np.testing.assert_array_equal(numpy(made_anew(data())), numpy(masked(data())))
-    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(data())), numpy(stock(data())))
+    given = data(stock)
+    np.testing.assert_array_equal(numpy(made_anew(given)), numpy(masked(given)))
+    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(given)), numpy(stock(given)))
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
@@ -275,15 +293,14 @@ def test_rules_of_one_layer_are_joined(family):
     rest = hm.PerHead({1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
     inner = keras.Model(first.input, first(first.input))
     outer = hm.apply_head_masks(inner, rest, existing="and")
-    assert_close(numpy(outer(data())), numpy(masked(data())), depth=3)
+    assert_close(numpy(outer(data(outer))), numpy(masked(data(masked))), depth=3)
 
 
 FRESH = """
 import sys, pathlib, numpy as np, keras, keras_headmask, keras_hub
 folder = pathlib.Path(sys.argv[1])
-given = dict(np.load(folder / "given.npz"))
 for file in folder.glob("*.keras"):
-    out = keras.saving.load_model(file)(given)
+    out = keras.saving.load_model(file)(dict(np.load(file.with_suffix(".npz"))))
     np.save(file.with_suffix(".npy"), keras.ops.convert_to_numpy(out))
 """
 
@@ -295,13 +312,15 @@ for file in folder.glob("*.keras"):
 )
 @pytest.mark.long  # (`test_subclassed` does it every day)
 def test_all_reload_in_a_fresh_process(tmp_path, families):
-    np.savez(tmp_path / "given.npz", **data())
     for family in families:
-        models(family)[1].save(tmp_path / f"{family.name}.keras")
+        masked = models(family)[1]
+        np.savez(tmp_path / f"{family.name}.npz", **data(masked))
+        masked.save(tmp_path / f"{family.name}.keras")
     run_fresh(FRESH, tmp_path)
     for family in families:
         loaded = np.load(tmp_path / f"{family.name}.npy")
-        np.testing.assert_array_equal(loaded, numpy(models(family)[1](data())), str(family))
+        masked = models(family)[1]
+        np.testing.assert_array_equal(loaded, numpy(masked(data(masked))), str(family))
 
 
 # --- What is refused ------------------------------------------------------------------------------
@@ -312,6 +331,19 @@ def test_other_families_are_refused_by_name(entry):
     model = getattr(keras_hub.models, entry.backbone)(**entry.arguments)
     with pytest.raises(ValueError, match=rf"\({entry.attention}\)"):
         hm.apply_head_masks(model, hm.Full())
+
+
+def test_linear_attention_is_refused_by_name():
+    stock, masked = models(next(x for x in FAMILIES if x.name == "Qwen 3.5"))
+    others = r"name the others in `layers`: 'transformer_layer_1/self_attention'"
+    of_layer = r"'transformer_layer_0/linear_attn' \(Qwen3_5GatedDeltaNet\)"
+    with pytest.raises(ValueError, match=rf"{of_layer}.*out of reach.*{others}"):
+        hm.apply_head_masks(stock, hm.Full())
+    with pytest.raises(ValueError, match=rf"{of_layer}, which 'layer_0' names,.*out of reach"):
+        hm.apply_head_masks(stock, hm.Full(), "layer_0")
+    lines = []
+    hm.summary_masks(masked, lines.append)
+    assert any(line.startswith("-") and "Qwen3_5GatedDeltaNet" in line for line in lines)
 
 
 def test_a_subclass_that_computes_by_itself_is_not_taken_for_the_class():
@@ -418,6 +450,14 @@ GEMMA_2 = {
     "attn_logit_softcapping": 2.0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+GEMMA_4 = {
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 32,
+}
 # Kind, backbone, config, and what each type of layer adds to the causal mask.
 PEERS = {
     "Llama": ("Llama", "LlamaBackbone", {}, None),
@@ -437,6 +477,12 @@ PEERS = {
         GEMMA_2,
         {"full_attention": True, "sliding_attention": NEAR},
     ),
+    "Gemma 4": (
+        "Gemma4Text",
+        "Gemma4Backbone",
+        GEMMA_4,
+        {"full_attention": True, "sliding_attention": NEAR},
+    ),
 }
 
 
@@ -449,7 +495,7 @@ def test_windows_on_three_heads_are_those_of_hugging_face(name, tmp_path):
     kind, backbone, config, types_of_layers = PEERS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**TINY | config)
-    peer = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    peer = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for weight in peer.parameters():
             weight += 0.1 * torch.randn(weight.shape)
@@ -478,7 +524,7 @@ def test_windows_on_three_heads_are_those_of_hugging_face(name, tmp_path):
             )
         return out.last_hidden_state.numpy()
 
-    given = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    given = {"token_ids": ids, "padding_mask": np.ones_like(ids)} | positions(stock)
     bare = abs(numpy(stock(given)) - of_peer([LENGTH] * 4)).max()
     differ = abs(numpy(masked(given)) - of_peer([2, 0, LENGTH, 1])).max()
     assert bare < 1e-2

@@ -22,6 +22,32 @@ _GEMMA_2 = _SLIDING | {
     "use_post_attention_norm": True,
 }
 _GEMMA_3 = _SLIDING | {"head_dim": 16, "image_size": 16, "attention_logit_soft_cap": 2.0}
+_GEMMA_4 = _GEMMA_3 | {
+    "num_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_kv_shared_layers": 1,  # the last reads the keys of the first
+    "hidden_size_per_layer_input": 4,
+}
+_GEMMA_3N = {
+    "text_vocab_size": 32,
+    "text_hidden_size": 32,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": [16] * 3,
+    "hidden_activation": "gelu_approximate",
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 4,
+    "altup_num_inputs": 2,
+    "laurel_rank": 2,
+    "num_kv_shared_layers": 1,
+}
 _SMOLLM_3 = _TEXT | {
     "num_layers": 2,
     "num_attention_heads": 4,
@@ -36,6 +62,16 @@ _SMOLLM_3 = _TEXT | {
     "rope_theta": 1e4,
     "partial_rotary_factor": 1.0,
 }
+_LINEAR = {  # linear attention, and then attention
+    "num_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "sliding_window_size": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
 _EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
 
 
@@ -49,6 +85,7 @@ class Family(NamedTuple):
     key_heads: int = 2
     key_repeats: int = 2
     keeps: str = "-"  # of what it does by itself
+    layers: str | None = None  # that a rule reaches, if the others have no mask
 
     def __str__(self):
         return self.name
@@ -92,6 +129,25 @@ FAMILIES = [
         _GROUPED | _EXPERTS | {"head_dim": 8, "sliding_window_size": 4},
         keeps="sliding window",
     ),
+    Family(
+        "Qwen 3.5",
+        "Qwen3_5Backbone",
+        "Qwen3_5Attention",
+        _GROUPED | _LINEAR,
+        keeps="sliding window; linear attention, which no rule reaches",
+        layers="self_attention",
+    ),
+    Family(
+        "Qwen 3.5 MoE",
+        "Qwen3_5MoeBackbone",
+        "Qwen3_5Attention",
+        {k: x for k, x in _GROUPED.items() if k != "intermediate_dim"}
+        | _EXPERTS
+        | _LINEAR
+        | {"shared_expert_intermediate_size": 16},
+        keeps="sliding window; linear attention, which no rule reaches",
+        layers="self_attention",
+    ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),
     Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
@@ -112,6 +168,24 @@ FAMILIES = [
         2,
         1,
         keeps="sliding window, soft cap",
+    ),
+    Family(
+        "Gemma 3n, text",
+        "Gemma3nBackbone",
+        "Gemma3nTextAttention",
+        _GEMMA_3N,
+        2,
+        1,
+        keeps="sliding window, keys of an earlier layer",
+    ),
+    Family(
+        "Gemma 4, text",
+        "Gemma4Backbone",
+        "Gemma4TextAttention",
+        _GROUPED | _GEMMA_4,
+        2,
+        1,
+        keeps="sliding window, soft cap, keys of an earlier layer",
     ),
     Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4, 1),
     Family(

@@ -139,13 +139,152 @@ class Refused(NamedTuple):
     why: str
 
 
+_QWEN_3_5 = _GROUPED | {"num_layers": 1, "head_dim": 8, "layer_types": ["full_attention"]}
+_GEMMA_3N = {
+    "text_vocab_size": 32,
+    "text_hidden_size": 8,
+    "num_hidden_layers": 1,
+    "pad_token_id": 0,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": [16],
+    "hidden_activation": "gelu_approximate",
+    "layer_types": ["full_attention"],
+    "sliding_window": 4,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 16,
+    "vocab_size_per_layer_input": 32,
+    "hidden_size_per_layer_input": 2,
+    "altup_num_inputs": 2,
+    "laurel_rank": 1,
+}
+_SMOLLM_3 = _TEXT | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_layer_enabled_list": [True],
+    "layer_types": ["full_attention"],
+    "mlp_bias": False,
+    "layer_norm_epsilon": 1e-6,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+}
+_VISION = {
+    "image_size": 4,
+    "vit_patch_size": 2,
+    "vit_num_heads": 2,
+    "vit_hidden_dim": 8,
+    "vit_num_layers": 1,
+    "vit_intermediate_dim": 8,
+}
+_MOONSHINE = {
+    "vocabulary_size": 30,
+    "filter_dim": 8,
+    "encoder_num_layers": 1,
+    "decoder_num_layers": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+    "encoder_num_heads": 2,
+    "decoder_num_heads": 2,
+}
+_ENCODER_AND_DECODER = {
+    f"{part}_{name}": value
+    for part in ("encoder", "decoder")
+    for name, value in {
+        "hidden_dim": 32,
+        "intermediate_dim": 16,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }.items()
+}
+_T5_GEMMA = _ENCODER_AND_DECODER | {"vocabulary_size": 32, "sliding_window": 4}
+
+
 REFUSED = [
+    Refused(
+        "SmolLM 3",
+        "SmolLM3Backbone",
+        "SmolLM3Attention",
+        _SMOLLM_3,
+        "names its heads as no other family does",
+    ),
+    Refused(
+        "gpt-oss",
+        "GptOssBackbone",
+        "GptOssAttention",
+        _GROUPED | {"num_experts": 2},
+        "adds learned sinks to its logits",
+    ),
+    Refused(
+        "Qwen 3.5",
+        "Qwen3_5Backbone",
+        "Qwen3_5Attention",
+        _QWEN_3_5,
+        "multiplies what it attends to by a gate",
+    ),
+    Refused(
+        "Qwen 3.5 MoE",
+        "Qwen3_5MoeBackbone",
+        "Qwen3_5Attention",
+        {k: v for k, v in _QWEN_3_5.items() if k != "intermediate_dim"}
+        | _EXPERTS
+        | {"shared_expert_intermediate_size": 16},
+        "multiplies what it attends to by a gate",
+    ),
+    Refused(
+        "Gemma 3n",
+        "Gemma3nBackbone",
+        "Gemma3nTextAttention",
+        _GEMMA_3N,
+        "later layers read the keys of earlier ones",
+    ),
+    Refused(
+        "Gemma 4",
+        "Gemma4Backbone",
+        "Gemma4TextAttention",
+        _GROUPED | {"head_dim": 8, "image_size": 16},
+        "later layers read the keys of earlier ones",
+    ),
+    Refused(
+        "PaliGemma",
+        "PaliGemmaBackbone",
+        "PaliGemmaVitAttention",
+        _GROUPED | {"head_dim": 8} | _VISION,
+        "its picture encoder attends by code of its own; name the decoder's layers in `layers`",
+    ),
+    Refused(
+        "Moonshine",
+        "MoonshineBackbone",
+        "MoonshineMultiHeadAttention",
+        _MOONSHINE,
+        "declares its rotations with one axis where they have two, so no call can be read",
+    ),
     Refused(
         "T5",
         "T5Backbone",
         "T5MultiHeadAttention",
         _TEXT | _HEADS,
         "adds its mask to a bias that later layers reuse",
+    ),
+    Refused(
+        "T5Gemma",
+        "T5GemmaBackbone",
+        "T5GemmaAttention",
+        _T5_GEMMA,
+        "its masks are floats that are added to the logits",
+    ),
+    Refused(
+        "T5Gemma 2",
+        "T5Gemma2Backbone",
+        "T5Gemma2Attention",
+        _T5_GEMMA,
+        "its masks are floats that are added to the logits",
     ),
     Refused(
         "XLNet",

@@ -14,6 +14,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
+from keras_headmask.attention.logits import Changes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
@@ -37,6 +38,7 @@ class Attention:
     is_self = False  # whether it can attend to its own sequence alone
     key_repeats = 1
     soft_cap: float | None = None
+    sinks: Any = None
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -60,6 +62,11 @@ class Attention:
     def scale(self) -> float:
         """Factor of the logits."""
         return _keras.scale(self.layer)
+
+    @property
+    def changes(self) -> Changes:
+        """What the class does to the logits beside the mask."""
+        return Changes(soft_cap=self.soft_cap, sinks=self.sinks)
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         """What the class restricts beside `attention_mask`, as a rule on positions."""
@@ -139,6 +146,7 @@ class Grouped(Attention):
     """KerasHub's decoders after Llama: keys come repeated to all query heads."""
 
     returns_pair = False
+    operands: tuple[str, ...] = _OPERANDS  # what the hook takes by position
     is_self = True
     num_heads = _held("num_query_heads")
     num_key_heads = _held("num_key_value_heads")
@@ -157,7 +165,7 @@ class Grouped(Attention):
         return None
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
+        return _DEFAULTS | dict(zip(self.operands, args, strict=False)) | kwargs
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         rest = {k: x for k, x in arguments.items() if k not in (*_OPERANDS, *_DEFAULTS)}
@@ -181,6 +189,17 @@ class Qwen3(Grouped):
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = self.layer.sliding_window_size
         return _near(size) if size else None
+
+
+class GptOss(Grouped):
+    """A sink for each head, and a window one key wider than that of the others."""
+
+    operands = (*_OPERANDS, "start_index")
+    sinks = _held("sinks")
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        size = self.layer.sliding_window
+        return _near(size + 1) if size else None
 
 
 class Gemma(Qwen):
@@ -279,6 +298,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": Qwen3,
     f"{_MODELS}gemma.gemma_attention.CachedGemmaAttention": Gemma,
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
+    f"{_MODELS}gpt_oss.gpt_oss_attention.GptOssAttention": GptOss,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
     f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,

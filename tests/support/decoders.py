@@ -80,6 +80,13 @@ FAMILIES = [
         _GROUPED | _EXPERTS | {"head_dim": 8, "sliding_window_size": 4},
         keeps="sliding window",
     ),
+    Family(
+        "gpt-oss",
+        "GptOssBackbone",
+        "GptOssAttention",
+        _GROUPED | {"num_layers": 2, "sliding_window": 4, "num_experts": 2},  # the second slides
+        keeps="sliding window, sinks",
+    ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
     Family(
@@ -213,13 +220,6 @@ REFUSED = [
         "SmolLM3Attention",
         _SMOLLM_3,
         "names its heads as no other family does",
-    ),
-    Refused(
-        "gpt-oss",
-        "GptOssBackbone",
-        "GptOssAttention",
-        _GROUPED | {"num_experts": 2},
-        "adds learned sinks to its logits",
     ),
     Refused(
         "Qwen 3.5",

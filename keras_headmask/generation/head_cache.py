@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.head_groups import in_order, select_heads
+from keras_headmask.attention.head_groups import changes_of_heads, in_order, select_heads
 from keras_headmask.generation import one_query
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
@@ -161,7 +161,8 @@ class Run:
             seen = self._mask(rules, of_group, heads, mask)
             queries = select_heads(query, heads, axis=2)
             operands = queries, new["key"], new["value"], seen
-            contexts.append(one_query.attention(*operands, adapter.scale, adapter.soft_cap))
+            changes = changes_of_heads(adapter.changes, heads)
+            contexts.append(one_query.attention(*operands, adapter.scale, changes))
             order.extend(heads)
         self.made.append(parts)
         context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=2)

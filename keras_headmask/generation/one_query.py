@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention.logits import tanh
+from keras_headmask.attention.logits import NONE, Changes, tanh
 from keras_headmask.masks import Length, Mask, Tensor
 
 
@@ -21,12 +21,12 @@ def attention(
     value: Tensor,
     mask: Mask,
     scale: float,
-    soft_cap: float | None = None,
+    changes: Changes = NONE,
 ) -> Tensor:
     """The context `(B, 1, H, Dv)` of `query` `(B, 1, H, D)`.
 
     `key` `(B, K, S, D)` and `value` may have fewer heads, each for H / K heads of the query side by
-    side. `mask`: `(B or 1, H or 1, 1, S)`.
+    side. `mask`: `(B or 1, H or 1, 1, S)`. Of `changes` a soft cap and sinks.
     """
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
@@ -34,14 +34,20 @@ def attention(
     heads, of_keys, size = query.shape[2], key.shape[1], query.shape[3]
     rows = ops.reshape(query, (-1, of_keys, heads // of_keys, size))
     logits = ops.cast(product(ops.cast(rows, dtype) * scale, _keys(key, dtype)), dtype)
-    if soft_cap is not None:
-        logits = soft_cap * tanh(logits / soft_cap)
+    if changes.soft_cap is not None:
+        logits = changes.soft_cap * tanh(logits / changes.soft_cap)
     if mask.shape[1] != 1:
         mask = ops.reshape(mask, (-1, of_keys, heads // of_keys, key.shape[2]))
     hidden = ops.cast(np.finfo(dtype).min + masks.HIDDEN, dtype)  # as in `dense`
     logits = ops.where(mask, logits, hidden)
-    only_one = key.shape[2] == 1  # of which Keras' softmax warns
-    probabilities = ops.ones_like(logits) if only_one else ops.softmax(logits, axis=-1)
+    if changes.sinks is not None:  # one key more, whose value is 0
+        sinks = ops.reshape(changes.cast(dtype).sinks, (1, of_keys, heads // of_keys, 1))
+        with_sink = ops.concatenate([logits, sinks + ops.zeros_like(logits[..., :1])], axis=-1)
+        probabilities = ops.softmax(with_sink, axis=-1)[..., :-1]
+    elif key.shape[2] == 1:  # of which Keras' softmax warns
+        probabilities = ops.ones_like(logits)
+    else:
+        probabilities = ops.softmax(logits, axis=-1)
     probabilities = ops.where(mask, probabilities, ops.zeros_like(logits))
     context = product(ops.cast(probabilities, value.dtype), value)
     return ops.reshape(context, (-1, 1, heads, value.shape[3]))

@@ -15,6 +15,7 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
+from keras_headmask.attention.logits import Changes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.positions import Window
@@ -41,6 +42,7 @@ class Attention:
     soft_cap: float | None = None
     caches_in_pairs = False
     shares_keys = False
+    sinks: Any = None
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -64,6 +66,11 @@ class Attention:
     def scale(self) -> float:
         """Factor of the logits."""
         return _keras.scale(self.layer)
+
+    @property
+    def changes(self) -> Changes:
+        """What the class does to the logits beside the mask."""
+        return Changes(soft_cap=self.soft_cap, sinks=self.sinks)
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         """The class' own restriction beside `attention_mask`, as a rule on positions."""
@@ -156,6 +163,7 @@ class Grouped(Attention):
     """KerasHub's decoders after Llama: keys come repeated to all query heads."""
 
     returns_pair = False
+    operands: tuple[str, ...] = _OPERANDS  # what the hook takes by position
     is_self = True
     num_heads = _held("num_query_heads", "num_attention_heads", "num_heads")
     num_key_heads = _held("effective_num_kv_heads", "num_key_value_heads", "num_heads")
@@ -175,7 +183,7 @@ class Grouped(Attention):
         return _near(size) if size and slides else None
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _DEFAULTS | dict(zip(_OPERANDS, args, strict=False)) | kwargs
+        return _DEFAULTS | dict(zip(self.operands, args, strict=False)) | kwargs
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         rest = {k: x for k, x in arguments.items() if k not in (*_OPERANDS, *_DEFAULTS)}
@@ -187,6 +195,17 @@ class Grouped(Attention):
 def _near(size: int) -> MaskSpec:
     """A sliding window of KerasHub's decoders, which have a causal mask beside it."""
     return Window(before=size - 1, after=size - 1)
+
+
+class GptOss(Grouped):
+    """A sink for each head, and a window one key wider than that of the others."""
+
+    operands = (*_OPERANDS, "start_index")
+    sinks = _held("sinks")
+
+    def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
+        size = self.layer.sliding_window
+        return _near(size + 1) if size else None
 
 
 class Gemma(Grouped):
@@ -301,6 +320,7 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}gemma3.gemma3_attention.CachedGemma3Attention": Gemma3,
     f"{_MODELS}gemma3n.gemma3n_attention.Gemma3nTextAttention": Gemma3n,
     f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
+    f"{_MODELS}gpt_oss.gpt_oss_attention.GptOssAttention": GptOss,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
     f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,

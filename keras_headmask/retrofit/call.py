@@ -18,7 +18,6 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
-from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
@@ -315,7 +314,7 @@ def _attended(
             bound,
             scale=adapter.scale,
             query_offset=beside.offset,
-            changes=changing.now(adapter.layer, Changes(soft_cap=adapter.soft_cap)),
+            changes=changing.now(adapter.layer, adapter.changes),
             wants_probabilities=wanted,
             tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
             make_mask=make_mask,

@@ -11,6 +11,7 @@ from tiled_contract import LONG, SCALE, attend, operands, tiles
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention import observers
+from keras_headmask.attention.logits import Changes
 from keras_headmask.generation import one_query
 
 HEADS = 16  # (of fewer heads float32 holds all slopes of ALiBi)
@@ -40,7 +41,7 @@ def test_a_step_of_generation_with_a_soft_cap():
     with sixty_four_bits():
         given = [ops.convert_to_tensor(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))]
         mask = ops.ones((1, 1, 1, 5), "bool")
-        got = numpy(one_query.attention(*given, mask, SCALE, soft_cap=0.5))
+        got = numpy(one_query.attention(*given, mask, SCALE, Changes(soft_cap=0.5)))
     constant = {"soft_cap": 0.5}
     near(got, changed.wanted((q, k, v), np.ones((1, 2, 1, 5), bool), SCALE, constant=constant)[0])
 

@@ -14,6 +14,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask._keras import made_by
+from keras_headmask.attention.logits import Changes
 from keras_headmask.generation import head_cache, one_query
 from keras_headmask.generation.head_cache import Slots
 
@@ -74,9 +75,12 @@ def test_a_mask_beside_the_rules_hides_its_slots(slots, last, heads):
         np.testing.assert_array_equal(seen[example, i, 0], (held >= 0) & of_head[held])
 
 
-@pytest.mark.parametrize("soft_cap", [None, 0.5])
+SINKS = np.array([0.5, -2.0, 3.0, 0.0], "float32")
+
+
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (0.5, None), (None, SINKS)])
 @pytest.mark.parametrize("of_keys", [1, 2, 4])
-def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
+def test_one_query_attends_as_any_query_does(of_keys, soft_cap, sinks):
     rng = np.random.default_rng(1)
     query, key, value = (
         rng.normal(size=shape).astype("float32")
@@ -84,9 +88,9 @@ def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
     )
     mask = rng.random((2, 4, 1, 9)) < 0.5
     mask[1, 2] = False
-    got = numpy(
-        one_query.attention(*map(ops.convert_to_tensor, (query, key, value, mask)), 0.3, soft_cap)
-    )
+    changes = Changes(soft_cap, sinks=None if sinks is None else ops.convert_to_tensor(sinks))
+    operands = map(ops.convert_to_tensor, (query, key, value, mask))
+    got = numpy(one_query.attention(*operands, 0.3, changes))
     for example, head in np.ndindex(2, 4):
         of_head = head * of_keys // 4
         logits = key[example, of_head] @ query[example, 0, head] * 0.3
@@ -95,8 +99,9 @@ def test_one_query_attends_as_any_query_does(of_keys, soft_cap):
         seen = mask[example, head, 0]
         wanted = np.zeros(5)
         if seen.any():
-            weights = np.exp(logits[seen] - logits[seen].max())
-            wanted = weights @ value[example, of_head][seen] / weights.sum()
+            weights = np.exp(logits[seen])
+            total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
+            wanted = weights @ value[example, of_head][seen] / total
         assert_close(got[example, 0, head], wanted)
 
 
@@ -256,6 +261,7 @@ CAUSAL_LMS = {
     "Gemma 4, text": "Gemma4CausalLM",
     "Qwen 3.5": "Qwen3_5CausalLM",
     "Qwen 3.5 MoE": "Qwen3_5MoeCausalLM",
+    "gpt-oss": "GptOssCausalLM",
 }
 KEEP_ALL = "Falcon", "BLOOM", "Gemma 3n, text", "Gemma 4, text"
 LINEAR = "Qwen 3.5", "Qwen 3.5 MoE"  # attention in some layers, linear attention in others
@@ -308,10 +314,11 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     sampler = Looks()
     generated(masked, sampler, run_eagerly=True)
     # Queries 0 and 1 share the first head of keys: 1 sink and 3 last positions. Queries 2 and 3 may
-    # look anywhere, or as far as the attention's own window of 4.
+    # look anywhere, or as far as the attention's own window of 4, which at gpt-oss is 5 keys wide.
     places = [group["key"].shape[2] for layer in sampler.cache["layers"] for group in layer]
     windows = [4, 4] if "Qwen" in name or "Gemma 3" in name else [4, LENGTH]
     of_two_layers = {"Gemma 2": [4, 4, 4, LENGTH], "SmolLM 3": 2 * [4, LENGTH]}
+    of_two_layers["gpt-oss"] = [4, LENGTH, 4, 5]
     assert places == of_two_layers.get(name, windows)
 
 

@@ -35,7 +35,11 @@ def test_measured_and_sealed(family, rule):
     for probabilities in hm.attention_probabilities(model, texts, layers=family.layers).values():
         sums = probabilities.sum(-1)[:, :, :8]  # of queries that are no padding
         sees = np.ones(4) if rule is None else np.array([1, 1, 0, 1])
-        np.testing.assert_allclose(sums, np.broadcast_to(sees[:, None], sums.shape), atol=1e-5)
+        sees = np.broadcast_to(sees[:, None], sums.shape)
+        if "sinks" in family.keeps:  # which take the rest
+            assert ((sums < 1) & ((sums > 0) == (sees > 0))).all()
+        else:
+            np.testing.assert_allclose(sums, sees, atol=1e-5)
     if rule is not None:
         assert (found.scores["self"][:, 1] == 1).all()
         assert np.isnan(found.scores["self"][:, 2]).all()

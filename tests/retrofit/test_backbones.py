@@ -1,10 +1,13 @@
 """Each backbone that KerasHub builds from Keras' attention obeys a rule; the others refuse it."""
 
+import inspect
+
 import backbones
+import decoders
 import keras
 import numpy as np
 import pytest
-from backbone_calls import called, data, randomised
+from backbone_calls import built, called, data, randomised
 from contract import numpy
 from fresh import run_fresh
 
@@ -19,7 +22,7 @@ def models():
     made = {}
     for entry in backbones.COVERED:
         keras.utils.set_random_seed(0)
-        stock = randomised(getattr(keras_hub.models, entry.name)(**entry.arguments))
+        stock = randomised(built(entry.name, entry.arguments))
         made[entry.name] = entry, stock, hm.apply_head_masks(stock, hm.Chunk(4))
     return made
 
@@ -103,10 +106,24 @@ def test_all_reload_in_a_fresh_process(models, tmp_path):
 
 @pytest.mark.parametrize("entry", backbones.REFUSED, ids=lambda entry: entry.name)
 def test_other_attention_is_refused_by_name(entry):
-    model = getattr(keras_hub.models, entry.name)(**entry.arguments)
+    model = built(entry.name, entry.arguments)
     told = "holds no self-attention" if entry.attention is None else rf"\({entry.attention}\)"
     with pytest.raises(ValueError, match=told):
         hm.apply_head_masks(model, hm.Full())
+
+
+def test_no_decoder_of_keras_hub_is_missing():
+    """Each backbone of a model that generates text is reached by a rule, or refused with why."""
+    tasks = keras_hub.models.CausalLM, keras_hub.models.Seq2SeqLM
+    classes = [x for x in vars(keras_hub.models).values() if inspect.isclass(x)]
+    decoding = {x.backbone_cls for x in classes if issubclass(x, tasks)} - {None}
+    names = {entry.name for entry in (*backbones.COVERED, *backbones.REFUSED)}
+    names |= {entry.backbone for entry in (*decoders.FAMILIES, *decoders.REFUSED)}
+    listed = tuple(getattr(keras_hub.models, name) for name in names)
+    missing = [x.__name__ for x in decoding if not issubclass(x, listed)]
+    assert not missing, "add them to `decoders` or `backbones` in tests/support"
+    assert len(decoding) > 25
+    assert all(entry.why for entry in decoders.REFUSED)
 
 
 def test_the_page_has_the_table():

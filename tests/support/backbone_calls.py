@@ -2,7 +2,16 @@
 
 import keras
 import numpy as np
+from backbones import Inside
 from contract import numpy
+
+
+def built(name, arguments):
+    """The backbone of that name, and the models among its arguments."""
+    import keras_hub
+
+    values = {k: built(*x) if isinstance(x, Inside) else x for k, x in arguments.items()}
+    return getattr(keras_hub.models, name)(**values)
 
 
 def data(model):

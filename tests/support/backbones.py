@@ -38,6 +38,16 @@ _VIT = {
 }
 
 
+_ED_REC = {
+    "vocab_size": 30,
+    "num_layers_enc": 2,
+    "num_layers_dec": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+    "num_heads": 2,
+}
+
+
 class Leak(NamedTuple):
     """Under `Chunk(4)`, a change of `input` at `place` must not reach `rows` of `output`."""
 
@@ -48,10 +58,22 @@ class Leak(NamedTuple):
 
 
 _FROM_TOKEN_1 = Leak("token_ids", (slice(None), 1), "sequence_output", slice(4, 8))
+_OF_ENCODER_AND_DECODER = tuple(
+    Leak(f"{part}_token_ids", (slice(None), 1), f"{part}_sequence_output", slice(4, 8))
+    for part in ("encoder", "decoder")
+)
+_CROSS = "encoder, decoder; cross-attention by name"
+
+
+class Inside(NamedTuple):
+    """A model of which another one is made."""
+
+    name: str  # of the class in keras_hub.models
+    arguments: dict
 
 
 class Covered(NamedTuple):
-    name: str  # of the class in keras_hub.models
+    name: str
     arguments: dict
     leaks: tuple[Leak, ...] = (_FROM_TOKEN_1,)
     layers: str = "all self-attention"
@@ -62,6 +84,24 @@ class Refused(NamedTuple):
     arguments: dict
     attention: str | None  # the class that is named; None where there is no attention
 
+
+_OPT = Inside("BLIP2CustomOPT", _TEXT_SHORT | {"num_query_tokens": 0, "qformer_hidden_dim": 8})
+_PARSEQ = {
+    "image_encoder": Inside("ViTBackbone", _VIT),
+    "vocabulary_size": 30,
+    "max_label_length": 8,
+    "decoder_hidden_dim": 8,
+    "num_decoder_layers": 2,
+    "num_decoder_heads": 2,
+    "decoder_mlp_dim": 16,
+}
+_RWKV_7 = {
+    "hidden_size": 8,
+    "head_size": 4,
+    "num_layers": 1,
+    "vocabulary_size": 30,
+    "intermediate_dim": 16,
+}
 
 COVERED = [
     Covered("BertBackbone", _TEXT_SHORT),
@@ -75,11 +115,8 @@ COVERED = [
     Covered(
         "BartBackbone",
         _TEXT_SHORT,
-        (
-            Leak("encoder_token_ids", (slice(None), 1), "encoder_sequence_output", slice(4, 8)),
-            Leak("decoder_token_ids", (slice(None), 1), "decoder_sequence_output", slice(4, 8)),
-        ),
-        "encoder, decoder; cross-attention by name; `generate()`",
+        _OF_ENCODER_AND_DECODER,
+        f"{_CROSS}; `generate()`",
     ),
     Covered(
         "WhisperBackbone",
@@ -89,7 +126,20 @@ COVERED = [
             Leak("encoder_features", (slice(None), 1), "encoder_sequence_output", slice(4, 8)),
             Leak("decoder_token_ids", (slice(None), 1), "decoder_sequence_output", slice(4, 8)),
         ),
-        "encoder, decoder; cross-attention by name",
+        _CROSS,
+    ),
+    Covered("EdRecBackbone", _ED_REC, _OF_ENCODER_AND_DECODER, _CROSS),
+    Covered(
+        "BLIP2Backbone",
+        {"vision_encoder": None, "qformer": None, "language_model": _OPT},
+        (_FROM_TOKEN_1._replace(output=None),),
+        "all self-attention, with OPT as the language model (refused with Flan-T5)",
+    ),
+    Covered(
+        "PARSeqBackbone",
+        _PARSEQ,
+        (_FROM_TOKEN_1._replace(output=None),),
+        "picture encoder, decoder; cross-attention by name",
     ),
     Covered(
         "ViTBackbone",
@@ -100,6 +150,7 @@ COVERED = [
 
 REFUSED = [
     Refused("FNetBackbone", {k: v for k, v in _TEXT_SHORT.items() if k != "num_heads"}, None),
+    Refused("RWKV7Backbone", _RWKV_7, None),
 ]
 
 

@@ -148,6 +148,13 @@ FAMILIES = [
         keeps="sliding window; linear attention, which no rule reaches",
         layers="self_attention",
     ),
+    Family(
+        "gpt-oss",
+        "GptOssBackbone",
+        "GptOssAttention",
+        _GROUPED | {"num_layers": 2, "sliding_window": 4, "num_experts": 2},  # the second slides
+        keeps="sliding window, sinks",
+    ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),
     Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
@@ -226,13 +233,75 @@ class Refused(NamedTuple):
     why: str
 
 
+_VISION = {
+    "image_size": 4,
+    "vit_patch_size": 2,
+    "vit_num_heads": 2,
+    "vit_hidden_dim": 8,
+    "vit_num_layers": 1,
+    "vit_intermediate_dim": 8,
+}
+_MOONSHINE = {
+    "vocabulary_size": 30,
+    "filter_dim": 8,
+    "encoder_num_layers": 1,
+    "decoder_num_layers": 2,
+    "hidden_dim": 8,
+    "intermediate_dim": 16,
+    "encoder_num_heads": 2,
+    "decoder_num_heads": 2,
+}
+_ENCODER_AND_DECODER = {
+    f"{part}_{name}": value
+    for part in ("encoder", "decoder")
+    for name, value in {
+        "hidden_dim": 32,
+        "intermediate_dim": 16,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }.items()
+}
+_T5_GEMMA = _ENCODER_AND_DECODER | {"vocabulary_size": 32, "sliding_window": 4}
+
+
 REFUSED = [
+    Refused(
+        "PaliGemma",
+        "PaliGemmaBackbone",
+        "PaliGemmaVitAttention",
+        _GROUPED | {"head_dim": 8} | _VISION,
+        "its picture encoder attends by code of its own; name the decoder's layers in `layers`",
+    ),
+    Refused(
+        "Moonshine",
+        "MoonshineBackbone",
+        "MoonshineMultiHeadAttention",
+        _MOONSHINE,
+        "declares its rotations with one axis where they have two, so no call can be read",
+    ),
     Refused(
         "T5",
         "T5Backbone",
         "T5MultiHeadAttention",
         _TEXT | _HEADS,
         "adds its mask to a bias that later layers reuse",
+    ),
+    Refused(
+        "T5Gemma",
+        "T5GemmaBackbone",
+        "T5GemmaAttention",
+        _T5_GEMMA,
+        "its masks are floats that are added to the logits",
+    ),
+    Refused(
+        "T5Gemma 2",
+        "T5Gemma2Backbone",
+        "T5Gemma2Attention",
+        _T5_GEMMA,
+        "its masks are floats that are added to the logits",
     ),
     Refused(
         "XLNet",

@@ -89,7 +89,7 @@ def _without_quick(code: bytes) -> bytes:
             left_out += [[starts[line - 1] + at for line, at in cut] for cut in cuts]
     for first, last in sorted(left_out, reverse=True):
         code = code[:first] + code[last:]
-    return code
+    return b"\n".join(filter(None, map(bytes.strip, code.split(b"\n"))))
 
 
 def _told(cell: Any) -> str:

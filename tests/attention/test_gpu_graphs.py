@@ -252,6 +252,7 @@ def test_no_turn_of_a_loop_waits_for_a_gpu(name, lengths):
 
 
 @pytest.mark.parametrize("name", ["causal", "flags", "documents", "head groups", "dropout", "bias"])
+@pytest.mark.every_day("flags|head groups|dropout")
 def test_what_is_computed_for_a_gpu_is_the_same(name, monkeypatch):
     import tensorflow as tf
 

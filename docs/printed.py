@@ -2,9 +2,10 @@
 
 Some take minutes, and all that they compare with must be installed; so the site shows what a whole
 run printed. Output belongs to the code that printed it: where a script's code has changed since,
-the site is not built until it has been run again.
+the site is not built until it has been run again. (Not so where only `--quick` runs the change.)
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -68,8 +69,27 @@ def _kept(script: Path) -> Path:
 
 
 def _fingerprint(notebook: Any) -> str:
-    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    return hashlib.sha256(code.encode()).hexdigest()
+    cells = [cell.source.encode() for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256(b"\0".join(map(_without_quick, cells))).hexdigest()
+
+
+def _without_quick(code: bytes) -> bytes:
+    """`code` as a whole run knows it, where `options.quick` is false and chooses alone."""
+    starts = [0, *(i + 1 for i, byte in enumerate(code) if byte == ord("\n"))]
+    left_out = []
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.If | ast.IfExp):
+            continue
+        chosen = {"options.quick": node.orelse, "not options.quick": node.body}
+        if (test := ast.unparse(node.test)) in chosen:
+            kept = chosen[test] if isinstance(chosen[test], list) else [chosen[test]]
+            ends = [(x.end_lineno, x.end_col_offset) for x in (*kept[-1:], node)]
+            begins = [(x.lineno, x.col_offset) for x in (node, *kept[:1])]
+            cuts = [begins, ends] if kept else [begins + ends]
+            left_out += [[starts[line - 1] + at for line, at in cut] for cut in cuts]
+    for first, last in sorted(left_out, reverse=True):
+        code = code[:first] + code[last:]
+    return b"\n".join(filter(None, map(bytes.strip, code.split(b"\n"))))
 
 
 def _told(cell: Any) -> str:

@@ -124,7 +124,7 @@ def outside(features):
     return other & is_word[:, None] & is_word[None, :]
 
 
-texts = [DRUMS, *read_texts(4 if options.quick else 24)]
+texts = [DRUMS, *read_texts(2 if options.quick else 24)]
 batches = [encode(text) for text in texts]
 with step(3, f"Measuring attention before, and drawing it ({len(texts)} texts of English prose)"):
     before = np.mean(

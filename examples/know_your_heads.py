@@ -356,7 +356,7 @@ def megabytes(path):
 sizes, served = {}, {}
 for name, model in (("whole", encoder), ("pruned", pruned)):
     model.save(options.out / f"{name}.keras")
-    version = hm.export_saved_model(model, options.out / name).version
+    version = hm.export_saved_model(model, options.out / name, check=not options.quick).version
     shipped = options.out / name / str(version)
     served[name] = tf.saved_model.load(shipped)
     files = megabytes(options.out / f"{name}.keras"), megabytes(shipped)

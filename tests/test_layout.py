@@ -1,7 +1,6 @@
 """Which folder may import which, read from the imports; and where private names of Keras stand."""
 
 import ast
-import functools
 import re
 from pathlib import Path
 
@@ -141,20 +140,6 @@ def test_the_language_needs_no_framework_at_import_time(module):
     assert "numpy" not in roots or module in NEED_NUMPY
     needed = ours(imported(at_import_time(tree(module))))
     assert module in NEED_KERAS or not needed & NEED_KERAS
-
-
-@functools.cache
-def longest_chain(module):
-    """The longest path from it along imports that run when it is imported."""
-    imports = ours(imported(at_import_time(tree(module)))) - {module}
-    return (module, *max(map(longest_chain, imports), key=len, default=()))
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_no_chain_of_imports_is_long(module):
-    """Who reads a module need not read half of the package first."""
-    chain = longest_chain(module)
-    assert len(chain) <= 14, " > ".join(chain)
 
 
 RULES = "keras_headmask.rules"

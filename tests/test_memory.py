@@ -156,7 +156,7 @@ TENSORFLOW = {
 # Each runs what another route runs, too, but for the last three, which take long.
 LONG = (
     *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
-    *("half products by XLA", "predict"),
+    *("half products by XLA", "predict", "predict, tiles"),
     *("second derivative", "generation", "in a function"),
 )
 ALL = [

@@ -23,10 +23,6 @@ def test_snippets(tmp_path, monkeypatch):
     assert snippets.run(README) == 1
 
 
-def test_it_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
-
-
 @pytest.mark.parametrize("name", ["demo", "test"])
 def test_the_two_commands_exist(name):
     assert f"make {name} " in README.read_text(encoding="utf-8")

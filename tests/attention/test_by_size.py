@@ -1,4 +1,4 @@
-"""TensorFlow's choice by size, at lengths that show when the graph runs, and what is derived of it.
+"""TensorFlow's choice by size, at lengths that show when the graph runs.
 
 Of few logits all are computed, if the operands are plain; else tiles.
 """
@@ -6,7 +6,7 @@ Of few logits all are computed, if the operands are plain; else tiles.
 import numpy as np
 import pytest
 from contract import normal, numpy
-from tiled_contract import at_once, attend, tiles
+from tiled_contract import attend
 
 import keras_headmask as hm
 from keras_headmask.attention.head_groups import Part
@@ -14,117 +14,6 @@ from keras_headmask.attention.tuning import Tuning
 from keras_headmask.rules import evaluation
 
 pytestmark = pytest.mark.tensorflow
-CHOICES = {"all logits": (at_once, None), "tiles": (tiles, True)}
-
-
-RULE = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))
-
-
-def second_derivative(x, tiled, rule=RULE, **rest):
-    import tensorflow as tf
-
-    with tf.GradientTape() as outer:
-        outer.watch(x)
-        with tf.GradientTape() as inner:
-            inner.watch(x)
-            loss = tf.reduce_sum(attend((x, x, x), rule, tiled=tiled, **rest) ** 2)
-        loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
-    return outer.gradient(loss, x)
-
-
-def jacobian(x, tiled):
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        context = attend((x, x, x), RULE, tiled=tiled)[:, 3:6, :1, :2]
-    return tape.jacobian(context, x)
-
-
-def mapped(x, tiled):
-    import tensorflow as tf
-
-    return tf.vectorized_map(lambda e: attend((e[None],) * 3, RULE, tiled=tiled), x)
-
-
-def mapped_gradients(x, tiled):
-    """Found as a bug: dense attention had a `tf.cond`, whose gradient no map can convert."""
-    import tensorflow as tf
-
-    def gradient(example):
-        with tf.GradientTape() as tape:
-            tape.watch(example)
-            loss = tf.reduce_sum(attend((example[None],) * 3, RULE, tiled=tiled) ** 2)
-        return tape.gradient(loss, example)
-
-    return tf.vectorized_map(gradient, x)
-
-
-def forward_mode(x, tiled):
-    """Found as a bug: it asked for the gradient of a private operation."""
-    import tensorflow as tf
-
-    with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as accumulator:
-        context = attend((x, x, x), RULE, tiled=tiled)
-    return accumulator.jvp(context)
-
-
-@pytest.mark.parametrize(
-    ("of", "tiled"), [(mapped_gradients, False), (forward_mode, False), (forward_mode, True)]
-)
-def test_what_is_made_of_gradients_outside_of_graphs(of, tiled):
-    import tensorflow as tf
-
-    x = tf.constant(normal(2, 24, 2, 4, seed=3))
-    with tiles():
-        got = of(x, tiled)
-    if of is forward_mode:
-        step = tf.constant(1e-2)
-        ahead, behind = (
-            attend((x + sign * step * tf.cos(x),) * 3, RULE, tiled=False) for sign in (1, -1)
-        )
-        wanted = (ahead - behind) / (2 * step)
-    else:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(attend((x,) * 3, RULE, tiled=False) ** 2)
-        wanted = tape.gradient(loss, x)
-    np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("of", "choice"),
-    [
-        # (Minutes, and 3 GB, to trace; `test_second_derivatives_under_dropout` has one head group.)
-        *((second_derivative, choice) for choice in CHOICES),
-        *((mapped, choice) for choice in CHOICES),
-        *((jacobian, choice) for choice in CHOICES),
-        *((forward_mode, choice) for choice in CHOICES),
-    ],
-)
-@pytest.mark.long  # (to trace one takes 14 s or more; `test_tiled_derivatives` has two every day)
-def test_what_is_made_of_gradients(of, choice):
-    import tensorflow as tf
-
-    how, tiled = CHOICES[choice]
-    x = tf.constant(normal(2, 24, 2, 4, seed=3))
-    with how():
-        call = tf.function(lambda x: of(x, tiled))
-        got = call.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
-    np.testing.assert_allclose(got, of(x, False), rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.long  # (half a minute to trace)
-def test_second_derivatives_under_dropout():
-    import tensorflow as tf
-
-    def derivative(x, tiled=None):
-        return second_derivative(x, tiled, hm.Window(3, 0), dropout=0.3, seed=5)
-
-    x = tf.constant(normal(1, 8, 2, 4, seed=3))
-    of_any_length = tf.function(derivative, autograph=False)
-    got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
-    np.testing.assert_allclose(got, derivative(x, tiled=True), rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture
@@ -134,7 +23,7 @@ def which(monkeypatch):
 
     from keras_headmask.attention.tensorflow import by_size
 
-    monkeypatch.setattr(by_size, "_of_all_logits", lambda part, shared, q, *_: tf.ones_like(q))
+    monkeypatch.setattr(by_size, "_attend_to_all", lambda part, shared, q, *_: tf.ones_like(q))
     monkeypatch.setattr(by_size, "_by_definition", lambda part, shared, q, *_: 2 * tf.ones_like(q))
     monkeypatch.setattr(by_size.loop, "attend", lambda part, shared, q, *_: tf.zeros_like(q))
 

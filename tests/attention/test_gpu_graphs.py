@@ -53,6 +53,8 @@ MORE = {
 CASES = {name: (*case, {}) for name, case in RULES.items()}
 CASES |= {name: (hm.recipes.streaming(2, 4), {}, more) for name, more in MORE.items()}
 SCOPES = {"all logits": 2**40, "tiles": 0}
+# Of each kind of code one; the other cases take a minute and run the same loops.
+EVERY_DAY = "(documents|head groups|flags|random blocks|dropout|bias)"
 
 
 # --- What the registry says -----------------------------------------------------------------------
@@ -190,7 +192,7 @@ def pairs_on_host(*case):
     return sorted(found)
 
 
-@pytest.mark.every_day("unknown-training-tiles")
+@pytest.mark.every_day(f"^{EVERY_DAY}-unknown-training-tiles")
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("trains", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("lengths", ["unknown", "known"])
@@ -237,7 +239,7 @@ def waits(graph, in_loop=False, seen=None):
 
 @pytest.mark.parametrize("lengths", ["unknown", "known"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.every_day("unknown")
+@pytest.mark.every_day(f"^{EVERY_DAY}-unknown")
 def test_no_turn_of_a_loop_waits_for_a_gpu(name, lengths):
     call, _ = traced(CASES[name], lengths, trains=True, most_logits=0)
     found = set(waits(call.get_concrete_function().graph))
@@ -250,6 +252,7 @@ def test_no_turn_of_a_loop_waits_for_a_gpu(name, lengths):
 
 
 @pytest.mark.parametrize("name", ["causal", "flags", "documents", "head groups", "dropout", "bias"])
+@pytest.mark.every_day("flags|head groups|dropout")
 def test_what_is_computed_for_a_gpu_is_the_same(name, monkeypatch):
     import tensorflow as tf
 

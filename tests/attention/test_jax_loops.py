@@ -194,12 +194,6 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
 SPEC, INPUTS = LONG["documents"]
 
 
-def penalty(attend):
-    """A sum of squares of gradients."""
-    first = jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 3), argnums=(0, 1, 2))
-    return jax.grad(lambda *qkv: sum(jnp.sum(x**2) for x in first(*qkv)), argnums=(0, 1, 2))
-
-
 def vmapped(attend):
     """Each example by itself."""
     return jax.vmap(lambda *qkv: attend(*(x[None] for x in qkv))[0])
@@ -210,7 +204,6 @@ ROUTES = {
     "eager gradients": with_gradients,
     "remat": lambda attend: jax.jit(with_gradients(jax.checkpoint(attend))),
     "vmap": lambda attend: jax.jit(with_gradients(vmapped(attend))),
-    "gradients of gradients": lambda attend: jax.jit(penalty(attend)),
 }
 
 

@@ -21,6 +21,7 @@ from by_kernel import (
     sixty_four_bits,
     skipping,
 )
+from contract import numpy
 from hypothesis import settings
 from hypothesis import strategies as st
 from laws import (
@@ -36,6 +37,7 @@ from laws import (
     HIDING,
     LENGTH,
     LOCAL,
+    RATE,
     READING,
     RULES,
     SEEN,
@@ -49,7 +51,8 @@ from laws import (
     weights,
 )
 from strategies import FEW, MANY, cases
-from tiled_contract import SCALE, UNSORTED_IDS, operands, seeds, sizes
+from tiled_contract import SCALE, UNSORTED_IDS, attend, operands, seeds, sizes
+from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
@@ -145,7 +148,7 @@ def test_what_changes_logits(route, name):
 
 
 @pytest.mark.parametrize(
-    "rule", ["two dead ends", "full", "far keys", "longformer", "window", "heads in any order"]
+    "rule", ["two dead ends", "full", "far keys", "longformer", "heads in any order"]
 )
 @routes(lambda route: not (route.is_traced or route.repeats))
 @skipping
@@ -284,6 +287,33 @@ def test_large_logits(route, size):
 @skipping
 def test_dropout_is_drawn_for_pairs_and_found_again_by_the_gradient(route, name):
     check_dropout(route, SOME_CHANGES[name])
+
+
+def test_a_fair_draw():
+    """By example, head, query and key, and of neighbours."""
+    query, key, _ = operands(2, 300, 300, 3, size=8)
+    units = np.broadcast_to(np.eye(300, dtype="float32")[None, :, None], (2, 300, 3, 300)).copy()
+    plain, dropped = (
+        numpy(attend((query, key, units), hm.Window(40, 40), **more)).transpose(0, 2, 1, 3)
+        for more in ({}, {"dropout": RATE, "seed": 1})
+    )
+    allowed = plain > 0
+    kept = dropped > 0
+    assert not (kept & ~allowed).any(), "nothing is opened"
+    assert_close(dropped[kept], plain[kept] / (1 - RATE))
+    spread = np.sqrt(RATE * (1 - RATE))
+    assert abs(kept[allowed].mean() - (1 - RATE)) < 5 * spread / np.sqrt(allowed.sum())
+    for axis in range(4):  # no example, head, query or key is favoured: deviations are normal
+        others = tuple({0, 1, 2, 3} - {axis})
+        count = allowed.sum(others)
+        deviation = (kept.sum(others) - (1 - RATE) * count) / (spread * np.sqrt(count))
+        assert np.abs(deviation).max() < 5
+        assert len(deviation) < 100 or 0.8 < deviation.std() < 1.2
+        # Neighbours, and the last with the first, have nothing in common.
+        other = np.roll(allowed, 1, axis)
+        pairs = allowed & other
+        common = np.corrcoef(kept[pairs], np.roll(kept, 1, axis)[pairs])[0, 1]
+        assert abs(common) < 5 / np.sqrt(pairs.sum())
 
 
 # ---------------------------------------------------------------- gradients of gradients

@@ -29,94 +29,55 @@ BLOCKS_OF_3 = Tuning(tensorflow_block=3, one_flagged_in=4)
 
 # ---------------------------------------------------------------- traced
 
-
-def unknown(tensor, keep=()):
-    import tensorflow as tf
-
-    shape = [size if axis in keep else None for axis, size in enumerate(tensor.shape)]
-    return tf.TensorSpec(shape, tensor.dtype)
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("name", ["documents", "streaming", "padding"])
-def test_one_trace_serves_all_lengths_and_batches(tiny, name):
-    import tensorflow as tf
-
-    spec, inputs = LONG[name]
-
-    @tf.function(reduce_retracing=True)
-    def call(q, k, v, inputs):
-        return attend((q, k, v), spec, inputs)
-
-    qkv = [tf.TensorSpec([None, None, 4, size]) for size in (3, 3, 2)]
-    of_inputs = {key: tf.TensorSpec([None, None], x.dtype) for key, x in inputs.items()}
-    traced = call.get_concrete_function(*qkv, of_inputs)
-    for batch, length in ((3, 23), (1, 8), (2, 1), (3, 12)):
-        arrays = [tf.constant(x) for x in operands(batch, length, length, 4)]
-        cut = {key: tf.constant(x[:batch, :length]) for key, x in inputs.items()}
-        close(traced(*arrays, cut), attend(arrays, spec, cut, tiled=False), f"{batch}, {length}")
+IDS = UNSORTED_IDS[:, :11]
+# The shape of a whole mask when the graph runs: it is traced as unknown, but for heads.
+OR_IDS = [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)]
+# Documents of one example at a time, and of it a mask for all queries, or for all keys.
+AND_IDS = [(3, 1, 1, 11), (3, 4, 11, 1)]
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("shape", [(3, 1, 1, 11), (1, 1, 11, 1), (1, 4, 1, 1), (1, 4, 11, 11)])
-@pytest.mark.every_day("tiles-shape[02]|logits-shape[13]")
-def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, shape):
-    """Traced as unknown: broadcast where they are 1, as dense attention does."""
+@pytest.mark.parametrize(
+    ("joined", "shape"), [*(("or", x) for x in OR_IDS), *(("and", x) for x in AND_IDS)]
+)
+@pytest.mark.every_day("tiles-(or-shape[02]|and)|logits-or-shape[13]")
+def test_axes_of_a_whole_mask_that_turn_out_to_be_1(tiny, joined, shape):
+    """They are broadcast, as dense attention does, and not cut."""
     import tensorflow as tf
 
-    spec = hm.MaskInput("m") | hm.SameSegment("ids")
-    inputs = {
-        "m": tf.constant(np.random.default_rng(1).random(shape) < 0.5),
-        "ids": tf.constant(UNSORTED_IDS[:, :11]),
-    }
-    qkv = [tf.constant(x) for x in operands(3, 11, 11, 4)]
-
-    @tf.function
-    def call(qkv, inputs):
-        return attend(qkv, spec, inputs)
-
-    signature = {
+    mask, documents = hm.MaskInput("m"), hm.SameSegment("ids")
+    rule = mask & documents if joined == "and" else mask | documents
+    ids = np.sort(IDS) if joined == "and" else IDS
+    inputs = {"m": np.random.default_rng(1).random(shape) < 0.6, "ids": ids}
+    qkv = operands(3, 11, 11, 4)
+    of_inputs = {
         "m": tf.TensorSpec([None, shape[1], None, None], tf.bool),
         "ids": tf.TensorSpec([None, None], tf.int32),
     }
-    traced = call.get_concrete_function([unknown(x, keep=(2, 3)) for x in qkv], signature)
-    close(traced(qkv, inputs), attend(qkv, spec, inputs, tiled=False))
+    of_qkv = [tf.TensorSpec([None, None, *x.shape[2:]]) for x in qkv]
+
+    @tf.function(input_signature=[of_qkv, of_inputs])
+    def call(qkv, inputs):
+        return attend(qkv, rule, inputs)
+
+    close(call(list(qkv), inputs), attend(qkv, rule, inputs, tiled=False))
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("shape", [(3, 1, 1, 11), (3, 4, 11, 1)])
-def test_an_axis_of_1_is_not_cut_where_each_example_has_its_own_tiles(tiny, shape):
-    """Documents of one example at a time, and of it a mask for all queries, or for all keys."""
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 1, 9, 9), (2, 1, 1, 9), (2, 4, 9, 9)])
+@pytest.mark.every_day("True|tiles")
+def test_heads_of_a_mask_that_turn_out_to_be_1(tiny, shape, tiled):
     import tensorflow as tf
 
-    spec = hm.MaskInput("m") & hm.SameSegment("ids")
-    ids = np.sort(np.random.default_rng(0).integers(0, 4, (3, 11)).astype("int32"))
-    qkv, mask = operands(3, 11, 11, 4), np.random.default_rng(1).random(shape) < 0.7
-    open_axes = [None, shape[1], *(size if size == 1 else None for size in shape[2:])]
+    qkv = operands(2, 9, 9, 4)
+    mask = np.random.default_rng(0).random(shape) < 0.6
 
-    @tf.function(
-        input_signature=[tf.TensorSpec(open_axes, "bool"), tf.TensorSpec([None, None], "int32")]
-    )
-    def call(mask, ids):
-        free = [tf.ensure_shape(tf.concat([x], 0), [None, None, *x.shape[2:]]) for x in qkv]
-        return attend(free, spec, {"m": mask, "ids": ids})
+    @tf.function(input_signature=[tf.TensorSpec([None] * 4, tf.bool)])
+    def run(mask):
+        return attend(qkv, hm.Window(3, 3), mask=mask, tiled=tiled)
 
-    close(call(mask, ids), attend(qkv, spec, {"m": mask, "ids": ids}, tiled=False))
-
-
-@pytest.mark.tensorflow
-def test_a_tensor_as_offset(tiny):
-    import tensorflow as tf
-
-    qkv = operands(2, 5, 13, 3)
-    spec = hm.PerHead({0: hm.Window(3, 0)}, hm.SameSegment("ids"))
-    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 13)).astype("int32"))
-    call = tf.function(lambda offset: attend(qkv, spec, {"ids": ids}, offset))
-    for offset in (0, 3, 8):
-        close(
-            call(tf.constant(offset)),
-            attend(qkv, spec, {"ids": (ids[:, offset : offset + 5], ids)}, offset, tiled=False),
-        )
+    close(run(mask), attend(qkv, hm.Window(3, 3), mask=mask, tiled=False))
 
 
 @pytest.mark.tensorflow
@@ -277,26 +238,21 @@ def test_layers_with_one_rule_share_their_loops():
     rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
     operand, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec((None, None), "int32")
 
-    def made(layers, with_gradients):
+    def gradients(x, ids, layers):
+        first = x
+        for _ in range(layers):
+            x = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"ids": ids})
+        return tf.gradients(x, first)
+
+    def counts(layers):
         """The functions in the graph, and their loops."""
-
-        @tf.function(input_signature=[operand, ids])
-        def stack(x, ids):
-            first = x
-            for _ in range(layers):
-                x = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"ids": ids})
-            return tf.gradients(x, first) if with_gradients else x
-
-        library = stack.get_concrete_function().graph.as_graph_def().library.function
+        call = tf.function(lambda *given: gradients(*given, layers), [operand, ids])
+        library = call.get_concrete_function().graph.as_graph_def().library.function
         return len(library), sum(n.op.endswith("While") for f in library for n in f.node_def)
 
-    for with_gradients in (False, True):
-        # A layer more has two branches, and those of gradients.
-        one, two, three = (made(layers, with_gradients) for layers in (1, 2, 3))
-        assert one[1] == three[1]
-        assert three[0] - two[0] == two[0] - one[0] <= (6 if with_gradients else 2)
-    # One for each group of heads.
-    assert made(1, False)[1] == 2
+    (functions, loops), (more, same_loops) = counts(1), counts(3)
+    assert loops == same_loops
+    assert more - functions <= 2 * 6  # each layer has two branches, and those of gradients
 
 
 # ---------------------------------------------------------------- what is not possible

@@ -7,16 +7,13 @@ import json
 import math
 import re
 import sys
-from unittest import mock
 
 import jax
 import keras
 import numpy as np
-import oracle
 
 import keras_headmask as hm
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.rules import evaluation
 
 HEADS, SIZE, DIM, LENGTH, BATCH = 8, 2, 16, 96, 4
 # Heads of one rule stand on several devices, and two rules on one.
@@ -53,14 +50,11 @@ def difference(one, other):
     return float(apart / max(np.abs(a).max() for a in one))
 
 
-def ids(length=LENGTH):
+def operands():
     rng = np.random.default_rng(0)
-    token_ids = rng.integers(1, 20, (BATCH, length)).astype("int32")
-    return {"token_ids": token_ids, "flag": rng.random((BATCH, length)) < 0.2}
-
-
-def floats(*shape):
-    return np.random.default_rng(1).normal(size=shape).astype("float32")
+    token_ids = rng.integers(1, 20, (BATCH, LENGTH)).astype("int32")
+    inputs = {"token_ids": token_ids, "flag": rng.random((BATCH, LENGTH)) < 0.2}
+    return rng.normal(size=(BATCH, LENGTH, DIM)).astype("float32"), inputs
 
 
 def distribution():
@@ -78,9 +72,9 @@ def by_batch(tree):
     return jax.tree.map(lambda x: jax.device_put(x, layout(x.shape).backend_layout), tree)
 
 
-def tiny(length):
+def tiny():
     """Three tiles of queries, and keys that are skipped."""
-    return tuned(local_tile=length // 3, wide_tile=length // 3, block=length // 12)
+    return tuned(local_tile=LENGTH // 3, wide_tile=LENGTH // 3, block=LENGTH // 12)
 
 
 def values(variables):
@@ -90,21 +84,12 @@ def values(variables):
 # --- The layer -----------------------------------------------------------------------------------
 
 
-def layer_of(rule, tiled, length):
-    """Its output holds the context of each head by itself: the last projection changes nothing."""
+def layer_of(rule, tiled):
     layer = hm.PerHeadMaskedMultiHeadAttention(
-        HEADS, SIZE, mask_spec=rule, tiled=tiled, output_shape=HEADS * SIZE, name="attention"
+        HEADS, SIZE, mask_spec=rule, tiled=tiled, name="attention"
     )
-    layer.build((None, length, DIM))
-    kernel = np.eye(HEADS * SIZE, dtype="float32").reshape(HEADS, SIZE, -1)
-    layer.output_dense.kernel.assign(kernel)
+    layer.build((None, LENGTH, DIM))
     return layer
-
-
-def twin_of(layer, length):
-    twin = layer_of(layer.mask_spec, layer.get_config().get("tiled"), length)
-    twin.set_weights(layer.get_weights())
-    return twin
 
 
 def layer_call(layer):
@@ -125,17 +110,17 @@ def squares(call):
 
 
 def layer_facts(rule, tiled):
-    x, inputs = floats(BATCH, LENGTH, DIM), ids()
-    one = layer_of(rule, tiled, LENGTH)
+    x, inputs = operands()
+    one = layer_of(rule, tiled)
     (_, outputs), gradients = jax.jit(squares(layer_call(one)))(
         values(one.trainable_variables), x, x, inputs
     )
     with distribution().scope():
-        spread = twin_of(one, LENGTH)
-        weights = values(spread.trainable_variables)
-        operands = by_batch((x, x, inputs))
-        compiled = jax.jit(squares(layer_call(spread))).lower(weights, *operands).compile()
-        (_, spread_outputs), spread_gradients = compiled(weights, *operands)
+        spread = layer_of(rule, tiled)
+        spread.set_weights(one.get_weights())
+        given = values(spread.trainable_variables), *by_batch((x, x, inputs))
+        compiled = jax.jit(squares(layer_call(spread))).lower(*given).compile()
+        (_, spread_outputs), spread_gradients = compiled(*given)
     kernel = spread.query_dense.kernel.value
     return {
         "outputs": difference(outputs, spread_outputs),
@@ -145,54 +130,13 @@ def layer_facts(rule, tiled):
     }
 
 
-def perturbed(rule, tiled, length=24):
-    """Whether each head, on its device, sees the keys that its rule allows, and no other."""
-    one = layer_of(rule, tiled, length)
-    x, inputs = floats(BATCH, length, DIM), ids(length)
-    with distribution().scope():
-        spread = twin_of(one, length)
-        weights, call = values(spread.trainable_variables), jax.jit(layer_call(spread))
-
-        def context(value):
-            outputs = np.asarray(call(weights, *by_batch((x, value, inputs))))
-            return outputs.reshape(BATCH, length, HEADS, SIZE)
-
-        before, seen = context(x), []
-        for key in range(length):
-            moved = np.zeros(before.shape[:3], bool)
-            for step in (1, -1):  # one of them may leave a pair too small a probability
-                changed = x.copy()
-                changed[:, key] += step
-                moved |= (context(changed) != before).any(-1)
-            seen.append(moved)
-    given = {name: inputs[name] for name in rule.inputs}
-    expected = oracle.mask(rule, BATCH, HEADS, length, length, given)
-    wrong = np.stack(seen, axis=-1).transpose(0, 2, 1, 3) != expected
-    return {"wrong of head": wrong.sum((0, 2, 3)).tolist(), "share": float(expected.mean())}
-
-
-def sent_if_cut(rule, tiled):
-    """What devices send each other where heads are cut and joined, as on one device."""
-    one = layer_of(rule, tiled, LENGTH)
-    x = floats(BATCH, LENGTH, DIM)
-    planted = mock.patch.object(evaluation, "heads_are_spread", return_value=False)
-    with distribution().scope(), planted:
-        spread = twin_of(one, LENGTH)
-        given = values(spread.trainable_variables), *by_batch((x, x, ids()))
-        return collectives(jax.jit(layer_call(spread)).lower(*given).compile())
-
-
 def layer():
-    facts = {"spread": layer_facts(FAR, False), "seen": perturbed(FAR, False)}
-    return facts | {"sent if cut": sent_if_cut(FAR, False)}
+    return layer_facts(FAR, False)
 
 
 def tiles():
-    with tiny(24):
-        seen = perturbed(NEAR, True)
-    with tiny(LENGTH):
-        facts = {"spread": layer_facts(NEAR, True), "sent if cut": sent_if_cut(NEAR, True)}
-    return facts | {"seen": seen}
+    with tiny():
+        return layer_facts(NEAR, True)
 
 
 if __name__ == "__main__":

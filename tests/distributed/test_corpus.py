@@ -75,19 +75,11 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def once(corpus, exported, tmp_path_factory):
-    """A run in this process: its folder, its counts, and the lengths in each batch."""
-    out, batches = tmp_path_factory.mktemp("once"), []
-    run_inference = score_corpus.SavedModelHandler.run_inference
-
-    def noted(self, batch, *arguments):
-        batches.append([len(record["token_ids"]) for record in batch])
-        return run_inference(self, batch, *arguments)
-
+    """A run in this process: its folder and its counts."""
+    out = tmp_path_factory.mktemp("once")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score_corpus.SavedModelHandler, "run_inference", noted)
         patch.setattr(score_corpus, "BATCH_ROWS", 4)
-        counts = score_corpus.score(corpus[0], exported[1], str(out))
-    return out, counts, batches
+        return out, score_corpus.score(corpus[0], exported[1], str(out))
 
 
 def vectors_in(out):
@@ -123,7 +115,7 @@ def test_a_vector_is_that_of_the_keras_model_on_the_text_alone(once, exported):
 
 
 def test_each_record_is_there_once(once, corpus):
-    out, counts, _ = once
+    out, counts = once
     _, texts, reasons = corpus
     ids, found, _ = vectors_in(out)
     assert dict(zip(ids, found, strict=True)) == texts
@@ -131,17 +123,6 @@ def test_each_record_is_there_once(once, corpus):
     assert [record_id for record_id, _ in bad] == sorted(reasons)
     assert [pair for pair in bad if reasons[pair[0]] not in pair[1]] == []
     assert counts == {"good": len(texts), "bad": len(reasons)}
-
-
-def test_a_batch_holds_texts_of_like_lengths(once, corpus):
-    batches = once[2]
-    assert all(len(lengths) <= 4 for lengths in batches)
-    assert sum(map(len, batches)) == len(corpus[1])
-    a_part_ends = next(i for i, lengths in enumerate(batches) if 512 in lengths) + 1
-    for part in (batches[:a_part_ends], batches[a_part_ends:]):
-        in_order = [length for lengths in part for length in lengths]
-        assert len(set(in_order)) > 5
-        assert in_order == sorted(in_order)
 
 
 @pytest.mark.long
@@ -215,49 +196,47 @@ def test_a_part_of_another_file_or_model_is_refused(corpus, exported, tmp_path):
             score_corpus.is_done(str(tmp_path), parts["b.txt"] | {key: "other"})
 
 
-def test_input_that_makes_no_parts_is_refused(corpus, exported, tmp_path):
-    (inputs, _, _), (_, model) = corpus, exported
-    with pytest.raises(ValueError, match=r"must name files\. Received: .*nothing\*"):
-        score_corpus.score([str(tmp_path / "nothing*")], model, str(tmp_path))
-    (tmp_path / "b.txt").write_text("another")
-    with pytest.raises(ValueError, match=r"names must differ.*Rename one"):
-        score_corpus.score([*inputs, str(tmp_path / "b.txt")], model, str(tmp_path))
+@pytest.fixture
+def folder(tmp_path):
+    """A model as far as a run looks at it before it starts, and files of bad names."""
+    (tmp_path / "model" / "1").mkdir(parents=True)
+    (tmp_path / "model" / "1" / "fingerprint.pb").touch()
+    (tmp_path / "model" / "tokenizer.json").touch()
+    (tmp_path / "none" / "1").mkdir(parents=True)
+    (tmp_path / "none" / "1" / "fingerprint.pb").touch()
+    (tmp_path / "twice").mkdir()
+    for name in ("a.csv", "a.gz", "a[1].txt", "b.txt", "twice/b.txt"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("inputs", "model", "message"),
+    [
+        (["nothing*"], "model", r"must name files\. Received: .*nothing\*"),
+        (["b.txt", "twice/b.txt"], "model", r"names must differ.*Rename one"),
+        (["a.csv"], "model", r"must end with \.jsonl.*Received: a\.csv"),
+        (["a.gz"], "model", r"must end with \.jsonl.*Received: a\.gz"),
+        (["a?1*.txt"], "model", r"none of \* \? \[.*Received: a\[1\]\.txt"),  # as of `a1.txt`
+        (["b.txt"], "none", r"`--model` must name .*lacks .*tokenizer\.json"),
+    ],
+)
+def test_what_makes_no_parts_is_refused(inputs, model, message, folder):
+    with pytest.raises(ValueError, match=message):
+        score_corpus.parts_of([str(folder / name) for name in inputs], str(folder / model))
+
+
+def test_an_output_that_no_run_could_read_back_is_refused():
     with pytest.raises(ValueError, match=r"Received: `--out gs://b/out` without `--input`"):
-        score_corpus.main(["--out", "gs://b/out", "--model", model])
+        score_corpus.main(["--out", "gs://b/out", "--model", "model"])
     with pytest.raises(ValueError, match=r"`--out` must hold none of \* \? \[. Received: a\[b"):
         score_corpus.score([], "", "a[b")
 
 
-@pytest.fixture
-def empty_model(tmp_path):
-    """What a run looks at before it starts."""
-    (tmp_path / "model" / "1").mkdir(parents=True)
-    (tmp_path / "model" / "1" / "fingerprint.pb").touch()
-    (tmp_path / "model" / "tokenizer.json").touch()
-    return tmp_path / "model"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a.csv", r"must end with \.jsonl.*Received: a\.csv"),
-        ("a.gz", r"must end with \.jsonl.*Received: a\.gz"),
-        ("a[1].txt", r"none of \* \? \[.*Received: a\[1\]\.txt"),  # would be the folder of a1.txt
-    ],
-)
-def test_a_file_whose_name_says_no_part_is_refused(name, message, empty_model, tmp_path):
-    (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=message):
-        score_corpus.parts_of([str(tmp_path / "a*")], str(empty_model))
-
-
-def test_another_tokenizer_is_another_model_and_none_is_refused(empty_model):
-    before = score_corpus.fingerprint_of(str(empty_model))
-    (empty_model / "tokenizer.json").write_text("{}")
-    assert score_corpus.fingerprint_of(str(empty_model)) != before
-    (empty_model / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"`--model` must name .*lacks .*tokenizer\.json"):
-        score_corpus.parts_of([], str(empty_model))
+def test_another_tokenizer_is_another_model(folder):
+    before = score_corpus.fingerprint_of(str(folder / "model"))
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    assert score_corpus.fingerprint_of(str(folder / "model")) != before
 
 
 def test_a_worker_that_ends_ends_the_run(monkeypatch, capsys):
@@ -281,16 +260,6 @@ def test_arguments_that_nobody_knows_are_refused(capsys):
         assert f"unknown arguments: {arguments[0]}." in capsys.readouterr().err
     elsewhere = ["--runner", "FlinkRunner", "--of_that_runner", "3"]
     assert score_corpus.parsed(elsewhere)[0].input is None
-
-
-def test_random_weights_are_not_where_a_run_looks_for_trained_ones(monkeypatch):
-    folders = []
-    monkeypatch.setattr(score_corpus, "export", lambda folder, _: folders.append(folder))
-    for of_quick in ([], ["--quick"]):
-        options, _ = score_corpus.parsed(["--out", "same", *of_quick])
-        score_corpus.model_in(options)
-    assert folders[0] != folders[1]
-    assert len({score_corpus.parsed(of_quick)[0].out for of_quick in ([], ["--quick"])}) == 2
 
 
 @pytest.mark.long

@@ -121,24 +121,54 @@ def test_workers_share_each_batch(example):
     assert len(np.unique([alone[step][1][:, 0] for step in range(5)])) == 60
 
 
-@pytest.mark.parametrize(
-    ("batch", "worker", "workers", "message"),
-    [
-        (32, 0, 3, r"32 rows does not divide over 3 workers\. Change --batch to 33, or"),
-        (62, 0, 2, r"62 rows is more than the 60 rows of the text\. Change --batch, or"),
-        (32, 2, 2, r"no worker 2 of 2: they count from 0\. Change KERAS_DISTRIBUTION_PROCESS_ID"),
-    ],
-)
-def test_a_batch_or_a_worker_that_does_not_fit(example, batch, worker, workers, message):
+def check_rows(example, change):
+    """Check worker 1 of 2 after `change` of its rows."""
+    worker = shard(example, 8, worker=1, workers=2)
+    change(worker.rows)
+    example.check(worker, example.make_rule(full_stop=1))
+
+
+def cut(rows):
+    rows["paragraph_ids"] = rows["paragraph_ids"][:, 1:]
+
+
+REFUSED = {
+    "a batch that workers do not divide": (
+        lambda example: shard(example, 32, 0, 3),
+        r"32 rows does not divide over 3 workers\. Change --batch to 33, or",
+    ),
+    "a batch larger than the text": (
+        lambda example: shard(example, 62, 0, 2),
+        r"62 rows is more than the 60 rows of the text\. Change --batch, or",
+    ),
+    "a worker too many": (
+        lambda example: shard(example, 32, 2, 2),
+        r"no worker 2 of 2: they count from 0\. Change KERAS_DISTRIBUTION_PROCESS_ID",
+    ),
+    "a batch that devices do not divide": (
+        lambda example: example.check_devices(32, 6),
+        r"32 rows does not divide over the 6 devices of all workers\. Change --batch to 36\.",
+    ),
+    "data without an input": (
+        lambda example: check_rows(example, lambda rows: rows.pop("paragraph_ids")),
+        r"The data of worker 1 lack \['paragraph_ids'\], which the model reads\. Received: \[",
+    ),
+    "ids of another length than the text": (
+        lambda example: check_rows(example, cut),
+        r"Worker 1 needs inputs of shape \(4, 8\).* Received: \{'paragraph_ids': \(4, 7\)\}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_worker_can_train_on(call, message, example):
     with pytest.raises(ValueError, match=message):
-        shard(example, batch, worker, workers)
+        call(example)
 
 
-def test_a_batch_that_the_devices_do_not_divide(example):
+def test_what_workers_can_train_on(example):
     example.check_devices(32, 8)
-    message = r"32 rows does not divide over the 6 devices of all workers\. Change --batch to 36\."
-    with pytest.raises(ValueError, match=message):
-        example.check_devices(32, 6)
+    check_rows(example, lambda rows: None)
 
 
 @pytest.mark.parametrize(
@@ -159,24 +189,6 @@ def test_a_backend_without_workers(example, monkeypatch, tmp_path):
     monkeypatch.setattr(example.keras.backend, "backend", lambda: "torch")
     with pytest.raises(SystemExit, match=r"no workers on torch\. Set KERAS_BACKEND=jax\."):
         example.main(["--out", str(tmp_path)])
-
-
-def test_a_worker_whose_data_lack_an_input(example):
-    worker = shard(example, 8, worker=1, workers=2)
-    del worker.rows["paragraph_ids"]
-    message = r"The data of worker 1 lack \['paragraph_ids'\], which the model reads\. Received: \["
-    with pytest.raises(ValueError, match=message):
-        example.check(worker, example.make_rule(full_stop=1))
-
-
-def test_ids_of_another_length_than_the_text(example):
-    worker = shard(example, 8, worker=1, workers=2)
-    rule = example.make_rule(full_stop=1)
-    example.check(worker, rule)
-    worker.rows["paragraph_ids"] = worker.rows["paragraph_ids"][:, 1:]
-    message = r"Worker 1 needs inputs of shape \(4, 8\).* Received: \{'paragraph_ids': \(4, 7\)\}"
-    with pytest.raises(ValueError, match=message):
-        example.check(worker, rule)
 
 
 def test_a_checkpoint_of_other_steps(example, tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pathlib
 import re
 
 import keras
@@ -30,12 +29,11 @@ from keras_headmask.export.precision import computing_in
 from keras_headmask.export.signatures import why_not_padded
 from keras_headmask.retrofit.survey import Survey
 
-ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
 
 
 @tensorflow_only
-@pytest.mark.long  # (`test_examples` does it every day)
+@pytest.mark.long  # (the README does it every day)
 def test_a_model_with_everything_checked_in_a_fresh_process(tmp_path):
     """The one full run: tiled loops, scores, XLA, warm-up."""
     apis = pytest.importorskip("tensorflow_serving.apis.prediction_log_pb2")

@@ -1,7 +1,6 @@
 """What the check of an export finds, and what it does not publish."""
 
 import dataclasses
-import pathlib
 import re
 import sys
 
@@ -19,7 +18,6 @@ from keras_headmask.export.interface import answer, distance, interface_of, requ
 from keras_headmask.export.signatures import signatures_of, why_not_padded
 from keras_headmask.retrofit.survey import Survey
 
-ROOT = pathlib.Path(__file__).parents[2]
 tensorflow_only = pytest.mark.tensorflow
 
 

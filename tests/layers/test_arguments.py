@@ -222,6 +222,7 @@ def trained(model, jit_compile):
 
 
 @pytest.mark.tensorflow
+@pytest.mark.every_day("retrofitted|Grouped")
 @each_holder
 def test_xla_trains_where_lengths_are_known(holds):
     compiled = model_of(5, holds)

@@ -123,6 +123,7 @@ def test_a_model_is_saved_and_loaded(kind, option, tmp_path):
     assert_close(numpy(loaded(data)["y"]), wanted, depth=3)
 
 
+@pytest.mark.every_day("Grouped")
 def test_a_layer_trains_the_same_dense_and_tiled(kind):
     results = []
     for tiled in (True, False):

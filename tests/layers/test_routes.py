@@ -229,6 +229,7 @@ def test_rematerialised_layers_see_the_padding_again(kind, with_scores):
         assert_close(again, plain)
 
 
+@pytest.mark.every_day("Multi")
 def test_training_learns_and_keeps_the_rule(models, kind):
     """`fit` runs the rule in the compiled step; the loss falls and the hidden keys stay hidden."""
     model = keras.models.clone_model(models[kind, "per head", PER_HEAD_CALL])

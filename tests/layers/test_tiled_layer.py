@@ -69,19 +69,30 @@ def test_the_layer_gives_the_same_either_way(kind, tiny, policy):
     assert_close(*map(numpy, results), dtype=policy)
 
 
-@pytest.mark.every_day("Multi.*by tiles|Grouped.*all logits")
-def test_a_layer_trains_the_same_either_way(kind, tiny):
-    x = np.random.default_rng(0).normal(size=(4, 11, 8)).astype("float32")
-    results = []
+@pytest.mark.every_day("by tiles")
+def test_the_layer_drops_in_training_alone_and_anew_each_time(tiny):
+    """What is kept of the others' probabilities, and how often, is held in `test_laws.py`."""
+    layer = hm.PerHeadMaskedMultiHeadAttention(
+        2, 4, mask_spec=hm.Window(2, 2), dropout=0.5, tiled=True
+    )
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype("float32")
+    plain, first, second = numpy(layer(x)), *(numpy(layer(x, training=True)) for _ in range(2))
+    close(layer(x), plain)
+    for one, other in ((plain, first), (first, second)):
+        assert not np.allclose(one, other)
+
+
+@pytest.mark.parametrize("name", ["query_mask", "value_mask", "key_mask"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_keras_mask_of_length_1_serves_all_positions(tiny, name, batch):
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype("float32")
+    mask = np.array([[True], [False]])[-batch:]
+    outs = []
     for tiled in (True, False):
-        keras.utils.set_random_seed(1)
-        inputs = keras.Input((11, 8))
-        model = keras.Model(inputs, layer_of(kind, hm.recipes.streaming(1, 3), tiled)(inputs))
-        model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
-        model.fit(x, x, epochs=3, batch_size=2, shuffle=False, verbose=0)
-        results.append(model.get_weights())
-    for got, wanted in zip(*results, strict=True):
-        assert_close(got, wanted, depth=3)
+        keras.utils.set_random_seed(0)
+        layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2), tiled=tiled)
+        outs.append(layer(x, **{name: mask}))
+    close(*outs)
 
 
 @pytest.mark.tensorflow

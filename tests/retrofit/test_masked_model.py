@@ -241,7 +241,8 @@ def test_compiled_by_xla():
         masked.set_weights(weights)
         if BACKEND == "torch" and jit_compile:
             continue  # torch.compile is another matter, and slow to start
-        masked.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=jit_compile)
+        how = {"jit_compile": jit_compile, "run_eagerly": not jit_compile}
+        masked.compile(keras.optimizers.SGD(0.1), "mse", **how)
         masked.fit(TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
         trained.append(masked.get_weights())
     for a, b in zip(trained[0], trained[-1], strict=True):

@@ -8,6 +8,7 @@ import weakref
 import keras
 import numpy as np
 import pytest
+from export_models import check_in_this_process
 from keras import layers
 
 import keras_headmask as hm
@@ -72,6 +73,7 @@ CALLS = {
 @pytest.fixture
 def looks(monkeypatch):
     """The models that are looked at, and weak references to what is seen."""
+    check_in_this_process(monkeypatch)  # of exports
     models, seen, usual = [], [], survey.Survey.__init__
 
     def counted(self, model):

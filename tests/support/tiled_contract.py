@@ -5,11 +5,9 @@ import math
 
 import keras
 import numpy as np
-from contract import gradient, numpy
-from hypothesis import settings
+from contract import numpy
 from hypothesis import strategies as st
 from keras import ops
-from strategies import FEW
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -17,7 +15,6 @@ from keras_headmask.attention.tuning import current_tuning, tuned
 
 BACKEND = keras.backend.backend()
 SCALE = 0.7
-TRACED = settings(FEW, max_examples=6)  # each example is traced and compiled anew
 # (local tile, wide tile, block): all lengths below are ragged in some of them.
 SIZES = ((4, 6, 2), (4, 6, 3), (2, 3, 2), (1, 5, 1))
 sizes = st.sampled_from(SIZES)
@@ -88,14 +85,6 @@ def weighted(result):
     count = math.prod(result.shape)
     weights = np.cos(np.arange(count, dtype="float32")).reshape(tuple(result.shape))
     return ops.sum(ops.cast(result, "float32") * ops.convert_to_tensor(weights))
-
-
-def both_gradients(qkv, *rest):
-    both = [
-        gradient(lambda *x, tiled=tiled: weighted(attend(x, *rest, tiled=tiled)), *qkv)
-        for tiled in (True, False)
-    ]
-    return zip("qkv", *both, strict=True)
 
 
 def close(got, wanted, message=""):

@@ -1,0 +1,185 @@
+"""Jacobians, vectorized maps, forward mode and checked numerics on TensorFlow.
+
+`test_laws.py` has gradients, and gradients of gradients.
+"""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from contract import normal
+from tiled_contract import at_once, tiles
+
+import keras_headmask as hm
+from keras_headmask.attention.tuning import tuned
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("TensorFlow's own loops", allow_module_level=True)
+
+import tensorflow as tf
+
+LENGTH = 24
+INPUTS = {
+    "s": np.arange(LENGTH)[None] // 7,
+    "global": np.isin(np.arange(LENGTH), (4, 21))[None],
+}
+READS = hm.SameSegment("s") | hm.QueryFlag("global") | hm.KeyFlag("global")
+SOME_DEAD = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=~hm.Full())
+BY_POSITION = hm.PerHead({0: hm.Window(3, 0) & ~hm.Chunk(8)}, default=hm.Window(5, 5))
+
+
+def attend(x, rule, tiled, **more):
+    read = {name: np.repeat(INPUTS[name], x.shape[0], axis=0) for name in rule.inputs}
+    # (`None`: what `each_choice` tunes decides.)
+    more |= {"mask_spec": rule, "mask_inputs": read, "tiled": None if tiled else False}
+    return hm.dot_product_attention(x, x, x, **more)
+
+
+def few_logits_and_tiles():
+    return tuned(local_tile=8, wide_tile=8, tensorflow_block=4, most_logits=0)
+
+
+CHOICES = {"all logits": at_once, "tiles": few_logits_and_tiles}
+
+
+@pytest.fixture(params=CHOICES)
+def each_choice(request):
+    with CHOICES[request.param]():
+        yield
+
+
+# --- Derivatives ----------------------------------------------------------------------------------
+
+
+def jacobian(x, rule, tiled):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        context = attend(x, rule, tiled)[:, 3:6, :1, :2]
+    return tape.jacobian(context, x)
+
+
+def mapped(x, rule, tiled):
+    return tf.vectorized_map(lambda example: attend(example[None], rule, tiled), x)
+
+
+def forward_mode(x, rule, tiled):
+    """Found as a bug: it asked for the gradient of a private operation."""
+    with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as accumulator:
+        context = attend(x, rule, tiled)
+    return accumulator.jvp(context)
+
+
+def mapped_gradients(x, rule, tiled):
+    """Found as a bug: dense attention had a `tf.cond`, whose gradient no map can convert."""
+
+    def gradient(example):
+        with tf.GradientTape() as tape:
+            tape.watch(example)
+            loss = tf.reduce_sum(attend(example[None], rule, tiled) ** 2)
+        return tape.gradient(loss, example)
+
+    return tf.vectorized_map(gradient, x)
+
+
+@pytest.mark.parametrize("rule", [BY_POSITION, READS], ids=["positions", "data"])
+@pytest.mark.parametrize("derive", [jacobian, mapped])
+@pytest.mark.every_day("all logits-jacobian-positions|tiles-mapped-data")
+def test_in_a_graph_as_dense(each_choice, derive, rule):
+    x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
+    tiled, dense = tf.function(derive)(x, rule, True), derive(x, rule, False)
+    np.testing.assert_allclose(tiled, dense, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("in_graph", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_forward_mode_is_a_quotient_of_differences(tiled, in_graph):
+    x, step = tf.constant(normal(2, LENGTH, 2, 4, seed=3)), tf.constant(1e-2)
+    run = tf.function(forward_mode) if in_graph else forward_mode
+    with tiles():
+        got = run(x, BY_POSITION, tiled)
+    ahead, behind = (attend(x + sign * step * tf.cos(x), BY_POSITION, False) for sign in (1, -1))
+    np.testing.assert_allclose(got, (ahead - behind) / (2 * step), rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_are_mapped():
+    x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(attend(x, BY_POSITION, False) ** 2)
+    got, wanted = mapped_gradients(x, BY_POSITION, False), tape.gradient(loss, x)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long  # (half a minute to trace)
+def test_second_derivatives_under_dropout():
+    rule = hm.Window(3, 0)
+
+    def derivative(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = tf.reduce_sum(attend(x, rule, True, dropout=0.3, seed=5) ** 2)
+            loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
+        return outer.gradient(loss, x)
+
+    x = tf.constant(normal(1, 8, 2, 4, seed=3))
+    of_any_length = tf.function(derivative, autograph=False)
+    got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
+    with few_logits_and_tiles():
+        wanted = derivative(x)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+# --- Checked numerics -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checked():
+    tf.debugging.enable_check_numerics()
+    try:
+        yield
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+ZEROS = np.zeros((1, 1, LENGTH, LENGTH), "float32")
+CHECKED = {
+    "data": (READS, {}, None),
+    "dropout": (SOME_DEAD, {"dropout": 0.3, "seed": 1}, LENGTH),
+    "dead": (SOME_DEAD, {}, None),
+    "sinks": (SOME_DEAD, {"sinks": np.zeros(2, "float32")}, None),
+    "bias": (hm.Window(2, 2), {"bias": ZEROS}, LENGTH),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.every_day("tiles-(data|bias)|all logits-(dropout|sinks)")
+def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
+    rule, more, length = CHECKED[name]
+    read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
+
+    @tf.function(input_signature=[tf.TensorSpec([2, length, 2, 4])])
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            context = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=read, **more)
+        return tape.gradient(context, x)
+
+    x = normal(2, LENGTH, 2, 4)
+    with checked():
+        assert np.isfinite(gradient(x)).all()
+        x[1, 4, 0, 0] = np.inf
+        with pytest.raises(tf.errors.InvalidArgumentError, match="Inf"):
+            gradient(x)
+
+
+def test_what_was_traced_under_checks_serves_nobody_else(each_choice):
+    """Its checks would raise for what is hidden, and without them nobody asked for any."""
+    rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)
+    with checked():
+        tf.function(attend)(tf.constant(x), rule, True)
+    x[:, 9] = np.inf
+    got, wanted = tf.function(attend)(tf.constant(x), rule, True), attend(x, rule, False)
+    np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)

@@ -84,7 +84,7 @@ def folder(module):
 MOST_LINES = {
     "attention": 5_900,  # 4,700
     "rules": 4_550,  # 3,500
-    "retrofit": 4_400,  # 3,300
+    "retrofit": 4_500,  # 3,300
     "heads": 3_600,  # 2,300
     "export": 2_100,  # 1,750
     "look": 1_600,  # 1,150

@@ -81,9 +81,9 @@ def folder(module):
 # The most lines of each folder, and its aim in a comment. A number may be lowered; a commit that
 # raises one says what could not be deleted instead.
 MOST_LINES = {
-    "attention": 5_900,  # 4,700
-    "rules": 4_630,  # 3,500
-    "retrofit": 4_400,  # 3,300
+    "attention": 5_920,  # 4,700
+    "rules": 4_640,  # 3,500
+    "retrofit": 4_550,  # 3,300
     "heads": 3_600,  # 2,300
     "export": 2_100,  # 1,750
     "look": 1_600,  # 1,150
@@ -91,7 +91,7 @@ MOST_LINES = {
     "cli": 900,  # 750
     "linting": 950,  # 650
     "_keras": 850,  # 750
-    "generation": 650,  # 550
+    "generation": 660,  # 550
     "masks": 450,  # 400
 }
 

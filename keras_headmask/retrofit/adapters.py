@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_headmask import _keras
+from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.logits import Changes
 from keras_headmask.rules.base import MaskSpec
@@ -124,6 +124,14 @@ class Attention:
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         """Context and probabilities by `compute`, the method of the class."""
         return compute(**arguments)
+
+    def without_dead_rows(self, context: Any, mask: Any) -> Any:
+        """The context, 0 for queries that see no key."""
+        return masks.zero_dead_rows(context, mask)
+
+    def sequences(self, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a call of the layer attends from and to: "query", and "value" or "key"."""
+        return dict(zip(("query", "value", "key"), args, strict=False)) | dict(kwargs)
 
     def gives_pair(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the hook, so called, returns context and probabilities, not the context alone."""
@@ -262,6 +270,32 @@ class Gemma3n(Grouped):
         return super().called(compute, arguments | swapped)[0]
 
 
+class T5Gemma(Gemma):
+    """Keys come repeated, and the mask as floats; the decoder's window is in it."""
+
+    key_repeats = _held("num_key_value_groups")
+    operands = (*_OPERANDS, "training")
+    scale = _held("scaling")
+    is_self: Any = property(lambda self: getattr(self.layer, "attention_type", "self") == "self")
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        arguments = super().arguments(*args, **kwargs)
+        mask = arguments["attention_mask"]
+        if mask is not None and "float" in keras.backend.standardize_dtype(mask.dtype):
+            mask = masks.from_additive(mask)[:, 0]  # (one for all heads)
+        return arguments | {"attention_mask": mask}
+
+    def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        *operands, mask = (arguments[name] for name in _OPERANDS)
+        if mask is not None:
+            mask = masks.to_additive(masks.lift(mask), self.layer.compute_dtype)
+        return compute(*operands, mask, arguments["training"]), None
+
+    def sequences(self, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        inputs = _keras.arguments_of(self.layer, args, kwargs)["inputs"]
+        return dict(zip(("query", "value"), inputs, strict=True))
+
+
 class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
@@ -287,6 +321,67 @@ class OwnSoftmax(Grouped):
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
         names = _keras.argument_names(self.layer)
         return compute(**{k: x for k, x in arguments.items() if k in names}), None
+
+
+class T5(Attention):
+    """Its mask lies in a bias by distance, which the first layer of a stack hands to the others.
+
+    The code of its class runs under another bias; its dropout layer gets the probabilities.
+    """
+
+    hook = "call"
+    returns_pair = False
+    has_own_code = True
+    head_dim = _held("key_value_dim")
+
+    def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if "own_mask" in kwargs:  # they are that already
+            return kwargs
+        arguments = _DEFAULTS | _keras.arguments_of(self.layer, args, kwargs)
+        query, key, cache = (arguments[x] for x in ("hidden_states", "key_value_states", "cache"))
+        key = cache[:, 0] if cache is not None else query if key is None else key
+        bias = arguments["position_bias"]
+        if bias is None:
+            bias = self._bias(arguments, ops.shape(query)[1], ops.shape(key)[1])
+        mask = bias > masks.HIDDEN / 2
+        operands = {"query": query[:, :, None], "key": key, "position_bias": bias}
+        return arguments | operands | {"attention_mask": mask, "own_mask": mask}
+
+    def _bias(self, arguments: Mapping[str, Any], queries: Any, keys: Any) -> Any:
+        """The bias that the class makes, its mask in it, `(B or 1, H, T, S)`."""
+        layer, mask, start = self.layer, arguments["mask"], arguments["cache_update_index"]
+        if layer.use_relative_attention_bias:
+            bias = layer.compute_bias(queries, keys, 0 if start is None else start)
+        else:
+            bias = ops.zeros((1, layer.num_heads, queries, keys), layer.compute_dtype)
+        return bias if mask is None else ops.where(masks.lift(mask), bias, bias + masks.HIDDEN)
+
+    def called(self, compute: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+        mask, bias = arguments["attention_mask"], arguments["position_bias"]
+        usual, probabilities = self.layer.dropout_layer, []
+
+        def drop(weights: Any, **kwargs: Any) -> Any:
+            if mask is not arguments["own_mask"]:  # for fully masked rows
+                weights = ops.where(mask, weights, ops.zeros_like(weights))
+            probabilities.append(weights)
+            return usual(weights, **kwargs)
+
+        changed = {"hidden_states": arguments["query"][:, :, 0]}
+        if mask is not arguments["own_mask"]:
+            hidden = ops.cast(masks.HIDDEN, bias.dtype)
+            changed["position_bias"] = ops.where(masks.lift(mask), bias, hidden)
+        names = _keras.argument_names(self.layer)
+        taken = {k: x for k, x in (arguments | changed).items() if k in names}
+        seen = observers.standing_in(self.layer, {"dropout_layer": drop})
+        output, _, cache = compute.__func__(seen, **taken)
+        return (output, bias, cache), probabilities[0]
+
+    def without_dead_rows(self, context: Any, mask: Any) -> Any:
+        return context  # they have no probabilities
+
+    def sequences(self, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = _keras.arguments_of(self.layer, args, kwargs)
+        return {"query": arguments["hidden_states"], "value": arguments["key_value_states"]}
 
 
 class Deberta(Grouped):
@@ -321,6 +416,9 @@ _ADAPTERS: dict[str, type[Attention]] = {
     f"{_MODELS}gemma3n.gemma3n_attention.Gemma3nTextAttention": Gemma3n,
     f"{_MODELS}gemma4.gemma4_attention.Gemma4TextAttention": Gemma4,
     f"{_MODELS}gpt_oss.gpt_oss_attention.GptOssAttention": GptOss,
+    f"{_MODELS}t5gemma.t5gemma_attention.T5GemmaAttention": T5Gemma,
+    f"{_MODELS}t5gemma2.t5gemma2_attention.T5Gemma2Attention": T5Gemma,
+    f"{_MODELS}t5.t5_multi_head_attention.T5MultiHeadAttention": T5,
     f"{_MODELS}falcon.falcon_attention.FalconAttention": OwnSoftmax,
     f"{_MODELS}bloom.bloom_attention.BloomAttention": OwnSoftmax,
     f"{_MODELS}deberta_v3.disentangled_self_attention.DisentangledSelfAttention": Deberta,

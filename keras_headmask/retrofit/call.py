@@ -169,7 +169,8 @@ def _has_tensors(layer: Any, rule: LayerRule) -> bool:
 
 def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     """Context and probabilities as the class itself computes them."""
-    if arguments["return_attention_scores"] and not adapter.returns_pair:
+    brings_both = adapter.returns_pair or adapter.has_own_code
+    if arguments["return_attention_scores"] and not brings_both:
         if adapter.softmax is not None:
             return _by_softmax(adapter, [], arguments)
         beside = _Beside.of(adapter, arguments, _offset(arguments, 0), _sizes(arguments))
@@ -216,7 +217,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         mask = make_mask()
         merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
         context, probabilities = without_rules(adapter, merged | {"attention_mask": mask})
-        return masks.zero_dead_rows(context, mask), probabilities
+        return adapter.without_dead_rows(context, mask), probabilities
     return _attended(adapter, arguments, beside, spec, bound, make_mask)
 
 

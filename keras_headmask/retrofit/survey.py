@@ -254,7 +254,7 @@ class _ForwardPass:
         if adapted(layer).is_self:
             self.calls.append(Call(layer, arguments, True))
             return
-        operands = dict(zip(("query", "value", "key"), args, strict=False)) | kwargs
+        operands = adapted(layer).sequences(args, kwargs)
         query = operands.get("query")
         value = operands.get("value") if operands.get("value") is not None else query
         same = query is value or query is operands.get("key")

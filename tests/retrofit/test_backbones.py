@@ -118,7 +118,8 @@ def test_no_decoder_of_keras_hub_is_missing():
     classes = [x for x in vars(keras_hub.models).values() if inspect.isclass(x)]
     decoding = {x.backbone_cls for x in classes if issubclass(x, tasks)} - {None}
     names = {entry.name for entry in (*backbones.COVERED, *backbones.REFUSED)}
-    names |= {entry.backbone for entry in (*decoders.FAMILIES, *decoders.REFUSED)}
+    of_decoders = *decoders.FAMILIES, *decoders.ENCODER_DECODERS, *decoders.REFUSED
+    names |= {entry.backbone for entry in of_decoders}
     listed = tuple(getattr(keras_hub.models, name) for name in names)
     missing = [x.__name__ for x in decoding if not issubclass(x, listed)]
     assert not missing, "add them to `decoders` or `backbones` in tests/support"

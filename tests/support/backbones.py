@@ -133,7 +133,7 @@ COVERED = [
         "BLIP2Backbone",
         {"vision_encoder": None, "qformer": None, "language_model": _OPT},
         (_FROM_TOKEN_1._replace(output=None),),
-        "all self-attention, with OPT as the language model (refused with Flan-T5)",
+        "all self-attention, with OPT as the language model",
     ),
     Covered(
         "PARSeqBackbone",
@@ -160,6 +160,8 @@ def table():
     rows += [f"| `{entry.name}` | {entry.layers} |" for entry in COVERED]
     by_name = dict.fromkeys(family.backbone for family in decoders.FAMILIES)
     rows += [f"| `{name}` | all self-attention, by query heads |" for name in by_name]
+    taken = decoders.ENCODER_DECODERS
+    rows += [f"| `{x.backbone}` | {_CROSS}; by query heads; `generate()` |" for x in taken]
     refused = [Refused(x.backbone, x.arguments, x.attention) for x in decoders.REFUSED]
     for entry in [*refused, *REFUSED]:
         why = "has no attention" if entry.attention is None else f"computes in `{entry.attention}`"

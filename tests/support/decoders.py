@@ -225,6 +225,55 @@ FAMILIES = [
 ]
 
 
+_ENCODER_AND_DECODER = {
+    f"{part}_{name}": value
+    for part in ("encoder", "decoder")
+    for name, value in {
+        "hidden_dim": 32,
+        "intermediate_dim": 16,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }.items()
+}
+T5_GEMMA = _ENCODER_AND_DECODER | {
+    "vocabulary_size": 32,
+    "sliding_window": 4,
+    "attn_logit_softcapping": 2.0,
+}
+
+
+class EncoderDecoder(NamedTuple):
+    name: str
+    backbone: str
+    attention: str
+    arguments: dict
+    keeps: str
+
+    def __str__(self):
+        return self.name
+
+
+ENCODER_DECODERS = [
+    EncoderDecoder(
+        "T5",
+        "T5Backbone",
+        "T5MultiHeadAttention",
+        _TEXT | _HEADS | {"num_layers": 2},
+        "bias by distance",
+    ),
+    EncoderDecoder(
+        "T5Gemma",
+        "T5GemmaBackbone",
+        "T5GemmaAttention",
+        T5_GEMMA,
+        "sliding window, soft cap",
+    ),
+]
+
+
 class Refused(NamedTuple):
     name: str
     backbone: str
@@ -251,20 +300,6 @@ _MOONSHINE = {
     "encoder_num_heads": 2,
     "decoder_num_heads": 2,
 }
-_ENCODER_AND_DECODER = {
-    f"{part}_{name}": value
-    for part in ("encoder", "decoder")
-    for name, value in {
-        "hidden_dim": 32,
-        "intermediate_dim": 16,
-        "num_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }.items()
-}
-_T5_GEMMA = _ENCODER_AND_DECODER | {"vocabulary_size": 32, "sliding_window": 4}
 
 
 REFUSED = [
@@ -283,25 +318,11 @@ REFUSED = [
         "declares its rotations with one axis where they have two, so no call can be read",
     ),
     Refused(
-        "T5",
-        "T5Backbone",
-        "T5MultiHeadAttention",
-        _TEXT | _HEADS,
-        "adds its mask to a bias that later layers reuse",
-    ),
-    Refused(
-        "T5Gemma",
-        "T5GemmaBackbone",
-        "T5GemmaAttention",
-        _T5_GEMMA,
-        "its masks are floats that are added to the logits",
-    ),
-    Refused(
         "T5Gemma 2",
         "T5Gemma2Backbone",
-        "T5Gemma2Attention",
-        _T5_GEMMA,
-        "its masks are floats that are added to the logits",
+        "T5Gemma2MergedAttention",
+        T5_GEMMA,
+        "its decoder has one softmax for the keys of both sequences; name the encoder's layers",
     ),
     Refused(
         "XLNet",
@@ -316,7 +337,8 @@ REFUSED = [
 def table():
     """The table of `PAGE`."""
     rows = ["| family | backbone | attention | keeps its own |", "|---|---|---|---|"]
-    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.keeps} |" for x in FAMILIES]
+    taken = *FAMILIES, *ENCODER_DECODERS
+    rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.keeps} |" for x in taken]
     rows += ["", "| refused | backbone | attention | why |", "|---|---|---|---|"]
     rows += [f"| {x.name} | `{x.backbone}` | `{x.attention}` | {x.why} |" for x in REFUSED]
     return "\n".join(rows)

@@ -179,7 +179,7 @@ class _At(NamedTuple):
     """Positions of the queries `(n, tile)` and keys `(n, width * block)` of a class.
 
     Positions beyond the end are clipped. `are_there` `(n, tile, width * block)` is false for these,
-    and for repeated blocks; `None`: there are none.
+    and for repeated blocks; `None`: nothing is clipped or repeated.
     """
 
     queries: Tensor

@@ -304,7 +304,7 @@ def _rows_of_heads(tensor: Tensor) -> Tensor:
 class Visit(NamedTuple):
     """One step of the loop: m tiles of b queries, and w keys for each tile.
 
-    `valid` `(m, 1, 1, w)` is false for filler and repeated keys; `None`: there are none. `counts`
+    `valid` `(m, 1, 1, w)` is false for filler and repeated keys; `None`: all are real. `counts`
     `(m, 1, b, 1)` is false for filler queries. `needs_mask`: whether some pair may be hidden;
     `None`: always mask.
     """

@@ -259,6 +259,14 @@ def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch)
     assert raised.value.__notes__[0].endswith("in the attribute `ablation` of this exception.")
 
 
+@pytest.fixture(scope="module")
+def written(model, tmp_path_factory):
+    """The file of a whole sweep."""
+    file = tmp_path_factory.mktemp("sweep") / "ablation.json"
+    ablate_heads(model, metric, save_to=file)
+    return json.loads(file.read_text())
+
+
 @once
 @pytest.mark.parametrize(
     ("wrong", "why"),
@@ -274,10 +282,9 @@ def test_a_note_names_no_file_that_was_not_written(model, tmp_path, monkeypatch)
     ],
     ids=str,
 )
-def test_a_file_with_what_cannot_be(model, tmp_path, wrong, why):
+def test_a_file_with_what_cannot_be(model, tmp_path, written, wrong, why):
     file = tmp_path / "ablation.json"
-    ablate_heads(model, metric, save_to=file)
-    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    file.write_text(json.dumps(written | wrong))
     with pytest.raises(ValueError, match=rf"ablation.json .`save_to`. is no file of.*({why})"):
         ablate_heads(model, metric, save_to=file)
 

@@ -5,12 +5,14 @@ Each test names what of `_keras/` it covers, and says what its failure means for
 
 import ast
 import functools
+import inspect
 import math
 import os
 import pickle
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import keras
@@ -614,6 +616,28 @@ def test_layers_of_a_graph_are_tracked():
     assert layer in _keras.layers_of(model)
     _keras.untrack(model, layer)
     assert layer not in _keras.layers_of(model)
+
+
+@relies_on("copy_values", breaks="a copy of Gemma 3n would multiply by another table than its own")
+def test_values_of_a_graph_are_copied():
+    def scaled(values):
+        x = keras.Input((3,))
+        return keras.Model(x, ops.multiply(x, ops.convert_to_tensor(values, "float32")))
+
+    source, target = scaled([1, 2, 3]), scaled([4, 5, 6])
+    _keras.copy_values(source, target)
+    np.testing.assert_array_equal(*(ops.convert_to_numpy(m(X[0, :, :3])) for m in (source, target)))
+    other = scaled([[7]])  # of another shape: not the same call
+    _keras.copy_values(source, other)
+    assert ops.convert_to_numpy(other(np.ones((1, 3)))).tolist() == [[7, 7, 7]]
+
+
+@relies_on("is_assisted", breaks="a model that drafts would find no keys of the other")
+def test_a_model_that_drafts_shows():
+    task = pytest.importorskip("keras_hub").models.Gemma4CausalLM
+    assert "self._assistant_model = assistant_model" in inspect.getsource(task.generate)
+    assert not _keras.is_assisted(object())
+    assert _keras.is_assisted(types.SimpleNamespace(_assistant_model=1))
 
 
 @relies_on("is_plain_functional", breaks="a model would come back as one of another class")

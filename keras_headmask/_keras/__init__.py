@@ -335,18 +335,18 @@ def copy_values(source: Any, target: Any) -> None:
 
     KerasHub's Gemma 3n multiplies by its table as it was when the graph was made.
     """
+
+    def values(node: Any) -> list[Any]:
+        arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+        return [x for x in arguments if backend.is_tensor(x)]
+
     graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
-    calls = [[x for x in nodes(graph) if _values(x)] for graph in graphs]
+    calls = [[x for x in nodes(graph) if values(x)] for graph in graphs]
     for old, new in zip(*calls, strict=False) if len(calls) == 2 else ():
-        values = dict(zip(map(id, _values(new)), _values(old), strict=False))
-        if [x.shape for x in values.values()] == [x.shape for x in _values(new)]:
-            args, kwargs = new.arguments.convert(lambda x, values=values: values.get(id(x), x))
+        by_id = dict(zip(map(id, values(new)), values(old), strict=False))
+        if [x.shape for x in by_id.values()] == [x.shape for x in values(new)]:
+            args, kwargs = new.arguments.convert(lambda x, by_id=by_id: by_id.get(id(x), x))
             new.arguments = type(new.arguments)(*args, **kwargs)
-
-
-def _values(node: Any) -> list[Any]:
-    arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-    return [x for x in arguments if backend.is_tensor(x)]
 
 
 def run_anew(graph: Functional, call: Any) -> Any:

@@ -126,10 +126,8 @@ class _Generates(_CausalLM):
             cache = ((ops.zeros((batch, length, 0, 0)),) * 2,) * number
         cache = (cache, *states) if states else cache
         with with_cache(run), self._opened(inputs, index if is_step else 0):
-            logits, hidden_states, cache = super().call_with_cache(
-                token_ids, cache, index, **padding
-            )
-        return logits, hidden_states, {"layers": run.made, "states": _states(cache)}
+            forward = super().call_with_cache(token_ids, cache, index, **padding)
+        return *forward[:2], {"layers": run.made, "states": _states(forward[2])}
 
     def score(
         self, token_ids: Tensor, padding_mask: Tensor | None = None, *args: Any, **kwargs: Any
@@ -138,12 +136,10 @@ class _Generates(_CausalLM):
         inputs = {_TOKENS: ops.convert_to_tensor(token_ids)}
         ones = ops.ones_like(inputs[_TOKENS])
         inputs[_PADDING] = ones if padding_mask is None else padding_mask
-        with self._opened(self._read_by_rules(inputs, "score")):
+        with self._opened(self._read_by_rules(inputs, "score"), None):
             return super().score(token_ids, padding_mask, *args, **kwargs)
 
-    def _opened(
-        self, inputs: dict[str, Tensor], offset: Any = None
-    ) -> AbstractContextManager[Frame]:
+    def _opened(self, inputs: dict[str, Tensor], offset: Any) -> AbstractContextManager[Frame]:
         """A frame in which each owner of a rule has `inputs`, and what all layers share of them."""
         for layer in _keras.layers_of(self):
             if isinstance(layer, HeadMaskInputs):

@@ -188,7 +188,8 @@ class Grouped(Attention):
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = getattr(self.layer, "sliding_window_size", None)
         slides = getattr(self.layer, "use_sliding_window_attention", True)
-        return _near(size) if size and slides else None
+        # (The class has a causal mask beside it.)
+        return Window(before=size - 1, after=size - 1) if size and slides else None
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return _DEFAULTS | dict(zip(self.operands, args, strict=False)) | kwargs
@@ -200,11 +201,6 @@ class Grouped(Attention):
         return compute(*(arguments[name] for name in _OPERANDS), **rest), None
 
 
-def _near(size: int) -> MaskSpec:
-    """A sliding window of KerasHub's decoders, which have a causal mask beside it."""
-    return Window(before=size - 1, after=size - 1)
-
-
 class GptOss(Grouped):
     """A sink for each head, and a window one key wider than that of the others."""
 
@@ -213,7 +209,7 @@ class GptOss(Grouped):
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         size = self.layer.sliding_window
-        return _near(size + 1) if size else None
+        return Window(before=size, after=size) if size else None
 
 
 class Gemma(Grouped):

@@ -25,7 +25,6 @@ from keras_headmask.retrofit.adapters import adapted, adapter_of, attention
 from keras_headmask.retrofit.survey import Survey
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
-pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
 RULE = hm.PerHead({0: hm.Window(before=2, after=0), 1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
 LENGTH = 8
 

@@ -121,10 +121,13 @@ class MaskSpec:
         return self.children
 
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
-        """This node with other children.
+        """The same node with other children.
 
         Args:
             children: A spec in place of each one in `self.children`.
+
+        Returns:
+            A spec of this kind.
         """
         return self
 

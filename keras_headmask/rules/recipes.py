@@ -193,7 +193,8 @@ def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
 
     >>> from keras_headmask import draw
     >>> documents = [[0, 1, 1, 2, 2, 0]]  # an instruction, two documents, a question
-    >>> print(draw(separate_documents("documents"), mask_inputs={"documents": documents}))
+    >>> rule = separate_documents("documents")
+    >>> print(draw(rule, queries=6, mask_inputs={"documents": documents}))
     1 0 0 0 0 0
     1 1 0 0 0 0
     1 1 1 0 0 0
@@ -227,7 +228,8 @@ def window_in_prompt(sinks: int, window: int) -> MaskSpec:
 
     >>> from keras_headmask import draw
     >>> generated = [[0, 0, 0, 0, 1, 1]]
-    >>> print(draw(window_in_prompt(sinks=1, window=2), mask_inputs={"generated": generated}))
+    >>> rule = window_in_prompt(sinks=1, window=2)
+    >>> print(draw(rule, queries=6, mask_inputs={"generated": generated}))
     1 0 0 0 0 0
     1 1 0 0 0 0
     1 1 1 0 0 0

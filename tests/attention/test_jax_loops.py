@@ -79,7 +79,7 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    steps = jax_steps.Steps.of_blocks(*jax_steps.planned(part, offset), *operands)
+    steps = jax_steps.Steps.from_blocks(*jax_steps.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -126,7 +126,7 @@ def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, length
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
         program, _ = jax_steps.planned(part, offset)
-        runs = jax_steps.Steps.of_runs(program, places(heads, queries), places(2, keys))
+        runs = jax_steps.Steps.from_runs(program, places(heads, queries), places(2, keys))
     assume(runs is not None)
     of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
     seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
@@ -185,7 +185,7 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
     with tiles(local=3, wide=3, block=2):
         bound = evaluation.bind(spec, None, 24, 24, 0)
         part = Part(spec, (0, 1), bound, SCALE, current_tuning())
-        runs = jax_steps.Steps.of_runs(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
+        runs = jax_steps.Steps.from_runs(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
     assert (None if runs is None else runs.size) == size
 
 

@@ -26,7 +26,7 @@ FETCHED = re.compile(
 
 # Their snippets take half a minute each; another test or an example does the same every day.
 # (`found_leaks` is about faults of others.)
-SLOW = "devices", "export", "found_leaks", "retrofit", "task"
+SLOW = "devices", "export", "found_leaks", "hugging_face", "retrofit", "task"
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend

@@ -185,7 +185,9 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
     with tiles(local=3, wide=3, block=2):
         bound = evaluation.bind(spec, None, 24, 24, 0)
         part = Part(spec, (0, 1), bound, SCALE, current_tuning())
-        runs = jax_steps.Steps.from_runs(jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24))
+        runs = jax_steps.Steps.from_runs(
+            jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24)
+        )
     assert (None if runs is None else runs.size) == size
 
 

@@ -110,6 +110,10 @@ def by_oracle(monkeypatch, stock, given, allowed=ALLOWED):
 ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
 
 
+# What is true of one of these is true of the others, since they share an adapter.
+OF_EACH_KIND = "Llama|Gemma 2|Gemma 3n|Gemma 4|GPT-NeoX|Falcon|DeBERTa|gpt-oss"
+
+
 @pytest.fixture(
     params=[pytest.param(x, marks=pytest.mark.long if x.name in ALIKE else ()) for x in FAMILIES],
     ids=str,
@@ -168,6 +172,7 @@ def test_what_an_adapter_says(family):
         assert adapter.head_dim == family.arguments.get("head_dim", 8)
 
 
+@pytest.mark.every_day(OF_EACH_KIND)
 def test_a_hidden_key_changes_nothing_of_its_head(family):
     """By the hook: a changed key and value reach the heads that may see it, and no other."""
     _, masked = models(family)
@@ -264,10 +269,12 @@ assert hm.mask_specs(hm.apply_head_masks(task, hm.Window(2, 0)))
 """
 
 
+@pytest.mark.long  # (half a minute)
 def test_families_that_an_older_keras_hub_lacks_are_not_needed():
     run_fresh(OLDER)
 
 
+@pytest.mark.every_day(OF_EACH_KIND)
 def test_a_head_that_is_not_is_refused(family):
     """A rule names query heads, of which there are four, whatever the keys have."""
     stock, _ = models(family)

@@ -91,8 +91,12 @@ class OnTensorFlow(Recorder):
     def run(self, function: Callable[..., None], *tensors: Any) -> None:
         import tensorflow as tf
 
-        first = len(_operations())
-        function(*tensors)
+        first, scope = len(_operations()), tf.compat.v1.get_variable_scope()
+        caching_device = scope.caching_device
+        try:
+            function(*tensors)
+        finally:  # an error inside of `tf.map_fn` leaves one, which eager code refuses
+            scope.set_caching_device(caching_device)
         values: _Values = {x.ref(): Value(_shape(x)) for x in tensors if isinstance(x, tf.Tensor)}
         for number, operation in enumerate(_operations()[first:], first):
             name = "PyFunc" if number in self._hidden else operation.type

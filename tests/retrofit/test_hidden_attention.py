@@ -519,3 +519,38 @@ def test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden(copy, atten
     assert numpy(masked(normal(2, 7, 8))).shape == (2, 7, 8)
     again = hm.apply_head_masks(sequential(SelfAttends()), CHUNK, copy=copy)
     assert len(hm.mask_specs(again)) == 1
+
+
+class Maps(layers.Layer):
+    """Attends, and then fails inside of TensorFlow's `map_fn` on request."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4)
+
+    def call(self, x):
+        import tensorflow as tf
+
+        def double(row):
+            if self.fails:
+                raise ValueError("These sizes are not for it.")
+            return 2 * row
+
+        return tf.map_fn(double, self.attention(x, x))
+
+
+@pytest.mark.tensorflow
+def test_code_that_fails_while_it_is_read_leaves_nothing_to_the_process():
+    """`tf.map_fn` gives the process a caching device meanwhile, under which `RematScope` raises."""
+    import tensorflow as tf
+
+    x = keras.Input((6, 8), batch_size=2)
+    layer = Maps()
+    model = keras.Model(x, layer(x))
+    before, layer.fails = tf.compat.v1.get_variable_scope().caching_device, True
+    hm.apply_head_masks(model, CHUNK, copy=False)
+    assert tf.compat.v1.get_variable_scope().caching_device is before
+    layer.fails = False
+    assert np.isfinite(numpy(model(normal(2, 6, 8)))).all()

@@ -249,17 +249,6 @@ def test_compiled_by_xla():
         assert_close(a, b, depth=3)
 
 
-@pytest.fixture
-def no_caching_device():
-    """An error inside of `tf.map_fn` leaves one for the whole process, which eager code refuses."""
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        with tf.compat.v1.get_default_graph().as_default():
-            tf.compat.v1.get_variable_scope().set_caching_device(None)
-
-
-@pytest.mark.usefixtures("no_caching_device")
 @pytest.mark.parametrize(("where", "copy"), [("block", True), ("attention", False)])
 def test_rematerialised_layers_find_the_rule_again(where, copy):
     """Gradients are those of plain training: the second run has the same rule."""

@@ -20,17 +20,19 @@ def draw(record: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False})
     made = []
-    if any(name in record["cases"] for name in _CASES):
-        figure = _bars(record["ratios"])
-        made.append(("ratios.png", "Time of ours over its peers'", figure))
-    if record.get("scaling"):
-        figure = _by_length(record["scaling"], record.get("exponents", {}))
-        made.append(("scaling.png", "Time and peak memory by length, window rule", figure))
-    for file, _, figure in made:
-        figure.savefig(folder / file, dpi=130)
-        pyplot.close(figure)
+    # (Not for the whole process: others draw in it.)
+    style = {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}
+    with pyplot.rc_context(style):
+        if any(name in record["cases"] for name in _CASES):
+            figure = _bars(record["ratios"])
+            made.append(("ratios.png", "Time of ours over its peers'", figure))
+        if record.get("scaling"):
+            figure = _by_length(record["scaling"], record.get("exponents", {}))
+            made.append(("scaling.png", "Time and peak memory by length, window rule", figure))
+        for file, _, figure in made:
+            figure.savefig(folder / file, dpi=130)
+            pyplot.close(figure)
     return [(file, title) for file, title, _ in made]
 
 

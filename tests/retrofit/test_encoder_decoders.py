@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from backbone_calls import randomised
 from contract import numpy
-from decoders import ENCODER_DECODERS, T5_GEMMA
+from decoders import ENCODER_DECODERS, HUGGING_FACE, T5_GEMMA
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -274,18 +274,11 @@ def test_t5gemma_obeys_as_that_of_hugging_face_does(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+    sizes = HUGGING_FACE | {
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
         "attn_logit_softcapping": 2.0,
         "layer_types": ["full_attention"] * 2,
-        "initializer_range": 0.3,
     }
     config = transformers.T5GemmaConfig(
         encoder=dict(sizes), decoder=dict(sizes), vocab_size=32, attn_implementation="eager"

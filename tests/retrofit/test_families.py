@@ -443,16 +443,9 @@ def test_the_cache_index_is_the_offset(name):
 
 # --- Against Hugging Face -------------------------------------------------------------------------
 
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+TINY = decoders.HUGGING_FACE | {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
-    "initializer_range": 0.3,
     "attn_implementation": "eager",  # which takes additive masks of rank 4 as they are
 }
 NEAR = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-4, dtype=bool)

@@ -508,6 +508,20 @@ def test_cliffs_are_told_from_noise():
     assert cliffs.side_of(1.1, [9.0, 9.0, 1.0]) == "undecided"
 
 
+@pytest.mark.parametrize(("cost", "verdict"), [(1.5, "slower"), (0.8, "not slower")])
+def test_cliffs_compares_ours_with_dense_in_turns(cost, verdict):
+    now = [0.0]
+    load = iter(range(1, 10**6))  # neighbours that grow: both slow down alike
+
+    def costs(seconds):
+        now[0] += seconds * (1 + next(load) / 1000)
+
+    found = cliffs.compare(lambda: costs(cost), lambda: costs(1.0), 35, clock=lambda: now[0])
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(cost, rel=0.01)
+    assert len(found.ratios) < 12
+
+
 @long
 @pytest.mark.parametrize("number", [0, 3])
 def test_what_cliffs_compares_is_equal(number):

@@ -82,28 +82,38 @@ def measured(length: int, sizes: Sizes, options: Any) -> dict[str, Any]:
     peaks = {arm: _peak_of_fresh_process(arm, length, options.quick) for arm in (OURS, STOCK)}
     models = {arm: build(arm, length, sizes) for arm in (OURS, STOCK)}
     held = hm.cache_bytes(models[OURS], length)
-    runs = {
-        f"{arm}, {tokens}": _steps(model, length, tokens, sizes)
-        for arm, model in models.items()
-        for tokens in (sizes.few, sizes.more)
-    }
-    result = measure.interleaved(runs, 1 if options.quick else options.repetitions, warm_up=1)
-    seconds = result["seconds"]
-    per_token = {
-        arm: (seconds[f"{arm}, {sizes.more}"] - seconds[f"{arm}, {sizes.few}"])
-        / (sizes.more - sizes.few)
-        for arm in models
-    }
+    per_token, runs = time_per_token(
+        models, length, sizes, 1 if options.quick else options.repetitions
+    )
     return {
         "bytes": {
             "cache": {OURS: held.total, STOCK: held.stock},
             "cache_ratio": held.total / held.stock,
             "raised": peaks,
         },
-        "seconds_per_token": per_token | {"ratio": per_token[OURS] / per_token[STOCK]},
-        "runs": result,
+        "seconds_per_token": per_token,
+        "runs": runs,
         "equal": equal(models[OURS], length, sizes),
     }
+
+
+def time_per_token(
+    models: dict[str, Any], length: int, sizes: Sizes, repetitions: int
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Seconds of a step of each model with their ratio, and the runs that say so, in turns."""
+    runs = {
+        f"{arm}, {tokens}": _steps(model, length, tokens, sizes)
+        for arm, model in models.items()
+        for tokens in (sizes.few, sizes.more)
+    }
+    result = measure.interleaved(runs, repetitions, warm_up=1)
+    seconds = result["seconds"]
+    per_token = {
+        arm: (seconds[f"{arm}, {sizes.more}"] - seconds[f"{arm}, {sizes.few}"])
+        / (sizes.more - sizes.few)
+        for arm in models
+    }
+    return per_token | {"ratio": per_token[OURS] / per_token[STOCK]}, result
 
 
 def build(arm: str, length: int, sizes: Sizes) -> Any:

@@ -237,6 +237,19 @@ def test_generation_is_measured_on_models_that_choose_the_same_tokens(tmp_path):
     assert of_length["bytes"]["cache_ratio"] == pytest.approx((64 + 3 * 8) / (4 * 64))
 
 
+@long
+def test_own_windows_are_measured_with_what_they_save(tmp_path):
+    pytest.importorskip("keras_hub")
+    run("benchmarks.own_windows", "--out", tmp_path / "own_windows.json")
+    models = json.loads((tmp_path / "own_windows.json").read_text())["models"]
+    kept = {"Gemma 2 2B": 3 * 8 + 3 * 64, "Gemma 3 4B": 5 * 8 + 64}  # keys of six layers
+    for name, of_lengths in models.items():
+        (measured,) = of_lengths.values()
+        assert not measured["runs"]["errors"]
+        held = measured["cache_bytes"]
+        assert held["ours"] / held["stock"] == pytest.approx(kept[name] / (6 * 64))
+
+
 def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # (which the import sets, and this undoes)
     jax_backend = importlib.import_module("benchmarks.jax_backend")
@@ -428,6 +441,16 @@ def test_the_page_says_what_generation_was_measured_to_take():
         equal = of_length["equal"]
         assert equal["best"] == equal["tokens"]
         assert f"{equal['tokens']} generated tokens" in page
+
+
+def test_the_page_says_what_own_windows_were_measured_to_save():
+    page = (ROOT / "docs/generate.md").read_text(encoding="utf-8")
+    for name, of_lengths in figures_of("own_windows")["models"].items():
+        for length, measured in of_lengths.items():
+            seconds = measured["seconds_per_token"]
+            cells = [f"{1000 * seconds[arm]:.0f} ms" for arm in ("stock", "ours")]
+            row = [name, f"{int(length):,}", *cells, f"{seconds['ratio']:.2f}"]
+            assert f"| {' | '.join(row)} |" in page
 
 
 def test_the_page_says_what_a_corpus_was_measured_to_take():

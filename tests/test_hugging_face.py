@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import warnings
 
 import keras
 import numpy as np
@@ -316,14 +317,29 @@ def test_rules_by_layer_are_written_beside_the_weights_and_read_again(tmp_path):
     model, ids = made("BERT", ENCODERS), texts()
     hf.mask_heads(model, {"0-1": RULE, "layer.2": hm.Window(1, 1)})
     found = model(ids)[0]
-    with pytest.warns(UserWarning, match="do not hold its head masks"):
+    with pytest.warns(UserWarning, match="do not hold its head masks") as warned:
         model.save_pretrained(tmp_path)
+    assert len(warned) == 1
     again = transformers.BertModel.from_pretrained(tmp_path).eval()
     assert apart(again(ids)[0], found) > 1e-2
     hf.mask_heads(again, tmp_path / hf.FILE)
     assert torch.equal(again(ids)[0], found)
     assert list(again.head_masks.values()) == [RULE, RULE, hm.Window(1, 1)]
     assert json.loads((tmp_path / hf.FILE).read_text())["encoder.layer.2.attention.self"]
+
+
+@needs_torch
+def test_saving_a_model_around_one_with_rules_says_that_they_are_not_written(tmp_path):
+    config = transformers.BertConfig(**SMALL, num_labels=2)
+    outer = transformers.BertForSequenceClassification(config)
+    hf.mask_heads(outer.bert, RULE)
+    with pytest.warns(UserWarning, match="BertModel were read.* head masks are not among them"):
+        outer.save_pretrained(tmp_path)
+    assert not (tmp_path / hf.FILE).exists()
+    hf.unmask(outer.bert)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outer.save_pretrained(tmp_path)
 
 
 @needs_torch

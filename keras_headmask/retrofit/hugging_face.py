@@ -45,6 +45,7 @@ class _OfThread(threading.local):
         self.calls: list[_Call] = []  # those that run, the innermost last
         self.passed: dict[str, Any] = {}  # by `mask_inputs`
         self.generated: Any = None  # all ids so far, in `generate`
+        self.saves = False  # whether the rules are written, too
 
 
 _thread = _OfThread()
@@ -125,6 +126,7 @@ def mask_heads(model: Any, mask_spec: Any, layers: Any = None) -> Any:
     model.head_masks = {entry.path: spec for entry, spec in specs.items()}
     hooks = [x.register_forward_pre_hook(_enter, with_kwargs=True, prepend=True) for x in models]
     hooks += [x.register_forward_hook(_leave, always_call=True) for x in models]
+    hooks.append(model.register_state_dict_post_hook(_warn_of_state))
     model.head_mask_hooks = hooks, list(zip(models, before, strict=True))
     for name, method in _REPLACED.items():
         if hasattr(model, name):  # (transformers reads the signature)
@@ -360,7 +362,11 @@ def _input(module: Any, name: str, queries: int, keys: int, offset: int) -> Any:
 
 
 def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    _thread.saves = True
+    try:
+        saved = type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    finally:
+        _thread.saves = False
     rules = {path: spec.get_config() for path, spec in model.head_masks.items()}
     file = pathlib.Path(save_directory, FILE)
     file.write_text(json.dumps(rules, indent=2) + "\n")
@@ -371,6 +377,16 @@ def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         stacklevel=2,
     )
     return saved
+
+
+def _warn_of_state(model: Any, *_: Any) -> None:
+    if not _thread.saves:
+        warnings.warn(
+            f"The weights of {type(model).__name__} were read, as where a model around it is "
+            "saved: its head masks are not among them. Its own `save_pretrained` writes both.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 _REPLACED = {"save_pretrained": _save, "prepare_inputs_for_generation": _prepare}  # of a model

@@ -440,10 +440,8 @@ def _are_few(request: Request, part: Part) -> bool | None:
     """Whether `Loop` computes all logits; `None` where the run decides."""
     from keras_headmask.attention.tensorflow.by_size import Limits
 
-    limits, (batch, queries, heads, _) = Limits.of(part), request.query.shape
-    if None in (batch, queries, keys := request.key.shape[1]):
-        return None if limits.logits else False
-    return bool(limits.hold(heads, batch, queries, keys))
+    batch, queries, heads, _ = request.query.shape
+    return Limits.of(part).hold_of(heads, batch, queries, request.key.shape[1])
 
 
 def _when_compiled(request: Request) -> str:
@@ -499,10 +497,12 @@ def _ways(
         from keras_headmask.attention.tensorflow.by_size import Limits
 
         limits = Limits.of(part)
+        any_batch = f"sequences of at most {limits.short:,} pairs, any number of them,"
         at_most = (
             f"a batch of at most {limits.logits:,} logits, or {limits.of_short:,} of sequences of "
             f"at most {limits.short:,} pairs,"
         )
+        at_most = any_batch if few and request.query.shape[0] is None else at_most
         yield (
             f"The sizes decide when the graph runs: of {at_most} all are computed. The shares are "
             f"those of tiles, of {length} positions."

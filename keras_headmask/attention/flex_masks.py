@@ -98,6 +98,6 @@ def flex_block_mask(
             for leaf, prepared in bound.leaf_inputs.items()
         }
     )
-    tuning = dataclasses.replace(current_tuning(), block=block_size, gpu_block=block_size)
+    tuning = dataclasses.replace(current_tuning(), block=block_size, wide_block=block_size)
     part = Part(spec, tuple(range(num_heads)), bound, 1.0, tuning)
     return block_mask(part, query_offset, queries, keys, device, trains=True)

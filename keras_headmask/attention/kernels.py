@@ -141,7 +141,7 @@ def _skips_nothing(request: Request, part: Part) -> str | None:
         return reason
     queries, keys = _lengths(request)
     is_gpu = _is_torch_on_gpu(request)
-    fewest = part.tuning.fewest_pairs_on_gpu if is_gpu else part.tuning.fewest_pairs
+    fewest = part.tuning.fewest_pairs * (16 if is_gpu else 1)
     if None not in (queries, keys) and queries * keys < fewest:
         # (No sizes in these sentences: code that is compiled may not know them.)
         return f"there are fewer than {fewest} pairs, for which one product is faster"
@@ -238,7 +238,7 @@ def _not_in_float32(request: Request) -> str | None:
 class BlockLoop(Kernel):
     """JAX' loops over tiles and the keys that each meets: block by block, or one run."""
 
-    name, file, block = "loop", "jax/loop", "jax_block"
+    name, file, block = "loop", "jax/loop", "wide_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         import jax
@@ -316,7 +316,7 @@ class FlexAttention(Kernel):
 class FlexOnGpu(FlexAttention):
     """FlexAttention on a GPU: one call for all heads, compiled for the rule."""
 
-    name, block = "FlexAttention on CUDA", "gpu_block"
+    name, block = "FlexAttention on CUDA", "wide_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         from keras_headmask.attention.torch import flex

@@ -70,8 +70,8 @@ class Tuning:
     """
 
     # Which implementation.
-    fewest_pairs: int = 2**16  # with fewer, one dense product is faster than any loop
-    fewest_pairs_on_gpu: int = 2**20  # the same, for PyTorch on a GPU
+    # With fewer, one dense product is faster than any loop; sixteen times that on PyTorch's GPUs.
+    fewest_pairs: int = 2**16
     # Most logits of a batch to compute in one product on TensorFlow; a 16th of it where each query
     # sees few keys.
     most_logits: int = 2**23
@@ -81,8 +81,7 @@ class Tuning:
     wide_tile: int = 256
     block: int = 64  # keys that are kept or skipped together; FlexAttention's queries, too
     tensorflow_block: int = 32  # the same, in TensorFlow's loop
-    jax_block: int = 128  # in JAX', which meets them one by one
-    gpu_block: int = 128  # in FlexAttention on a GPU, of queries and of keys
+    wide_block: int = 128  # in JAX', which meets them one by one, and on a GPU in FlexAttention
     # So many positions may be flagged to be looked at by themselves, apart from all tiles.
     one_flagged_in: int = 8
     # Most logits of a step of a loop: 4 MB of float32, half of that where JAX takes a run of keys;

@@ -95,7 +95,7 @@ _leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "m
 
 def part_of(spec, inputs, queries, keys, offset=0, heads=1, block=4):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
-    with tuned(block=block, gpu_block=block) as tuning:
+    with tuned(block=block, wide_block=block) as tuning:
         return Part(spec, tuple(range(heads)), bound, SCALE, tuning)
 
 
@@ -275,7 +275,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(device, "is_gpu", lambda _: True)
     monkeypatch.setattr(flex, "_DTYPES", [{"float32"}])
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    small = dataclasses.replace(tuning.current_tuning(), fewest_pairs_on_gpu=0)
+    small = dataclasses.replace(tuning.current_tuning(), fewest_pairs=0)
     monkeypatch.setattr(tuning._tuning, "default", small)  # (`tuned` would, too)
     torch._dynamo.reset()
 

@@ -75,7 +75,7 @@ def random_rules(route, many):
         key_heads = heads // sharing if heads % sharing == 0 else heads
         qkv = operands(batch, queries, keys, heads, seed, key_heads=key_heads)
         local, wide, block = tile_sizes
-        blocks = dict.fromkeys(("block", "tensorflow_block", "jax_block", "gpu_block"), block)
+        blocks = dict.fromkeys(("block", "tensorflow_block", "wide_block"), block)
         step = {"most_logits_of_a_step": (1, 30, 100, 2**20)[seed % 4]}
         with tuned(local_tile=local, wide_tile=wide, **blocks, **step):
             check(route, qkv, spec, inputs, offset)

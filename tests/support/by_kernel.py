@@ -93,7 +93,7 @@ def _as_if_on_gpu():
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
         stack.enter_context(device.assuming("gpu"))
-        stack.enter_context(tuned(gpu_block=3, block=3, fewest_pairs_on_gpu=0))
+        stack.enter_context(tuned(wide_block=3, block=3, fewest_pairs=0))
         yield
 
 
@@ -266,7 +266,7 @@ def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, change
     bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=examples)
     rest = {"changes": checked_changes(lengths, **(changes or {})), **rest}
     request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
-    with tuned(fewest_pairs=0, fewest_pairs_on_gpu=0, most_computed=1.0):
+    with tuned(fewest_pairs=0, most_computed=1.0):
         part = part_of_all(request)
     with _compiling() if route.manner == "compiled" else contextlib.nullcontext():
         reason = refusal(route.kernel, request, part)

@@ -31,7 +31,7 @@ def tiles(local=4, wide=6, block=3):
         wide_tile=wide,
         block=block,
         tensorflow_block=block,
-        jax_block=block,
+        wide_block=block,
         most_logits_of_a_step=10 * local * block,
         one_flagged_in=4,
         most_logits=0,

@@ -84,7 +84,9 @@ class Steps(NamedTuple):
     @classmethod
     def from_blocks(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
         part, batch, lengths = program.part, query.shape[0], (query.shape[1], key.shape[1])
-        tile, size = (min(x) for x in zip((part.tile, part.tuning.jax_block), lengths, strict=True))
+        tile, size = (
+            min(x) for x in zip((part.tile, part.tuning.wide_block), lengths, strict=True)
+        )
         bound, offset = bound_of(program, inputs, *lengths), program.query_offset
         possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, (tile, size), offset, ARRAYS)
         # (By NumPy where positions alone decide.)
@@ -104,7 +106,7 @@ class Steps(NamedTuple):
         part, (batch, queries, heads, _), keys = program.part, query.shape, key.shape[1]
         if part.rule.inputs or part.changes.are_some or len(part.groups()) > 1:
             return None
-        tile, block = min(part.tile, queries), min(part.tuning.jax_block, keys)
+        tile, block = min(part.tile, queries), min(part.tuning.wide_block, keys)
         rest = (queries, keys), (tile, block), program.query_offset, ARRAYS
         possible = bounds_of(part.rule, {}, *rest).possible[0]
         if not isinstance(possible, np.ndarray):  # by a user's `coverage`, of JAX' arrays

@@ -203,7 +203,7 @@ def block_mask(
 def block_of(part: Part, where: Any) -> int:
     """How many queries, and keys, make a block."""
     on_gpu = where is not None and where.type == "cuda"
-    return part.tuning.gpu_block if on_gpu else part.tuning.block
+    return part.tuning.wide_block if on_gpu else part.tuning.block
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

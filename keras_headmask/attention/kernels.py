@@ -17,7 +17,7 @@ from keras_headmask.attention import blocks, dense, device, gathered, head_group
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.tuning import is_dense_scope, is_forward_only
+from keras_headmask.attention.tuning import is_compiling, is_dense_scope, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.heads import restricts
@@ -262,13 +262,6 @@ def _is_torch_on_gpu(request: Request) -> bool:
     return keras.backend.backend() == "torch" and device.is_gpu(request.query)
 
 
-def _is_compiled() -> bool:
-    """Whether PyTorch's compiler reads this."""
-    import torch
-
-    return torch.compiler.is_compiling()
-
-
 def _not_on_torch(request: Request) -> str | None:
     changed = "soft caps, biases and sinks" if request.changes.are_some else None
     return _not_in_float32(request) or changed
@@ -283,13 +276,9 @@ class Sdpa(Kernel):
         from keras_headmask.attention.torch import tiles
 
         reason = _not_on_torch(request)
-        if reason is not None:
+        if reason or tiles.can_read(request.bound, request.query, request.key, request.value):
             return reason
-        operands = request.query, request.key, request.value
-        is_known = tiles.can_read(request.bound, *operands)
-        return (
-            None if is_known else "values are not known yet: code is compiled, exported or mapped"
-        )
+        return "values are not known yet: code is compiled, exported or mapped"
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         from keras_headmask.attention.torch import tiles
@@ -408,7 +397,7 @@ class ByGroup(Kernel):
         *others, last = self.kernels
         if request.tiled or first(others, request, part) is not None:
             return None
-        if _is_torch_on_gpu(request) and _is_compiled():
+        if _is_torch_on_gpu(request) and is_compiling():
             return "a plan by NumPy would split the code that is compiled"
         # The last looks at positions alone, and copies the keys of each tile.
         shares, sizes = [], (*_lengths(request), request.query_offset)

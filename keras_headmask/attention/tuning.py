@@ -30,7 +30,7 @@ class Held(Generic[T]):
 
     def get(self) -> T:
         is_free = self.holders == 0 and keras.backend.backend() == "torch"
-        return self.default if is_free and _is_compiling() else self.variable.get()
+        return self.default if is_free and is_compiling() else self.variable.get()
 
     def set(self, value: T) -> Token[T]:
         with _LOCK:
@@ -45,7 +45,8 @@ class Held(Generic[T]):
                 self.holders -= 1
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
+    """Whether PyTorch's compiler reads this."""
     import torch
 
     return torch.compiler.is_compiling()

@@ -129,8 +129,7 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
         return hides, tf.transpose(alive, (0, 2, 1, 3))
 
     if is_short is True:
-        mask, alive = short_mask()
-        return Shared(True, mask, alive, [])
+        return Shared(True, *short_mask(), [])
     is_gpu = on_gpu()  # (Here, once: it would be a state of functions.)
 
     def long_plans() -> list[Plan]:

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -340,6 +342,21 @@ def test_saving_a_model_around_one_with_rules_says_that_they_are_not_written(tmp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outer.save_pretrained(tmp_path)
+
+
+ALONE = """
+import sys, keras_headmask as hm, torch, transformers
+config = transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=4)
+model = hm.hugging_face.mask_heads(transformers.BertModel(config), hm.Window(1, 1))
+model(torch.ones((1, 4), dtype=torch.long))
+assert "tensorflow" not in sys.modules
+"""
+
+
+@needs_torch
+def test_tensorflow_is_not_imported():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @needs_torch

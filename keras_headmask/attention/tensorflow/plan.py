@@ -134,17 +134,17 @@ def _runs(possible: Mask, two: bool) -> Tensor:
     number = tf.range(count)
 
     def first_true(x: Tensor) -> Tensor:
-        return tf.argmax(tf.cast(x, tf.int32), -1, tf.int32)
+        """Where it is true first, or `count`; of no block, too, where `argmax` raises."""
+        return tf.minimum(tf.reduce_min(tf.where(x, number, count), -1), count)
 
     start = first_true(possible)
-    stop = tf.where(tf.reduce_any(possible, -1), count - first_true(possible[..., ::-1]), start)
+    stop = tf.maximum(count - first_true(possible[..., ::-1]), start)
     if not two:
         return tf.stack([start, stop], -1)
     ended = ~possible & (number >= tf.expand_dims(start, -1))
-    gap = tf.minimum(tf.where(tf.reduce_any(ended, -1), first_true(ended), count), stop)
+    gap = tf.minimum(first_true(ended), stop)
     again = possible & (number >= tf.expand_dims(gap, -1))
-    after = tf.where(tf.reduce_any(again, -1), first_true(again), stop)
-    return tf.stack([start, gap, after, stop], -1)
+    return tf.stack([start, gap, tf.minimum(first_true(again), stop), stop], -1)
 
 
 def _needs_mask(blocks: Tensor, certain: Mask) -> Tensor:

@@ -25,9 +25,9 @@ from benchmarks.generation import OURS, PROMPT, QUICK, STOCK, Sizes
 RECORD = Path(__file__).parent / "results" / "own_windows.json"
 LAYERS, VOCABULARY = 6, 256
 LENGTHS = 4096, 16384
-WIDTHS = {  # of KerasHub's presets; `layers` is how many the whole model has
-    "Gemma 2 2B": {"layers": 26, "hidden": 2304, "feedforward": 18432, "window": 4096},
-    "Gemma 3 4B": {"layers": 34, "hidden": 2560, "feedforward": 10240, "window": 1024},
+WIDTHS = {  # of KerasHub's presets
+    "Gemma 2 2B": {"hidden": 2304, "feedforward": 18432, "window": 4096},
+    "Gemma 3 4B": {"hidden": 2560, "feedforward": 10240, "window": 1024},
 }
 HEADS, KEY_HEADS, HEAD_DIM = 8, 4, 256
 

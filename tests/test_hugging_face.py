@@ -3,13 +3,12 @@
 import copy
 import itertools
 import json
-import subprocess
-import sys
 import warnings
 
 import keras
 import numpy as np
 import pytest
+from fresh import run_fresh
 
 import keras_headmask as hm
 
@@ -355,8 +354,7 @@ assert "tensorflow" not in sys.modules
 
 @needs_torch
 def test_tensorflow_is_not_imported():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_fresh(ALONE)
 
 
 @needs_torch
@@ -367,6 +365,11 @@ def test_a_copy_obeys_and_is_unmasked_alone():
     hf.unmask(twin)
     assert torch.equal(model(ids)[0], found)
     assert apart(twin(ids)[0], found) > 1e-2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin.state_dict()
+    with pytest.warns(UserWarning, match="BertModel were read"):
+        model.state_dict()
     with pytest.raises(ValueError, match="has no rules by `mask_heads`"):
         hf.unmask(twin)
 

@@ -497,12 +497,10 @@ def _ways(
         from keras_headmask.attention.tensorflow.by_size import Limits
 
         limits = Limits.of(part)
-        any_batch = f"sequences of at most {limits.short:,} pairs, any number of them,"
-        at_most = (
-            f"a batch of at most {limits.logits:,} logits, or {limits.of_short:,} of sequences of "
-            f"at most {limits.short:,} pairs,"
-        )
-        at_most = any_batch if few and request.query.shape[0] is None else at_most
+        short = f"sequences of at most {limits.short:,} pairs,"
+        at_most = f"a batch of at most {limits.logits:,} logits, or {limits.of_short:,} of {short}"
+        if few and request.query.shape[0] is None:
+            at_most = f"{short} any number of them,"
         yield (
             f"The sizes decide when the graph runs: of {at_most} all are computed. The shares are "
             f"those of tiles, of {length} positions."

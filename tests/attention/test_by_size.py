@@ -102,3 +102,21 @@ def test_the_definition_drops_what_all_logits_drop():
     np.testing.assert_allclose(dropped(spoilt), dropped(x), rtol=1e-5, atol=1e-6)
     whole = numpy(attend((x, x, x), hm.Window(after=0), tiled=None))[:, :-1]
     assert np.abs(dropped(x) - whole).max() > 0.1
+
+
+def test_a_graph_of_short_sequences_has_no_loop_whatever_the_batch():
+    """`fit` knows the lengths of its arrays and not the size of its last batch."""
+    import tensorflow as tf
+
+    def has_loop(length):
+        def call(x):
+            return hm.dot_product_attention(x, x, x, mask_spec=hm.Window(1, 1))
+
+        shape = tf.TensorSpec((None, length, 2, 4))
+        graph = tf.function(call, input_signature=[shape]).get_concrete_function().graph
+        functions = graph.as_graph_def().library.function
+        return any("While" in node.op for function in functions for node in function.node_def)
+
+    assert has_loop(None)
+    assert has_loop(512)
+    assert not has_loop(64)

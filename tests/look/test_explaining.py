@@ -221,6 +221,9 @@ def test_sizes_decide_between_all_logits_and_tiles():
     assert short.groups[0].share == 1
     all_heads = hm.explain(RULE, queries=512, batch=4, num_heads=4)  # some head is not local
     assert "of at most 8,388,608 logits" in str(all_heads)
+    any_batch = hm.explain(hm.Window(31, 0), queries=256, batch=None, num_heads=2)
+    assert any_batch.groups[0].share == 1
+    assert "of sequences of at most 131,072 pairs, any number of them," in str(any_batch)
 
 
 @pytest.mark.tensorflow
@@ -250,28 +253,6 @@ def test_a_graph_decides_by_sizes_as_python_does(are_local):
         if expected:
             assert limits.hold(8, tf.constant(4096), length, length) is True
     assert limits.hold_of(8, 1, None, 16) is None
-
-
-@pytest.mark.tensorflow
-def test_a_graph_of_short_sequences_has_no_loop_whatever_the_batch():
-    """`fit` knows the lengths of its arrays and not the size of its last batch."""
-    import tensorflow as tf
-
-    def has_loop(length):
-        def call(x):
-            return hm.dot_product_attention(x, x, x, mask_spec=hm.Window(1, 1))
-
-        shape = tf.TensorSpec((None, length, 2, 4))
-        graph = tf.function(call, input_signature=[shape]).get_concrete_function().graph
-        functions = graph.as_graph_def().library.function
-        return any("While" in node.op for function in functions for node in function.node_def)
-
-    assert has_loop(None)
-    assert has_loop(512)
-    assert not has_loop(64)
-    explained = hm.explain(hm.Window(31, 0), queries=256, batch=None, num_heads=2)
-    assert explained.groups[0].share == 1
-    assert "of sequences of at most 131,072 pairs, any number of them," in str(explained)
 
 
 def test_what_compiled_code_runs():

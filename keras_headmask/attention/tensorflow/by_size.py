@@ -6,7 +6,7 @@ layer sees whether its operands are plain: so short sequences need no repair of 
 not plain is left to the definition, which has one.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -97,10 +97,8 @@ class Limits(NamedTuple):
         is_known = self.hold_of(heads, *(None if tf.is_tensor(x) else x for x in sizes))
         if is_known is not None:
             return is_known
-        batch, queries, keys = (tf.cast(x, tf.int64) for x in sizes)  # (65,536 squared is 0 in 32)
-        pairs = queries * keys
-        logits = heads * batch * pairs
-        return (logits <= self.logits) | ((pairs <= self.short) & (logits <= self.of_short))
+        # (65,536 squared is 0 in 32 bits.)
+        return self._are_within(heads, *(tf.cast(x, tf.int64) for x in sizes))
 
     def hold_of(
         self, heads: int, batch: int | None, queries: int | None, keys: int | None
@@ -110,11 +108,14 @@ class Limits(NamedTuple):
             return False
         if queries is None or keys is None:
             return None
-        pairs = queries * keys
         if batch is None:
-            return True if pairs <= self.short else None
+            return queries * keys <= self.short or None
+        return self._are_within(heads, batch, queries, keys)
+
+    def _are_within(self, heads: int, batch: Any, queries: Any, keys: Any) -> Any:
+        pairs = queries * keys
         logits = heads * batch * pairs
-        return logits <= self.logits or (pairs <= self.short and logits <= self.of_short)
+        return (logits <= self.logits) | ((pairs <= self.short) & (logits <= self.of_short))
 
 
 def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:

@@ -120,3 +120,17 @@ def test_a_graph_of_short_sequences_has_no_loop_whatever_the_batch():
     assert has_loop(None)
     assert has_loop(512)
     assert not has_loop(64)
+
+
+@pytest.mark.parametrize("spec", [hm.Window(1, 1), hm.Keys(0, 1) | hm.Window(1, 1)], ids=str)
+def test_tiles_of_no_key_are_0(spec):
+    """At lengths that the graph does not know: one run of keys, and two."""
+    import tensorflow as tf
+
+    def run(q, k, v):
+        return hm.dot_product_attention(q, k, v, mask_spec=spec, tiled=True)
+
+    operand = tf.TensorSpec((None, None, 2, 3))
+    traced = tf.function(run, input_signature=[operand] * 3, autograph=False)
+    keys = tf.zeros((1, 0, 2, 3))
+    assert not numpy(traced(tf.ones((1, 5, 2, 3)), keys, keys)).any()

@@ -125,8 +125,10 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
 
     def short_mask() -> tuple[Tensor, Tensor]:
         mask = mask_of_all_heads(part.rule, bound, len(part.heads))
-        alive = tf.cast(tf.reduce_any(mask, -1, keepdims=True), dtype)
-        hides = tf.where(mask, tf.zeros([], dtype), tf.constant(-_HIDES, dtype))
+        zero, one = tf.zeros([], dtype), tf.ones([], dtype)
+        # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
+        alive = tf.where(tf.reduce_any(mask, -1, keepdims=True), one, zero)
+        hides = tf.where(mask, zero, tf.constant(-_HIDES, dtype))
         return hides, tf.transpose(alive, (0, 2, 1, 3))
 
     if is_short is True:

@@ -8,7 +8,7 @@ name, except to override the methods in `OVERRIDDEN`.
 import contextlib
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -292,6 +292,25 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
     """The operation that made a symbolic tensor, and what it read; `None` if nothing made it."""
     operation, index, _ = getattr(tensor, "_keras_history", (None, 0, 0))
     return operation, [] if operation is None else calls_of(operation)[index].input_tensors
+
+
+def made_of(tensors: Iterable[Any], ends: Container[int] = ()) -> Iterator[Any]:
+    """The tensors that symbolic tensors are made of, and these, each once and in forward order.
+
+    The walk stops at tensors whose ids are in `ends`.
+    """
+    waiting, opened, done = list(tensors), set(), set()
+    while waiting:
+        one = waiting[-1]
+        if id(one) not in opened:
+            opened.add(id(one))
+            read = [] if id(one) in ends else made_by(one)[1]
+            waiting += [x for x in reversed(read) if id(x) not in opened]
+            continue
+        waiting.pop()
+        if id(one) not in done:
+            done.add(id(one))
+            yield one
 
 
 def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:

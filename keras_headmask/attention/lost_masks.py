@@ -5,7 +5,7 @@ Keras passes a mask from layer to layer. Operators and `keras.ops` drop it witho
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -48,7 +48,7 @@ class _Mask(NamedTuple):
 def lost_mask(tensor: Any) -> Lost | None:
     """Where the Keras mask of a symbolic tensor was lost; `None` if it has one or never had."""
     mask_of: dict[int, _Mask] = {}
-    for one in _in_forward_order(tensor):
+    for one in _keras.made_of([tensor]):
         operation, read = _keras.made_by(one)
         mask_of[id(one)] = _after(one, operation, read, mask_of)
         if _keras.takes_masks_off(operation):
@@ -56,21 +56,6 @@ def lost_mask(tensor: Any) -> Lost | None:
                 if mask_of[id(x)].is_there:
                     mask_of[id(x)] = _Mask(lost=Lost(operation, mask_of[id(x)].ids))
     return mask_of[id(tensor)].lost
-
-
-def _in_forward_order(tensor: Any) -> Iterator[Any]:
-    """The tensors that `tensor` is made of, each behind those that it is made of; then itself."""
-    waiting, opened, done = [tensor], set(), set()
-    while waiting:
-        one = waiting[-1]
-        if id(one) not in opened:
-            opened.add(id(one))
-            waiting += [x for x in reversed(_keras.made_by(one)[1]) if id(x) not in opened]
-            continue
-        waiting.pop()
-        if id(one) not in done:
-            done.add(id(one))
-            yield one
 
 
 def _after(tensor: Any, operation: Any, read: list[Any], mask_of: dict[int, _Mask]) -> _Mask:

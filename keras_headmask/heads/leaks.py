@@ -122,7 +122,7 @@ class _Search:
             name: tolerance * changes.scales(self.before.outputs[name], count is not None)
             for name, count in self.rows.items()
         }
-        self.layers_behind = {} if model is None else reaches.layers_behind_outputs(model)
+        self.layers_behind = reaches.layers_behind_outputs(self.survey) if self.survey else {}
         self.runs_stacked = True
         (self.seen,) = self._seen([self.inputs], [self.before])
         # By names of an input and an output: `(batch, output positions, input positions)`.

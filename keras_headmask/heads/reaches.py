@@ -5,7 +5,7 @@ have residual connections, so a layer lets query i depend on key j if i = j or a
 Over layers these are multiplied as boolean matrices: a window of 3 reaches 6 in two layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -113,41 +113,25 @@ def why_not_by_layers(survey: Survey) -> str | None:
     for entry in survey.known:
         if entry.kind == "cross":
             return f"the attention layer {entry} attends to another sequence"
-    behind = {id(layer) for layer in _behind_positions(survey.model)}
+    layers: Iterable[Any] = _keras.layers_of(survey.model)
+    if survey.graph is not None:  # outputs without an axis of positions may be made of anything
+        outputs = survey.graph.outputs
+        layers = _behind([x for x in outputs if len(x.shape) > 2 or None in x.shape[1:]])
+    behind = {id(layer) for layer in layers}
     for one in survey.mixing:
         if one.is_certain and id(one.operation) in behind:
             return f"the layer {one}"
     return None if survey.known else "the model has no attention layer, which would say it"
 
 
-def layers_behind_outputs(model: keras.Model) -> dict[str, set[int]]:
+def layers_behind_outputs(survey: Survey) -> dict[str, set[int]]:
     """The ids of the layers that each output is made of, by its name; nothing without a graph."""
-    graph = _keras.functional_of(model)
-    if not isinstance(graph, _keras.Functional):
-        return {}
-    return {
-        name: {id(layer) for layer in _behind([tensor])}
-        for name, tensor in outputs_by_name(graph.output).items()
-    }
+    outputs = {} if survey.graph is None else outputs_by_name(survey.graph.output)
+    return {name: {id(layer) for layer in _behind([x])} for name, x in outputs.items()}
 
 
-def _behind_positions(model: keras.Model) -> list[Any]:
-    """The layers that outputs with an axis of positions are made of; all without a graph."""
-    graph = _keras.functional_of(model)
-    if not isinstance(graph, _keras.Functional):
-        return list(_keras.layers_of(model))
-    return _behind([x for x in graph.outputs if len(x.shape) > 2 or None in x.shape[1:]])
-
-
-def _behind(waiting: list[Any]) -> list[Any]:
+def _behind(tensors: list[Any]) -> list[Any]:
     """The layers that tensors are made of, and those inside of them."""
-    operations, seen = {}, set()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            operation, read = _keras.made_by(tensor)
-            waiting += read
-            operations[id(operation)] = operation
-    layers = [x for x in operations.values() if isinstance(x, keras.Layer)]
+    makers = {_keras.made_by(x)[0] for x in _keras.made_of(tensors)}
+    layers = [x for x in makers if isinstance(x, keras.Layer)]
     return [inner for layer in layers for inner in _keras.layers_of(layer)]

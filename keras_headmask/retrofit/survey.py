@@ -378,17 +378,9 @@ def _follows(earlier: Any, later: Any) -> bool:
 
 
 def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
-    """The ids of the inputs that a tensor of a graph is made of; the search stops at `ends`."""
-    waiting, seen, inputs = [tensor], set(), set()
-    while waiting:
-        tensor = waiting.pop()
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            read = [] if id(tensor) in ends else _keras.made_by(tensor)[1]
-            waiting += read
-            if not read:
-                inputs.add(id(tensor))
-    return inputs
+    """The ids of the inputs that a tensor of a graph is made of; `ends` count as inputs."""
+    behind = _keras.made_of([tensor], ends)
+    return {id(x) for x in behind if id(x) in ends or not _keras.made_by(x)[1]}
 
 
 def _kind(name: str, calls: list[Call]) -> str:

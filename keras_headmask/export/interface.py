@@ -1,6 +1,5 @@
 """A model as a function from named tensors to named tensors, and requests to try it on."""
 
-import contextlib
 import inspect
 import keyword
 import re
@@ -13,7 +12,7 @@ from keras import ops
 
 from keras_headmask.export import fresh_process
 from keras_headmask.masks import Tensor
-from keras_headmask.retrofit.made_up import made_up, names_of_sides
+from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import leaves
 
@@ -51,12 +50,11 @@ class Interface(NamedTuple):
     output_shapes: dict[str, Shape] | None  # of a graph
     arguments: dict[str, Any]
     as_returned: Callable[[Tensors], Any]
-    read_as: Mapping[str, frozenset[str]] = {}  # what rules call an input, beside its own name
 
     def sample(self, batch: int, length: int, seed: int = 0) -> Arrays:
         """A made-up request of `batch` examples of `length` positions, for the rules to decide."""
         rules = self.survey.rules.values()
-        return made_up(self.survey, rules, batch, length, seed, self.inputs, self.read_as)
+        return made_up(self.survey, rules, batch, length, seed, self.inputs)
 
 
 def interface_of(survey: Survey, input_signature: Any) -> Interface:
@@ -277,36 +275,6 @@ def is_pair(item: Any) -> bool:
     """Whether `item` is (batch, length), whole numbers from 1."""
     pair = isinstance(item, (tuple, list)) and len(item) == 2
     return pair and all(type(size) is int and size > 0 for size in item)
-
-
-def with_reads(interface: Interface) -> Interface:
-    """`interface` with the inputs that rules read under another name, found by trying the model.
-
-    The name is that of `mask_inputs`. What such a tensor holds depends on an input where it changes
-    as that input does.
-    """
-    from keras_headmask.retrofit.observe import mask_inputs_seen  # needs all of retrofit/
-
-    rules = interface.survey.rules.values()
-    read = {name for spec in rules for leaf in leaves(spec) for name in leaf.inputs}
-    if all(interface.inputs.keys() & names_of_sides([name]) for name in read):
-        return interface
-
-    def seen(given: Arrays) -> list[tuple[str, np.ndarray]]:
-        with mask_inputs_seen(interface.survey.known) as found:
-            answer(interface, given)
-        return found
-
-    read_as: dict[str, frozenset[str]] = {}
-    # What cannot be run is an error of the check, which says more.
-    with contextlib.suppress(Exception):
-        first, other = (interface.sample(2, 8, seed) for seed in (0, 1))
-        before = seen(first)
-        for name in (name for name, x in interface.inputs.items() if "int" in x.dtype):
-            after = seen(first | {name: other[name]})
-            changed = zip(before, after, strict=True)
-            read_as[name] = frozenset(k for (k, x), (_, y) in changed if not np.array_equal(x, y))
-    return interface._replace(read_as=read_as)
 
 
 def tried(interface: Interface, given: Iterable[Arrays]) -> str:

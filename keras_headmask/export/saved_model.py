@@ -24,7 +24,6 @@ from keras_headmask.export.interface import (
     is_pair,
     request,
     size_of,
-    with_reads,
 )
 from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
 from keras_headmask.export.report import ExportReport, installed_versions
@@ -121,7 +120,7 @@ def export_saved_model(
         base = versions.checked_base(base_path)
         versions.checked_version(version, base)
         survey = Survey(model)
-        interface = with_reads(interface_of(survey, input_signature))
+        interface = interface_of(survey, input_signature)
         in_buckets = _in_buckets(xla_buckets, interface)
         entries, left_out = _with_scores(survey, scores)
         with versions.being_written(base) as folder:

@@ -24,12 +24,12 @@ def made_up(
     length: int,
     seed: int = 0,
     inputs: Mapping[str, Any] | None = None,
-    read_as: Mapping[str, frozenset[str]] | None = None,
 ) -> Arrays:
     """Random inputs by name: `batch` examples of `length` positions; fixed sizes stay.
 
     Ids stay below the sizes of the embeddings that read them, and include those that `rules` look
-    for. Other inputs are what their name and dtype say: segments, flags, whole masks, numbers.
+    for. Other inputs are what their name and dtype say: segments, flags, whole masks, numbers. What
+    a rule reads by a name that no input has is taken to come from the first input of ids.
 
     Args:
         survey: Of the model that reads them.
@@ -38,15 +38,16 @@ def made_up(
         length: The number of positions.
         seed: Another one gives other inputs.
         inputs: Shapes and dtypes by name; by default those of the graph.
-        read_as: What rules call an input, beside its own name.
 
     Raises:
         TypeError: for an input of text.
     """
     rng = np.random.default_rng([seed, batch, length])
     all_leaves = [leaf for spec in rules for leaf in leaves(spec)]
+    inputs = survey.inputs if inputs is None else inputs
+    first_ids = next((name for name, x in inputs.items() if _holds_ids(name, x)), None)
     arrays: Arrays = {}
-    for name, x in (survey.inputs if inputs is None else inputs).items():
+    for name, x in inputs.items():
         dtype = keras.backend.standardize_dtype(x.dtype)
         if dtype == "string":
             raise TypeError(
@@ -55,9 +56,12 @@ def made_up(
             )
         batch = x.shape[0] or batch
         shape = [batch, *(length if size is None else size for size in x.shape[1:])]
-        # A leaf reads an input also under the name of one side of cross-attention.
-        names = {name, *(read_as or {}).get(name, ())}
-        readers = [leaf for leaf in all_leaves if not names.isdisjoint(names_of_sides(leaf.inputs))]
+        readers = []
+        for leaf in all_leaves:
+            # A leaf reads an input also under the name of one side of cross-attention.
+            names = {side + read for side in _SIDES for read in leaf.inputs}
+            if name in names or (name == first_ids and names.isdisjoint(inputs)):
+                readers.append(leaf)
         below = min((layer.input_dim for layer in survey.embeddings_of(name)), default=None)
         wanted = [i for leaf in readers for i in leaf.sampling.ids if below is None or i < below]
         if "float" in dtype:
@@ -79,9 +83,9 @@ def made_up(
     return arrays
 
 
-def names_of_sides(reads: Iterable[str]) -> set[str]:
-    """Names that rules read, also with what stands before them in cross-attention."""
-    return {side + name for side in _SIDES for name in reads}
+def _holds_ids(name: str, x: Any) -> bool:
+    is_whole = "int" in keras.backend.standardize_dtype(x.dtype)
+    return is_whole and len(x.shape) == 2 and not marks_padding(name)
 
 
 def plain(survey: Survey) -> Arrays:

@@ -203,31 +203,6 @@ def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
 
 
 @contextlib.contextmanager
-def mask_inputs_seen(entries: list[AttentionLayer]) -> Iterator[list[tuple[str, np.ndarray]]]:
-    """Fill a list with the inputs of rules, by the names that the rules have for them.
-
-    They come in the order in which layers run, without those read in a `tf.function` inside the
-    model, where tensors have no values.
-    """
-    seen: list[tuple[str, np.ndarray]] = []
-
-    def see(layer: Any, arguments: Mapping[str, Any]) -> None:
-        given = [arguments.get("mask_inputs") or {}]
-        for rule in rules_in_force(layer):
-            if (found := inputs_of(rule)) is not None:
-                given.append(rule.inputs_from(found))
-        for name, sides in (item for one in given for item in one.items()):
-            for side in sides if isinstance(sides, (tuple, list)) else (sides,):
-                if side is not None and graph_being_built() is None:
-                    seen.append((name, ops.convert_to_numpy(side)))
-
-    with contextlib.ExitStack() as stack:
-        for entry in entries:
-            stack.enter_context(called(entry.layer, functools.partial(see, entry.layer)))
-        yield seen
-
-
-@contextlib.contextmanager
 def keys_limited(entries: list[AttentionLayer], live: Any) -> Iterator[None]:
     """Hide from attention layers the keys where `live`, boolean `(batch, length)`, is false."""
     with contextlib.ExitStack() as stack:

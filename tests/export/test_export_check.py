@@ -14,7 +14,7 @@ from keras import layers, ops
 import keras_headmask as hm
 from keras_headmask.attention import observers
 from keras_headmask.export import checking, fresh_process
-from keras_headmask.export.interface import answer, distance, interface_of, request, with_reads
+from keras_headmask.export.interface import answer, distance, interface_of, request
 from keras_headmask.export.signatures import signatures_of, why_not_padded
 from keras_headmask.retrofit.survey import Survey
 
@@ -68,11 +68,9 @@ def by_a_masked_model():
     ids=["our layer", "of the ids", "a masked model inside"],
 )
 def test_samples_hold_the_ids_of_a_rule_whatever_the_input_is_called(made, end):
-    """The rule's ids are where it reads them, though the argument is `ids`."""
+    """What no argument is named for is taken to be in the first one of ids."""
     both = IDS | {"other": IDS["ids"]}
-    interface = with_reads(interface_of(Survey(made()), both))
-    assert interface.read_as == {"ids": {"token_ids"}, "other": set()}
-    given = request(interface, (2, 40))
+    given = request(interface_of(Survey(made()), both), (2, 40))
     assert end in given["ids"]
     assert end not in given["other"]
 

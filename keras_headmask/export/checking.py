@@ -159,7 +159,7 @@ def checked(
         graphs=graphs,
     )
     for problem in _problems(result, _why_alike(interface, given, unseen)):
-        raise RuntimeError(f"The export was not published: {problem}")
+        _refuse(problem)
     return result
 
 
@@ -217,10 +217,8 @@ def run_fresh(folder: pathlib.Path, cases: Sequence[Case]) -> tuple[dict[str, An
             env=fresh_process.environment(),
         )
         if done.returncode != 0:
-            raise RuntimeError(
-                "The export was not published: a fresh process could not run it. "
-                + (done.stderr.strip().splitlines() or ["It died without a word."])[-1]
-            )
+            last = (done.stderr.strip().splitlines() or ["It died without a word."])[-1]
+            _refuse(f"a fresh process could not run it. {last}")
         answers = fresh_process.read(f"{place}/answers.npz", len(cases))
     return json.loads(done.stdout.splitlines()[-1]), answers
 

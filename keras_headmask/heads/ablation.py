@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from keras_headmask import _keras
-from keras_headmask.heads.progress import Progress, check_verbose
+from keras_headmask.heads.progress import Progress
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.retrofit.adapters import AttentionLayer
@@ -192,7 +192,7 @@ def ablate_heads(
     if steps is not None and not greedy:
         raise ValueError(f"`steps` is for `greedy=True`. Received: steps={steps}, greedy=False.")
     steps = None if steps is None else whole_number(steps, "steps", at_least=1)
-    file = check_sweep(metric, better, save_to, verbose)
+    file = check_sweep(metric, better, save_to)
     survey = Survey(model)
     entries = selected(survey, layers)
     left = [(i, head) for i, entry in enumerate(entries) for head in range(entry.num_heads)]
@@ -235,7 +235,7 @@ def _change(x: float) -> str:
 # --- A metric of many variants -------------------------------------------------------------------
 
 
-def check_sweep(metric: Any, better: Any, save_to: Any, verbose: Any) -> Path | None:
+def check_sweep(metric: Any, better: Any, save_to: Any) -> Path | None:
     """Raise for arguments that no sweep takes. Returns the file to save to."""
     if not callable(metric):
         raise TypeError(
@@ -244,7 +244,6 @@ def check_sweep(metric: Any, better: Any, save_to: Any, verbose: Any) -> Path | 
         )
     if better not in ("higher", "lower"):
         raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
-    check_verbose(verbose)
     file = None if save_to is None else Path(save_to)
     if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise ValueError(

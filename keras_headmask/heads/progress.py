@@ -13,9 +13,14 @@ class Progress:
     """A progress bar on standard error; in a log, lines.
 
     `total`: how many steps there are, or `None`; `unit`: what a step is; `verbose`: as in Keras.
+
+    Raises:
+        ValueError: for what Keras' `verbose` does not take.
     """
 
     def __init__(self, total: int | None, unit: str, verbose: Any = "auto"):
+        if verbose not in ("auto", 0, 1, 2):
+            raise ValueError(f'`verbose` must be "auto", 0, 1 or 2. Received: {verbose!r}.')
         self.total, self.unit, self.done, self.verbose = total, unit, 0, verbose
         self.is_bar = sys.stderr.isatty() or "ipykernel" in sys.modules
         self.next = time.monotonic() + (_SECONDS if self.is_bar else _OF_LINES)
@@ -35,9 +40,3 @@ class Progress:
             bar = "=" * (_WIDTH * self.done // self.total)
             text = f"[{bar:{_WIDTH}}] {text}"
         print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
-
-
-def check_verbose(verbose: Any) -> None:
-    """Raise for what Keras' `verbose` does not take."""
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(f'`verbose` must be "auto", 0, 1 or 2. Received: {verbose!r}.')

@@ -10,7 +10,7 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.heads import texts
-from keras_headmask.heads.progress import Progress, check_verbose
+from keras_headmask.heads.progress import Progress
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
 from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
@@ -164,7 +164,6 @@ class Reader:
 
     def read(self, verbose: Any) -> Iterator[Batch]:
         """Each batch, with a bar of progress; then raises unless heads can be measured on them."""
-        check_verbose(verbose)
         bar = Progress(self.count, "batches", verbose)
         absent = dict(self.looked_for)
         for inputs, beside in self.batches:

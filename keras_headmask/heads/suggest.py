@@ -220,7 +220,7 @@ def suggest_rules(
     fields.whole_number(sinks, "sinks", at_least=1)
     tolerance = fields.not_negative(tolerance, "tolerance")
     # (Without a metric these arguments are checked as with one.)
-    file = check_sweep(len if metric is None else metric, better, save_to, verbose)
+    file = check_sweep(len if metric is None else metric, better, save_to)
     looked_for = {"end_ids": end_ids, "special_ids": special_ids}
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
     family = [*_family(sinks, end_ids, special_ids)]

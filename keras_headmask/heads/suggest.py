@@ -13,7 +13,7 @@ from keras import ops
 from keras_headmask.heads.ablation import Head, Sweep, check_sweep
 from keras_headmask.heads.measures import with_null
 from keras_headmask.heads.progress import Progress
-from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
+from keras_headmask.heads.reading import Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.rules import evaluation, fields, recipes
@@ -223,12 +223,8 @@ def suggest_rules(
     file = check_sweep(len if metric is None else metric, better, save_to)
     looked_for = {"end_ids": end_ids, "special_ids": special_ids}
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
-    family = [*_family(sinks, end_ids, special_ids)]
-    numbers = {entry.path: number for number, entry in reader.survey.numbered()}
-    counts = _Counts(family, numbers)
-    for batch in reader.read(verbose):
-        counts.add(batch)
-    suggestion = counts.suggestion(keep, reader.longest)
+    family = list(_family(sinks, end_ids, special_ids))
+    suggestion = _cheapest(reader, family, keep, verbose)
     if metric is None:
         return suggestion
     limited = [(i, j) for i, j in np.argwhere(suggestion.computed < 1).tolist()]
@@ -279,56 +275,55 @@ def _layer_rule(specs: tuple[MaskSpec, ...]) -> MaskSpec:
     return PerHead({tuple(numbers): spec for spec, numbers in heads.items()})
 
 
-class _Counts:
-    """Attention that each rule keeps, and pairs that it allows, over the texts.
+def _cheapest(reader: Reader, family: list[MaskSpec], keep: float, verbose: Any) -> Suggestion:
+    """For each head the cheapest rule of `family` that keeps `keep` of its attention."""
+    layers, pairs = _counted(reader, family, verbose)
+    heads = max(len(layer.queries) for layer in layers.values())
+    specs: dict[str, tuple[MaskSpec, ...]] = {}
+    kept, computed = np.full((2, len(layers), heads), np.nan)
+    for i, (path, layer) in enumerate(layers.items()):
+        counts = pairs[:, int(layer.is_causal)]
+        costs = counts / counts[family.index(Full())]
+        chosen = []
+        for head, queries in enumerate(layer.queries):
+            # A head that sees nothing keeps all that it has.
+            shares = layer.kept[head] / queries if queries else np.ones(len(costs))
+            # (Sums of float32 shares that are 1 may be a little less.)
+            able = np.flatnonzero(shares >= keep - 1e-5)
+            best = min(able, key=lambda rule: (costs[rule], rule))
+            chosen.append(family[best])
+            kept[i, head], computed[i, head] = min(shares[best], 1.0), costs[best]
+        specs[path] = tuple(chosen)
+    numbers = {entry.path: number for number, entry in reader.survey.numbered()}
+    causal = tuple(layer.is_causal for layer in layers.values())
+    return Suggestion(specs, numbers, keep, kept, computed, reader.longest, causal)
 
-    `numbers`: by the path of each layer, the number by which `apply_head_masks` names it.
+
+def _counted(
+    reader: Reader, family: list[MaskSpec], verbose: Any
+) -> tuple[dict[str, "_Layer"], np.ndarray]:
+    """Over the texts: attention that each rule keeps, by layer, and pairs that it allows.
+
+    Pairs are counted twice: all, and those that do not look ahead.
     """
-
-    def __init__(self, family: list[MaskSpec], numbers: dict[str, int | None]):
-        self.family, self.numbers = family, numbers
-        self.layers: dict[str, _Layer] = {}
-        self.pairs = np.zeros((len(family), 2))  # all, and those not after the query
-
-    def add(self, batch: Batch) -> None:
-        masks: list[np.ndarray] = []  # of each text, (rules, pairs)
+    layers: dict[str, _Layer] = {}
+    pairs, paths = np.zeros((len(family), 2)), {entry.path for entry in reader.entries}
+    for batch in reader.read(verbose):
+        masks: list[np.ndarray] = []  # of each text, (rules, T, T)
         for path, probabilities in batch.layers:
-            masks = masks or list(self._masks(batch))
-            if path not in self.numbers:  # "path[1]": all runs of a layer obey its one rule
+            masks = masks or list(allowed_pairs(family, batch))
+            if path not in paths:  # "path[1]": all runs of a layer obey its one rule
                 path = path.rpartition("[")[0]
-            layer = self.layers.setdefault(path, _Layer(probabilities.shape[1], len(self.family)))
+            layer = layers.setdefault(path, _Layer(probabilities.shape[1], len(family)))
             for of_text, allowed, real in zip(probabilities, masks, batch.real, strict=True):
                 shares, sees = real_shares(of_text, real)
                 layer.queries += sees.sum(1)
-                layer.kept += shares.reshape(len(shares), -1) @ allowed.T.astype(shares.dtype)
+                by_rule = allowed.reshape(len(family), -1).T.astype(shares.dtype)
+                layer.kept += shares.reshape(len(shares), -1) @ by_rule
                 layer.is_causal &= not np.triu(shares, 1).any()
-
-    def _masks(self, batch: Batch) -> Iterator[np.ndarray]:
-        """The pairs that each rule allows, for each text. They are counted, too."""
-        back = np.tri(batch.real.shape[1], dtype=bool)
-        for allowed in allowed_pairs(self.family, batch):
-            self.pairs += np.stack([allowed.sum((1, 2)), (allowed & back).sum((1, 2))], -1)
-            yield allowed.reshape(len(allowed), -1)
-
-    def suggestion(self, keep: float, longest: int) -> Suggestion:
-        heads = max(len(layer.queries) for layer in self.layers.values())
-        specs: dict[str, tuple[MaskSpec, ...]] = {}
-        kept, computed = np.full((2, len(self.layers), heads), np.nan)
-        causal = tuple(layer.is_causal for layer in self.layers.values())
-        for i, (path, layer) in enumerate(self.layers.items()):
-            counts = self.pairs[:, int(layer.is_causal)]
-            costs = counts / counts[self.family.index(Full())]
-            chosen = []
-            for head, queries in enumerate(layer.queries):
-                # A head that sees nothing keeps all that it has.
-                shares = layer.kept[head] / queries if queries else np.ones(len(costs))
-                # (Sums of float32 shares that are 1 may be a little less.)
-                able = np.flatnonzero(shares >= keep - 1e-5)
-                best = min(able, key=lambda rule: (costs[rule], rule))
-                chosen.append(self.family[best])
-                kept[i, head], computed[i, head] = min(shares[best], 1.0), costs[best]
-            specs[path] = tuple(chosen)
-        return Suggestion(specs, self.numbers, keep, kept, computed, longest, causal)
+        for allowed in masks:
+            pairs += np.stack([allowed.sum((1, 2)), np.tril(allowed).sum((1, 2))], -1)
+    return layers, pairs
 
 
 class _Layer:

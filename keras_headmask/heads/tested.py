@@ -80,10 +80,9 @@ class Tested(NamedTuple):
             added = ops.convert_to_tensor(noise * change.places[..., None])
             return vectors + ops.cast(added, vectors.dtype)
 
+        layers = _layers(self.model, keras.layers.Embedding) if change.in_embeddings else []
         with contextlib.ExitStack() as stack:
-            for layer in (
-                _layers(self.model, keras.layers.Embedding) if change.in_embeddings else ()
-            ):
+            for layer in layers:
                 stack.enter_context(observers.overriding(layer, "call", embedded))
             yield reads
 
@@ -105,23 +104,20 @@ class Tested(NamedTuple):
         """The first output of each run of a layer, in the order in which they end."""
         seen: list[tuple[str, np.ndarray]] = []
 
-        def keep(path: str) -> Callable:
-            def kept(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-                outputs = usual(*args, **kwargs)
-                for x in keras.tree.flatten(outputs)[:1]:
-                    if len(getattr(x, "shape", ())) > 1:
-                        seen.append((path, ops.convert_to_numpy(x).astype("float64")))
-                return outputs
-
-            return kept
+        def keep(path: str, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+            outputs = usual(*args, **kwargs)
+            for x in keras.tree.flatten(outputs)[:1]:
+                if len(getattr(x, "shape", ())) > 1:
+                    seen.append((path, ops.convert_to_numpy(x).astype("float64")))
+            return outputs
 
         assert self.model is not None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.embeddings_changed(change))  # first: what is kept is changed
             for path, layer in walk(self.model):
                 if not isinstance(layer, keras.Model):
-                    named = f"'{path}' ({type(layer).__name__})"
-                    stack.enter_context(observers.overriding(layer, "call", keep(named)))
+                    kept = functools.partial(keep, f"'{path}' ({type(layer).__name__})")
+                    stack.enter_context(observers.overriding(layer, "call", kept))
             self.call(change.inputs)
         return seen
 
@@ -319,18 +315,15 @@ def _lengths(shapes: Mapping[str, Any]) -> dict[str, int | None]:
 def _masks_seen(model: keras.Model | None, masks: Arrays) -> Iterator[None]:
     """Put the Keras masks that layers make of the model's inputs in `masks`, by layer."""
 
-    def see(layer: Any) -> Callable:
-        def seen(usual: Callable, read: Any, *args: Any, **kwargs: Any) -> Any:
-            mask = layer.compute_mask(read)
-            if mask is not None and len(mask.shape) == 2:
-                masks[layer.name] = ops.convert_to_numpy(mask)
-            return usual(read, *args, **kwargs)
-
-        return seen
+    def see(layer: Any, usual: Callable, read: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = layer.compute_mask(read)
+        if mask is not None and len(mask.shape) == 2:
+            masks[layer.name] = ops.convert_to_numpy(mask)
+        return usual(read, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         for layer in _layers(model, (keras.layers.Embedding, keras.layers.Masking)):
-            stack.enter_context(observers.overriding(layer, "call", see(layer)))
+            stack.enter_context(observers.overriding(layer, "call", functools.partial(see, layer)))
         yield
 
 

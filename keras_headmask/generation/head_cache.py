@@ -171,12 +171,7 @@ class Run:
     def _seeds(self, slots: Slots, keys: dict[str, Tensor]) -> dict[str, Tensor]:
         """Fill the slots from the keys `(B, T, K, D)` of a prompt."""
         place = ops.maximum(slots.positions(self.last), 0)
-        return {
-            name: ops.transpose(
-                ops.take(select_heads(x, slots.heads, axis=2), place, axis=1), (0, 2, 1, 3)
-            )
-            for name, x in keys.items()
-        }
+        return {name: ops.take(_heads_first(x, slots), place, axis=2) for name, x in keys.items()}
 
     def _mask(
         self,

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from keras_headmask.attention.lost_masks import padding_inputs
-from keras_headmask.heads import changes, positions, reaches
+from keras_headmask.heads import changes, reaches
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.leak_report import Leak, LeakReport
 from keras_headmask.heads.progress import Progress
-from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested
+from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested, shapes
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
@@ -105,16 +105,15 @@ class _Search:
         self.batch = 0 if 0 in sizes else max(sizes, default=0)
         model = self.tested.model
         self.survey = None if model is None else Survey(model)
-        self.entries = [] if self.survey is None else self.survey.known
-        heads = [entry.num_heads for entry in self.entries if entry.num_heads is not None]
-        self.heads = max(heads, default=None)
+        known = [] if self.survey is None else self.survey.known
+        self.heads = max((entry.num_heads for entry in known), default=None)
         self.counts = [k for k, x in self.inputs.items() if x.ndim and len(x) == self.batch]
         self.numbers = [k for k in self.counts if self.inputs[k].dtype.kind not in "OSU"]
         self.notes: list[str] = []
         self._choose_inputs()
         self._check()
         self.before = self._run_twice()
-        self.rows, notes = positions.rows_of_outputs(
+        self.rows, notes = reaches.rows_of_outputs(
             self.tested, self.inputs, self.before.outputs, self.names, rule
         )
         self.notes += notes
@@ -152,16 +151,16 @@ class _Search:
         ]
 
     def _check(self) -> None:
-        shapes = positions.shapes(self.inputs)
+        received = shapes(self.inputs)
         if self.batch == 0:
             raise ValueError(
                 "`inputs` must hold at least one example, each input of shape (batch, length) or "
-                f"(batch, length, features). Received: {shapes}."
+                f"(batch, length, features). Received: {received}."
             )
         if not self.names:
             raise ValueError(
                 "`inputs` hold nothing to change: ids are replaced by other ids that an input "
-                f"holds, and masks are kept. Received: {shapes}. Pass examples with several ids, "
+                f"holds, and masks are kept. Received: {received}. Pass examples with several ids, "
                 "or floats, of shape (batch, length) or (batch, length, features)."
             )
         self.lengths = {self.inputs[name].shape[1] for name in self.names}
@@ -239,7 +238,11 @@ class _Search:
         Masks `(batch, heads, rows, columns)` of one rule, or of layers in forward order. No query
         sees padding, and each sees its own position.
         """
-        by_layers = [] if self.rule is not None else self._by_layers(variants)
+        by_layers = []
+        if self.rule is None and self.survey is not None:
+            (length,) = self.lengths
+            stacked = self.tested.pack(self._stacked(variants))
+            by_layers = reaches.by_layers(self.survey, stacked, length)
         seen = []
         for n, (inputs, run) in enumerate(zip(variants, runs, strict=True)):
             masks: Masks = {}
@@ -262,15 +265,6 @@ class _Search:
                     masks[output, columns] = allowed
             seen.append(masks)
         return seen
-
-    def _by_layers(self, variants: Sequence[Arrays]) -> list[tuple[Any, np.ndarray]]:
-        model, (length,) = self.tested.model, self.lengths
-        assert model is not None
-        try:
-            inputs = self.tested.pack(self._stacked(variants))
-            return reaches.by_layers(model, self.entries, inputs, length)
-        except ValueError as error:
-            raise ValueError(f"{error} Pass as `rule` what the outputs may depend on.") from error
 
     # --- Runs -----------------------------------------------------------------------------------
 

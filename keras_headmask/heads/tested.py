@@ -166,6 +166,10 @@ def numbers_of(outputs: Any, kind: str) -> tuple[Arrays, dict[str, str]]:
     return arrays, skipped
 
 
+def shapes(arrays: Arrays) -> str:
+    return ", ".join(f"{name!r}: {x.dtype} {x.shape}" for name, x in arrays.items())
+
+
 def as_numpy(array: Any) -> np.ndarray:
     """An array of NumPy, TensorFlow, JAX or PyTorch in NumPy, off its graph and device."""
     if hasattr(array, "detach"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.heads import changes, positions, tested
+from keras_headmask.heads import changes, tested
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.rules import base, evaluation, examples, fields, spec_laws
 from keras_headmask.rules.base import MaskSpec
@@ -106,8 +106,8 @@ def assert_steps_equal(
         if {k: x.shape for k, x in outputs.items()} != {k: x.shape for k, x in rows.items()}:
             raise ValueError(
                 "`step` must return outputs by the names of those of `whole`, of the shape "
-                f"(batch, positions, ...). Received: {positions.shapes(outputs)} for "
-                f"{stop - start} positions of {positions.shapes(expected)}."
+                f"(batch, positions, ...). Received: {tested.shapes(outputs)} for "
+                f"{stop - start} positions of {tested.shapes(expected)}."
             )
         for name, x in outputs.items():
             limit = tolerance * changes.scales(expected[name], True)[:, start:stop]

@@ -517,9 +517,9 @@ def test_a_position_keeps_what_it_has():
 def test_windows_compose():
     window = hm.Window(1, 1)
     model = hm.apply_head_masks(stack(2), window)
-    entries = Survey(model).known
-    by_layers = reaches.by_layers(model, entries, IDS, 7)
-    assert [layer for layer, _ in by_layers] == [entry.layer for entry in entries]
+    survey = Survey(model)
+    by_layers = reaches.by_layers(survey, IDS, 7)
+    assert [layer for layer, _ in by_layers] == [entry.layer for entry in survey.known]
     masks = [mask | np.eye(7, dtype=bool) for _, mask in by_layers]
     i, j = np.indices((7, 7))
     assert len(masks) == 2

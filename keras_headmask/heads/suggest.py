@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from keras import ops
 
 from keras_headmask.heads.ablation import Head, Sweep, check_sweep
 from keras_headmask.heads.measures import with_null
@@ -16,7 +15,7 @@ from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.reading import Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, layer_rows
-from keras_headmask.rules import evaluation, fields, recipes
+from keras_headmask.rules import fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
 from keras_headmask.rules.per_head import PerHead
@@ -39,7 +38,6 @@ class Suggestion(Printed):
         kept: The share that is kept, `(layers, heads)`; NaN where a layer has fewer heads.
         computed: The share that the rule allows of the pairs of tokens, `(layers, heads)`; in a
             causal layer of those pairs that do not look ahead.
-        longest: The length of the longest text, in tokens.
         causal: By layer, whether no attention went to a later token.
         metrics: With `metric=`: that of the model itself, then of each model that was tried, with
             one head more open each time.
@@ -50,7 +48,6 @@ class Suggestion(Printed):
     keep: float
     kept: np.ndarray
     computed: np.ndarray
-    longest: int
     causal: tuple[bool, ...]
     metrics: tuple[float, ...] = ()
 
@@ -63,24 +60,6 @@ class Suggestion(Printed):
             name = f"^{re.escape(path)}$" if number is None else str(number)
             rules[name] = _layer_rule(specs).get_config()
         return rules
-
-    @property
-    def cache(self) -> float | None:
-        """The share of a cache's bytes that heads need at the longest text.
-
-        `None` unless all layers are causal.
-
-        By positions: a rule that reads ids counts as all.
-        """
-        if not all(self.causal):
-            return None
-        specs = [spec for specs in self.specs.values() for spec in specs]
-        return float(np.mean([1.0 if spec.inputs else self._seen(spec) for spec in specs]))
-
-    def _seen(self, spec: MaskSpec) -> float:
-        """Of the keys, those that the last query sees."""
-        last = evaluation.make_mask(spec, 1, self.longest, 1, query_offset=self.longest - 1)
-        return float(ops.convert_to_numpy(last).mean())
 
     def _parts(self) -> Iterator[str | Table]:
         rows = [
@@ -140,7 +119,7 @@ class Suggestion(Printed):
         """
         rules = {"keep": self.keep, "rules": self.rules}
         shares = {"kept": with_null(self.kept), "computed": with_null(self.computed)}
-        return rules | shares | {"cache": self.cache, "metrics": list(self.metrics)}
+        return rules | shares | {"metrics": list(self.metrics)}
 
 
 def suggest_rules(
@@ -296,7 +275,7 @@ def _cheapest(reader: Reader, family: list[MaskSpec], keep: float, verbose: Any)
         specs[path] = tuple(chosen)
     numbers = {entry.path: number for number, entry in reader.survey.numbered()}
     causal = tuple(layer.is_causal for layer in layers.values())
-    return Suggestion(specs, numbers, keep, kept, computed, reader.longest, causal)
+    return Suggestion(specs, numbers, keep, kept, computed, causal)
 
 
 def _counted(

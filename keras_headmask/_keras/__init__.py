@@ -295,22 +295,16 @@ def made_by(tensor: Any) -> tuple[Any, list[Any]]:
 
 
 def made_of(tensors: Iterable[Any], ends: Container[int] = ()) -> Iterator[Any]:
-    """The tensors that symbolic tensors are made of, and these, each once and in forward order.
-
-    The walk stops at tensors whose ids are in `ends`.
-    """
-    waiting, opened, done = list(tensors), set(), set()
+    """Symbolic tensors and what they are made of, in forward order; `ends` are ids to stop at."""
+    waiting, seen = [(x, False) for x in tensors], set()
     while waiting:
-        one = waiting[-1]
-        if id(one) not in opened:
-            opened.add(id(one))
-            read = [] if id(one) in ends else made_by(one)[1]
-            waiting += [x for x in reversed(read) if id(x) not in opened]
-            continue
-        waiting.pop()
-        if id(one) not in done:
-            done.add(id(one))
+        one, is_next = waiting.pop()
+        if is_next:
             yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            read = [] if id(one) in ends else made_by(one)[1]
+            waiting += [(one, True), *((x, False) for x in reversed(read))]
 
 
 def arguments_of(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:

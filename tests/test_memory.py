@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import keras
 import numpy as np
 import pytest
-from fresh import run_fresh
 from keras import layers
 from tiled_contract import tiles
 
@@ -64,11 +63,6 @@ def fit(model):
     model.compile("sgd", "mse", jit_compile=False)
     for length in LENGTHS:
         model.fit(tokens(length), np.zeros((2, length, 2)), batch_size=2, verbose=0)
-
-
-def call(model):
-    for length in LENGTHS:
-        model(tokens(length))
 
 
 def export(model):
@@ -135,28 +129,20 @@ def second_derivative(model):
 
 
 ROUTES = {
-    "predict": (ours, predict, contextlib.nullcontext),
-    "predict, tiles": (lambda: ours(GROUPS), predict, tiles),
-    "fit": (ours, fit, contextlib.nullcontext),
-    "fit, dropout": (lambda: ours(dropout=0.2), fit, contextlib.nullcontext),
     "fit, tiles of head groups": (lambda: ours(GROUPS), fit, tiles),
-    "eager": (ours, call, contextlib.nullcontext),
     "retrofitted": (retrofitted, predict, contextlib.nullcontext),
 }
 TENSORFLOW = {
     "export": (ours, export, contextlib.nullcontext),
     "XLA": (ours, compiled, contextlib.nullcontext),
+    "fit, dense, dropout": (lambda: ours(dropout=0.2, tiled=False), fit, contextlib.nullcontext),
     "second derivative": (ours, second_derivative, tiles),
     "generation": (causal_lm, generate, contextlib.nullcontext),
     "in a function": (projection, in_a_function, contextlib.nullcontext),
-    "fit, dense, dropout": (lambda: ours(dropout=0.2, tiled=False), fit, contextlib.nullcontext),
-    "fit, half precision": (lambda: ours(dtype="mixed_bfloat16"), fit, contextlib.nullcontext),
     "half products by XLA": (projection, half_by_xla, half_products),
 }
-# Each runs what another route runs, too, but for the last three, which take long.
 LONG = (
-    *("eager", "fit", "fit, dense, dropout", "fit, dropout", "fit, half precision"),
-    *("half products by XLA", "predict", "predict, tiles"),
+    *("fit, dense, dropout", "half products by XLA"),
     *("second derivative", "generation", "in a function"),
 )
 ALL = [
@@ -230,42 +216,3 @@ def test_a_model_that_lives_long_does_not_grow():
 
     before = all_of(range(12))  # (each number of batches has an operation of TensorFlow's own)
     assert all_of(range(12, 20)) == before
-
-
-KEPT = """
-import gc, keras, numpy as np, psutil, keras_headmask as hm
-
-def use(masked):
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = keras.layers.Embedding(100_000, 128, mask_zero=True)(ids)
-    if masked:
-        rule = hm.PerHead({0: hm.SameSentence(9)})
-        attention = hm.PerHeadMaskedMultiHeadAttention(4, 32, mask_spec=rule)
-        x = attention(x, mask_inputs={"token_ids": ids})
-    else:
-        x = keras.layers.MultiHeadAttention(4, 32)(x, x)
-    model = keras.Model(ids, x)
-    for length in (20, 30):
-        model.predict(np.ones((2, length), "int32"), verbose=0)
-    return sum(np.prod(weight.shape) * 4 for weight in model.weights)
-
-def left(masked):
-    for count in range(6):
-        weights = use(masked)
-        keras.backend.clear_session()
-        gc.collect()
-        resident = psutil.Process().memory_info().rss
-        before = resident if count == 1 else before if count else None
-    return (resident - before) / (4 * weights)
-
-stock, ours = left(False), left(True)
-assert ours < max(stock, 0) + 0.05, (stock, ours)
-print(stock, ours)
-"""
-
-
-@pytest.mark.long  # (the routes above say what is kept, but not how much it is)
-@pytest.mark.tensorflow  # (elsewhere they say it)
-def test_memory_of_a_process_comes_back():
-    """Of four models of 50 MB each, less than 5% stays beyond what stays of stock ones."""
-    run_fresh(KEPT)

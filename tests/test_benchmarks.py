@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,48 +83,6 @@ def test_the_report_names_every_goal_and_the_plots_are_there(quick):
     }
     missing = {goal.ratio for goal in report.GOALS} - set(record["ratios"]) - beyond_quick
     assert not missing
-
-
-def test_ratios_of_memory_and_exponents():
-    def row(peer, first, second):
-        return {"peer": peer, "first_peak_mib": first, "peak_mib": second}
-
-    found = report.ratios(
-        {
-            "cases": {},
-            "memory": [row("ours", 10.0, 1.0), row("stock", 200.0, 3.0), row("flex", 99.0, 20.0)],
-            "exponents": {"forward, seconds": 0.97, "forward, first_peak_mib": 1.05},
-        }
-    )
-    assert found == {
-        "memory / stock": 0.05,
-        "memory / flex": 0.5,  # compiling takes memory of its own, so the second run counts
-        "exponent of time": 0.97,
-        "exponent of memory": 1.05,
-    }
-
-
-@long
-def test_the_table_of_a_page_is_replaced(quick, tmp_path):
-    _, record = quick
-    page = tmp_path / "measurements.md"
-    page.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    for _ in range(2):  # the second time over its own table
-        report.update_page(page, record)
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith(f"before\n{report.START}\n| case |")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text
-    assert re.findall(r"^\| (.+?) \|", text, re.M) == ["case", *(x.case for x in report.GOALS)]
-
-
-@long
-def test_a_page_without_marks_is_left_alone(quick, tmp_path):
-    page = tmp_path / "measurements.md"
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="benchmarks:start"):
-        report.update_page(page, quick[1])
-    assert page.read_text() == "no marks"
 
 
 @pytest.mark.parametrize("name", cases.all_cases())
@@ -492,20 +449,17 @@ def test_the_report_of_a_record_is_what_stands_beside_it(folder, tmp_path):
     assert written == kept
 
 
-def test_ratios_without_one_dnn_are_to_stock_without_it():
-    def seconds(**of_peers):
-        return {"seconds": of_peers, "repetitions": 7}
-
-    cases = {
-        "keras": seconds(ours=0.1, stock=1.0),
-        "keras, oneDNN off": seconds(ours=0.6, stock=2.0),
-        "torch": seconds(flex=0.2),
-    }
-    ratios = report.ratios({"cases": {"window": cases}})
-    assert ratios["window / stock"] == 0.1
-    assert ratios["window / flex"] == 0.5
-    assert ratios["window, oneDNN off / stock"] == 0.3
-    assert "window, oneDNN off / flex" not in ratios
+def test_the_table_of_the_page_is_that_of_the_record(tmp_path):
+    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(report.START)
+    record, page = figures_of("record"), tmp_path / "page.md"
+    page.write_text(f"{before}{report.START}\nold\n{report.END}{rest.partition(report.END)[2]}")
+    report.update_page(page, record)
+    assert page.read_text(encoding="utf-8") == text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="benchmarks:start"):
+        report.update_page(page, record)
+    assert page.read_text() == "no marks"
 
 
 # --- Where a rule is slower than dense attention --------------------------------------------------

@@ -254,13 +254,6 @@ def test_only_a_regular_file_is_replaced(here):
     assert "is not a regular file" in failure("draw", CAUSAL, "-q", "3", "-o", "pipe.png")
 
 
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "keras_headmask.look.figures", None)
-    monkeypatch.delattr("keras_headmask.look.figures", raising=False)
-    error = failure("draw", CAUSAL, "-q", "3", "-o", "rule.png")
-    assert "pip install matplotlib" in error
-
-
 def test_an_error_of_the_package_has_its_traceback(monkeypatch):
     def broken(*_):
         raise KeyError("broken")
@@ -316,20 +309,6 @@ def test_progress_is_for_terminals(monkeypatch):
     assert result.exit_code == 0, result.output
     json.loads(result.stdout)
     assert "writing" in result.stderr
-
-
-def test_the_reason_is_taken_from_lines_about_the_graph():
-    lines = [
-        "Graph execution error:",
-        "",
-        "Detected at node a/b defined at (most recent call last):",
-        "<stack traces unavailable>",
-        "2 root error(s) found.",
-        "  (0) INVALID_ARGUMENT: {{function_node f}} Shapes [2,3] vs. [2,4]",
-        "\t [[{{node a/b}}]] [Op:__inference_signature_wrapper_7]",
-    ]
-    assert command_frame._reason("\n".join(lines)) == "Shapes [2,3] vs. [2,4]"
-    assert command_frame._reason("\n".join(lines[:4])) == "it gives no reason"
 
 
 @pytest.mark.long

@@ -319,17 +319,6 @@ def test_text_may_be_given_in_any_form(dtype):
         request(interface, {"Words": [[1]]})
 
 
-@tensorflow_only
-def test_lookup_tables_go_with_the_model(tmp_path):
-    words = keras.Input((None,), dtype="string", name="words")
-    ids = layers.StringLookup(vocabulary=["a", "b"])(words)
-    model = keras.Model(words, layers.Embedding(4, 3)(ids))
-    report = hm.export_saved_model(model, tmp_path, check=False)
-    given = np.array([["a", "c", "b"]])
-    wanted = numpy(model(ops.convert_to_tensor(given)))
-    np.testing.assert_array_equal(served(report, words=given)["output_0"], wanted)
-
-
 def crossing():
     a, b = (keras.Input((None, 8), name=name) for name in "ab")
     return keras.Model([a, b], layers.MultiHeadAttention(2, 4, name="crossing")(a, b))

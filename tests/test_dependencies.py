@@ -25,11 +25,3 @@ def test_the_tests_install_every_extra():
     """Else what one of them asks for is never tried beside the others."""
     (own,) = (x for x in EXTRAS["test"] if x.startswith("keras-headmask["))
     assert set(own.split("[")[1].rstrip("]").split(",")) == set(EXTRAS) - {"test", "dev"}
-
-
-def test_lint_installs_its_tools_alone():
-    tools = [re.match(r"[\w-]+", text)[0] for text in PROJECT["dependency-groups"]["lint"]]
-    assert tools == ["mypy", "ruff"]
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert "\nlint: $(VENV)/.lint\n" in makefile
-    assert "$(VENV)/.lint $(VENV)/.dist: pyproject.toml\n" in makefile  # (and not by `$(VENV)/.%`)

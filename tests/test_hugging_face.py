@@ -303,12 +303,14 @@ def test_models_that_were_made_from_one_config_are_masked_apart():
 
 
 @needs_torch
+@pytest.mark.filterwarnings("error:.*always_call")
 def test_another_implementation_over_ours_raises_at_the_next_call():
     model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
     found = model(ids)[0]
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match="was set to 'sdpa', which does not know them"):
         model(ids)
+    assert hf._thread.calls == []
     model.set_attn_implementation(hf.IMPLEMENTATION)
     assert torch.equal(model(ids)[0], found)
 
@@ -482,16 +484,6 @@ def test_tensors_that_are_not_taken_are_not_dropped():
     qkv = [torch.ones(1, HEADS, 3, 8)] * 3
     with pytest.raises(RuntimeError, match="passes 'block_indices' to its attention"):
         hf._attend(module, *qkv, None, block_indices=torch.ones(3))
-
-
-@needs_torch
-@pytest.mark.filterwarnings("error:.*always_call")
-def test_an_error_before_a_call_leaves_no_call_behind():
-    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="which does not know them"):
-        model(ids)
-    assert hf._thread.calls == []
 
 
 @needs_torch

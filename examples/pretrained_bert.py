@@ -85,7 +85,10 @@ ENDS = [TOKENIZER.token_to_id(mark) for mark in ".!?"]
 SPECIAL = [TOKENIZER.token_to_id(token) for token in ("[CLS]", "[SEP]")]
 RULE = hm.PerHead({0: hm.recipes.sentences(ENDS, SPECIAL)})
 
-stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
+if options.quick:  # its first two layers, of six
+    stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS, num_layers=2)
+else:
+    stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
 masked = hm.apply_head_masks(stock, RULE)
 masked.summary_masks()
 

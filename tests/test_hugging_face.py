@@ -149,6 +149,7 @@ def test_a_decoder_obeys_beside_its_own_masks(name):
 @needs_torch
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.every_day("how0|Gemma 3")  # which has layers of both kinds
 def test_generate_with_a_cache_obeys(name, how):
     model, ids = hf.mask_heads(made(name, DECODERS), RULE), texts()
     real = torch.ones_like(ids)

@@ -1,12 +1,12 @@
 """What the package relies on inside Keras and its backends, so that a new one fails here first.
 
-Each test names what of `_keras/` it covers, and says what its failure means for users.
+Each test names what of `_keras/` it covers, and says what its failure means for users. Names whose
+change a law of users sees stand in `versions.SEEN_BY`.
 """
 
 import ast
 import functools
 import inspect
-import math
 import os
 import pickle
 import re
@@ -21,7 +21,8 @@ import pytest
 from fresh import run_fresh
 from keras import ops
 from keras.src import backend
-from keras_versions import HAS, needs, numbers
+from keras_versions import HAS, numbers
+from versions import SEEN_BY
 
 import keras_headmask as hm
 from keras_headmask import _keras
@@ -96,7 +97,12 @@ def test_every_private_name_is_covered():
         elif isinstance(node, ast.Assign):
             targets = ast.walk(ast.Tuple(node.targets))
             names |= {n.id for n in targets if isinstance(n, ast.Name)}
-    assert names - {"OVERRIDDEN"} == COVERED
+    seen = {name for tests in SEEN_BY.values() for of in tests.values() for name in of.split()}
+    assert names - {"OVERRIDDEN"} == COVERED | seen
+    assert not COVERED & seen
+    for file, tests in SEEN_BY.items():
+        text = Path(__file__).parent.joinpath(f"{file}.py").read_text(encoding="utf-8")
+        assert [test for test in tests if f"def {test}(" not in text] == []
 
 
 @pytest.mark.long
@@ -166,50 +172,6 @@ def test_our_attributes_are_none_of_keras(stock):
 
 
 @relies_on(
-    "_compute_attention COMPUTE_ATTENTION",
-    breaks="models given a rule by `apply_head_masks` would attend without it",
-)
-@pytest.mark.parametrize("how", ["in a subclass", "on the layer"])
-def test_attention_computes_by_one_method(how):
-    seen = []
-
-    class Mine(MHA):
-        def _compute_attention(self, *args, **kwargs):
-            seen.append(("_compute_attention", args, kwargs))
-            return super()._compute_attention(*args, **kwargs)
-
-    layer = attention(Mine) if how == "in a subclass" else attention()
-    if how == "on the layer":
-        hooked(layer, _keras.COMPUTE_ATTENTION, seen)
-    padding = np.array([[True] * 3 + [False] * 2] * 2)
-    _, scores = layer(X, X, value_mask=padding, return_attention_scores=True)
-    ((_, args, kwargs),) = seen
-    names = ("query", "key", "value", "attention_mask", "training", "return_attention_scores")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    assert all(tuple(given[name].shape) == (2, 5, 2, 4) for name in names[:3])
-    assert tuple(given["attention_mask"].shape) == (2, 1, 5)  # padding alone: see `Binding.context`
-    assert given["return_attention_scores"] is True
-    assert tuple(scores.shape) == (2, 2, 5, 5)
-
-
-@relies_on(
-    "_compute_attention_mask",
-    breaks="our layer on images, or with masks, would attend to what is hidden",
-)
-def test_masks_are_merged_by_one_method():
-    padding = np.array([[True] * 3 + [False] * 2] * 2)
-    layer = attention()
-    seen = []
-    hooked(layer, "_compute_attention_mask", seen)(X, X, value_mask=padding, use_causal_mask=True)
-    ((_, _, named),) = seen
-    names = {"query_mask", "value_mask", "key_mask", "attention_mask", "use_causal_mask"}
-    assert set(named) >= names
-    merged = MHA._compute_attention_mask(layer, X, X, None, padding, None, None, True)
-    wanted = padding[:, None, :] & np.tril(np.ones((5, 5), bool))
-    np.testing.assert_array_equal(ops.convert_to_numpy(merged), wanted)
-
-
-@relies_on(
     "ATTENTION_HOOKS stock_arguments",
     breaks="a subclass that masks or attends by itself would be passed over",
 )
@@ -275,78 +237,6 @@ def adapters(model):
 
 
 @relies_on(
-    "has_own_softmax is_grouped MASKED_SOFTMAX",
-    breaks="a subclass with another softmax would get the usual one",
-)
-@each_stock
-def test_a_softmax_of_ones_own(stock):
-    class Mine(stock):
-        def _masked_softmax(self, attention_scores, attention_mask=None):
-            return ops.zeros_like(attention_scores)
-
-    assert _keras.is_grouped(attention(stock)) == (stock is GQA)
-    assert not _keras.has_own_softmax(attention(stock))
-    layer = attention(Mine)
-    assert _keras.has_own_softmax(layer)
-    assert _keras.MASKED_SOFTMAX in vars(Mine)
-    _, scores = layer(X, X, return_attention_scores=True)
-    assert not np.any(ops.convert_to_numpy(scores))
-
-
-@relies_on("scale", breaks="attention under a rule would differ from stock's")
-@each_stock
-def test_the_scale_of_logits(stock):
-    layer = attention(stock)
-    assert _keras.scale(layer) == 1 / math.sqrt(4)
-    vars(layer)["_inverse_sqrt_head_dim" if stock is GQA else "_inverse_sqrt_key_dim"] = 0.0
-    _, scores = layer(X, X, return_attention_scores=True)
-    np.testing.assert_allclose(ops.convert_to_numpy(scores), 0.2, rtol=1e-5)
-
-
-@relies_on("dropout_layer", breaks="dropout under a rule would be off, or ignore the seed")
-@each_stock
-def test_what_drops_probabilities(stock):
-    layer = attention(stock, dropout=0.5, seed=3)
-    seeds = _keras.dropout_layer(layer).seed_generator
-    before = ops.convert_to_numpy(seeds.state.value).tolist()
-    layer(X, X, training=True)
-    assert layer.dropout == 0.5
-    assert ops.convert_to_numpy(seeds.state.value).tolist() != before
-
-
-@relies_on("gate projections", breaks="our layers would project otherwise, or leave out the gate")
-@needs("use_gate")
-@each_stock
-def test_the_gate(stock):
-    assert _keras.gate(attention(stock)) is None
-    layer = attention(stock, use_gate=True)
-    *projections, output_dense = _keras.projections(layer)
-    query, *of_keys = (projection(X) for projection in projections)
-    every = [ops.repeat(x, 2 // x.shape[2], axis=2) for x in of_keys]  # as grouped attention does
-    context, _ = getattr(layer, _keras.COMPUTE_ATTENTION)(query, *every)
-    output = output_dense(context * _keras.gate(layer)(X))
-    np.testing.assert_allclose(*map(ops.convert_to_numpy, (layer(X, X), output)), rtol=1e-5)
-
-
-@relies_on(
-    "sliding_window",
-    breaks="our layer would see other keys by the causal mask or the sliding window than stock's",
-)
-@each_stock
-def test_the_masks_that_a_layer_makes(stock):
-    layer, steps = attention(stock), np.arange(5)
-    assert _keras.sliding_window(layer) is None
-    causal = ops.convert_to_numpy(layer._compute_attention_mask(X, X, use_causal_mask=True))
-    np.testing.assert_array_equal(causal.reshape(5, 5), np.tril(np.ones((5, 5), bool)))
-    if "sliding_window" not in HAS:
-        return
-    layer = attention(stock, sliding_window=2)
-    assert _keras.sliding_window(layer) == 2
-    mask = ops.convert_to_numpy(layer._compute_attention_mask(X, X))
-    np.testing.assert_array_equal(mask.reshape(5, 5), abs(steps[:, None] - steps) < 2)
-
-
-@relies_on(
     "wants_scores want_scores",
     breaks="grouped-query attention would return no probabilities, or compute them in vain",
 )
@@ -378,18 +268,6 @@ def test_masks_travel_on_tensors():
     mask = ops.ones((1, 3), "bool")
     _keras.set_keras_mask(x, mask)
     assert _keras.get_keras_mask(x) is mask
-
-
-@relies_on("takes_masks_off", "warnings of lost padding name the wrong operation")
-@each_stock
-@pytest.mark.filterwarnings("ignore:.*destroy the mask")  # of grouped attention's projections
-def test_which_attention_takes_masks_off_its_inputs(stock):
-    layer, x = attention(stock), ops.convert_to_tensor(X)
-    _keras.set_keras_mask(x, ops.ones((2, 5), "bool"))
-    layer(x, x)
-    assert (_keras.get_keras_mask(x) is None) == _keras.takes_masks_off(layer)
-    ours = hm.PerHeadMaskedMultiHeadAttention(2, 4)
-    assert not _keras.takes_masks_off(ours)
 
 
 @relies_on("in_symbolic_scope", breaks="building a model would read values that are not there")
@@ -462,27 +340,6 @@ def test_functions_that_are_compiled_while_keras_infers_shapes():
 # --- Layers and graphs ---------------------------------------------------------------------------
 
 
-@relies_on("Functional functional_of", breaks="`apply_head_masks` would refuse models with a graph")
-def test_models_with_a_graph_are_told():
-    class Mine(keras.Model):
-        pass
-
-    class WithGraph(keras.Model):
-        pass
-
-    x = keras.Input((3,))
-    assert isinstance(graph(), _keras.Functional)
-    assert isinstance(WithGraph(x, keras.layers.Dense(2)(x)), _keras.Functional)
-    assert not isinstance(Mine(), _keras.Functional)
-    sequential = keras.Sequential([keras.layers.Dense(2)])
-    assert _keras.functional_of(sequential) is None
-    sequential.build((None, 3))
-    inner = _keras.functional_of(sequential)
-    assert isinstance(inner, _keras.Functional)
-    assert not isinstance(sequential, _keras.Functional)
-    assert [tuple(tensor.shape) for tensor in inner.inputs] == [(None, 3)]
-
-
 @each_stock
 @relies_on(
     "after_build rebuild set_heads",
@@ -552,18 +409,6 @@ def test_tensorflow_asks_each_model_for_a_signature():
         assert keras.layers.Dense(2)._default_save_signature is None
 
 
-@relies_on("is_whole operations", breaks="a rule in place would tear graphs that are older than it")
-def test_a_graph_knows_whether_its_layers_know_its_calls():
-    model = graph()
-    assert _keras.is_whole(model)
-    assert _keras.operations(model) == model.operations
-    sequential = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    assert sequential.layers[0] in _keras.operations(sequential)
-    assert _keras.operations(keras.Model()) == []
-    _keras.run_anew(keras.Model(model.input, model.output), lambda op, args, kw: op(*args, **kw))
-    assert not _keras.is_whole(model)
-
-
 @relies_on("arguments_of argument_names", breaks="a cached step would not know its position")
 def test_arguments_of_a_call_by_name():
     layer = attention()
@@ -574,19 +419,6 @@ def test_arguments_of_a_call_by_name():
     assert found["return_attention_scores"] is False  # by default
     assert _keras.arguments_of(layer, (), {"nonsense": 1}) == {}
     assert _keras.argument_names(layer)[:2] == ["query", "value"]
-
-
-@relies_on("add_to_last_call", breaks="what a rule reads would be no edge of the graph")
-def test_a_call_in_a_graph_gets_an_argument():
-    layer, x, ids = keras.layers.Dense(2), keras.Input((3,)), keras.Input((3,), name="ids")
-    y = layer(x)
-    _keras.add_to_last_call(layer, {"more": {"ids": ids}})
-    model = keras.Model([x, ids], y)
-    (node,) = _keras.calls_of(layer)
-    assert node.arguments.kwargs == {"more": {"ids": ids}}
-    assert node.input_tensors == [x, ids]
-    assert node in _keras.made_by(ids)[0]._outbound_nodes
-    assert '"ids"' in model.to_json()
 
 
 @relies_on("run_anew", breaks="a model cut from a masked one would lack what a rule reads")
@@ -648,38 +480,6 @@ def test_plain_functional_models():
     model = graph()
     assert _keras.is_plain_functional(model)
     assert not _keras.is_plain_functional(Own(model.input, model.output))
-
-
-@relies_on(
-    "after_cloning", breaks="a `clone_function` could make stock attention of a masked layer"
-)
-def test_clones_are_seen(monkeypatch):
-    name, seen = "_wrap_clone_function", []
-    monkeypatch.setattr(
-        _keras.patches.cloning, name, getattr(_keras.patches.cloning, name)
-    )  # as it is, afterwards
-    _keras.after_cloning(lambda operation, clone: seen.append((operation.name, clone)))
-    one = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="second")])
-    for model in (graph(), one):
-        again = keras.models.clone_model(
-            model, clone_function=lambda x: x.from_config(x.get_config())
-        )
-        assert ("second", again.get_layer("second")) in seen
-
-
-@relies_on("all_weights weights_watched", breaks="layers that Keras does not track would be unseen")
-def test_weights_that_are_read_while_shapes_are_inferred():
-    layer, read = attention(dropout=0.1), []
-
-    def body(x):
-        with _keras.weights_watched(read):
-            return layer(x, x)
-
-    operation = keras.Operation()
-    operation.call = body
-    assert operation.compute_output_spec(keras.KerasTensor((2, 5, 8))).shape == (2, 5, 8)
-    tracked = {id(x) for x in _keras.all_weights(layer)}
-    assert {id(x) for x in layer.weights} <= {id(x) for x in read} <= tracked
 
 
 @relies_on("dot_product_attention_seen", breaks="attention by that operation would escape a rule")
@@ -791,42 +591,6 @@ def test_layers_inside_layers():
 
 
 @relies_on(
-    "layers_in_file",
-    breaks="a copy would lack vocabularies, adapters and frozen layers, or not be made",
-)
-def test_layers_by_the_paths_of_files(tmp_path):
-    h5py = pytest.importorskip("h5py")
-
-    class Block(keras.Layer):
-        def __init__(self):
-            super().__init__()
-            self.first, self.rest = keras.layers.Dense(2), [keras.layers.Dense(2) for _ in "ab"]
-
-        def build(self, shape):
-            for layer in (self.first, *self.rest):
-                layer.build((None, 2))
-            self.another = self.first
-
-        def call(self, x):
-            return x
-
-    block = Block()
-    model = keras.Model(x := keras.Input((2,)), keras.layers.Dense(2)(block(x)))
-    found = _keras.layers_in_file(model)
-    model.save_weights(tmp_path / "model.weights.h5")
-    in_file = []
-    with h5py.File(tmp_path / "model.weights.h5") as file:
-        file.visit(lambda path: in_file.append(path) if path.endswith("vars/0") else None)
-    assert {path.removesuffix("/vars/0") for path in in_file} == {
-        path for path, layer in found.items() if isinstance(layer, keras.layers.Dense)
-    }
-    assert found[""] is model
-    assert len(found) == len(list(_keras.layers_of(model)))
-    places = list(map(id, found.values()))
-    assert places.index(id(block)) < places.index(id(block.first))
-
-
-@relies_on(
     "taken_by_inputs", breaks="a backbone taken out of a masked task would not obey by itself"
 )
 def test_what_the_inputs_of_a_functional_model_take():
@@ -840,25 +604,6 @@ def test_what_the_inputs_of_a_functional_model_take():
             assert taken[1] is a
             assert taken[2] is b
         assert _keras.taken_by_inputs(model, [1]) == []
-
-
-@relies_on("compile_alike", breaks="a metric of `ablate_heads` could not call `evaluate`")
-def test_a_model_is_compiled_as_another():
-    def squares(true, made):
-        return ops.square(true - made)
-
-    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
-    _keras.compile_alike(*models)
-    assert not models[1].compiled
-    metric = keras.metrics.MeanAbsoluteError()
-    models[0].compile(keras.optimizers.SGD(0.5), squares, metrics=[metric], run_eagerly=True)
-    _keras.compile_alike(*models)
-    models[1].fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
-    assert models[1].loss is squares
-    assert models[1].run_eagerly
-    assert float(models[1].optimizer.learning_rate) == 0.5
-    assert int(models[0].optimizer.iterations) == 0
-    assert "mean_absolute_error" in models[1].get_metrics_result()
 
 
 @relies_on("set_policy", breaks="`export_saved_model(precision=...)` would compute as before")
@@ -894,50 +639,6 @@ def test_a_name_for_a_class_in_files():
     assert keras.saving.serialize_keras_object(Mine(2))["registered_name"] == "package>Name"
     assert _keras.filed_name(Mine) == "package>Name"
     assert Mine not in keras.saving.get_custom_objects().values()
-
-
-@relies_on("file_weights_under", breaks="files of before would not load into a list of our layers")
-def test_weights_are_filed_by_the_name_of_a_class(tmp_path):
-    """Called when the first layer is made: our class is filed as stock's."""
-    h5py = pytest.importorskip("h5py")
-    hm.PerHeadMaskedMultiHeadAttention(2, 4)
-    hm.PerHeadMaskedGroupedQueryAttention(4, 2, 1)
-
-    class PerHeadMaskedMultiHeadAttention(keras.layers.Dense):
-        pass
-
-    class PerHeadMaskedGroupedQueryAttention(keras.layers.Dense):
-        pass
-
-    layers = PerHeadMaskedMultiHeadAttention(2), PerHeadMaskedGroupedQueryAttention(2)
-    model = keras.Sequential([keras.Input((3,)), *layers])
-    model.save_weights(tmp_path / "model.weights.h5")
-    with h5py.File(tmp_path / "model.weights.h5") as file:
-        assert list(file["layers"]) == ["grouped_query_attention", "multi_head_attention"]
-
-
-@relies_on(
-    "has_in_file query_in_files",
-    breaks="weights of a layer that Keras could not build would be lost",
-)
-@each_stock
-def test_weights_are_read_from_a_place_in_a_file(stock, tmp_path):
-    part = _keras.query_in_files(attention(stock))
-
-    class Mine(stock):
-        def load_own_variables(self, store):
-            seen.extend(_keras.has_in_file(store, name) for name in (part, "no_dense"))
-
-    seen = []
-    x = keras.Input((5, 8))
-    for cls in (stock, Mine):
-        model = keras.Model(x, attention(cls)(x, x))
-        if cls is stock:
-            model.save_weights(tmp_path / "model.weights.h5")
-    Mine.__name__ = stock.__name__  # files know a layer by it
-    model.load_weights(tmp_path / "model.weights.h5")
-    assert seen == [True, False]
-    assert not _keras.has_in_file({}, "query_dense")
 
 
 @relies_on("unpickle_model", breaks="a masked model could not be pickled, nor copied by `deepcopy`")
@@ -989,31 +690,6 @@ def test_one_dnn_is_told(on):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(on)]
     assert ("oneDNN custom operations are on" in done.stderr) == on
-
-
-@pytest.mark.tensorflow
-@relies_on(
-    "NOT_INLINED XLA_MUST_COMPILE",
-    breaks="exports would hold each loop many times, or parts that a server cannot run",
-)
-def test_attributes_of_functions_in_a_graph():
-    import tensorflow as tf
-
-    @tf.function(experimental_attributes=_keras.NOT_INLINED)
-    def kept(x):
-        return x + 1
-
-    @tf.function(jit_compile=True)
-    def compiled(x):
-        return x + 2
-
-    outer = tf.function(lambda x: compiled(kept(x))).get_concrete_function(tf.constant(1.0))
-    ((name, value),) = _keras.NOT_INLINED.items()
-    functions = outer.graph.as_graph_def().library.function
-    assert [f.attr[name].b for f in functions if "kept" in f.signature.name] == [value]
-    marks = [n.attr[_keras.XLA_MUST_COMPILE].b for n in outer.graph.as_graph_def().node]
-    marks += [f.attr[_keras.XLA_MUST_COMPILE].b for f in functions]
-    assert any(marks)
 
 
 @pytest.mark.tensorflow

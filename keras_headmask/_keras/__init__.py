@@ -1,8 +1,8 @@
 """Every private name of Keras, and of the backends, that this package touches, and why.
 
 None is public interface: any release may rename one. `tests/test_keras_internals.py` asserts what
-is relied on, so a new Keras fails there first. No file outside of this folder may touch such a
-name, except to override the methods in `OVERRIDDEN`.
+is relied on, or `tests/versions.py` names a law that needs it, so a new Keras fails there first. No
+file outside of this folder may touch such a name, except to override the methods in `OVERRIDDEN`.
 """
 
 import contextlib

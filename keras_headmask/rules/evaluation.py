@@ -20,7 +20,7 @@ from keras_headmask.rules.config import did_you_mean, misspelled
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
-from keras_headmask.rules.once import once
+from keras_headmask.rules.once import made_once
 from keras_headmask.rules.places import pairs_at, position_dtype
 from keras_headmask.rules.protocol import BOTH, WHOLE, Bound, Cuts, InputType, Places, Sides, Sizes
 from keras_headmask.rules.words import counted
@@ -235,6 +235,7 @@ def _is_cut(place: str, length: int | None, lengths: Lengths, query_offset: Leng
     return queries != keys
 
 
+@made_once
 def bind(
     spec: MaskSpec,
     mask_inputs: Mapping[str, Any] | None,
@@ -251,20 +252,6 @@ def bind(
     `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
     agree with the first of them.
     """
-    arguments = spec, mask_inputs, queries, keys, query_offset, beside, prepared, batch
-    return once(lambda: _bound(*arguments), "bound", *arguments)
-
-
-def _bound(
-    spec: MaskSpec,
-    mask_inputs: Mapping[str, Any] | None,
-    queries: Length | None,
-    keys: Length | None,
-    query_offset: Length,
-    beside: Bound | None,
-    prepared: Mapping[MaskSpec, Mapping[str, Any]] | None,
-    batch: Length | None,
-) -> Bound:
     if queries is None or keys is None:
         raise ValueError(
             "`queries` and `keys` must be lengths; a symbolic Keras tensor of unknown length has "
@@ -348,14 +335,8 @@ def allowed_tile(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], cuts: Cut
     Boolean, of rank 4 and broadcastable to `(batch, len(heads), queries, keys)`.
     """
     query_positions = cuts.queries(bound.query_positions, 0)[:, None]
-    key_positions = cuts.keys(bound.key_positions, 0)[None, :]
-    tile = query_positions.shape[0], key_positions.shape[1]
-
-    def inputs_of(leaf: MaskSpec) -> dict[str, Any]:
-        prepared = bound.leaf_inputs.get(leaf, {})
-        return {name: _cut(value, heads, cuts) for name, value in prepared.items()}
-
-    return _answers(rule, query_positions, key_positions, inputs_of, (None, len(heads), *tile))
+    positions = query_positions, cuts.keys(bound.key_positions, 0)[None, :]
+    return _answers(rule, bound, heads, positions, lambda value: _cut(value, heads, cuts))
 
 
 def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places) -> Mask:
@@ -365,31 +346,30 @@ def mask_at(rule: MaskSpec, bound: Bound, heads: tuple[int, ...], places: Places
     and `(1, keys)`: code that compares them element-wise runs unchanged.
     """
     query_positions = places.take(bound.query_positions, places.queries)
-    key_positions = places.take(bound.key_positions, places.keys)
-    tile = query_positions.shape[2], key_positions.shape[3]
-
-    def inputs_of(leaf: MaskSpec) -> dict[str, Any]:
-        prepared = bound.leaf_inputs.get(leaf, {})
-        return {name: _at(value, heads, places) for name, value in prepared.items()}
-
-    return _answers(rule, query_positions, key_positions, inputs_of, (None, len(heads), *tile))
+    positions = query_positions, places.take(bound.key_positions, places.keys)
+    return _answers(rule, bound, heads, positions, lambda value: _at(value, heads, places))
 
 
 def _answers(
     rule: MaskSpec,
-    query_positions: Tensor,
-    key_positions: Tensor,
-    inputs_of: Callable[[MaskSpec], dict[str, Any]],
-    sizes: tuple,
+    bound: Bound,
+    heads: tuple[int, ...],
+    positions: tuple[Tensor, Tensor],
+    at: Callable[[Any], Any],
 ) -> Mask:
-    """Combine the answers of the leaves by `rule`; each must broadcast to `sizes`."""
+    """Combine the answers of the leaves by `rule`, for queries and keys at `positions`.
+
+    `at` takes what a mask input holds there.
+    """
+    sizes = (None, len(heads), positions[0].shape[-2], positions[1].shape[-1])
 
     def leaf_mask(leaf: MaskSpec) -> Tensor:
+        prepared = bound.leaf_inputs.get(leaf, {})
+        inputs = {name: at(value) for name, value in prepared.items()}
         allowed = leaf.allowed
         if keras.backend.backend() == "tensorflow":
             allowed = functools.partial(_allowed_on_tensorflow, leaf)
-        answer = allowed(query_positions, key_positions, inputs_of(leaf))
-        result = checked_answer(leaf, answer)
+        result = checked_answer(leaf, allowed(*positions, inputs))
         shape = tuple(result.shape)
         if len(shape) not in (2, 4) or not all(map(masks.fits, shape, sizes[-len(shape) :])):
             raise ValueError(
@@ -492,13 +472,9 @@ def _cut_axis(tensor: Tensor, cut: Callable[[Tensor, int], Tensor], axis: int) -
     return tensor if tensor.shape[axis] == 1 else cut(tensor, axis)  # 1 serves every position
 
 
+@made_once
 def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     """The whole mask, `(B or 1, H or 1, T, S)`."""
-    arguments = spec, bound, num_heads
-    return once(lambda: _mask_of_all_heads(*arguments), "mask", *arguments)
-
-
-def _mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
     groups = head_groups(spec, num_heads)
     # A positional rule may come back (1, S) or (T, 1): and it with ones of the full size.
     ones = ops.logical_and(

@@ -5,10 +5,12 @@ them. A loop's body and a branch are graphs of their own. (XLA computes equal ex
 so does PyTorch's compiler.)
 """
 
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable)
 _DEEPEST = 40  # operations between a tensor and those it is made of
 _LONGEST = 1024  # bytes of a constant that are compared
 
@@ -37,6 +39,16 @@ def once(make: Callable[[], T], *key: Any) -> T:
     if name not in values:
         values[name] = make()
     return values[name]
+
+
+def made_once(function: Function) -> Function:
+    """Decorator: let `function` share its result, by `once`, among calls with equal arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return once(lambda: function(*args, **kwargs), function.__name__, args, kwargs)
+
+    return cast("Function", call)
 
 
 def _held(graph: Any, name: str) -> dict:

@@ -1,18 +1,17 @@
 """Leaves that divide positions into blocks of one size: neighbouring blocks, random blocks."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.block_pairs import open_pairs
+from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.positions import FARTHEST
 from keras_headmask.rules.protocol import Bounds, Reach, Sampling, Tensor, Tiles, Tiling
-from keras_headmask.rules.registration import register_spec
 
 
 @register_spec("chunk")
@@ -98,16 +97,7 @@ class RandomBlocks(MaskSpec):
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         blocks = query_positions // self.size, key_positions // self.size
-        return open_pairs(_is_open, *blocks, *self._numbers)
-
-    def is_open(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
-        """Whether each pair of blocks is open, element-wise.
-
-        Args:
-            query_blocks: Numbers of blocks of queries.
-            key_blocks: Numbers of blocks of keys.
-        """
-        return _is_open(query_blocks, key_blocks, *self._numbers)
+        return _open_pairs(*blocks, *self._numbers)
 
     @property
     def _numbers(self) -> tuple[int, int]:
@@ -127,7 +117,8 @@ class RandomBlocks(MaskSpec):
         ]
         if math.prod(map(len, ranges)) > _MOST_BLOCKS:
             return unknown
-        count = self.is_open(*np.ix_(*ranges)).astype(np.int32)
+        queries, keys = np.ix_(*ranges)
+        count = _is_open(queries, keys, *self._numbers).astype(np.int32)
         for axis, (first, stop) in enumerate((rows, columns)):
             cuts = np.stack([first, stop], axis=1).ravel() - ranges[axis].start
             count = np.add.reduceat(count, cuts, axis).compress([True, False] * len(first), axis)
@@ -166,3 +157,49 @@ def _scramble(value: Tensor) -> Tensor:
         value = (value + constant) % _PRIME
         value = value * value % _PRIME * value % _PRIME
     return value
+
+
+def _open_pairs(query_blocks: Tensor, key_blocks: Tensor, start: int, limit: int) -> Tensor:
+    """`_is_open` for blocks of positions, `(..., T, 1)` and `(..., S)`.
+
+    In TensorFlow each operation on all pairs of a tile is a pass over memory, and a hash is forty
+    of them. Those on pairs of blocks are small, so they are looked up. (XLA makes one pass of it.)
+    """
+    import keras
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        from keras_headmask._keras import in_xla
+
+        are_wide = all(tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks))
+        if are_wide and not in_xla():
+            are_open = _looked_up()(query_blocks, key_blocks, start, limit)
+            are_open.set_shape(tf.broadcast_static_shape(query_blocks.shape, key_blocks.shape))
+            return are_open
+    return _is_open(query_blocks, key_blocks, start, limit)
+
+
+@functools.cache
+def _looked_up() -> Callable:
+    """A function that is traced once, whatever the number of rules that call it."""
+    import tensorflow as tf
+
+    of_blocks, number = tf.TensorSpec(None, tf.int64), tf.TensorSpec([], tf.int64)
+
+    @tf.function(autograph=False, input_signature=[of_blocks, of_blocks, number, number])
+    def looked_up(query_blocks: Tensor, key_blocks: Tensor, start: Tensor, limit: Tensor) -> Tensor:
+        # As many blocks as lie between the first and the last position.
+        # (TensorFlow has no least int64 on a GPU.)
+        first = [-tf.reduce_max(-blocks) for blocks in (query_blocks, key_blocks)]
+        # (At least `first - 1`: there may be no position.)
+        last = [
+            tf.maximum(tf.reduce_max(blocks), at - 1)
+            for blocks, at in zip((query_blocks, key_blocks), first, strict=True)
+        ]
+        rows, columns = (tf.range(a, b + 1) for a, b in zip(first, last, strict=True))
+        table = _is_open(rows[:, None], columns[None], start, limit)
+        places = (query_blocks - first[0]) * tf.size(columns, tf.int64) + (key_blocks - first[1])
+        return tf.gather(tf.reshape(table, [-1]), places)
+
+    return looked_up

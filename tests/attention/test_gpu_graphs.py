@@ -16,7 +16,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import Tuning, tuned
-from keras_headmask.rules import block_pairs, evaluation
+from keras_headmask.rules import blocks, evaluation
 
 pytestmark = pytest.mark.tensorflow
 LENGTH, HEADS = 64, 2
@@ -182,7 +182,7 @@ def pairs_on_host(*case):
             new.set_shape(x.shape)
         return made
 
-    block_pairs._looked_up.cache_clear()  # (what was traced before is not watched)
+    blocks._looked_up.cache_clear()  # (what was traced before is not watched)
     op_callbacks.add_op_callback(watch)
     try:
         call, given = traced(*case)

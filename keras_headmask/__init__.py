@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.blocks import Chunk, RandomBlocks
 from keras_headmask.rules.inputs import (
     KeyFlag,
@@ -32,7 +32,6 @@ from keras_headmask.rules.protocol import (
     Tiling,
 )
 from keras_headmask.rules.reaching import reach
-from keras_headmask.rules.registration import register_spec
 
 __version__ = "0.2.0"
 

@@ -6,10 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, reaching, words
-from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
+from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
 from keras_headmask.rules.positions import Window
 from keras_headmask.rules.protocol import Reach, Sampling, Tiling, Words
-from keras_headmask.rules.registration import register_spec
 
 
 class Compound(MaskSpec):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
@@ -22,7 +22,6 @@ from keras_headmask.rules.protocol import (
     Tiling,
     Words,
 )
-from keras_headmask.rules.registration import register_spec
 
 
 class _Reader(MaskSpec):

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.algebra import Compound
-from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs
+from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
 from keras_headmask.rules.fields import Check, fail
 from keras_headmask.rules.positions import Full
-from keras_headmask.rules.registration import register_spec
 
 _LAST_HEAD = 65535
 _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_headmask.rules import fields, words
-from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.protocol import (
     Bounds,
     OpenSide,
@@ -21,7 +21,6 @@ from keras_headmask.rules.protocol import (
     Tiling,
     Words,
 )
-from keras_headmask.rules.registration import register_spec
 
 FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
 

@@ -43,13 +43,10 @@ def causal() -> MaskSpec:
 
 @config.recipe
 def padding(input: str = "padding_mask") -> MaskSpec:
-    """Every key but padding; the mask input `(batch, length)` is true at real tokens.
+    """The keys that are no padding; the mask input `(batch, length)` is true at real tokens.
 
     Args:
         input: The name of that mask input.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if `input` is not a name.
@@ -62,13 +59,10 @@ def padding(input: str = "padding_mask") -> MaskSpec:
 
 @config.recipe
 def prefix_lm(length: int) -> MaskSpec:
-    """The first `length` keys are open to all; after them, causal (Raffel et al. 2020).
+    """The causal rule, with the first `length` keys open to all (Raffel et al. 2020).
 
     Args:
         length: The length of the prefix, in positions, at least 1.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if `length` is not a whole number.
@@ -89,9 +83,6 @@ def longformer(each_side: int, global_input: str) -> MaskSpec:
     Args:
         each_side: Positions on each side of the query, at least 0.
         global_input: The name of the mask input with the flags, `(batch, length)`.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if `each_side` is not a whole number, or `global_input` is not a name.
@@ -116,9 +107,6 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
         end_ids: The id, or several, of tokens that end a sentence and belong to it.
         special_ids: The id, or several, of tokens such as `[CLS]` and `[SEP]`.
         input: The name of the mask input with the token ids, `(batch, length)`.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if an id is not a whole number, or `input` is not a name.
@@ -145,16 +133,13 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
 
 @config.recipe
 def streaming(sinks: int, window: int) -> MaskSpec:
-    """Causal; the first `sinks` keys and the last `window`, the query itself included.
+    """The first `sinks` keys and the last `window`, the query itself included; causal.
 
     Xiao et al. 2023, "attention sinks".
 
     Args:
         sinks: How many first keys are always open, at least 0.
         window: How many last keys are open, at least 1.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if a number is not whole.
@@ -172,7 +157,7 @@ def streaming(sinks: int, window: int) -> MaskSpec:
 
 @config.recipe
 def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
-    """Causal; retrieved documents do not see each other, shared tokens see and are seen by all.
+    """A causal rule of documents that do not see each other; shared tokens see and are seen by all.
 
     For a prompt of instructions, documents and a question (Block-Attention, Ma et al. 2024; SDAG,
     Dekel et al. 2026). Instructions that no document may see, as in Block-Attention, are a document
@@ -183,9 +168,6 @@ def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
             `(batch, length)`. A negative number is no document: the token sees shared tokens alone.
         shared: The number, or several, of tokens in no document: instructions, the question, what
             is generated.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if `documents` is not a name, or a number in `shared` is not whole.
@@ -209,7 +191,7 @@ def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
 
 @config.recipe
 def window_in_prompt(sinks: int, window: int) -> MaskSpec:
-    """`streaming` within the prompt; a token that is generated sees every token before it.
+    """The rule of `streaming` in the prompt; a generated token sees every token before it.
 
     "Full attention decode" with the first tokens kept (SWAA, Yu et al. 2025). The mask input
     `generated` is true at generated tokens; `generate()` of a masked model makes it by itself.
@@ -218,9 +200,6 @@ def window_in_prompt(sinks: int, window: int) -> MaskSpec:
         sinks: How many first keys are always open, at least 0.
         window: How many last keys are open to a token of the prompt, at least 1, the token itself
             included.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if a number is not whole.
@@ -251,9 +230,6 @@ def sparse_transformer(stride: int) -> MaskSpec:
     Args:
         stride: In positions, at least 1.
 
-    Returns:
-        A `MaskSpec`.
-
     Raises:
         TypeError: if `stride` is not a whole number.
         ValueError: for a `stride` below 1.
@@ -267,16 +243,13 @@ def sparse_transformer(stride: int) -> MaskSpec:
 
 @config.recipe
 def bigbird(block: int, density: float, global_blocks: int, seed: int) -> MaskSpec:
-    """Neighbouring blocks, random blocks, and global blocks (Zaheer et al. 2020).
+    """The neighbouring blocks, random blocks, and global blocks (Zaheer et al. 2020).
 
     Args:
         block: Positions in a block, at least 1.
         density: The share of the other pairs of blocks that is open at random, from 0 to 1.
         global_blocks: How many first blocks see all and are seen by all, at least 0.
         seed: The seed of the random blocks, a whole number from 0.
-
-    Returns:
-        A `MaskSpec`.
 
     Raises:
         TypeError: if an argument is not a number of its kind.

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from keras_headmask.rules.fields import whole_number
 
@@ -56,37 +56,27 @@ def _gates(file: Path, text: str) -> list[list[float]]:
     for row in filter(None, lines):
         try:
             rows.append([float(value) for value in row])
+            if not all(map(math.isfinite, rows[-1])):
+                raise ValueError(f"found {row}, which is not finite")
+            if len(row) != len(rows[0]):
+                raise ValueError(f"found {len(row)} values, and {len(rows[0])} on the line before")
         except ValueError as error:
-            raise _bad_line(file, lines.line_num, f"{error}") from error
-        if not all(map(math.isfinite, rows[-1])):
-            raise _bad_line(file, lines.line_num, f"found {row}, which is not finite")
-        if len(row) != len(rows[0]):
-            counts = f"found {len(row)} values, and {len(rows[0])} on the line before"
-            raise _bad_line(file, lines.line_num, counts)
+            raise ValueError(
+                f"{file}, line {lines.line_num}: {error}. Each line is a layer, with one number "
+                "for each key head, divided by tabs."
+            ) from error
     if not rows:
         raise ValueError(f"{file} is empty: it must hold a line of numbers for each layer.")
     return rows
 
 
-def _bad_line(file: Path, number: int, problem: str) -> ValueError:
-    return ValueError(
-        f"{file}, line {number}: {problem}. Each line is a layer, with one number for each key "
-        "head, divided by tabs."
-    )
-
-
-def _json_object(file: Path, text: str) -> dict[str, Any]:
+def _sizes(file: Path, text: str) -> tuple[int, int]:
     try:
-        content: Any = json.loads(text)
+        config = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}. Found: {text[:80]!r}.") from error
-    if not isinstance(content, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object. Found: {text[:80]!r}.")
-    return content
-
-
-def _sizes(file: Path, text: str) -> tuple[int, int]:
-    config = _json_object(file, text)
     if missing := [name for name in ("sink_size", "recent_size") if name not in config]:
         raise ValueError(f"{file} lacks `{missing[0]}`. Found: {sorted(config)}.")
     try:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,6 +12,7 @@ from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.coverage import Coverage, coverage
 from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.protocol import Cuts, cut_out
 
 _LONGEST = {"hm.draw": 64, "hm.plot": 128}  # positions that are drawn one by one
 _MOST_PAIRS = 2**22  # that are evaluated at once
@@ -137,7 +138,7 @@ def _cells(
         if not (known[square] == Coverage.SOME).any():
             continue
         rows, columns = (slice(x.start * n, x.stop * n) for x, n in zip(square, tile, strict=True))
-        cuts = evaluation.Cuts(_cut(rows), _cut(columns), _cut(slice(example, example + 1)))
+        cuts = Cuts(*map(cut_out, (rows, columns, slice(example, example + 1))))
         allowed = ops.convert_to_numpy(evaluation.allowed_tile(rule, bound, heads, cuts))[0]
         shape = bound.query_positions[rows].shape[0], bound.key_positions[columns].shape[0]
         allowed = np.broadcast_to(allowed, (len(allowed), *shape))
@@ -146,11 +147,6 @@ def _cells(
         if len(allowed) > 1:
             seen = [hash((s, x.tobytes())) for s, x in zip(seen, allowed, strict=True)]
     return cells, seen
-
-
-def _cut(place: slice) -> Callable[[Any, int], Any]:
-    """Cut `place` out of an axis; one of size 1 serves every place."""
-    return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
 
 
 def reduced(function: np.ufunc, values: np.ndarray, tile: tuple[int, int]) -> np.ndarray:

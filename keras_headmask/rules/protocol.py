@@ -89,6 +89,11 @@ class Cuts(NamedTuple):
 WHOLE = Cuts()
 
 
+def cut_out(place: slice) -> Callable[[Tensor, int], Tensor]:
+    """One of `Cuts`, for arrays: what lies at `place`. An axis of size 1 serves every place."""
+    return lambda x, axis: x if x.shape[axis] == 1 else x[(*(slice(None),) * axis, place)]
+
+
 class Places(NamedTuple):
     """n tiles that are looked at together: where their queries and keys stand.
 

@@ -6,7 +6,7 @@ outside of `looks_back`: a kind that breaks one of these laws gives wrong number
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.coverage import tile_grid
-from keras_headmask.rules.protocol import Bound, Cuts, Places, Sides, Span
+from keras_headmask.rules.protocol import Bound, Cuts, Places, Sides, Span, cut_out
 
 _ELEMENT_WISE = (
     "Each pair must follow from its `query_positions`, `key_positions` and `inputs` alone: nothing "
@@ -117,7 +117,7 @@ def _broken_promises(trial: _Trial) -> Iterator[Broken]:
 def _mixed_examples(trial: _Trial) -> Iterator[Broken]:
     """The first example that is answered for otherwise alone."""
     for i in range(trial.whole.shape[0] if trial.whole.shape[0] > 1 else 0):
-        cuts = Cuts(batch=_cut(slice(i, i + 1)))
+        cuts = Cuts(batch=cut_out(slice(i, i + 1)))
         alone = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
         if (ops.convert_to_numpy(alone) != trial.whole[i : i + 1]).any():
             problem = f"mixes examples: for example {i} alone it allows other pairs."
@@ -131,7 +131,7 @@ def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[
     for i, j in np.ndindex(-(-queries // tile_queries), -(-keys // tile_keys)):
         rows, columns = _part(i, tile_queries, queries), _part(j, tile_keys, keys)
         expected = trial.whole[:, :, rows, columns]
-        cuts = Cuts(queries=_cut(rows), keys=_cut(columns))
+        cuts = Cuts(queries=cut_out(rows), keys=cut_out(columns))
         where = f"for {_tile(rows, columns)} alone"
         try:
             tile = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
@@ -213,13 +213,6 @@ def _span(values: Tensor | None, starts: np.ndarray, new_axis: int) -> Span | No
     numbers = numbers.astype("int32") if numbers.dtype == bool else numbers
     low, high = (of.reduceat(numbers, starts, axis=1) for of in (np.minimum, np.maximum))
     return Span(np.expand_dims(low, new_axis), np.expand_dims(high, new_axis))
-
-
-def _cut(part: slice) -> Callable[[Tensor, int], Tensor]:
-    def cut(tensor: Tensor, axis: int) -> Tensor:
-        return tensor if tensor.shape[axis] == 1 else tensor[(slice(None),) * axis + (part,)]
-
-    return cut
 
 
 def _part(number: int, size: int, length: int) -> slice:

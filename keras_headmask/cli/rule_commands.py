@@ -76,7 +76,7 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
             f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{received}"
         )
     given |= {"mask_inputs": mask_inputs, "tokens": files.read_tokens(given["tokens"])}
-    from keras_headmask.look import drawing, panels
+    from keras_headmask.look import drawing, panels, plotting
 
     try:
         drawn = panels.panels_of(spec, **given, called="hm.draw" if output is None else "hm.plot")
@@ -87,7 +87,7 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
     if output is None:
         text = drawing.text_of(drawn)
     else:
-        figure = hm.plot(spec, **given)
+        figure = plotting.masks_figure(spec, drawn)
         with written_whole(output) as file:
             figure.savefig(file)
         text = f"Wrote {in_one_line(output)}"

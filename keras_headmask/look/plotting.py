@@ -1,6 +1,5 @@
 """Rules and attention as figures."""
 
-import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,6 @@ from keras_headmask.rules.per_head import head_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_panels_of = functools.partial(panels.panels_of, called="hm.plot")
 
 
 def plot(
@@ -61,13 +58,16 @@ def plot(
     >>> [ax.get_title() for ax in figure.axes]
     ['head 0', 'heads 1-11']
     """
-    figures = figures_module()
-    drawn = _panels_of(
-        spec, queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
-    )
+    figures_module()  # an error before work is done for it
+    sizes = queries, keys, num_heads, mask_inputs, query_offset, example, tokens, tile_size
+    return masks_figure(spec, panels.panels_of(spec, *sizes, called="hm.plot"))
+
+
+def masks_figure(spec: MaskSpec, drawn: panels.Panels) -> "Figure":
+    """A picture of what is drawn of `spec`."""
     if not drawn.panels[0].cells.size:
         raise ValueError("A picture needs at least one query and one key.")
-    return figures.masks_figure(drawn, words.sentences(spec, drawn.num_heads))
+    return figures_module().masks_figure(drawn, words.sentences(spec, drawn.num_heads))
 
 
 def plot_attention(

@@ -1,7 +1,8 @@
-"""The commands on models: info, apply, export."""
+"""The commands on models: info, apply, export, leaks."""
 
 import contextlib
 import dataclasses
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,16 @@ import click
 
 import keras_headmask as hm
 from keras_headmask.cli import files
-from keras_headmask.cli.frame import Answer, CheckFailed, command, progress, unsafe_option
+from keras_headmask.cli.frame import (
+    AT_LEAST_ONE,
+    FOUND,
+    Answer,
+    CheckFailed,
+    command,
+    inputs_option,
+    progress,
+    unsafe_option,
+)
 from keras_headmask.export.report import installed_versions
 from keras_headmask.export.tf_serving import check_installed
 from keras_headmask.export.versions import written_whole
@@ -155,6 +165,65 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
     except RuntimeError as error:  # what the check found
         raise CheckFailed(str(error)) from error
     return Answer(str(report), report)
+
+
+@command
+@click.argument("model")
+@click.option(
+    "--rule",
+    metavar="RULE",
+    help="What outputs may depend on: queries are output positions, keys are input positions. By "
+    "default what MODEL's attention allows, over its layers.",
+)
+@inputs_option
+@click.option("-b", "--batch", type=AT_LEAST_ONE, default=2, help="Examples to make up.")
+@click.option("-l", "--length", type=AT_LEAST_ONE, default=16, help="Positions to make up.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=1e-5, show_default=True)
+@unsafe_option
+def leaks(
+    model: str,
+    rule: str | None,
+    inputs: str | None,
+    batch: int,
+    length: int,
+    tolerance: float,
+    unsafe: bool,
+) -> Answer:
+    """Change what must not matter to MODEL, and see if outputs change.
+
+    MODEL may also be the folder of a SavedModel; it needs --rule and --inputs. Without --inputs,
+    random ones are made up. Exit code 1 if something leaks, or nothing could be tried.
+
+    \b
+    keras-headmask leaks masked.keras
+    keras-headmask leaks served/1 --rule '{"kind": "window", "after": 0}' --inputs inputs.json
+    """
+    spec = None if rule is None else files.read_rule(rule)
+    arrays: Any = files.read_tensors(inputs)
+    progress("loading")
+    if pathlib.Path(model).is_dir():
+        if arrays is None or spec is None:
+            raise ValueError(
+                f"'{model}' is a folder, and a SavedModel needs --rule and --inputs: it has "
+                "no layers to read."
+            )
+        loaded: Any = model
+    else:
+        loaded = files.load_model(model, unsafe)
+        if arrays is None:  # random, with something for the rules to decide
+            from keras_headmask.retrofit.made_up import made_up
+            from keras_headmask.retrofit.survey import Survey
+
+            survey = Survey(loaded)
+            rules = [*survey.rules.values(), *([] if spec is None else [spec])]
+            arrays = made_up(survey, rules, batch, length)
+    from keras_headmask.heads.leaks import find_leaks
+
+    # (Lists of JSON are int64.)
+    arrays = {k: x.astype("int32") if x.dtype == "int64" else x for k, x in arrays.items()}
+    report = find_leaks(loaded, arrays, spec, tolerance=tolerance)
+    text = "\n".join(map(in_one_line, str(report).split("\n")))
+    return Answer(text, report.to_json(), FOUND if report or not report.tried else 0)
 
 
 # --- What a model holds ---------------------------------------------------------------------------

@@ -39,14 +39,11 @@ def one_dnn() -> OneDNN | None:
         on = _keras.one_dnn_is_on()
     except (ImportError, AttributeError):
         return OneDNN(None, "this TensorFlow does not say", _HOW)
+    why, advice = f"TensorFlow's default on this CPU, {VARIABLE} is not set", _HOW
     if (setting := os.environ.get(VARIABLE)) is not None:
-        is_obeyed = on == (setting.lower() in ("1", "true"))
         why = f"{VARIABLE}={setting}"
-        if not is_obeyed:
-            why += ", but read too late, or not built in"
-        return OneDNN(on, why, _HOW if is_obeyed and not on else "")
-    if not on and platform.system() == "Darwin":
-        return OneDNN(False, "TensorFlow is built without it for macOS")
-    return OneDNN(
-        on, f"TensorFlow's default on this CPU, {VARIABLE} is not set", "" if on else _HOW
-    )
+        if on != (setting.lower() in ("1", "true")):
+            why, advice = f"{why}, but read too late, or not built in", ""
+    elif not on and platform.system() == "Darwin":
+        why, advice = "TensorFlow is built without it for macOS", ""
+    return OneDNN(on, why, "" if on else advice)

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import keras
-from keras import ops
+from keras import KerasTensor, ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import choose, head_groups, observers
@@ -200,13 +200,6 @@ def explain(
 _device: ContextVar[str | None] = ContextVar("device", default=None)  # that is asked about
 
 
-class _Tensor:
-    """A shape, with `None` where a size is not known, and a dtype."""
-
-    def __init__(self, shape: tuple, dtype: str = "float32"):
-        self.shape, self.dtype = shape, dtype
-
-
 def _inputs(
     spec: MaskSpec | None, batch: Any, queries: Any, keys: Any, query_offset: int
 ) -> dict[str, Any]:
@@ -216,11 +209,11 @@ def _inputs(
     tensors: dict[str, Any] = {}
     for name, kind in ({} if spec is None else spec.inputs).items():
         if kind.rank is None:
-            tensors[name] = _Tensor((batch, 1, queries, keys), "bool")
+            tensors[name] = KerasTensor((batch, 1, queries, keys), "bool")
         else:
-            tensors[name] = _Tensor((batch, keys), kind.dtype)
+            tensors[name] = KerasTensor((batch, keys), kind.dtype)
             if queries != keys:
-                tensors[name] = _Tensor((batch, queries), kind.dtype), tensors[name]
+                tensors[name] = KerasTensor((batch, queries), kind.dtype), tensors[name]
     return tensors
 
 
@@ -237,7 +230,9 @@ def _rule(
     keys = queries if keys is None else keys
     heads = enough_heads(spec) if num_heads is None else num_heads
     dtype = keras.config.dtype_policy().compute_dtype
-    query, key = (_Tensor((batch, length, heads, head_dim), dtype) for length in (queries, keys))
+    query, key = (
+        KerasTensor((batch, length, heads, head_dim), dtype) for length in (queries, keys)
+    )
     inputs = _inputs(spec, batch, queries, keys, query_offset)
     tensors = {"query": query, "key": key, "inputs": inputs}
 
@@ -259,14 +254,14 @@ def _layer(
 ) -> Explanation:
     keys = queries if keys is None else keys
     copy = type(layer).from_config(layer.get_config())
-    query, value = (_Tensor((batch, length, _SIZE)) for length in (queries, keys))
+    query, value = (KerasTensor((batch, length, _SIZE)) for length in (queries, keys))
     copy.build(query.shape, value.shape)
     inputs = _inputs(copy.mask_spec, batch, queries, keys, query_offset)
     given = {"query": query, "inputs": inputs}
     if queries != keys:
         given["value"] = value
     if padding:
-        given["query_mask"] = _Tensor((batch, queries), "bool")
+        given["query_mask"] = KerasTensor((batch, queries), "bool")
 
     def call(inputs: Any, **tensors: Tensor) -> Tensor:
         more = {"mask_inputs": inputs or None, "training": training}
@@ -294,7 +289,7 @@ def _model(
             f"is built. Received: {model!r}. Explain its attention layers one by one."
         )
     tensors = [
-        _Tensor((batch, *(queries if n is None else n for n in x.shape[1:])), x.dtype)
+        KerasTensor((batch, *(queries if n is None else n for n in x.shape[1:])), x.dtype)
         for x in inputs
     ]
     given = {"inputs": keras.tree.pack_sequence_as(model.input, tensors)}

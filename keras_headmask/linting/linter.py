@@ -61,6 +61,9 @@ def lint(
     info: never-self, head 0: No query may attend to itself.
         If that is not meant, add `| Window(0, 0)`.
     """
+    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
+        kind = type(mask_inputs).__name__
+        raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
     if not isinstance(rule, MaskSpec):
         from keras_headmask.linting import model_checks  # needs all of retrofit/
 
@@ -71,9 +74,6 @@ def lint(
                 "`mask_inputs` alone, a dict of its inputs."
             )
         return Findings(model_checks.check_model(survey, mask_inputs))
-    if mask_inputs is not None and not isinstance(mask_inputs, Mapping):
-        kind = type(mask_inputs).__name__
-        raise TypeError(f"`mask_inputs` must be a dict from names to arrays. Received: {kind}.")
     inputs = dict(mask_inputs or {})
     marks: dict[str, np.ndarray] = {}
     for name in filter(marks_padding, inputs):

@@ -59,14 +59,13 @@ def survey_of(model: Any) -> Survey:
         survey = Survey(model)
         if survey.graph is not None and _under_rules(survey):
             return survey
-    if hasattr(model, "layers"):
-        raise TypeError(
-            "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
-            f"layers. Received a model without, or without a graph: {model!r}. The rule of a layer "
-            "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
-        )
-    check_spec(model, "rule", "hm.lint(SPEC)")
-    raise AssertionError(model)  # `check_spec` raised
+    if not hasattr(model, "layers"):
+        check_spec(model, "rule", "hm.lint(SPEC)")  # raises
+    raise TypeError(
+        "`rule` must be a mask spec, or a model that has rules by `apply_head_masks` or in its "
+        f"layers. Received a model without, or without a graph: {model!r}. The rule of a layer "
+        "is linted by itself, too: `hm.lint(layer.mask_spec, ...)`."
+    )
 
 
 def _under_rules(survey: Survey) -> list[AttentionLayer]:
@@ -184,13 +183,8 @@ def _keep(seen: dict[str, Any], path: str, arguments: Any, probabilities: Any = 
         seen[path]["lengths"] = tuple(probabilities.shape[-2:])
 
 
-def _checked(survey: Survey, inputs: Any) -> dict[str, np.ndarray]:
+def _checked(survey: Survey, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     names = list(survey.inputs)
-    if not isinstance(inputs, Mapping):
-        raise TypeError(
-            "`mask_inputs` must be a dict of the model's inputs by name. "
-            f"Received: {type(inputs).__name__}."
-        )
     if wrong := sorted(set(names) ^ set(inputs)):
         raise ValueError(
             "For a model, `mask_inputs` must hold each of its inputs: "

@@ -553,7 +553,7 @@ def test_models_that_are_refused():
         hm.lint(model, queries=8)
     with pytest.raises(ValueError, match="'padding_mask' is missing or unknown"):
         hm.lint(model, mask_inputs={"token_ids": TOKENS})
-    with pytest.raises(TypeError, match="must be a dict of the model's inputs"):
+    with pytest.raises(TypeError, match="must be a dict from names to arrays"):
         hm.lint(model, mask_inputs=[TOKENS])
 
 

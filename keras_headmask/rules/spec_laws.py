@@ -6,7 +6,7 @@ outside of `looks_back`: a kind that breaks one of these laws gives wrong number
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,9 +84,7 @@ def broken_in_masks(
     yield from _broken_promises(trial)
     quarter, third = ([-(-size // n) for size in (queries, keys)] for n in (4, 3))
     sizes = ((quarter[0], third[1]), (third[0], quarter[1]))
-    yield from _mixed_examples(trial)
-    for tile in sizes:
-        yield from _broken_tiles(trial, *tile)
+    yield from _broken_pieces(trial, sizes)
     yield from _broken_together(trial)
     for tile in ((1, 1), (5, 7), *sizes):
         yield from _broken_coverage(trial, *tile)
@@ -114,28 +112,25 @@ def _broken_promises(trial: _Trial) -> Iterator[Broken]:
             yield Broken(trial.says(f"looks_back(hidden={hidden})", problem), "Widen it.")
 
 
-def _mixed_examples(trial: _Trial) -> Iterator[Broken]:
-    """The first example that is answered for otherwise alone."""
-    for i in range(trial.whole.shape[0] if trial.whole.shape[0] > 1 else 0):
-        cuts = Cuts(batch=cut_out(slice(i, i + 1)))
-        alone = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
-        if (ops.convert_to_numpy(alone) != trial.whole[i : i + 1]).any():
-            problem = f"mixes examples: for example {i} alone it allows other pairs."
-            yield Broken(trial.says("allowed", problem), _ELEMENT_WISE)
-            return
+def _broken_pieces(trial: _Trial, tiles: Iterable[tuple[int, int]]) -> Iterator[Broken]:
+    """The first piece of the mask for which `allowed`, asked for it alone, says something else.
 
-
-def _broken_tiles(trial: _Trial, tile_queries: int, tile_keys: int) -> Iterator[Broken]:
-    """The first tile for which `allowed` says something else than for the whole mask."""
-    queries, keys = trial.whole.shape[2:]
-    for i, j in np.ndindex(-(-queries // tile_queries), -(-keys // tile_keys)):
-        rows, columns = _part(i, tile_queries, queries), _part(j, tile_keys, keys)
-        expected = trial.whole[:, :, rows, columns]
-        cuts = Cuts(queries=cut_out(rows), keys=cut_out(columns))
-        where = f"for {_tile(rows, columns)} alone"
+    Pieces are examples, and tiles of some sizes.
+    """
+    batch, _, queries, keys = trial.whole.shape
+    pieces = [
+        (f"example {i}", slice(i, i + 1), slice(0, queries), slice(0, keys)) for i in range(batch)
+    ]
+    for size in tiles:
+        for i, j in np.ndindex(-(-queries // size[0]), -(-keys // size[1])):
+            rows, columns = _part(i, size[0], queries), _part(j, size[1], keys)
+            pieces.append((_tile(rows, columns), slice(0, batch), rows, columns))
+    for name, examples, rows, columns in pieces:
+        expected, where = trial.whole[examples, :, rows, columns], f"for {name} alone"
+        cuts = Cuts(*map(cut_out, (rows, columns, examples)))
         try:
-            tile = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
-            wrong = ops.convert_to_numpy(tile) != expected
+            piece = evaluation.allowed_tile(trial.leaf, trial.bound, trial.heads, cuts)
+            wrong = ops.convert_to_numpy(piece) != expected
         except Exception as error:  # of the kind's own code
             yield Broken(trial.says("allowed", f"fails {where}: {error}"), _ELEMENT_WISE)
             return

@@ -12,17 +12,14 @@ def simplified(spec: Any) -> Any:
     kind = names.get(type(spec))
     if kind is None:
         return spec
-    parts = [simplified(part) for part in spec.children]
+    again = spec.with_children([simplified(part) for part in spec.children])
     if kind == "not":
-        return _full(not parts[0].constant) if parts[0].constant is not None else ~parts[0]
+        return again if again.constant is None else _full(again.constant)
+    if type(again) is not type(spec):  # all parts are equal
+        return again
     # Equal rules may have their parts in any order, and must be simplified alike.
-    parts = _flat(parts, config.KINDS[kind])
-    return (_simplified_and if kind == "and" else _simplified_or)(sorted(parts, key=repr))
-
-
-def _flat(parts: list[Any], join: Any) -> list[Any]:
-    inner = [part.children if type(part) is join else (part,) for part in parts]
-    return list(dict.fromkeys(part for of_one in inner for part in of_one))
+    parts = sorted(again.children, key=repr)
+    return _simplified_and(parts) if kind == "and" else _simplified_or(parts)
 
 
 def _full(is_full: bool) -> Any:

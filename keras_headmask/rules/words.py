@@ -17,15 +17,10 @@ from keras_headmask.rules.simplifying import simplified
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     """A sentence for each group of heads that obey one rule."""
     groups, others = ordered_groups(spec, num_heads)
-    simple: dict[Any, list[int]] = {}  # some rules are equal only when they are simplified
-    for rule, heads in groups:
-        simple.setdefault(simplified(rule), []).extend(heads)
-    ordered = [(rule, sorted(heads)) for rule, heads in simple.items()]
-    ordered.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
-    seen = [words(rule).phrase for rule, _ in ordered]
-    if len(ordered) == 1:
+    seen = [words(rule).phrase for rule, _ in groups]
+    if len(groups) == 1:
         return [f"A token sees {seen[0]}."]
-    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in ordered]
+    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
     seen[0] = f"a token sees {seen[0]}"
     return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
 
@@ -33,13 +28,16 @@ def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
 def ordered_groups(
     spec: Any, num_heads: int | None
 ) -> tuple[list[tuple[Any, tuple[int, ...]]], int | None]:
-    """Each rule with the heads that obey it, those that see everything last.
+    """Each rule, simplified, with the heads that obey it; those that see everything last.
 
     Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
     its group comes last.
     """
     others = enough_heads(spec) - 1 if num_heads is None else None
-    groups = head_groups(spec, enough_heads(spec) if num_heads is None else num_heads)
+    simple: dict[Any, list[int]] = {}  # some rules are equal only when they are simplified
+    for rule, heads in head_groups(spec, enough_heads(spec) if num_heads is None else num_heads):
+        simple.setdefault(simplified(rule), []).extend(heads)
+    groups = [(rule, tuple(sorted(heads))) for rule, heads in simple.items()]
     groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
     return groups, others
 

@@ -157,7 +157,7 @@ def describe(rule: str, num_heads: int | None) -> Answer:
 @click.option("--model", metavar="MODEL", help="A .keras file, in place of RULE.")
 @heads_option
 @unsafe_option
-def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> Answer:
+def explain(rule: Any, model: str | None, unsafe: bool, **given: Any) -> Answer:
     """Say which code computes attention under RULE, and why.
 
     --model MODEL says it of each attention layer of a model, on lengths that --queries gives.
@@ -168,9 +168,6 @@ def explain(rule: str | None, model: str | None, unsafe: bool, **given: Any) -> 
     """
     if (rule is None) == (model is None):
         raise click.UsageError("Give a RULE, or --model MODEL.")
-    if model is not None:
-        explanation = hm.explain(files.load_model(model, unsafe), **given)
-    else:
-        assert rule is not None
-        explanation = hm.explain(files.read_rule(rule), **given)
+    subject = files.read_rule(rule) if model is None else files.load_model(model, unsafe)
+    explanation = hm.explain(subject, **given)
     return Answer(str(explanation), explanation)

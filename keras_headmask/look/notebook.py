@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_headmask.look import drawing, panels
 from keras_headmask.retrofit.survey import Survey
@@ -31,10 +30,7 @@ def _or_none(show: Callable[..., str | None], *values: Any) -> str | None:
 
 
 def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
-    """A rule, and a picture of what it says of positions alone.
-
-    With `num_heads` it is the rule of a layer, and what it reads is made up, but no whole mask.
-    """
+    """A rule, and a picture of what it says of positions alone."""
     lines = words.sentences(spec, num_heads)
     groups, others = words.ordered_groups(spec, num_heads)
     drawn = []
@@ -43,8 +39,7 @@ def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
             whose = panels.head_names(heads, others) if len(groups) > 1 else "the rule"
             inputs = ", ".join(f"{name!r}: ..." for name in sorted(rule.inputs))
             lines.append(f"A picture of {whose}: plot(rule, ..., mask_inputs={{{inputs}}})")
-        makeable = num_heads is not None and all(x.rank is not None for x in rule.inputs.values())
-        if makeable or not rule.inputs:
+        else:
             drawn.append((rule, heads))
     text = _pre(lines)
     if len(drawn) < len(groups) and all(words.sees_everything(rule) for rule, _ in drawn):
@@ -68,55 +63,24 @@ def _picture(
     others: int | None,
 ) -> str:
     """The rules of `groups`, at a length at which their largest number is seen."""
-    parts = {leaf for rule, _ in groups for leaf in leaves(rule) if not leaf.inputs}
+    parts = {leaf for rule, _ in groups for leaf in leaves(rule)}
     fields = [(name, value) for leaf in parts for name, value in vars(leaf).items()]
     numbers = [abs(value) for name, value in fields if isinstance(value, int) and name != "seed"]
     length = min(max(2 * max(numbers, default=0) + 2, _SHORTEST), _LONGEST)
     caption = f"over {length} positions"
-    read = sorted({name for rule, _ in groups for name in rule.inputs})
-    made_up = {name: _made_up(spec, name, length) for name in read}
-    if made_up:
-        names = ", ".join(f"`{name}`" for name in made_up)
-        caption += f"; {names} {'is' if len(made_up) == 1 else 'are'} made up"
     try:
         from keras_headmask.look import figures
     except ImportError:
         figures = None  # type: ignore[assignment]  # without matplotlib
     called, pictures = "hm.plot" if figures else "hm.draw", []
     for rule, heads in groups:
-        inputs = {name: made_up[name] for name in rule.inputs}
-        drawn = panels.panels_of(rule, length, num_heads=1, mask_inputs=inputs, called=called)
+        drawn = panels.panels_of(rule, length, num_heads=1, called=called)
         pictures.append(panels.Panel(heads, drawn.panels[0].cells))
     whole = drawn._replace(panels=pictures, num_heads=num_heads, others=others)
     if figures is None:
         return _pre([caption, drawing.text_of(whole)])
     data = base64.b64encode(figures.masks_figure(whole, [caption]).png(dpi=80)).decode()
     return f'<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
-
-
-def _made_up(spec: MaskSpec, name: str, length: int) -> np.ndarray:
-    """An input that `spec` reads, such that its rules hide some pairs and allow some.
-
-    Three runs of positions are segments, or sentences by their last token; ids that are looked for
-    besides come first; the last quarter is padding.
-    """
-    positions = np.arange(length)
-    run = 5 * length // 12
-    if name == "padding_mask":
-        return (positions < 3 * length // 4)[None]
-    is_last = positions % run == run - 1
-    readers = [x for x in leaves(spec) if name in x.inputs and x.sampling.ids]
-    if not readers:
-        return (is_last if spec.inputs[name].dtype == "bool" else positions // run)[None]
-    ends = [leaf.sampling.ids[0] for leaf in readers if not leaf.tiling.opens]
-    flagged = dict.fromkeys(leaf.sampling.ids for leaf in readers if leaf.tiling.opens)
-    special = [next((i for i in few if i not in ends), few[0]) for few in flagged]
-    # Most tokens are of another id: they obey what the rule says of the rest.
-    ids = np.full(length, max(i for leaf in readers for i in leaf.sampling.ids) + 1)
-    ids[is_last] = np.resize(sorted(set(ends or special)), is_last.sum())
-    if ends:
-        ids[: len(special)] = special
-    return ids[None]
 
 
 def _model_html(model: keras.Model) -> str | None:

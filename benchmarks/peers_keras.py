@@ -191,7 +191,7 @@ def _layers(
 def _runs(case: cases.Case, allowed: np.ndarray, tile: int = 128, block: int = 32) -> list:
     """For each group of heads with one mask: the heads, and for each tile of queries its runs."""
     from keras_headmask.rules import coverage
-    from keras_headmask.rules.heads import head_groups
+    from keras_headmask.rules.by_head import head_groups
 
     groups = []
     for _, heads in head_groups(case.spec(), case.heads):

@@ -20,7 +20,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
 _MOST_FLAGGED = 256  # of an example; where there are more, each tile is long

@@ -10,7 +10,7 @@ from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.places import pairs_at
 from keras_headmask.rules.protocol import Bound, Places
 

@@ -20,7 +20,7 @@ from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import is_compiling, is_dense_scope, is_forward_only
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.heads import restricts
+from keras_headmask.rules.by_head import restricts
 from keras_headmask.rules.protocol import BOTH
 
 

@@ -20,7 +20,7 @@ from keras_headmask.retrofit.adapters import CACHES, Attention, adapter_of
 from keras_headmask.retrofit.call import inputs_of
 from keras_headmask.retrofit.rule import LayerRule
 from keras_headmask.rules import evaluation, reaching
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Bound, Cuts, Reach
 
 

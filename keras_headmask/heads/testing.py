@@ -9,7 +9,7 @@ from keras_headmask.heads import changes, tested
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.rules import base, evaluation, examples, fields, spec_laws
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import check_heads
+from keras_headmask.rules.by_head import check_heads
 from keras_headmask.rules.offsets import checked_offset
 from keras_headmask.rules.words import enough_heads
 

@@ -11,7 +11,7 @@ from keras_headmask import _keras
 from keras_headmask.attention import observers
 from keras_headmask.layers import trial
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 
 
 def check_obeys(layer: Any, ours: type, spec: MaskSpec, is_for_good: bool) -> None:

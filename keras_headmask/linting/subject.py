@@ -11,8 +11,8 @@ from keras import ops
 from keras_headmask.masks import Mask
 from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.examples import length_of
-from keras_headmask.rules.heads import head_groups
 
 _SHORTEST, _LONGEST = 16, 1024  # positions, where no length is given
 MOST_UNKNOWN = 6  # leaves without inputs; all combinations of their answers are tried

@@ -10,8 +10,8 @@ from keras import ops, tree
 
 from keras_headmask.rules import evaluation, fields, offsets, words
 from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.coverage import Coverage, coverage
-from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.protocol import Cuts, cut_out
 
 _LONGEST = {"hm.draw": 64, "hm.plot": 128}  # positions that are drawn one by one

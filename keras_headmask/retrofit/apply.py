@@ -18,7 +18,7 @@ from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import check_heads, head_groups, restricts
+from keras_headmask.rules.by_head import check_heads, head_groups, restricts
 
 _WAYS = ("error", "and", "replace")
 

@@ -23,8 +23,8 @@ from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.masks import and_masks
 from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.rules.by_head import check_heads
 from keras_headmask.rules.evaluation import make_mask
-from keras_headmask.rules.heads import check_heads
 
 IMPLEMENTATION, FILE = "keras_headmask", "head_masks.json"
 _NAMES = {"input_ids": "token_ids", "attention_mask": "padding_mask"}  # as rules have them

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from keras_headmask.retrofit.adapters import adapted, attention
-from keras_headmask.rules import heads
+from keras_headmask.rules import by_head
 from keras_headmask.rules.base import MaskSpec, leaves
-from keras_headmask.rules.heads import check_heads
+from keras_headmask.rules.by_head import check_heads
 from keras_headmask.rules.protocol import Sides
 
 Source = str | tuple[str | None, str | None]
@@ -41,7 +41,7 @@ class LayerRule:
     @functools.cached_property
     def restricts(self) -> bool:
         """Whether the rule hides any key from any head."""
-        return heads.restricts(self.spec, self.num_heads)
+        return by_head.restricts(self.spec, self.num_heads)
 
     @functools.cached_property
     def reads(self) -> list[str]:

@@ -32,7 +32,7 @@ from keras_headmask.retrofit.graph import ARGUMENT, HeadMaskInputs
 from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.heads import restricts
+from keras_headmask.rules.by_head import restricts
 
 
 class Survey:

@@ -54,7 +54,7 @@ from keras_headmask.retrofit.rule import (
     state_of,
     stock_and_rules,
 )
-from keras_headmask.rules.heads import restricts
+from keras_headmask.rules.by_head import restricts
 
 _FILED_AS = "keras_headmask>HeadMaskedLayer"
 

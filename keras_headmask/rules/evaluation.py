@@ -16,9 +16,9 @@ from keras_headmask import masks
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import graph_shapes
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.config import did_you_mean, misspelled
 from keras_headmask.rules.fields import whole_number
-from keras_headmask.rules.heads import head_groups
 from keras_headmask.rules.offsets import check_counted, checked_offset
 from keras_headmask.rules.once import made_once
 from keras_headmask.rules.places import pairs_at, position_dtype

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import TypeAlias
 
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Reach
 from keras_headmask.rules.words import enough_heads
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_headmask.rules import config
-from keras_headmask.rules.heads import head_groups, named_heads
+from keras_headmask.rules.by_head import head_groups, named_heads
 from keras_headmask.rules.protocol import Words
 from keras_headmask.rules.simplifying import simplified
 

@@ -13,7 +13,7 @@ import keras_headmask as hm
 from keras_headmask.attention import blocks
 from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Sides
 
 

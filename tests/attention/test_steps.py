@@ -20,7 +20,7 @@ from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.torch import steps
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Sides
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package

@@ -13,7 +13,7 @@ import keras_headmask as hm
 from keras_headmask import recipes
 from keras_headmask.rules import config
 from keras_headmask.rules.algebra import And, Or
-from keras_headmask.rules.heads import head_groups
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.simplifying import simplified
 
 pytestmark = pytest.mark.tensorflow  # the same on every backend

@@ -10,8 +10,8 @@ from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, numbers_of
 from keras_headmask.rules import config, words
-from keras_headmask.rules.algebra import joins
 from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.per_head import joins
 from keras_headmask.rules.protocol import OpenSide
 from keras_headmask.rules.spec_laws import broken_in_json, broken_in_masks
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, reaching, words
@@ -230,14 +230,6 @@ class Not(Compound):
 
     def __repr__(self) -> str:
         return f"~({self.spec!r})" if isinstance(self.spec, Join) else f"~{self.spec!r}"
-
-
-def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
-    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
-    if spec.kind in ("and", "or"):
-        yield spec
-    for child in spec.children if head is None else spec.children_at(head):
-        yield from joins(child, head)
 
 
 def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:

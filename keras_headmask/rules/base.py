@@ -113,14 +113,6 @@ class MaskSpec:
         """The specs this one is made of."""
         return ()
 
-    def children_at(self, head: int) -> tuple["MaskSpec", ...]:
-        """The specs among `children` that concern one head.
-
-        Args:
-            head: The number of the head, from 0.
-        """
-        return self.children
-
     def with_children(self, children: Collection["MaskSpec"]) -> "MaskSpec":
         """The same node with other children.
 

@@ -99,15 +99,12 @@ class PerHead(Compound):
     def children(self) -> tuple[MaskSpec, ...]:
         return (*dict.fromkeys(spec for _, spec in self.heads), self.default)
 
-    def children_at(self, head: int) -> tuple[MaskSpec, ...]:
-        return (dict(self.heads).get(head, self.default),)
-
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         new = dict(zip(self.children, children, strict=True))
         return PerHead({head: new[spec] for head, spec in self.heads}, new[self.default])
 
     def for_head(self, head: int) -> MaskSpec:
-        return self.children_at(head)[0].for_head(head)
+        return dict(self.heads).get(head, self.default).for_head(head)
 
     def get_config(self) -> dict[str, Any]:
         heads = {str(key): spec.get_config() for key, spec in self._runs()}
@@ -140,6 +137,17 @@ class PerHead(Compound):
         heads = ", ".join(f"{key!r}: {spec!r}" for key, spec in self._runs())
         rest = "" if self.default == Full() else f", default={self.default!r}"
         return f"PerHead({{{heads}}}{rest})"
+
+
+def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
+    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
+    if spec.kind in ("and", "or"):
+        yield spec
+    children = spec.children
+    if head is not None and isinstance(spec, PerHead):
+        children = (dict(spec.heads).get(head, spec.default),)
+    for child in children:
+        yield from joins(child, head)
 
 
 def _check_nested(spec: MaskSpec, heads: list[int]) -> None:

@@ -5,7 +5,6 @@ import itertools
 
 import numpy as np
 import oracle
-import pytest
 from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +16,6 @@ from strategies import (
     mask_inputs,
     positional_leaves,
     positional_specs,
-    specs,
-    windows,
 )
 
 import keras_headmask as hm
@@ -67,55 +64,10 @@ def truth(spec, grid):
     return np.array([[counted[i, j] for j in range(columns)] for i in range(rows)])
 
 
-def assert_sound(possible, certain, mask, tile_queries, tile_keys):
-    for row, column, tile in tiles_of(mask, tile_queries, tile_keys):
-        if not possible[row, column]:
-            assert not tile.any(), f"tile {row, column} is said to allow nothing"
-        if certain[row, column]:
-            assert tile.all(), f"tile {row, column} is said to allow all"
-
-
 @MANY
 @given(positional_leaves, grids())
 def test_leaves_are_exact(leaf, grid):
     np.testing.assert_array_equal(coverage(leaf, *grid), truth(leaf, grid))
-
-
-@MANY
-@given(windows(), grids())
-def test_windows_are_exact(leaf, grid):
-    np.testing.assert_array_equal(coverage(leaf, *grid), truth(leaf, grid))
-
-
-@MANY
-@given(specs(positional_leaves | st.just(Silent()), per_head=False), grids())
-def test_never_contradicts_the_dense_mask(spec, grid):
-    queries, keys, tile_queries, tile_keys, offset = grid
-    position = np.arange(queries)[:, None] + offset, np.arange(keys)[None]
-
-    def dense(spec):
-        if isinstance(spec, hm.rules.algebra.Not):
-            return ~dense(spec.spec)
-        if spec.children:
-            join = np.logical_and if isinstance(spec, hm.rules.algebra.And) else np.logical_or
-            return join.reduce([dense(part) for part in spec.children])
-        return np.broadcast_to(spec.allowed(*position, {}), (queries, keys))
-
-    covered = coverage(spec, *grid)
-    mask = dense(spec)
-    assert_sound(covered > 0, covered == 2, mask, tile_queries, tile_keys)
-    possible, certain = bounds(spec, tile_grid(*grid))
-    assert not (certain & ~possible).any()
-
-
-@FEW
-@given(positional_specs, grids())
-def test_every_head_of_a_rule_is_sound(spec, grid):
-    queries, keys, tile_queries, tile_keys, offset = grid
-    mask = oracle.mask(spec, 1, 3, queries, keys, query_offset=offset)[0]
-    for head in range(3):
-        covered = coverage(spec.for_head(head), *grid)
-        assert_sound(covered > 0, covered == 2, mask[head], tile_queries, tile_keys)
 
 
 @MANY
@@ -137,11 +89,6 @@ def test_a_spec_that_says_nothing_is_some_everywhere(grid):
     assert (coverage(Silent() | hm.Full(), *grid) == Coverage.ALL).all()
 
 
-def test_the_shape_of_a_plan():
-    assert coverage(hm.Full(), 7, 10, 3, 4).shape == (3, 3)
-    assert coverage(hm.Queries(2), 7, 10, 3, 4).tolist() == [[1] * 3, [2] * 3, [2] * 3]
-
-
 # ---------------------------------------------------------------- runs
 
 
@@ -160,26 +107,6 @@ def test_runs_are_the_tiles_that_are_not_none(spec, grid):
         np.testing.assert_array_equal(seen, np.repeat(row > 0, tile_keys)[:keys])
         # As few as can be: what lies between two runs is skipped.
         assert all(a[1] < b[0] for a, b in itertools.pairwise(row_runs))
-
-
-@pytest.mark.parametrize(
-    ("spec", "most_runs", "share"),
-    [
-        (hm.recipes.streaming(sinks=4, window=1024), 2, 0.03),
-        (hm.Window(before=255, after=255), 1, 0.02),
-        (hm.recipes.bigbird(block=64, density=0.002, global_blocks=1, seed=1), 16, 0.05),
-    ],
-    ids=["streaming", "window", "bigbird"],
-)
-def test_a_plan_of_65536_positions(spec, most_runs, share):
-    length, tile = 65536, 128
-    covered = coverage(spec, length, length, tile, tile)
-    found = runs(covered > 0, tile, length)
-    inner = found[1:]  # the first row holds bigbird's global queries
-    assert max(map(len, inner)) <= most_runs
-    assert (
-        sum(stop - start for row in found for start, stop in row) <= share * length * length / tile
-    )
 
 
 # ---------------------------------------------------------------- rules that read data
@@ -234,16 +161,6 @@ def bounds_and_truth(spec, inputs, batch, grid):
 
 
 @MANY
-@given(st.data(), specs(reading | positional_leaves, per_head=False), grids())
-def test_spans_of_data_are_sound_under_any_rule(data, spec, grid):
-    """Ids unsorted, negative ones among them."""
-    queries, keys, tile_queries, tile_keys, _ = grid
-    inputs = data.draw(mask_inputs(spec, 2, queries, keys))
-    for possible, certain, mask in bounds_and_truth(spec, inputs, 2, grid):
-        assert_sound(possible, certain, mask, tile_queries, tile_keys)
-
-
-@MANY
 @given(st.data(), reading, grids())
 def test_spans_of_flags_are_exact_and_of_sorted_ids_too(data, leaf, grid):
     """Sorted ids make an interval of each span, so that overlap is a meeting up to gaps in it."""
@@ -255,15 +172,6 @@ def test_spans_of_flags_are_exact_and_of_sorted_ids_too(data, leaf, grid):
             assert certain[row, column] == tile.all()
             if not is_ids:
                 assert possible[row, column] == tile.any()
-
-
-def test_documents_that_do_not_meet_are_skipped():
-    ids = np.repeat(np.arange(4), 3)[None]
-    rule = hm.SameSegment("ids")
-    spans = {rule: spans_of(rule, {"ids": (ids, ids)}, 3, 3)}
-    possible, certain = bounds(rule, tile_grid(12, 12, 3, 3), spans)
-    np.testing.assert_array_equal(possible[0], np.eye(4, dtype=bool))
-    np.testing.assert_array_equal(certain[0], np.eye(4, dtype=bool))
 
 
 def test_negative_ids_are_never_possible():

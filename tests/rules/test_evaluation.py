@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
 
@@ -70,68 +70,8 @@ def test_several_tiles_at_once_are_parts_of_the_mask(case, seed):
         assert np.array_equal(one, expected[example][:, of_rows][:, :, of_columns])
 
 
-@st.composite
-def two_rules(draw):
-    a, b = draw(strategies.any_specs), draw(strategies.any_specs)
-    _, *rest = draw(strategies.cases(st.just(a & b)))
-    return a, b, rest
-
-
 def _read_by(spec, inputs):
     return {name: inputs[name] for name in spec.inputs}
-
-
-@strategies.FEW
-@given(two_rules())
-def test_the_algebra_of_rules_is_that_of_their_masks(case):
-    a, b, (inputs, batch, heads, *sizes) = case
-
-    def mask(spec):
-        return whole(made(spec, _read_by(spec, inputs), batch, heads, *sizes), batch, heads)
-
-    laws = {
-        "and": (a & b, mask(a) & mask(b)),
-        "or": (a | b, mask(a) | mask(b)),
-        "not": (~a, ~mask(a)),
-        "De Morgan, and": (~(a & b), mask(~a | ~b)),
-        "De Morgan, or": (~(a | b), mask(~a & ~b)),
-        "absorption": (a & (a | b), mask(a)),
-        "Full and": (a & hm.Full(), mask(a)),
-        "Nothing or": (a | hm.Nothing(), mask(a)),
-        "Full or": (a | hm.Full(), mask(hm.Full())),
-        "Nothing and": (a & hm.Nothing(), mask(hm.Nothing())),
-        "excluded middle": (a | ~a, mask(hm.Full())),
-    }
-    for law, (spec, expected) in laws.items():
-        np.testing.assert_array_equal(mask(spec), expected, err_msg=law)
-
-
-@strategies.FEW
-@given(two_rules())
-def test_each_head_obeys_its_own_rule(case):
-    a, b, (inputs, batch, heads, *sizes) = case
-
-    def mask(spec):
-        return whole(made(spec, _read_by(spec, inputs), batch, heads, *sizes), batch, heads)
-
-    spec = strategies.per_head_of({1: a}, b)
-    assume(spec.heads)  # else `a` may not be nested there
-    mixed = mask(spec)
-    for head in range(heads):
-        expected = mask(a if head == 1 else b)[:, head]
-        np.testing.assert_array_equal(mixed[:, head], expected, err_msg=f"head {head}")
-
-
-@strategies.FEW
-@given(strategies.cases(strategies.shared_specs))
-def test_heads_of_one_rule_share_one_head_axis(case):
-    spec, inputs, _, heads, *_ = case
-    equal = hm.PerHead(dict.fromkeys(range(heads), spec), default=~spec)
-    mask = made(equal, *case[1:])
-    np.testing.assert_array_equal(mask, made(*case))
-    whole_masks = [inputs[name] for name, kind in spec.inputs.items() if kind.rank is None]
-    per_head = any(value.ndim == 4 and value.shape[1] > 1 for value in whole_masks)
-    assert mask.shape[1] == (heads if per_head else 1)
 
 
 @pytest.mark.parametrize(
@@ -228,27 +168,6 @@ def test_in_a_layer_with_an_unknown_batch_and_length(spec):
     np.testing.assert_array_equal(whole(mask, 2, 3), oracle.mask(spec, 2, 3, 5, 5, values))
 
 
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("spec", GRAPHS, ids=repr)
-def test_in_a_tf_function_of_unknown_sizes(spec):
-    import tensorflow as tf
-
-    values = {n: tf.constant(v) for n, v in _read_by(spec, VALUES).items()}
-    signature = {n: tf.TensorSpec([None] * v.ndim, v.dtype) for n, v in values.items()}
-
-    @tf.function(
-        input_signature=[tf.TensorSpec([], "int32"), tf.TensorSpec([], "int32"), signature]
-    )
-    def mask(queries, offset, inputs):
-        return hm.make_mask(spec, queries, 5, 3, inputs, query_offset=offset)
-
-    expected = oracle.mask(spec, 2, 3, 5, 5, _read_by(spec, VALUES))
-    np.testing.assert_array_equal(whole(mask(5, 0, values).numpy(), 2, 3), expected)
-    if "whole" not in spec.inputs:
-        last = oracle.mask(spec, 2, 3, 2, 5, _read_by(spec, VALUES), 3)
-        np.testing.assert_array_equal(whole(mask(2, 3, values).numpy(), 2, 3), last)
-
-
 # --- what is refused ---
 
 ONES = np.ones((2, 3), "int32")
@@ -337,14 +256,6 @@ def test_floats_are_refused_in_a_functional_model_too():
         hm.make_mask(SEGMENT, 3, 3, mask_inputs={"x": keras.Input((3,))})
 
 
-# Found as a bug: two inputs of different batch sizes failed deep in the backend.
-@pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: hm.PerHead({0: a}, default=b)])
-def test_inputs_whose_batches_disagree(join):
-    inputs = {"x": ONES, "y": np.ones((3, 3), "int32")}
-    with pytest.raises(ValueError, match="examples"):
-        hm.make_mask(join(KEY, hm.KeyFlag("y")), 3, 3, 2, inputs)
-
-
 # Found as a bug: a negative offset read the last token, one too large 0 or garbage (JAX, GPUs).
 @pytest.mark.parametrize("offset", [-1, 2])
 def test_an_offset_that_leaves_the_only_tensor(offset):
@@ -379,14 +290,6 @@ def test_sizes_that_are_no_sizes():
 # --- Rules that count ---
 
 TEXT = np.array([[5, 9, 4, 6, 9, 7]])  # sentences: "5 9", "4 6 9", "7"
-
-
-def test_whole_ids_serve_a_step_with_a_cache():
-    spec = hm.SameSentence(9, "x")
-    whole = ops.convert_to_numpy(hm.make_mask(spec, 6, 6, mask_inputs={"x": TEXT}))
-    for start in range(1, 6):
-        step = hm.make_mask(spec, 6 - start, 6, mask_inputs={"x": TEXT}, query_offset=start)
-        np.testing.assert_array_equal(ops.convert_to_numpy(step), whole[:, :, start:])
 
 
 @pytest.mark.parametrize(

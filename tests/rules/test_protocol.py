@@ -174,12 +174,6 @@ def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
 
 
 @every_leaf
-def test_a_leaf_and_its_twin_keep_every_law(leaf):
-    for spec in (leaf, twins(leaf)):
-        hm.testing.check_spec(spec, mask_inputs=inputs_of(spec, 24) or None)
-
-
-@every_leaf
 def test_a_twin_gets_the_same_samples(leaf):
     inputs = {name: Input((None, None), "int32") for name in leaf.inputs}
     survey = Survey(keras.Model())
@@ -246,22 +240,17 @@ def test_local_rules(spec, is_local):
 
 @MANY
 @given(cases())
-def test_answers_hold_for_the_mask(case):
+def test_positions_of_queries_that_are_not_read_do_not_matter(case):
+    """(`test_spec_laws.py` holds the other answers to the mask.)"""
     spec, inputs, _, heads, queries, keys, offset = case
 
-    def mask_of(spec, queries=queries, keys=keys, offset=offset):
+    def mask_of(offset):
         return numpy(hm.make_mask(spec, queries, keys, heads, inputs or None, offset))
 
-    mask = mask_of(spec)
-    if spec.constant is not None:
-        assert (mask == spec.constant).all()
     pairs = all(isinstance(value, tuple) for value in inputs.values())
     counts = any(leaf.counts for leaf in leaves(spec))  # it refuses pairs at an offset
     if pairs and not counts and not spec.reads_query_positions:
-        np.testing.assert_array_equal(mask_of(spec, offset=offset + 3), mask)
-    if spec.tiling.opens is not None and not spec.children:
-        axis = {"key": 2, "query": 3}[spec.tiling.opens]
-        assert (mask == mask.take([0], axis=axis)).all()
+        np.testing.assert_array_equal(mask_of(offset + 3), mask_of(offset))
 
 
 @MANY

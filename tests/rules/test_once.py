@@ -1,8 +1,6 @@
 """What is made once in a graph, and what counts as equal."""
 
-import gc
 import itertools
-import weakref
 
 import keras
 import numpy as np
@@ -210,27 +208,3 @@ def test_each_replica_has_its_own():
     count, seen = itertools.count(), []
     assert traced(both) == (0, 0)
     assert seen == [(1, 1)]
-
-
-def test_it_goes_with_its_graph():
-    import tensorflow as tf
-
-    class Made:
-        pass
-
-    def keep(x):
-        value = Made()
-        value.tensor = x + 1
-        kept.append(weakref.ref(once(lambda: value, "key", x)))
-        kept.append(weakref.ref(tf.compat.v1.get_default_graph()))
-        return value.tensor
-
-    kept = []
-    function = tf.function(lambda x: tf.cond(x[0] > 0, lambda: keep(x), lambda: keep(x)))
-    function(tf.constant([1]))
-    gc.collect()
-    assert len(kept) == 4
-    assert all(ref() is not None for ref in kept)
-    del function
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4

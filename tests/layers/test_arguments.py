@@ -26,10 +26,6 @@ def layer_on(ids, spec):
     return layer(normal(4, 5, 8), mask_inputs={"ids": ids})
 
 
-def grouped_on(ids, spec):
-    return GROUPED.layer(2, 4, mask_spec=spec)(normal(4, 5, 8), mask_inputs={"ids": ids})
-
-
 def attention_on(ids, spec):
     return hm.dot_product_attention(KEYS, KEYS, KEYS, mask_spec=spec, mask_inputs={"ids": ids})
 
@@ -44,7 +40,7 @@ def retrofitted_on(ids, spec):
 RETROFITTED_ON = pytest.param(retrofitted_on, marks=takes_unread_inputs)
 
 
-@pytest.mark.parametrize("call", [layer_on, grouped_on, attention_on, RETROFITTED_ON])
+@pytest.mark.parametrize("call", [layer_on, attention_on, RETROFITTED_ON])
 @pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.KeyFlag("ids")], ids=repr)
 def test_ids_of_one_example_do_not_serve_a_batch(call, spec):
     with pytest.raises(ValueError, match=r"'ids'\]` has 1 example where the batch has 4.*repeat"):
@@ -59,14 +55,6 @@ def test_mask_inputs_agree_on_the_batch_among_themselves():
     pair = (IDS, np.repeat(IDS, 3, 0))
     with pytest.raises(ValueError, match=r"\['a'\]` has 1 example where the batch has 3"):
         hm.make_mask(hm.SameSegment("a"), 5, 5, mask_inputs={"a": pair})
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_whole_mask_of_one_example_serves_a_batch(batch):
-    mask = np.ones((batch, 1, 5, 5), "int32")
-    spec = hm.MaskInput("m") & hm.KeyFlag("ids")
-    given = {"m": mask, "ids": np.repeat(IDS, 4, 0)}
-    hm.dot_product_attention(KEYS, KEYS, KEYS, mask_spec=spec, mask_inputs=given)
 
 
 # --- Integer masks ---
@@ -87,12 +75,6 @@ def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
     ):
         with pytest.raises(ValueError, match=rf"integer {value}.*from_additive.*mask != 0"):
             call()
-
-
-def test_flags_are_true_above_0():
-    for flags, seen in ((ADDITIVE, [0, 0, 0, 0, 0]), ([[0, 1, 2, -1, 255]], [0, 1, 1, 0, 1])):
-        mask = hm.make_mask(hm.KeyFlag("f"), 1, 5, mask_inputs={"f": (None, np.array(flags))})
-        assert numpy(mask).ravel().astype(int).tolist() == seen
 
 
 class WithAHook(hm.PerHeadMaskedMultiHeadAttention):
@@ -133,22 +115,20 @@ def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument, m
 # --- Specs that compare ---
 
 
-def test_a_field_that_does_not_compare_is_refused():
-    with pytest.raises(TypeError, match=r"compare=False on \['length'\].*S.*Leave `compare` out"):
+@pytest.mark.parametrize(
+    ("eq", "compare", "message"),
+    [
+        (True, False, r"compare=False on \['length'\].*S.*Leave `compare` out"),
+        (False, True, r"S has eq=False and no `__eq__`"),
+    ],
+)
+def test_specs_that_do_not_compare_are_refused(eq, compare, message):
+    with pytest.raises(TypeError, match=message):
 
         @hm.register_spec("test_no_compare")
-        @dataclasses.dataclass(frozen=True)
+        @dataclasses.dataclass(frozen=True, eq=eq)
         class S(hm.MaskSpec):
-            length: int = dataclasses.field(default=1, compare=False)
-
-
-def test_a_spec_that_equals_itself_alone_is_refused():
-    with pytest.raises(TypeError, match=r"S has eq=False and no `__eq__`"):
-
-        @hm.register_spec("test_no_eq")
-        @dataclasses.dataclass(frozen=True, eq=False)
-        class S(hm.MaskSpec):
-            length: int = 1
+            length: int = dataclasses.field(default=1, compare=compare)
 
 
 # --- A cached step without its offset ---
@@ -167,11 +147,7 @@ def by_layer(spec=None, queries=2, causal=False, kind=MULTI_HEAD, **more):
     return layer(x[:, :queries], x, use_causal_mask=causal, **more)
 
 
-def by_grouped(spec=None, **more):
-    return by_layer(spec, kind=GROUPED, **more)
-
-
-@pytest.mark.parametrize("call", [decoded, by_layer, by_grouped])
+@pytest.mark.parametrize("call", [decoded, by_layer])
 @pytest.mark.parametrize("spec", ON_POSITIONS, ids=repr)
 def test_fewer_queries_than_keys_and_no_offset_warns(call, spec):
     with pytest.warns(UserWarning, match=FORGOTTEN):
@@ -196,7 +172,6 @@ def test_what_does_not_read_the_positions_of_queries_does_not_warn(spec):
         warnings.simplefilter("error", UserWarning)
         decoded(spec, **given)
         by_layer(spec, **given)
-        by_grouped(spec, **given)
 
 
 # --- XLA ---

@@ -142,6 +142,7 @@ def test_a_layer_trains_the_same_dense_and_tiled(kind):
 
 
 @pytest.mark.parametrize("option", ["alibi", "all"])
+@pytest.mark.every_day("Multi.*all|Grouped.*alibi")
 def test_who_looks_and_a_second_rule_find_them(kind, option):
     """Both go by the hook of Keras, whose signature knows none of it."""
     model, layer = model_of(kind, option, False)

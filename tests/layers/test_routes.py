@@ -1,10 +1,5 @@
 """One model, every route to it: each gives what NumPy loops give from its weights."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
@@ -25,16 +20,9 @@ RULES = {
     "a head off": hm.PerHead({3: hm.Nothing()}),
 }
 CALLS = {"plain": {}, "causal": {"use_causal_mask": True}, "dropout": {"dropout": 0.5}}
-# Each rule and each call is compiled or written, not each pair of them: that takes its time.
-PAIRED = [(MULTI_HEAD, rule, list(CALLS)[i % len(CALLS)]) for i, rule in enumerate(RULES)]
-GROUPED_CASES = [(GROUPED, *case) for _, *case in PAIRED]
-CASES = [(MULTI_HEAD, rule, call) for rule in RULES for call in CALLS] + GROUPED_CASES
-PAIRED += GROUPED_CASES[1::3]
-PER_HEAD_CALL = "causal"  # as that rule is paired
-
-
-def name_of(case):
-    return ", ".join(map(str, case))
+# Each rule and each call is compiled, not each pair of them: that takes its time.
+CASES = [(MULTI_HEAD, rule, list(CALLS)[i % len(CALLS)]) for i, rule in enumerate(RULES)]
+CASES += [(GROUPED, *case) for _, *case in CASES[1::3]]
 
 
 def build(kind, rule, call):
@@ -76,113 +64,26 @@ def expected(model, kind, rule, call):
     return {"context": context, "same": context, "scores": scores}
 
 
-def check(got, wanted, route):
-    for name in wanted:
-        assert_close(
-            numpy(got[name]) if not isinstance(got[name], np.ndarray) else got[name],
-            wanted[name],
-            message=f"{route}: {name}",
-            depth=2,
-        )
-
-
-@pytest.fixture(scope="module")
-def models():
-    keras.utils.set_random_seed(0)
-    return {case: build(*case) for case in CASES}
-
-
-@pytest.mark.parametrize("case", PAIRED, ids=name_of)
-def test_eager_predict_and_clone(models, case):
-    model = models[case]
-    wanted = expected(model, *case)
-    check(model(data(model)), wanted, "eager")
-    check(model.predict(data(model), verbose=0), wanted, "predict")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case)))
+def test_every_route_gives_what_the_loops_give(case):
+    model = build(*case)
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     assert clone.get_layer("attention").mask_spec == RULES[case[1]]
-    check(clone(data(model)), wanted, "clone_model")
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("case", PAIRED, ids=name_of)
-def test_tf_function(models, case, jit_compile):
-    import tensorflow as tf
-
-    model = models[case]
-    check(
-        tf.function(model, jit_compile=jit_compile)(data(model)), expected(model, *case), "function"
-    )
-
-
-FRESH = """
-import sys, pathlib, numpy as np
-folder, what = pathlib.Path(sys.argv[1]), sys.argv[2]
-if what == "keras":
-    import keras, keras_headmask
-else:
-    import tensorflow as tf
-for data in folder.glob("*.in.npz"):
-    inputs, name = dict(np.load(data)), data.name.removesuffix(".in.npz")
-    if what == "keras":
-        out = keras.saving.load_model(folder / f"{name}.keras").predict(inputs, verbose=0)
-    else:
-        loaded = tf.saved_model.load(str(folder / name))
-        out = loaded.serve({k: tf.constant(v) for k, v in inputs.items()})
-    np.savez(folder / f"{name}.out.npz", **{k: np.asarray(v) for k, v in out.items()})
-if what != "keras":
-    assert "keras_headmask" not in sys.modules
-"""
-
-
-def run_fresh(folder, what):
-    root = str(Path(__file__).parents[2])
-    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", PYTHONPATH=root)
-    command = [sys.executable, "-c", FRESH, str(folder), what]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.long  # (`test_examples` and `test_subclassed` do it every day)
-@pytest.mark.parametrize(
-    "what", ["keras", pytest.param("saved_model", marks=pytest.mark.tensorflow)]
-)
-def test_saved_and_loaded_in_a_fresh_process(models, what, tmp_path):
-    chosen = PAIRED[::2] if what == "keras" else PAIRED[1::4]  # an export takes seconds
-    names = {case: f"model{i}" for i, case in enumerate(chosen)}
-    for case, name in names.items():
-        model = models[case]
-        if what == "keras":
-            model.save(tmp_path / f"{name}.keras")
-        else:
-            model.export(str(tmp_path / name), verbose=False)
-        np.savez(tmp_path / f"{name}.in.npz", **data(model))
-    run_fresh(tmp_path, what)
-    for case, name in names.items():
-        with np.load(tmp_path / f"{name}.out.npz") as out:
-            check(dict(out), expected(models[case], *case), f"{what} {name_of(case)}")
-
-
-def test_a_saved_rule_is_readable_json(models, kind, tmp_path):
-    """The file holds the rule by its permanent kinds, not by class paths."""
-    import json
-    import zipfile
-
-    path = Path(tmp_path / "model.keras")
-    models[kind, "per head", PER_HEAD_CALL].save(path)
-    with zipfile.ZipFile(path) as archive:
-        config = json.loads(archive.read("config.json"))
-    (layer,) = [x for x in config["config"]["layers"] if x["config"]["name"] == "attention"]
-    assert layer["registered_name"] == f"keras_headmask>{kind.ours.__name__}"
-    assert layer["config"]["mask_spec"] == {
-        "kind": "per_head",
-        "heads": {
-            "0": {"kind": "same_segment", "input": "parts"},
-            "1-2": {"kind": "window", "before": 1, "after": 2},
-        },
-        "default": {"kind": "full"},
+    routes = {
+        "eager": model,
+        "predict": lambda given: model.predict(given, verbose=0),
+        "clone_model": clone,
     }
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        routes |= {"graph": tf.function(model), "XLA": tf.function(model, jit_compile=True)}
+    wanted = expected(model, *case)
+    for route, call in routes.items():
+        got = call(data(model))
+        for name, one in wanted.items():
+            assert_close(got[name], one, message=f"{route}: {name}", depth=2)
 
 
 def test_cross_attention_with_pairs_of_mask_inputs_reloads(kind, tmp_path):
@@ -227,16 +128,3 @@ def test_rematerialised_layers_see_the_padding_again(kind, with_scores):
 
     for plain, again in zip(trained(False), trained(True), strict=True):
         assert_close(again, plain)
-
-
-@pytest.mark.every_day("Multi")
-def test_training_learns_and_keeps_the_rule(models, kind):
-    """`fit` runs the rule in the compiled step; the loss falls and the hidden keys stay hidden."""
-    model = keras.models.clone_model(models[kind, "per head", PER_HEAD_CALL])
-    target = {"context": np.ones((2, 7, 8), "float32")}
-    trained = keras.Model(model.input, {"context": model.output["context"]})
-    trained.compile("adam", "mse")
-    losses = trained.fit(data(model), target, epochs=5, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    wanted = expected(model, kind, "per head", PER_HEAD_CALL)
-    check(trained(data(model)), {"context": wanted["context"]}, "trained")

@@ -9,19 +9,15 @@ from keras import ops
 from largest import largest_in_torch
 from laws import weights
 from tiled_contract import (
-    LONG,
     SCALE,
-    SORTED_IDS,
     attend,
     close,
     operands,
     tiles,
     weighted,
 )
-from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention.torch import steps
 
 if keras.backend.backend() != "torch":
     pytest.skip("needs the PyTorch backend", allow_module_level=True)
@@ -49,37 +45,6 @@ def taken(monkeypatch):
 # ---------------------------------------------------------------- which calls take them
 
 
-def test_long_sequences_take_them_by_themselves(taken):
-    qkv = operands(1, 300, 300, 2)
-    got = attend(qkv, hm.SameSegment("ids"), {"ids": np.arange(300)[None] // 7}, tiled=None)
-    assert taken
-    assert all(keys < 300 for _, keys in taken), "what the ids hide is skipped"
-    close(got, attend(qkv, hm.SameSegment("ids"), {"ids": np.arange(300)[None] // 7}, tiled=False))
-
-
-def test_short_sequences_and_dropout_do_not(taken):
-    attend(operands(1, 200, 200, 2), hm.Window(9, 9), tiled=None)
-    attend(operands(1, 300, 300, 2), hm.Window(9, 9), dropout=0.5, seed=1)
-    assert not taken
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("reads", [True, False])
-def test_compiled_code_is_as_before(taken, reads):
-    spec = hm.SameSegment("ids") if reads else hm.Window(9, 9)
-    ids = torch.from_numpy(np.arange(300)[None] // 7)
-    qkv = [torch.from_numpy(x) for x in operands(1, 300, 300, 2)]
-
-    def call(*qkv):
-        return attend(qkv, spec, {"ids": ids} if reads else None, tiled=None)
-
-    wanted = call(*qkv)
-    assert taken
-    taken.clear()
-    close(torch.compile(call, backend="eager")(*qkv), wanted)
-    assert not taken
-
-
 def test_exported_code_is_as_before(taken):
     class Model(torch.nn.Module):
         def forward(self, *qkv):
@@ -97,17 +62,6 @@ def test_vmap(tiled):
     spec = hm.Window(9, 9)
     got = torch.func.vmap(lambda *x: attend(x, spec, tiled=tiled))(*qkv)
     close(got[:, 0], attend([x[:, 0] for x in qkv], spec, tiled=False))
-
-
-def test_gradients_by_torch_func():
-    qkv = tuple(torch.from_numpy(x) for x in operands(1, 300, 300, 2))
-
-    def loss(*qkv, tiled=True):
-        return weighted(attend(qkv, hm.Window(9, 9), tiled=tiled))
-
-    got = torch.func.grad(loss, argnums=(0, 1, 2))(*qkv)
-    for one, other in zip(got, gradient(lambda *x: loss(*x, tiled=False), *qkv), strict=True):
-        close(one, other)
 
 
 @pytest.mark.parametrize("cap", [None, 1e4])
@@ -150,56 +104,6 @@ def test_shapes_alone_are_inferred_without_values(taken):
 
 def dense64(qkv, *rest):
     return attend([ops.cast(ops.convert_to_tensor(x), "float64") for x in qkv], *rest, tiled=False)
-
-
-@pytest.mark.parametrize(
-    "name", ["documents", "padding", "longformer", "flags and padding", "a whole mask"]
-)
-def test_steps_of_each_example(monkeypatch, taken, name):
-    """The laws, of short sequences, have steps of all examples."""
-    monkeypatch.setattr(steps, "_FEWEST_PAIRS", 0)
-    spec, inputs = LONG[name]
-    qkv = operands(3, 23, 23, 4, size=8, value_size=8, key_heads=2)
-
-    def loss(*x, tiled=True):
-        return weighted(attend(x, spec, inputs, tiled=tiled))
-
-    doubles = [x.astype("float64") for x in qkv]
-    wanted = gradient(lambda *x: loss(*x, tiled=False), *doubles)
-    with tiles():
-        close(attend(qkv, spec, inputs), dense64(qkv, spec, inputs))
-        for which, got, exact in zip("qkv", gradient(loss, *qkv), wanted, strict=True):
-            close(got, exact, f"{name}: gradient of {which}")
-    assert taken
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_operands_of_any_dtype(dtype):
-    """Called by itself: whatever the dispatcher casts to."""
-    from keras_headmask.attention.head_groups import Part
-    from keras_headmask.rules import evaluation
-
-    spec, inputs = hm.SameSegment("ids") & hm.Window(3, 3), {"ids": SORTED_IDS}
-    qkv = operands(3, 23, 23, 4, size=8, value_size=8)
-    given = [torch.from_numpy(x).to(getattr(torch, dtype)) for x in qkv]
-    rounded = [x.to(torch.float64) for x in given]
-    bound = evaluation.bind(spec, inputs, 23, 23)
-    with tiles() as tuning:
-        part = Part(spec, (0, 1, 2, 3), bound, SCALE, tuning)
-
-    def loss(*x, of=None):
-        of = of or (lambda *x: sdpa_tiles.compute(part, 0, *x))
-        return weighted(of(*x))
-
-    got = sdpa_tiles.compute(part, 0, *given)
-    assert got.dtype == given[0].dtype
-    wanted = attend(rounded, spec, inputs, tiled=False)
-    assert_close(numpy(got), numpy(wanted), dtype)
-    exact = gradient(
-        lambda *x: loss(*x, of=lambda *x: attend(x, spec, inputs, tiled=False)), *rounded
-    )
-    for which, one, other in zip("qkv", gradient(loss, *given), exact, strict=True):
-        assert_close(one, other, dtype, depth=2, message=which)
 
 
 def test_errors_are_no_larger_than_those_of_the_dense_implementation():

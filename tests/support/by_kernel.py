@@ -125,6 +125,16 @@ def _on_a_cpu():
         yield
 
 
+@contextlib.contextmanager
+def _steps_of_each_example():
+    """As of long sequences, and planned in several pieces."""
+    from keras_headmask.attention.torch import steps
+
+    limits = {"_FEWEST_PAIRS": 0, "_MOST_CELLS": 40}
+    with tiles(), mock.patch.multiple(steps, **limits):
+        yield
+
+
 def _many_tiles():
     """Of so many sizes that some in a class are filled up."""
     return tiles(local=1, wide=2, block=2)
@@ -145,6 +155,7 @@ MODES = {
         ("unknown lengths", tiles, "unknown"),
         ("XLA", tiles, "XLA"),
     ],
+    "SDPA": [("", tiles, "known"), ("steps of each example", _steps_of_each_example, "known")],
     "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
     "FlexAttention": [("", _as_if_compiled, "known")],
     "FlexAttention on CUDA": [("", _as_if_on_gpu, "known")],

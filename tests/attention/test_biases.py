@@ -98,9 +98,8 @@ def test_what_makes_no_sense_is_refused(make, error, message):
         make()
 
 
-@pytest.mark.parametrize("rule", [None, hm.Full()])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_minus_inf_hides_what_is_not_finite(bad, rule):
+def test_without_a_rule_minus_inf_hides_what_is_not_finite(bad):
     """As a mask does: from rows that see other keys, and from a row that sees none."""
     qkv = operands(3, 5, 8, 2)
     bias = np.zeros((3, 1, 5, 8), "float32")
@@ -108,12 +107,11 @@ def test_minus_inf_hides_what_is_not_finite(bad, rule):
     qkv[1][1, 6], qkv[2][2, 6] = bad, bad
     mask, upstream = np.repeat(bias == 0, 2, axis=1), weights(3, 5, 2)
     wanted, exact = oracle.with_gradients(*qkv, mask, SCALE, upstream)
-    tiled = None if rule is None else True
 
     def total(*qkv):
-        context = attend(qkv, rule, tiled=tiled, bias=ops.convert_to_tensor(bias))
+        context = attend(qkv, None, tiled=None, bias=ops.convert_to_tensor(bias))
         return ops.sum(context * ops.convert_to_tensor(upstream))
 
-    close(attend([*map(ops.convert_to_tensor, qkv)], rule, tiled=tiled, bias=bias), wanted)
+    close(attend([*map(ops.convert_to_tensor, qkv)], None, tiled=None, bias=bias), wanted)
     for made, name in zip(gradient(total, *qkv), exact, strict=True):
         close(made, exact[name], name)

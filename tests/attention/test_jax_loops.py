@@ -234,20 +234,6 @@ def test_a_large_bias_of_the_last_row_is_not_that_of_rows_that_fill_up_its_tile(
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
 
 
-def test_what_a_bias_of_minus_inf_hides_does_not_matter():
-    bias = np.zeros((1, 1, 1, 11), "float32")
-    bias[..., 4] = -np.inf
-    run = jax.jit(with_gradients(attention(hm.Window(3, 3), {}, bias=bias)))
-    calm = operands(1, 11, 11, 2)
-    with tiles():
-        wanted = run(*calm)
-        for place in (1, 2):
-            qkv = [x.copy() for x in calm]
-            qkv[place][0, 4] = np.nan
-            for got, of in zip(run(*qkv), wanted, strict=True):
-                np.testing.assert_array_equal(got, of)
-
-
 def test_what_is_traced_may_differ_between_calls_of_one_program():
     """Mask inputs and the scale; what is skipped follows them."""
     qkv = operands(2, 23, 23, 2)

@@ -188,15 +188,18 @@ def test_no_change_opens_a_hidden_key(route):
 @routes(every_day)
 @skipping
 def test_a_bias_of_minus_inf_hides_as_the_mask_does(route):
+    """Also from what is not finite: a key, a value, and a query that sees nothing."""
     allowed = np.random.default_rng(0).random((1, HEADS, LENGTH, LENGTH)) < 0.5
-    allowed[:, :, 7] = False  # fully masked rows
+    allowed[:, :, 7] = allowed[..., 5] = False  # fully masked rows, and a key that nobody sees
     qkv, sinks = operands(BATCH, LENGTH, LENGTH, HEADS), {"sinks": CHANGES["sinks"]["sinks"]}
     mask = oracle.mask(LOCAL, BATCH, HEADS, LENGTH, LENGTH, SEEN) & allowed
     upstream = weights(BATCH, LENGTH, HEADS)
     bias = np.where(allowed, 0.0, -np.inf).astype("float32")
+    wanted, exact = changed.wanted(qkv, mask, SCALE, upstream, sinks)
+    for x, example, place in zip(qkv, range(BATCH), (7, 5, 5), strict=True):
+        x[example, place] = np.nan if example else np.inf
     with route.setting():
         got, made = results(route, qkv, LOCAL, SEEN, 0, upstream, sinks | {"bias": bias})
-    wanted, exact = changed.wanted(qkv, mask, SCALE, upstream, sinks)
     close(got, wanted)
     assert (got[:, 7] == 0).all()
     for name in ("query", "key", "value", "sinks"):
@@ -238,12 +241,17 @@ def test_gradients_of_the_least_soft_cap_are_finite(route):
 @each(SOME_CHANGES, traced=4)
 @skipping
 def test_the_result_has_the_dtype_of_the_value(route, dtype, name):
-    spec, inputs = READING
-    changes = SOME_CHANGES[name]
+    """And rows that see nothing are 0, whose gradients are 0 and no others NaN."""
+    spec, inputs = RULES["groups with dead ends"]
+    changes, upstream = SOME_CHANGES[name], weights(BATCH, LENGTH, HEADS)
     qkv = [rounded(x, dtype) for x in operands(BATCH, LENGTH, LENGTH, HEADS)]
+    dead = ~oracle.mask(spec, BATCH, HEADS, LENGTH, LENGTH, inputs).any(-1).transpose(0, 2, 1)
     with route.setting():
-        got, _ = results(route, qkv, spec, inputs, 0, None, changes, dtype=dtype)
+        got, made = results(route, qkv, spec, inputs, 0, upstream, changes, dtype=dtype)
     close(got, expected(qkv, spec, inputs, changes=changes)[0], name, dtype)
+    assert (got[dead] == 0).all()
+    assert all(np.isfinite(x).all() for x in made.values())
+    assert not made or (made["query"][dead] == 0).all()
 
 
 @each(CHANGED_64, traced=5)

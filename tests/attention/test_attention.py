@@ -44,11 +44,15 @@ def assert_equal(made, expected):
 
 
 @strategies.FEW
-@given(strategies.cases(), st.integers(0, 9), st.sampled_from([None, 0.3]))
-def test_attention_is_what_it_means(case, seed, scale):
+@given(strategies.cases(), st.integers(0, 9), st.sampled_from([None, 0.3]), st.booleans())
+def test_attention_is_what_it_means(case, seed, scale, share):
+    """Also where all query heads share a key head: probabilities are of query heads."""
     spec, inputs, batch, heads, queries, keys, offset = case
     q, k, v = operands(batch, heads, queries, keys, seed)
-    made = attend(q, k, v, mask_spec=spec, mask_inputs=inputs, query_offset=offset, scale=scale)
+    given_keys = [x[:, :, :1] if share else x for x in (k, v)]
+    k, v = (np.broadcast_to(x, (*x.shape[:2], heads, x.shape[3])) for x in given_keys)
+    more = {"mask_spec": spec, "mask_inputs": inputs, "query_offset": offset, "scale": scale}
+    made = attend(q, *given_keys, **more)
     mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
     expected = oracle.attention(q, k, v, mask, scale or SIZE**-0.5)
     assert_equal(made, expected)

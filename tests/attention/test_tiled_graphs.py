@@ -1,31 +1,21 @@
 """Tiles in graphs: what the run shows, and nothing computed that need not be."""
 
-import dataclasses
-import math
-
 import numpy as np
 import pytest
-from contract import gradient, numpy
+from contract import gradient
 from keras import ops
-from largest import largest_in_jax, largest_in_torch, shapes_in
+from largest import largest_made
 from tiled_contract import (
-    ALWAYS,
     BACKEND,
-    FLAGS,
-    LONG,
     UNSORTED_IDS,
     attend,
     close,
     operands,
+    tiles,
     weighted,
 )
 
 import keras_headmask as hm
-from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.tuning import Tuning, tuned
-from keras_headmask.rules import evaluation
-
-BLOCKS_OF_3 = Tuning(tensorflow_block=3, one_flagged_in=4)
 
 # ---------------------------------------------------------------- traced
 
@@ -102,133 +92,50 @@ def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
 # ---------------------------------------------------------------- only what may be allowed
 
 
-def planned(spec, inputs):
-    """The runs of each example's tiles of 4 queries, and its flagged queries and keys."""
-    from keras_headmask.attention.tensorflow import plan
+def largest_of_both_passes(qkv, **arguments):
+    """The size of the largest tensor that attention and its gradient make."""
 
-    bound = evaluation.bind(spec, inputs, 23, 23, 0, batch=3)
-    tuning = dataclasses.replace(BLOCKS_OF_3, local_tile=4, wide_tile=4)
-    made = plan.planned(Part(spec, tuple(range(4)), bound, 1.0, tuning))
-    example, *edges = np.moveaxis(numpy(made.runs)[:, 0, 0], 1, 0)
-    runs = np.stack(edges, -1)
-    places, wanted = (numpy(x)[:, 0, :, 0] for x in (made.queries, made.counts))
-    rows = [
-        np.sort(places[18:][example[18:] == i][wanted[18:][example[18:] == i]]) for i in range(3)
-    ]
-    assert (np.sort(example[:18].reshape(6, 3)) == range(3)).all()
-    others = None if made.flagged is None else [x[x >= 0] for x in numpy(made.flagged)[:, 0]]
-    return runs[:18].reshape(6, 3, -1).transpose(1, 0, 2), rows, others
+    def loss(*x):
+        return weighted(hm.dot_product_attention(*x, **arguments))
 
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("name", [n for n in LONG if "whole mask" not in n and "order" not in n])
-def test_ranges_hold_all_that_is_allowed_and_little_else(name):
-    """Of packed documents and the like: from the first allowed block to the last, gap cut out."""
-    spec, inputs = LONG[name]
-    mask = np.broadcast_to(
-        numpy(hm.make_mask(spec, 23, 23, num_heads=4, mask_inputs=inputs or None)), (3, 4, 23, 23)
-    ).any(1)
-    runs, of_queries, of_keys = planned(spec, inputs)
-    # What is flagged is looked at by itself, apart from all tiles.
-    mask = mask.copy()
-    for example in range(3):
-        mask[example, of_queries[example]] = False
-        if of_keys is not None:
-            mask[example][:, of_keys[example]] = False
-    exact = {"window", "causal", "documents", "padded queries", "padding", "full",
-             "nothing", "streaming", "dilated"}  # fmt: skip
-    for example, number in np.ndindex(runs.shape[:2]):
-        rows = mask[example, number * 4 : number * 4 + 4].any(0)
-        allowed = np.zeros(24, bool)  # whole blocks
-        allowed[:23] = rows
-        blocks = allowed.reshape(-1, 3).any(1)
-        seen = np.zeros(23, bool)
-        for start, stop in runs[example, number].reshape(-1, 2):
-            assert 0 <= start <= stop <= 23
-            assert not seen[start:stop].any(), "no key twice"
-            seen[start:stop] = True
-        assert seen[rows].all()
-        if name in exact and not blocks.any():
-            assert not seen.any()
-        if name in {"window", "causal", "documents", "padding", "full"} and blocks.any():
-            first, last = np.flatnonzero(blocks)[[0, -1]]
-            hull = np.zeros(24, bool)
-            hull[first * 3 : last * 3 + 3] = True
-            if name != "padding":  # window and flag meet in a tile, though in no pair of it
-                np.testing.assert_array_equal(seen, hull[:23])
-        if name == "streaming":
-            np.testing.assert_array_equal(seen, np.repeat(blocks, 3)[:23])
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    ("spec", "queries", "keys"),
-    [
-        (hm.recipes.longformer(2, "f"), True, True),
-        (hm.Window(2, 2) | hm.KeyFlag("f"), False, True),
-        ((hm.Window(2, 2) | hm.QueryFlag("f")) & hm.KeyFlag("f"), True, False),
-        (hm.Window(2, 2) & hm.KeyFlag("f"), False, False),  # padding: ranges are cut instead
-        (hm.Window(2, 2) & ~hm.KeyFlag("f"), False, False),
-        (hm.Window(2, 2) | ~hm.KeyFlag("f"), False, False),  # what is not flagged is not few
-    ],
-    ids=repr,
-)
-def test_only_flags_that_open_rows_or_columns_are_taken_out(spec, queries, keys):
-    _, of_queries, of_keys = planned(spec, {"f": FLAGS})
-    assert (of_keys is not None) == keys
-    for example, wanted in enumerate(FLAGS):
-        flagged = np.flatnonzero(wanted)
-        np.testing.assert_array_equal(of_queries[example], flagged if queries else [])
-        if keys:
-            np.testing.assert_array_equal(of_keys[example], flagged)
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.every_day("graph")
-def test_nothing_of_size_queries_x_keys_is_in_the_graph(jit_compile):
-    import tensorflow as tf
-
-    length, heads = 2048, 2
-    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
-    q = tf.TensorSpec((1, length, heads, 8))
-
-    def step(q, k, v, tiled):
-        with tf.GradientTape() as tape:
-            tape.watch([q, k, v])
-            result = attend((q, k, v), spec, tiled=tiled)
-            loss = tf.reduce_sum(result)
-        return tape.gradient(loss, [q, k, v])
-
-    largest = {}
-    for tiled in (True, False):
-        traced = tf.function(step, jit_compile=jit_compile).get_concrete_function(q, q, q, tiled)
-        found = [shape for _, shape in shapes_in(traced.graph)]
-        largest[tiled] = max(math.prod(size or 1 for size in shape) for shape in found)
-        inside = [name for name, _ in shapes_in(traced.graph) if "BatchMatMul" in name]
-        assert inside, "the walk looks into loops"
-    assert largest[False] >= length * length
-    assert largest[True] < length * length / 4
-
-
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="its graphs are looked through elsewhere")
-def test_nothing_of_size_queries_x_keys_is_made_off_tensorflow():
-    length = 1024
-    qkv = operands(1, length, length, 2)
-    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
-
-    def forward_and_gradient(tiled):
-        def loss(*x):
-            return weighted(hm.dot_product_attention(*x, mask_spec=spec, tiled=tiled))
-
+    def gradients(*x):
         if BACKEND == "jax":
             import jax
 
-            return largest_in_jax(jax.grad(loss, argnums=(0, 1, 2)), *qkv)
-        return largest_in_torch(lambda *x: gradient(loss, *x), *qkv)
+            return jax.grad(loss, argnums=(0, 1, 2))(*x)
+        if BACKEND == "torch":
+            return gradient(loss, *x)
+        import tensorflow as tf
 
-    assert forward_and_gradient(tiled=False) >= length * length
-    assert forward_and_gradient(tiled=True) < length * length / 4
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            result = loss(*x)
+        return tape.gradient(result, x)
+
+    return largest_made(gradients, *qkv)
+
+
+def test_nothing_of_size_queries_x_keys_is_made():
+    length = 1024
+    qkv = operands(1, length, length, 2)
+    spec = hm.PerHead({0: hm.Window(64, 64)}, hm.recipes.streaming(4, 64))
+    tiled, dense = (largest_of_both_passes(qkv, mask_spec=spec, tiled=x) for x in (True, False))
+    assert 4 * tiled < length * length <= dense
+
+
+@pytest.mark.parametrize("of_one_rule", [True, False])
+def test_keys_are_repeated_nowhere(of_one_rule):
+    """Nothing is larger than keys of the whole length in a few heads, in both passes."""
+    heads, length = 8, 2048
+    query, key, value = operands(1, 16, length, heads, size=8, value_size=8, key_heads=1)
+    of_heads = hm.PerHead({(0, 2, 5): hm.Window(9, 2)}, default=hm.Window(4, 0))
+    spec = hm.Window(2, 2) if of_one_rule else of_heads
+
+    given = {"mask_spec": spec, "tiled": True, "query_offset": 7}
+    repeated = query, *(np.repeat(x, heads, axis=2) for x in (key, value))
+    with tiles(64, 64, 32):
+        assert largest_of_both_passes((query, key, value), **given) < 2 * key.size
+        assert largest_of_both_passes(repeated, **given) >= heads * key.size
 
 
 @pytest.mark.tensorflow
@@ -283,23 +190,3 @@ def test_unknown_lengths_off_tensorflow_graphs():
         ValueError, match="`tiled=True` is not possible here: outside TensorFlow graphs"
     ):
         call()
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("length", [6, 8])
-def test_ids_of_another_length_are_refused_when_the_graph_runs(length):
-    """Cut into tiles, ids that are too long would be read as if they fitted."""
-    import tensorflow as tf
-
-    qkv = operands(2, 7, 7, 3)
-    signature = [tf.TensorSpec((2, None, *x.shape[2:])) for x in qkv]
-
-    @tf.function(input_signature=[*signature, tf.TensorSpec((2, None), "int32")])
-    def call(query, key, value, ids):
-        spec, inputs = hm.SameSegment("ids"), {"ids": ids}
-        return hm.dot_product_attention(query, key, value, mask_spec=spec, mask_inputs=inputs)
-
-    with tuned(**ALWAYS):
-        assert call(*qkv, np.zeros((2, 7), "int32")).shape == qkv[2].shape
-        with pytest.raises(tf.errors.InvalidArgumentError):
-            call(*qkv, np.zeros((2, length), "int32"))

@@ -6,7 +6,6 @@ import oracle
 from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
-from keras import ops
 from strategies import FEW, cases
 
 import keras_headmask as hm
@@ -42,22 +41,6 @@ def in_numpy(leaf_inputs):
         leaf: {name: array(value) for name, value in inputs.items()}
         for leaf, inputs in leaf_inputs.items()
     }
-
-
-@FEW
-@given(st.integers(1, 13), st.integers(1, 6), st.sampled_from([0, 1]), st.integers(0, 1000))
-def test_extremes_are_the_least_and_greatest_of_every_so_many(length, size, axis, seed):
-    values = np.random.default_rng(seed).integers(-5, 6, (2, length)).astype("int32")
-    pieces = [values[:, i : i + size] for i in range(0, length, size)]
-    wanted = [np.stack([of(piece, 1) for piece in pieces], 1) for of in (np.min, np.max)]
-    wanted = [np.expand_dims(x, 2 - axis) for x in wanted]
-    for got, right in zip(blocks.NUMPY.extremes(values, size, axis), wanted, strict=True):
-        np.testing.assert_array_equal(got, right)
-    for got, right in zip(blocks.TOGETHER.extremes(values, size, axis), wanted, strict=True):
-        assert got.shape == (1, *right.shape[1:])
-    tensors = arrays_here().extremes(ops.convert_to_tensor(values), size, axis)
-    for got, right in zip(tensors, wanted, strict=True):
-        np.testing.assert_array_equal(np.broadcast_to(numpy(got), right.shape), right)
 
 
 @FEW

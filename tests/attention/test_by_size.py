@@ -79,17 +79,6 @@ def test_a_step_of_wide_tiles_holds_one():
     assert planned(part).in_step == 1
 
 
-@pytest.mark.parametrize("length", [64, 2048])
-def test_known_sizes_trace_one_of_the_two(length):
-    import tensorflow as tf
-
-    x = tf.TensorSpec([1, length, 2, 3])
-    call = tf.function(lambda x: attend((x, x, x), hm.Window(3, 3), tiled=None), autograph=False)
-    functions = call.get_concrete_function(x).graph.as_graph_def().library.function
-    has_loop = any("While" in node.op for made in functions for node in made.node_def)
-    assert has_loop == (length == 2048)
-
-
 def test_the_definition_drops_what_all_logits_drop():
     x = normal(2, 8, 2, 4, seed=3)
     spoilt = x.copy()
@@ -104,22 +93,23 @@ def test_the_definition_drops_what_all_logits_drop():
     assert np.abs(dropped(x) - whole).max() > 0.1
 
 
-def test_a_graph_of_short_sequences_has_no_loop_whatever_the_batch():
-    """`fit` knows the lengths of its arrays and not the size of its last batch."""
+@pytest.mark.parametrize(
+    ("batch", "length", "has_loop"),
+    [
+        (1, 64, False),
+        (1, 2048, True),
+        (None, 64, False),  # `fit` does not know the size of its last batch
+        (None, 512, True),
+        (None, None, True),
+    ],
+)
+def test_which_graphs_have_a_loop(batch, length, has_loop):
     import tensorflow as tf
 
-    def has_loop(length):
-        def call(x):
-            return hm.dot_product_attention(x, x, x, mask_spec=hm.Window(1, 1))
-
-        shape = tf.TensorSpec((None, length, 2, 4))
-        graph = tf.function(call, input_signature=[shape]).get_concrete_function().graph
-        functions = graph.as_graph_def().library.function
-        return any("While" in node.op for function in functions for node in function.node_def)
-
-    assert has_loop(None)
-    assert has_loop(512)
-    assert not has_loop(64)
+    x = tf.TensorSpec([batch, length, 2, 3])
+    call = tf.function(lambda x: attend((x, x, x), hm.Window(3, 3), tiled=None), autograph=False)
+    functions = call.get_concrete_function(x).graph.as_graph_def().library.function
+    assert has_loop == any("While" in node.op for made in functions for node in made.node_def)
 
 
 @pytest.mark.parametrize("spec", [hm.Window(1, 1), hm.Keys(0, 1) | hm.Window(1, 1)], ids=str)

@@ -11,16 +11,13 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
-from hypothesis import given
-from hypothesis import strategies as st
 from keras import layers, ops
 from oracle import mask as mask_by_loops
-from strategies import FEW
-from tiled_contract import ALWAYS, attend, operands, tiles
+from tiled_contract import ALWAYS, operands
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, head_groups
+from keras_headmask.attention import choose
 from keras_headmask.attention.kernels import ByGroup, first
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.retrofit.call import opened_frame
@@ -196,40 +193,3 @@ def test_tuning_holds_inside_alone():
             raise KeyError
         assert current_tuning() == outer
     assert current_tuning() is before
-
-
-@pytest.mark.tensorflow
-def test_what_was_traced_under_one_tuning_does_not_serve_another():
-    """Layers in a graph share functions, which were traced with tiles and blocks of one size."""
-    import tensorflow as tf
-
-    from keras_headmask import _keras
-
-    ids = {"ids": np.sort(np.random.default_rng(0).integers(0, 9, (2, 13)).astype("int32"))}
-    counts = []
-
-    @tf.function(autograph=False)
-    def layers():
-        for sizes in ((4, 6, 3), (4, 6, 3), (4, 6, 2), (4, 6, 3)):
-            qkv = [tf.constant(x) for x in operands(2, 13, 13, 2)]
-            with tiles(*sizes):
-                attend(qkv, hm.SameSegment("ids"), ids)
-            counts.append(len(_keras.outermost_graph().headmask_functions))
-
-    layers.get_concrete_function()
-    assert counts == [counts[0], counts[0], counts[0] + 1, counts[0] + 1]
-
-
-@FEW
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
-def test_heads_that_were_cut_apart_are_joined_as_they_were(owners):
-    """Each set has its heads, in order, wherever they stand."""
-    sets = [
-        tuple(head for head, owner in enumerate(owners) if owner == number)
-        for number in dict.fromkeys(owners)
-    ]
-    x = np.random.default_rng(0).normal(size=(2, 3, len(owners), 4)).astype("float32")
-    pieces = head_groups.cut_into(ops.convert_to_tensor(x), sets, 2)
-    for piece, of_set in zip(pieces, sets, strict=True):
-        np.testing.assert_array_equal(numpy(piece), x[:, :, list(of_set)])
-    np.testing.assert_array_equal(numpy(head_groups.joined(pieces, sets, 2)), x)

@@ -9,6 +9,7 @@ import pytest
 from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from keras import ops
 from strategies import FEW, cases, positional_leaves, reading_leaves, specs
 
 import keras_headmask as hm
@@ -98,6 +99,20 @@ def test_what_does_not_fit_is_refused():
         hm.flex_block_mask(hm.SameSegment("documents"), 8, 8)
     with pytest.raises(ValueError, match="`block_size` must be at least 1"):
         hm.flex_block_mask(hm.Window(1, 1), 8, 8, block_size=0)
+
+
+@needs_torch
+def test_an_answer_that_is_not_boolean_is_refused():
+    """As in `allowed_tile`: the numbers of an additive mask would count as True where it hides."""
+    import torch
+
+    class Additive(hm.MaskSpec):
+        def allowed(self, query_positions, key_positions, inputs):
+            return ops.where(query_positions >= key_positions, 0.0, -1e9)
+
+    allowed = hm.flex_block_mask(Additive(), 8, 8).mask_mod
+    with pytest.raises(TypeError, match=r"`Additive\.allowed` must return a boolean.*float32"):
+        allowed(*map(torch.tensor, (0, 0, 1, 1)))
 
 
 @needs_torch

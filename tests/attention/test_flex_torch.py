@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from contract import numpy
 from keras import ops
-from tiled_contract import SCALE, attend, close, operands
+from tiled_contract import attend, close, operands
 
 import keras_headmask as hm
-from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.tuning import dense_scope, tuned
-from keras_headmask.rules import evaluation
+from keras_headmask.attention.tuning import dense_scope
 
 if keras.backend.backend() != "torch":
     pytest.skip("needs the PyTorch backend", allow_module_level=True)
@@ -35,35 +33,6 @@ def taken(monkeypatch):
     monkeypatch.setattr(flex, "flex_attention", counted)
     torch._dynamo.reset()
     return calls
-
-
-def part_of(spec, inputs, queries, keys, offset=0, heads=1, sharing=1, block=3):
-    bound = evaluation.bind(spec, inputs, queries, keys, offset)
-    with tuned(block=block) as tuning:
-        return Part(spec, tuple(range(heads)), bound, SCALE, tuning, sharing=sharing)
-
-
-# ---------------------------------------------------------------- which blocks, which pairs
-
-
-def test_blocks_are_left_out_by_data_and_by_position():
-    ids = np.arange(64)[None] // 16
-    part = part_of(hm.SameSegment("ids") & hm.Window(after=0), {"ids": ids}, 64, 64, block=8)
-    made = flex.block_mask(part, 0, 64, 64)
-    assert made.kv_num_blocks.sum() == 8, "the diagonal"
-    assert made.full_kv_num_blocks.sum() == 4, "and what is below it in each document"
-
-
-def test_an_answer_that_is_not_boolean_is_refused():
-    """As in `allowed_tile`: the numbers of an additive mask would count as True where it hides."""
-
-    class Additive(hm.MaskSpec):
-        def allowed(self, query_positions, key_positions, inputs):
-            return ops.where(query_positions >= key_positions, 0.0, -1e9)
-
-    allowed = flex.block_mask(part_of(Additive(), {}, 8, 8), 0, 8, 8).mask_mod
-    with pytest.raises(TypeError, match=r"`Additive\.allowed` must return a boolean.*float32"):
-        allowed(*map(torch.tensor, (0, 0, 1, 1)))
 
 
 # ---------------------------------------------------------------- which calls take it
@@ -150,27 +119,6 @@ def test_what_is_held_while_code_is_compiled_counts(taken):
 # ---------------------------------------------------------------- with PyTorch's compiler
 
 needs_compiler = pytest.mark.skipif(not flex._HAS_KERNEL, reason="needs AVX2")
-
-
-@pytest.mark.long  # (`test_compiled_code_is_one_graph` compiles every day)
-@needs_compiler
-@torch.no_grad()
-def test_by_the_compiler(taken):
-    """Documents, padding, shared key heads, rows that see nothing, and a NaN that is hidden."""
-    ids = torch.from_numpy(np.stack([np.arange(300) // 70, np.arange(300) // 41]))
-    pad = torch.from_numpy(np.arange(300)[None] < np.array([[300], [190]]))
-    spec = hm.PerHead({0: hm.SameSegment("ids"), "1-3": hm.Window(70, 0)}) & hm.KeyFlag("pad")
-    inputs = {"ids": ids, "pad": pad}
-    qkv = [
-        torch.from_numpy(x) for x in operands(2, 300, 300, 4, size=16, value_size=8, key_heads=2)
-    ]
-    for x in qkv[1:]:
-        x[1, 200:] = float("nan")
-    wanted = attend(qkv, spec, inputs, tiled=False)
-    got = compiled(lambda *x: attend(x, spec, inputs, tiled=None))(*qkv)
-    assert taken
-    close(got, wanted)
-    assert (got[1, 270:] == 0).all()
 
 
 @pytest.mark.long

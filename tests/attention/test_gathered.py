@@ -11,38 +11,14 @@ import pytest
 from contract import gradient, numpy
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import FEW, MANY, positional_specs
+from strategies import FEW
 from tiled_contract import BACKEND, attend, operands, tiles, weighted
 
 import keras_headmask as hm
 from keras_headmask.attention import blocks, gathered
 from keras_headmask.attention.tuning import tuned
 
-lengths = st.integers(1, 40)
 CAPPED = {"logits_soft_cap": 2.0, "dropout": 0.25, "seed": 0}
-
-
-@MANY
-@given(positional_specs, lengths, lengths, st.integers(0, 9), st.integers(1, 5), st.integers(1, 5))
-def test_each_tile_stands_in_one_class_with_the_blocks_that_it_meets(
-    spec, queries, keys, offset, tile, block
-):
-    plan = blocks.plan(spec.for_head(0), queries, keys, offset, tile, block)
-    classes = gathered.classes_of(plan)
-    assert 1 <= len(classes) <= 4
-    met = {}
-    for each in classes:
-        assert {len(of_tile) for of_tile in each.blocks} == {each.width} == {max(each.met)}
-        for number, of_tile, count in zip(each.tiles, each.blocks, each.met, strict=True):
-            assert number not in met
-            starts = [i * block for i in of_tile[:count]]
-            met[number] = [j for start in starts for j in range(start, start + block)]
-            assert each.needs_mask or plan.needs_no_mask[number]
-    for number, runs in enumerate(plan.runs):
-        wanted = [j for run in runs for j in range(*run)]
-        assert [j for j in met.pop(number) if j < keys] == wanted
-    assert not met
-    assert plan.share(keys) <= gathered.share(plan, keys) <= 1
 
 
 @FEW

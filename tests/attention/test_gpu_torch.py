@@ -12,10 +12,6 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
-from contract import numpy
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import FEW, cases, positional_leaves, reading_leaves, specs
 from tiled_contract import SCALE, attend, close, operands
 
 import keras_headmask as hm
@@ -90,46 +86,11 @@ def test_which_engine_takes_it(name):
 
 # ---------------------------------------------------------------- which blocks, which pairs
 
-_leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
-
 
 def part_of(spec, inputs, queries, keys, offset=0, heads=1, block=4):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     with tuned(block=block, wide_block=block) as tuning:
         return Part(spec, tuple(range(heads)), bound, SCALE, tuning)
-
-
-def listed(counts, orders):
-    """Which blocks are listed, `(B, H, tiles, blocks)`, as a mask."""
-    counts, orders = numpy(counts), numpy(orders)
-    found = np.zeros(orders.shape, bool)
-    for place in np.ndindex(*counts.shape):
-        own = orders[(*place, slice(counts[place]))]
-        assert (np.diff(own) > 0).all(), "in order"
-        found[(*place, own)] = True
-    return found
-
-
-@FEW
-@given(cases(specs(_leaves)), st.integers(1, 4))
-def test_blocks_and_pairs_of_rules_that_differ_by_head(case, block):
-    """No block that holds an allowed pair is left out, of any head; and a full one is full."""
-    spec, inputs, batch, heads, queries, keys, offset = case
-    part = part_of(spec, inputs, queries, keys, offset, heads, block)
-    made = flex.block_mask(part, offset, queries, keys, trains=True)
-    mask = numpy(hm.make_mask(spec, queries, keys, heads, inputs, query_offset=offset))
-    mask = np.broadcast_to(mask, (batch, heads, queries, keys))
-    visited = numpy(made.to_dense()).astype(bool)
-    visited = np.broadcast_to(visited, (batch, heads, *visited.shape[2:]))
-    covered = visited.repeat(block, 2).repeat(block, 3)[:, :, :queries, :keys]
-    assert not (mask & ~covered).any()
-    full = listed(made.full_kv_num_blocks, made.full_kv_indices)
-    assert not (listed(made.kv_num_blocks, made.kv_indices) & full).any()
-    full = np.broadcast_to(full, visited.shape).repeat(block, 2).repeat(block, 3)
-    full = full[:, :, :queries, :keys]
-    assert not (full & ~mask).any()
-    for place in np.ndindex(batch, heads, queries, keys):
-        assert bool(made.mask_mod(*map(torch.tensor, place))) == mask[place], place
 
 
 def test_flags_are_read_as_numbers():

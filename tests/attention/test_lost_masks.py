@@ -205,25 +205,18 @@ def test_a_number_is_no_operand_of_a_layer():
     assert "Use `keras.layers.Rescaling()` in its place" in found[0]
 
 
-def test_stock_attention_takes_the_mask_off_for_attention_beside_it():
-    def body(ids):
+def test_stock_attention_takes_the_mask_off_its_inputs():
+    """For attention beside it, too. So even `Add` loses it, unless a layer stands between."""
+
+    def beside(ids):
         x = embedded(ids)
         return keras.layers.Add()([stock()(x, x), stock()(x, x)])
 
-    model = model_of(body)
-    masked, found = said(hm.apply_head_masks, model, hm.Window(8, 8))
-    assert padding_moves(masked)
-    assert len(found) == 1
-    assert "takes the mask off its inputs when it runs" in found[0]
-
-
-def test_stock_attention_takes_the_mask_off_its_inputs():
-    """So even `Add` loses it, unless a layer stands between the two."""
-    model = model_of(attended(stock, KEEPING["Add"]))
-    masked, found = said(hm.apply_head_masks, model, hm.Window(8, 8))
-    assert padding_moves(masked)
-    assert len(found) == 1
-    assert "takes the mask off its inputs when it runs" in found[0]
+    for body in (beside, attended(stock, KEEPING["Add"])):
+        masked, found = said(hm.apply_head_masks, model_of(body), hm.Window(8, 8))
+        assert padding_moves(masked)
+        assert len(found) == 1
+        assert "takes the mask off its inputs when it runs" in found[0]
 
     def before_norm(ids):
         x = embedded(ids)

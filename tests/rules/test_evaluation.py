@@ -8,12 +8,9 @@ import oracle
 import pytest
 import strategies
 from hypothesis import given
-from hypothesis import strategies as st
 from keras import ops
 
 import keras_headmask as hm
-from keras_headmask.rules import evaluation
-from keras_headmask.rules.protocol import Places
 
 
 def made(spec, inputs, batch, heads, queries, keys, offset):
@@ -37,37 +34,6 @@ def test_a_mask_is_what_the_rule_means(case):
     assert mask.shape[2:] == (queries, keys)
     expected = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
     np.testing.assert_array_equal(whole(mask, batch, heads), expected)
-
-
-def _take(tensor, places):
-    return ops.take(tensor, places, axis=0)
-
-
-@strategies.FEW
-@given(strategies.cases(strategies.shared_specs), st.integers(0, 100))
-def test_several_tiles_at_once_are_parts_of_the_mask(case, seed):
-    """Places of queries and keys are in any order, and some stand there twice."""
-    spec, inputs, batch, heads, queries, keys, offset = case
-    expected = whole(made(spec, inputs, batch, heads, queries, keys, offset), batch, heads)
-    rng, count = np.random.default_rng(seed), 4
-    examples, rows, columns = (
-        rng.integers(0, high, size).astype("int32")
-        for high, size in ((batch, count), (queries, (count, 3)), (keys, (count, 2)))
-    )
-    given_inputs = {
-        name: tuple(map(ops.convert_to_tensor, x))
-        if isinstance(x, tuple)
-        else ops.convert_to_tensor(x)
-        for name, x in inputs.items()
-    }
-    bound = evaluation.bind(spec, given_inputs, queries, keys, offset)
-    of_tiles = examples[:, None, None, None], rows[:, None, :, None], columns[:, None, None]
-    in_all = of_tiles[0] * queries + of_tiles[1], of_tiles[0] * keys + of_tiles[2]
-    places = Places(*map(ops.convert_to_tensor, (*of_tiles, *in_all)), _take)
-    answer = ops.convert_to_numpy(evaluation.mask_at(spec, bound, tuple(range(heads)), places))
-    answer = np.broadcast_to(answer, (count, heads, 3, 2))
-    for one, example, of_rows, of_columns in zip(answer, examples, rows, columns, strict=True):
-        assert np.array_equal(one, expected[example][:, of_rows][:, :, of_columns])
 
 
 def _read_by(spec, inputs):

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from fresh import run_fresh
 from keras import ops
-from keras.src import backend
 from keras_versions import HAS, numbers
 from versions import SEEN_BY
 
@@ -482,11 +481,11 @@ def test_plain_functional_models():
     assert not _keras.is_plain_functional(Own(model.input, model.output))
 
 
-@relies_on("dot_product_attention_seen", breaks="attention by that operation would escape a rule")
+@relies_on("OPERATIONS", breaks="attention by that operation would escape a rule")
 def test_an_operation_is_seen():
     from keras_headmask.attention import observers
 
-    nn = getattr(backend, "ops", backend).nn
+    nn = _keras.OPERATIONS
     seen, x, stock = [], X[:, :, None], nn.dot_product_attention
     with observers.operations_seen(lambda: seen.append(1)), observers.operations_seen(None):
         assert nn.dot_product_attention is not stock

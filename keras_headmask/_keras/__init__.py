@@ -36,7 +36,6 @@ from keras_headmask._keras.heads import rebuild as rebuild
 from keras_headmask._keras.heads import set_heads as set_heads
 from keras_headmask._keras.patches import after_cloning as after_cloning
 from keras_headmask._keras.patches import around_exports as around_exports
-from keras_headmask._keras.patches import dot_product_attention_seen as dot_product_attention_seen
 from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
 from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
 from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
@@ -108,6 +107,8 @@ ATTENTION_HOOKS = tuple(
     if hasattr(keras.layers.MultiHeadAttention, name)
 )
 
+# The module in which `keras.ops` looks up `dot_product_attention`, which is no layer.
+OPERATIONS = getattr(backend, "ops", backend).nn  # `backend.nn` before Keras 3.16
 
 # Arguments of attention that older versions of Keras lack: since when, and what to do there.
 SINCE = {

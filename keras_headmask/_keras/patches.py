@@ -3,46 +3,12 @@
 Importing the package replaces none.
 """
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keras.src import backend
 from keras.src.models import cloning
-
-_attention_seen_by: list[Callable[[], None]] = []
-_ATTENTION_LOCK: Any = threading.Lock()
-
-
-@contextlib.contextmanager
-def dot_product_attention_seen(see: Callable[[], None]) -> Iterator[None]:
-    """Call `see` whenever `keras.ops.dot_product_attention` computes, in any thread.
-
-    It is not a layer. Contexts may overlap; the last to end gives Keras its own function back.
-    """
-    nn = getattr(backend, "ops", backend).nn  # `backend.nn` before Keras 3.16
-    with _ATTENTION_LOCK:
-        if not _attention_seen_by:
-            usual = nn.dot_product_attention
-
-            @functools.wraps(usual)
-            def dot_product_attention(*args: Any, **kwargs: Any) -> Any:
-                for each in dict.fromkeys(_attention_seen_by):
-                    each()
-                return usual(*args, **kwargs)
-
-            nn.dot_product_attention = dot_product_attention
-        _attention_seen_by.append(see)
-    try:
-        yield
-    finally:
-        with _ATTENTION_LOCK:
-            _attention_seen_by.remove(see)
-            if not _attention_seen_by:
-                nn.dot_product_attention = nn.dot_product_attention.__wrapped__
 
 
 def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -> None:

@@ -52,8 +52,9 @@ def overriding(holder: Any, name: str, override: Callable) -> Iterator[None]:
             if wrapper is not None:
                 wrapper.looks -= 1
                 if not wrapper.looks and attributes.get(name) is wrapper:
-                    del attributes[name]
-                    if wrapper.held is not None:
+                    if wrapper.held is None:
+                        del attributes[name]
+                    else:  # (at once: other threads may run it)
                         attributes[name] = wrapper.held
 
 
@@ -81,7 +82,13 @@ def probabilities_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
 @contextlib.contextmanager
 def operations_seen(see: Callable[[], None] | None) -> Iterator[None]:
     """Call `see` when `dot_product_attention` computes; `None` ends that inside."""
-    with holding(_operations, see), _keras.dot_product_attention_seen(operation_runs):
+
+    def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        operation_runs()
+        return usual(*args, **kwargs)
+
+    of_keras = overriding(_keras.OPERATIONS, "dot_product_attention", seen)
+    with holding(_operations, see), of_keras:
         yield
 
 

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [case for case in cases if options.against == "dense" or not case.dropout]
     if not cases:
         raise SystemExit(f"No case has {options.only!r} in its name. `--all` prints the names.")
-    from keras_headmask._keras import one_dnn_is_on
+    from keras_headmask._keras.tensorflow import one_dnn_is_on
 
     start = time.perf_counter()
     verdicts: list[str] = []

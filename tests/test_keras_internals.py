@@ -543,8 +543,8 @@ def test_a_model_looks_up_how_it_is_exported(monkeypatch):
 
         monkeypatch.setattr(export, f"export_{name}", record)
     dense = ("export_onnx", "export_openvino", "export_litert")
-    _keras.around_exports(dict.fromkeys(dense, hm.dense_scope))
-    _keras.around_exports({"export_saved_model": forward_only})
+    _keras.patches.around_exports(dict.fromkeys(dense, hm.dense_scope))
+    _keras.patches.around_exports({"export_saved_model": forward_only})
     since = {"tensorflow": (3, 13), "torch": (3, 15)}
     litert = BACKEND in since and numbers(keras.__version__) >= since[BACKEND]
     formats = ["onnx", "openvino"] + ["litert"] * litert  # which Keras refuses elsewhere
@@ -634,9 +634,9 @@ def test_a_name_for_a_class_in_files():
     class Mine(keras.layers.Dense):
         pass
 
-    _keras.file_under(Mine, "package>Name")
+    _keras.files.file_under(Mine, "package>Name")
     assert keras.saving.serialize_keras_object(Mine(2))["registered_name"] == "package>Name"
-    assert _keras.filed_name(Mine) == "package>Name"
+    assert _keras.files.filed_name(Mine) == "package>Name"
     assert Mine not in keras.saving.get_custom_objects().values()
 
 
@@ -644,8 +644,8 @@ def test_a_name_for_a_class_in_files():
 def test_pickles_call_one_function():
     model = graph()
     function, arguments = model.__reduce__()
-    assert function.__func__ is _keras.unpickle_model.__func__
-    twin = pickle.loads(pickle.dumps(_keras.unpickle_model))(*arguments)
+    assert function.__func__ is _keras.files.unpickle_model.__func__
+    twin = pickle.loads(pickle.dumps(_keras.files.unpickle_model))(*arguments)
     x = np.ones((1, 3), "float32")
     np.testing.assert_allclose(*(ops.convert_to_numpy(m(x)) for m in (model, twin)))
 
@@ -672,9 +672,9 @@ def test_autograph_leaves_the_package_alone():
 
 @relies_on("in_xla", breaks="`jit_compile=True` would fail for rules at unknown lengths")
 def test_xla_is_told():
-    assert not _keras.in_xla()
-    assert not traced(_keras.in_xla)
-    assert traced(_keras.in_xla, jit_compile=True)
+    assert not _keras.tensorflow.in_xla()
+    assert not traced(_keras.tensorflow.in_xla)
+    assert traced(_keras.tensorflow.in_xla, jit_compile=True)
 
 
 @pytest.mark.tensorflow
@@ -695,7 +695,7 @@ def test_one_dnn_is_told(on):
 @relies_on("PRINT_UNKNOWN_OPS", breaks="an export with ops of a library would pass for servable")
 def test_ops_that_tensorflow_has_not(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["-c", "MatMul", "NoSuchOp"])
-    exec(_keras.PRINT_UNKNOWN_OPS, {})
+    exec(_keras.tensorflow.PRINT_UNKNOWN_OPS, {})
     assert capsys.readouterr().out.split() == ["NoSuchOp"]
 
 
@@ -704,11 +704,11 @@ def test_ops_that_tensorflow_has_not(monkeypatch, capsys):
 def test_tensorflow_says_whether_it_checks_numerics():
     import tensorflow as tf
 
-    assert not _keras.checks_numerics()
+    assert not _keras.tensorflow.checks_numerics()
     tf.debugging.enable_check_numerics()
-    assert _keras.checks_numerics()
+    assert _keras.tensorflow.checks_numerics()
     tf.debugging.disable_check_numerics()
-    assert not _keras.checks_numerics()
+    assert not _keras.tensorflow.checks_numerics()
 
 
 @pytest.mark.tensorflow
@@ -721,10 +721,10 @@ def test_functions_show_what_they_traced():
 
     variable = tf.Variable(1.0)
     function = tf.function(lambda: variable + 1)
-    assert isinstance(function, _keras.function_type())
-    assert _keras.traces(function) == []
+    assert isinstance(function, _keras.tensorflow.function_type())
+    assert _keras.tensorflow.traces(function) == []
     function()
-    (trace,) = _keras.traces(function)
+    (trace,) = _keras.tensorflow.traces(function)
     assert trace.variables[0] is variable
 
 
@@ -738,10 +738,12 @@ def test_functions_of_the_trainer_are_told():
     model = graph()
     model.compile("sgd", "mse")
     model.predict(np.ones((1, 3)), verbose=0)
-    kind = _keras.function_type()
-    made = [x for x in gc.get_objects() if issubclass(type(x), kind) and _keras.traces(x)]
-    assert any(map(_keras.is_of_trainer, made))
-    assert not _keras.is_of_trainer(tf.function(lambda: 1))
+    kind = _keras.tensorflow.function_type()
+    made = [
+        x for x in gc.get_objects() if issubclass(type(x), kind) and _keras.tensorflow.traces(x)
+    ]
+    assert any(map(_keras.tensorflow.is_of_trainer, made))
+    assert not _keras.tensorflow.is_of_trainer(tf.function(lambda: 1))
 
 
 @pytest.mark.tensorflow
@@ -762,10 +764,10 @@ def test_kinds_of_graphs():
 
     seen = []
     Mine()(keras.Input((5, 8)))
-    assert _keras.infers_shapes(seen[0])
+    assert _keras.tensorflow.infers_shapes(seen[0])
     plain = traced(graph_now)
-    assert _keras.is_function_graph(plain)
-    assert not _keras.infers_shapes(plain)
+    assert _keras.tensorflow.is_function_graph(plain)
+    assert not _keras.tensorflow.infers_shapes(plain)
 
     @tf.function(autograph=False)
     def loop():
@@ -776,8 +778,8 @@ def test_kinds_of_graphs():
         return tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
 
     loop()
-    assert not _keras.is_function_graph(seen[-1])
-    assert _keras.is_function_graph(seen[-1].outer_graph)
+    assert not _keras.tensorflow.is_function_graph(seen[-1])
+    assert _keras.tensorflow.is_function_graph(seen[-1].outer_graph)
 
 
 @pytest.mark.parametrize("place", [5, 3])
@@ -801,10 +803,10 @@ def test_projections_of_one_sequence_are_as_long():
 
         query, key = project(x), tf.cast(project(x), "float64")
         return [
-            _keras.are_as_long(query, key),
-            _keras.are_as_long(query, project(other)),
-            _keras.are_as_long(query, project(x[:, :1])),
-            _keras.are_as_long(x + x, x),  # what is added may be longer than 1
+            _keras.tensorflow.are_as_long(query, key),
+            _keras.tensorflow.are_as_long(query, project(other)),
+            _keras.tensorflow.are_as_long(query, project(x[:, :1])),
+            _keras.tensorflow.are_as_long(x + x, x),  # what is added may be longer than 1
         ]
 
     seen = []
@@ -820,13 +822,13 @@ def test_forward_mode_and_maps_are_seen():
 
     x, seen = tf.constant([1.0, 2.0]), []
 
-    @_keras.custom_gradient
+    @_keras.tensorflow.custom_gradient
     def triple(x):
-        with _keras.unrecorded():
+        with _keras.tensorflow.unrecorded():
             return 3 * x, lambda upstream: [30 * upstream]
 
     def note(x):
-        seen.append((_keras.in_forward_mode(x), _keras.in_vectorized_map()))
+        seen.append((_keras.tensorflow.in_forward_mode(x), _keras.tensorflow.in_vectorized_map()))
         return triple(x)
 
     note(x)
@@ -851,9 +853,9 @@ def test_a_custom_gradient_goes_with_its_graph():
     import tensorflow as tf
     from tensorflow.python.framework import ops as of_tensorflow
 
-    @_keras.custom_gradient
+    @_keras.tensorflow.custom_gradient
     def triple(x):
-        graphs.append(_keras.outermost_graph())
+        graphs.append(_keras.tensorflow.outermost_graph())
         return 3 * x, lambda upstream: [30 * upstream]  # (not 3, which TensorFlow would give)
 
     @tf.function

@@ -24,40 +24,10 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symb
 # The class of a model with a graph: no other can keep a rule in its file.
 from keras.src.models.functional import Functional as Functional
 
-from keras_headmask._keras.files import file_under as file_under
-from keras_headmask._keras.files import file_weights_under as file_weights_under
-from keras_headmask._keras.files import filed_name as filed_name
-from keras_headmask._keras.files import has_in_file as has_in_file
-from keras_headmask._keras.files import layers_in_file as layers_in_file
-from keras_headmask._keras.files import query_in_files as query_in_files
-from keras_headmask._keras.files import unpickle_model as unpickle_model
-from keras_headmask._keras.heads import after_build as after_build
-from keras_headmask._keras.heads import rebuild as rebuild
-from keras_headmask._keras.heads import set_heads as set_heads
-from keras_headmask._keras.patches import after_cloning as after_cloning
-from keras_headmask._keras.patches import around_exports as around_exports
-from keras_headmask._keras.tensorflow import NOT_INLINED as NOT_INLINED
-from keras_headmask._keras.tensorflow import PRINT_UNKNOWN_OPS as PRINT_UNKNOWN_OPS
-from keras_headmask._keras.tensorflow import XLA_MUST_COMPILE as XLA_MUST_COMPILE
-from keras_headmask._keras.tensorflow import are_as_long as are_as_long
-from keras_headmask._keras.tensorflow import checks_numerics as checks_numerics
-from keras_headmask._keras.tensorflow import custom_gradient as custom_gradient
-from keras_headmask._keras.tensorflow import exempt_from_autograph as exempt_from_autograph
-from keras_headmask._keras.tensorflow import function_type as function_type
-from keras_headmask._keras.tensorflow import graph_of_function as graph_of_function
-from keras_headmask._keras.tensorflow import in_forward_mode as in_forward_mode
-from keras_headmask._keras.tensorflow import in_vectorized_map as in_vectorized_map
-from keras_headmask._keras.tensorflow import in_xla as in_xla
-from keras_headmask._keras.tensorflow import infers_shapes as infers_shapes
-from keras_headmask._keras.tensorflow import is_function_graph as is_function_graph
-from keras_headmask._keras.tensorflow import is_of_trainer as is_of_trainer
-from keras_headmask._keras.tensorflow import one_dnn_is_on as one_dnn_is_on
-from keras_headmask._keras.tensorflow import outermost_graph as outermost_graph
-from keras_headmask._keras.tensorflow import traces as traces
-from keras_headmask._keras.tensorflow import unrecorded as unrecorded
+from keras_headmask._keras import files, patches, tensorflow  # noqa: F401
 
 if keras.backend.backend() == "tensorflow":
-    exempt_from_autograph("keras_headmask")
+    tensorflow.exempt_from_autograph("keras_headmask")
 
 
 def traces_function() -> bool:
@@ -66,7 +36,7 @@ def traces_function() -> bool:
     Those around Keras' inference of shapes do not count: they leave no trace of what runs in it.
     """
     if keras.backend.backend() == "tensorflow":
-        return graph_of_function() is not None
+        return tensorflow.graph_of_function() is not None
     if keras.backend.backend() == "jax":
         from keras_headmask._keras import jax
 
@@ -189,6 +159,26 @@ def dropout_layer(layer: Any) -> Any:
     return layer._dropout_layer
 
 
+def set_heads(layer: Any, **heads: int) -> None:
+    """Set the arguments of its constructor that count heads, by name."""
+    if is_grouped(layer):
+        layer.num_query_heads = heads["num_query_heads"]
+        layer.num_key_value_heads = heads["num_key_value_heads"]
+        layer.num_repeats = layer.num_query_heads // layer.num_key_value_heads
+    else:
+        layer._num_heads = heads["num_heads"]
+
+
+def rebuild(layer: Any) -> None:
+    """Make all weights and layers inside anew, for the heads that the layer has now."""
+    tracker = layer._tracker
+    tracker.unlock()
+    tracked = layer._layers, layer._trainable_variables, layer._non_trainable_variables
+    for part in [part for parts in tracked for part in parts]:
+        tracker.untrack(part)
+    layer.build_from_config(layer.get_build_config())  # (locks the tracker again)
+
+
 # What a subclass of KerasHub's attention may override, to attend differently.
 KERAS_HUB_HOOKS = (
     f"call {COMPUTE_ATTENTION} _masked_softmax _use_fused_attention_op _mask_sliding_window "
@@ -221,6 +211,8 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
     "_operations_by_depth"
 ).split()
 
+# What each layer does once it is built: on PyTorch, list the parameters of all layers inside.
+after_build = operator.methodcaller("_post_build")
 # A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
 

@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras import in_xla
+from keras_headmask._keras.tensorflow import in_xla
 from keras_headmask.attention import blocks, dense, device, gathered, head_groups, precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles

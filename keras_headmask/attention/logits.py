@@ -104,7 +104,7 @@ class Changes(NamedTuple):
 
     def allowed(self, allowed: Mask | None, cuts: Cuts = WHOLE) -> Mask | None:
         """The pairs of a tile that are allowed, without those that the bias hides."""
-        if self.bias is None or _keras.checks_numerics():  # (then a bias of -inf raises)
+        if self.bias is None or _keras.tensorflow.checks_numerics():  # (then a bias of -inf raises)
             return allowed
         open_pairs = self.bias_of_tile(cuts) != float("-inf")
         return open_pairs if allowed is None else ops.logical_and(allowed, open_pairs)

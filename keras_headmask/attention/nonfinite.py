@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask._keras import checks_numerics, in_vectorized_map, in_xla
+from keras_headmask._keras.tensorflow import checks_numerics, in_vectorized_map, in_xla
 from keras_headmask.masks import Mask, Tensor
 
 _LARGEST = {

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import keras
 from keras import ops
 
-from keras_headmask._keras import custom_gradient, in_xla
+from keras_headmask._keras.tensorflow import custom_gradient, in_xla
 from keras_headmask.attention import device
 from keras_headmask.attention.subscripts import axes, left_gradient, right_gradient
 from keras_headmask.attention.tuning import Held, holding, is_forward_only

@@ -93,7 +93,7 @@ def _is_graph(query: Tensor) -> bool:
         return False
     import tensorflow as tf
 
-    return not (tf.executing_eagerly() or _keras.in_xla() or is_dense_scope())
+    return not (tf.executing_eagerly() or _keras.tensorflow.in_xla() or is_dense_scope())
 
 
 def _sizes_from_inputs(
@@ -117,7 +117,7 @@ def _sizes_from_inputs(
     is_cut = pair is None and not (isinstance(query_offset, int) and query_offset == 0)
     sides = (inputs[name],) * 2 if pair is None else pair
     mask_input = Sides(*(None if side is None else as_mask_input(side) for side in sides))
-    is_self = _keras.are_as_long(query, key)
+    is_self = _keras.tensorflow.are_as_long(query, key)
     return graph_shapes.sizes_from_input(
         sizes, name, mask_input, kinds[name].sides, is_cut, is_self, query
     )

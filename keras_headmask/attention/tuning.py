@@ -161,4 +161,4 @@ def adapt_exports() -> None:
     `dense_scope`.
     """
     dense = dict.fromkeys(("export_onnx", "export_openvino", "export_litert"), dense_scope)
-    _keras.around_exports({"export_saved_model": forward_only, **dense})
+    _keras.patches.around_exports({"export_saved_model": forward_only, **dense})

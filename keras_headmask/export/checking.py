@@ -237,7 +237,7 @@ def scan(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         RuntimeError: for what no server runs, or only one started with special flags.
     """
     graphs: dict[str, dict[str, Any]] = {}
-    operations, mark = set(), _keras.XLA_MUST_COMPILE
+    operations, mark = set(), _keras.tensorflow.XLA_MUST_COMPILE
     for name, function in functions.items():
         definitions = [function.function_def, *function.graph.as_graph_def().library.function]
         nodes = [node for one in definitions for node in one.node_def]
@@ -287,7 +287,7 @@ def custom_ops(operations: Iterable[str]) -> list[str]:
     rare = sorted(op for op in operations if not op.startswith("_") and op not in public)
     if not rare:
         return []
-    command = [sys.executable, "-P", "-c", _keras.PRINT_UNKNOWN_OPS, *rare]
+    command = [sys.executable, "-P", "-c", _keras.tensorflow.PRINT_UNKNOWN_OPS, *rare]
     environment = fresh_process.environment()
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.split()

@@ -218,7 +218,7 @@ def _states(cache: Any) -> tuple[Tensor, ...]:
 def _has_any_size() -> bool:
     """Whether a slice may have a size that is known only when it runs."""
     backend = keras.backend.backend()
-    return backend == "torch" or (backend == "tensorflow" and not _keras.in_xla())
+    return backend == "torch" or (backend == "tensorflow" and not _keras.tensorflow.in_xla())
 
 
 class HeadMaskedCausalLM(_Generates, masked_model.HeadMasked):

@@ -79,7 +79,7 @@ class PrunedLayer(_Layer):
 
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
-        return _keras.unpickle_model, arguments  # (pickle cannot find the class by its name)
+        return _keras.files.unpickle_model, arguments  # (pickle cannot find the class by its name)
 
     def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
@@ -114,7 +114,7 @@ def _class_of(cls: type) -> type:
     }
     # The name stays the one of `cls`: Keras files weights under it.
     pruned_class = type(cls)(cls.__name__, (PrunedLayer, cls), body)
-    _keras.file_under(pruned_class, _FILED_AS)
+    _keras.files.file_under(pruned_class, _FILED_AS)
     return pruned_class
 
 

@@ -21,7 +21,7 @@ def change_keras(ours: str, stock: str) -> None:
 
     A list of layers is filed by class name: under one name, these and Keras' share their files.
     """
-    _keras.file_weights_under(ours, stock)
+    _keras.files.file_weights_under(ours, stock)
     adapt_exports()
 
 
@@ -50,7 +50,7 @@ def check_is_built(layer: Any, store: Any) -> None:
     """
     if layer.built:
         return
-    if _keras.has_in_file(store, _keras.query_in_files(layer)):
+    if _keras.files.has_in_file(store, _keras.files.query_in_files(layer)):
         layer._missed_weights = True
     if layer._missed_weights:
         raise ValueError(

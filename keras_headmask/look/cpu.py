@@ -36,7 +36,7 @@ def one_dnn() -> OneDNN | None:
     if keras.backend.backend() != "tensorflow":
         return None
     try:
-        on = _keras.one_dnn_is_on()
+        on = _keras.tensorflow.one_dnn_is_on()
     except (ImportError, AttributeError):
         return OneDNN(None, "this TensorFlow does not say", _HOW)
     why, advice = f"TensorFlow's default on this CPU, {VARIABLE} is not set", _HOW

@@ -58,17 +58,17 @@ def traced(layers: list[keras.Layer]) -> list[str]:
 
 def _reading(layers: list[keras.Layer]) -> list[str]:
     weights = {id(weight.value) for layer in layers for weight in layer.weights}
-    functions = [f for f in _alive(_keras.function_type()) if not _is_of_keras(f)]
+    functions = [f for f in _alive(_keras.tensorflow.function_type()) if not _is_of_keras(f)]
     return sorted({f.name for f in functions if _reads(f, weights)})
 
 
 def _is_of_keras(function: Any) -> bool:
     """Whether a model's trainer or KerasHub made it: TensorFlow keeps what `drop` dropped alive."""
-    return _keras.is_of_trainer(function) or function.name == "generate_step"
+    return _keras.tensorflow.is_of_trainer(function) or function.name == "generate_step"
 
 
 def _reads(function: Any, weights: set[int]) -> bool:
-    for trace in _keras.traces(function):
+    for trace in _keras.tensorflow.traces(function):
         # (A trace whose variables are gone raises here, and cannot run.)
         with contextlib.suppress(AssertionError):
             if any(id(variable) in weights for variable in trace.variables):
@@ -111,12 +111,12 @@ def check_not_in_own_function(name: str, bound_in: Any) -> None:
     """
     graph, inside = graph_being_built(), False
     while graph is not None and graph is not bound_in and hasattr(graph, "outer_graph"):
-        if _keras.infers_shapes(graph):
+        if _keras.tensorflow.infers_shapes(graph):
             bound_in = graph
             break
 
         # Loops and branches have graphs of classes of their own, made anew for each forward.
-        inside = inside or _keras.is_function_graph(graph)
+        inside = inside or _keras.tensorflow.is_function_graph(graph)
         graph = graph.outer_graph
     if inside and (bound_in is None or graph is bound_in):
         raise RuntimeError(in_own_function(name))

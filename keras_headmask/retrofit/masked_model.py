@@ -138,7 +138,7 @@ _kinds: list[tuple[type, Callable[[Any], bool]]] = []
 def add_kind(kind: type[HeadMasked], fits: Callable[[Any], bool]) -> None:
     """Let models for which `fits(model)` holds become a `kind`, not just a `HeadMasked`."""
     _kinds.append((kind, fits))
-    _keras.file_under(kind, _FILED_AS)
+    _keras.files.file_under(kind, _FILED_AS)
 
 
 def _kind_for(model: keras.Model) -> type[HeadMasked]:
@@ -223,9 +223,9 @@ def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
 
     A layer without state may lack a twin: KerasHub's preprocessors make some at their first text.
     """
-    twins = _keras.layers_in_file(target)
+    twins = _keras.files.layers_in_file(target)
     pairs = []
-    for path, layer in _keras.layers_in_file(source).items():
+    for path, layer in _keras.files.layers_in_file(source).items():
         twin = twins.get(path)
         if _class_in_config(twin) is _class_in_config(layer):
             pairs.append((layer, twin))

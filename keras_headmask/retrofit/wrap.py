@@ -208,7 +208,7 @@ class MaskedLayer(_Layer):
 
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
-        return _keras.unpickle_model, arguments  # (pickle cannot find the class by its name)
+        return _keras.files.unpickle_model, arguments  # (pickle cannot find the class by its name)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
@@ -238,7 +238,7 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
 @functools.cache
 def _change_keras() -> None:
     """Change what Keras does with masked layers, once there is one."""
-    _keras.after_cloning(_check_cloned)
+    _keras.patches.after_cloning(_check_cloned)
     adapt_exports()
 
 
@@ -301,7 +301,7 @@ def _class_of(cls: type, kind: type) -> type:
         }
         _classes[cls, kind] = type(cls)(cls.__name__, (kind, cls), body)
         # Not registered: KerasHub would take a class among the custom objects for one of its own.
-        _keras.file_under(_classes[cls, kind], _keras.filed_name(kind))
+        _keras.files.file_under(_classes[cls, kind], _keras.files.filed_name(kind))
     return _classes[cls, kind]
 
 

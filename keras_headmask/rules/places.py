@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras import in_xla
+from keras_headmask._keras.tensorflow import in_xla
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Places
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import NOT_INLINED, checks_numerics, in_forward_mode, in_vectorized_map
+from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention import dense, head_groups
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tensorflow import loop
@@ -45,7 +45,7 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`.
     """
     # (TensorFlow has no gradient of a branch in those.)
-    by_tiles_alone = in_forward_mode(*operands) or in_vectorized_map()
+    by_tiles_alone = internals.in_forward_mode(*operands) or internals.in_vectorized_map()
     dtype = operands[0].dtype
     about = part.rule, part.heads, part.sharing, part.tuning, part.bound, dtype, by_tiles_alone
     shared = once(lambda: _shared(part, dtype, by_tiles_alone), "attention", *about)
@@ -141,7 +141,7 @@ def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
     if is_short is False:
         return Shared(False, nothing, nothing, long_plans())
     # A function: TensorFlow optimises it when it first runs.
-    plans = tf.function(long_plans, autograph=False, experimental_attributes=NOT_INLINED)
+    plans = tf.function(long_plans, autograph=False, experimental_attributes=internals.NOT_INLINED)
     plans = plans.get_concrete_function()
     no_plans = tf.nest.map_structure(_empty, plans.structured_outputs)
     mask, alive, answers = tf.cond(
@@ -156,7 +156,7 @@ def _empty(like: tf.TensorSpec | None) -> Tensor | None:
 
 def _are_plain(part: Part, query: Tensor, key: Tensor, *others: Tensor) -> bool | Tensor:
     """Whether all operands are finite, and so small that no logit comes near what hides."""
-    if checks_numerics():  # which raises for others
+    if internals.checks_numerics():  # which raises for others
         return True
     squares = tf.nn.l2_loss(query) * part.scale**2 * tf.nn.l2_loss(key)
     return tf.add_n([squares, *(tf.nn.l2_loss(x) for x in others)]) < _PLAIN

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_headmask import _keras
+from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention.tuning import functions_of_export, is_forward_only
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Bound, put_together, taken_apart
@@ -19,7 +19,7 @@ def _kept_functions() -> dict[tuple, Callable]:
     """
     functions = functions_of_export()
     if functions is None:
-        graph = _keras.outermost_graph()
+        graph = internals.outermost_graph()
         functions = getattr(graph, "headmask_functions", {})
         graph.headmask_functions = functions
     return functions
@@ -33,7 +33,7 @@ def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
     if tf.executing_eagerly():
         return functools.partial(compute, *first)
     functions = _kept_functions()
-    key = compute, *first, is_forward_only(), _keras.checks_numerics()
+    key = compute, *first, is_forward_only(), internals.checks_numerics()
     if key not in functions:
         functions[key] = tf.function(functools.partial(compute, *first), autograph=False)
     return functions[key]
@@ -58,7 +58,7 @@ def one_function(compute: Callable) -> Callable:
             dropout = dropout._replace(rows=None, columns=None)
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
-        key = compute, part, names, is_forward_only(), _keras.checks_numerics()
+        key = compute, part, names, is_forward_only(), internals.checks_numerics()
         functions = _kept_functions()
         if key not in functions:
             functions[key] = _function(compute, part, names)
@@ -73,7 +73,7 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
 
     # Not inlined where it is called, or the graph would hold a copy for each call again, and be
     # optimised as many.
-    @tf.function(autograph=False, experimental_attributes=_keras.NOT_INLINED)
+    @tf.function(autograph=False, experimental_attributes=internals.NOT_INLINED)
     def function(
         queries: Tensor, keys: Tensor, values: list, drawn: list, shared: Any, *operands: Tensor
     ) -> Tensor:
@@ -105,7 +105,7 @@ def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) 
 
     if is_forward_only():
         return attention(*operands)[0]
-    return _keras.custom_gradient(attention)(*operands)
+    return internals.custom_gradient(attention)(*operands)
 
 
 def zeros_to_add_to(like: Tensor) -> Tensor:
@@ -118,12 +118,12 @@ def on_gpu() -> Tensor:
 
     The graph asks when it runs: a model that is saved on a CPU may be served on a GPU.
     """
-    if _keras.in_vectorized_map():  # which cannot map the question
+    if internals.in_vectorized_map():  # which cannot map the question
         return tf.constant(0)
     return tf.raw_ops.DeviceIndex(device_names=["CPU", "GPU"])
 
 
-@_keras.custom_gradient
+@internals.custom_gradient
 def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[Tensor, Callable]:
     """`tensor`, which nobody else may read, with `rows` added at places on its first axis."""
 
@@ -138,7 +138,7 @@ def added(tensor: Tensor, where: Tensor, rows: Tensor, is_gpu: Tensor) -> tuple[
 
     # A GPU that adds in place loses rows of places that occur twice; a CPU would copy all of
     # `tensor` in each of its many steps.
-    with _keras.unrecorded():
-        if _keras.in_vectorized_map():
+    with internals.unrecorded():
+        if internals.in_vectorized_map():
             return in_place(), gradient
         return tf.cond(is_gpu > 0, in_copy, in_place), gradient

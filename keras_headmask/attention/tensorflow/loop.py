@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras import checks_numerics
+from keras_headmask._keras.tensorflow import checks_numerics
 from keras_headmask.attention import head_groups, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.logits import Changes

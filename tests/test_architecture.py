@@ -5,7 +5,7 @@ import re
 import pytest
 from test_layout import ARROWS, PACKAGE
 
-from keras_headmask.attention import choose
+from keras_headmask.attention.kernels import KERNELS
 from keras_headmask.attention.tuning import Tuning
 
 ROOT = PACKAGE.parent
@@ -60,7 +60,7 @@ def test_the_arrows_are_those_that_are_checked():
 
 def kernels_of_the_code():
     """Backend and device, name, first line of its docstring and file, as in the table."""
-    for backend, devices in choose.KERNELS.items():
+    for backend, devices in KERNELS.items():
         of_any = len(set(devices.values())) == 1
         for device, of_device in devices.items():
             where = f"{backend}, any" if of_any else f"{backend}, {device.upper()}"

@@ -8,24 +8,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import keras
-
-from keras_headmask.attention import device, precision
+from keras_headmask.attention import precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
-    BlockLoop,
-    ByGroup,
-    CuDNN,
-    Dense,
-    FlexAttention,
-    FlexOnGpu,
-    Gathered,
     Kernel,
-    Loop,
-    MaskedSdpa,
-    Sdpa,
     first,
     impossible,
+    kernels_for,
     without_choice,
 )
 from keras_headmask.attention.request import Request
@@ -33,19 +22,6 @@ from keras_headmask.attention.tuning import Held, current_tuning, holding
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.positions import Full
 
-_OF_OTHERS = ByGroup(Gathered()), Dense()  # a backend of Keras that this package does not know
-KERNELS: dict[str, dict[str, tuple[Kernel, ...]]] = {
-    # (A graph is traced on one device and may run on another: the loop asks when it runs.)
-    "tensorflow": dict.fromkeys(("cpu", "gpu"), (Loop(), ByGroup(Gathered()), Dense())),
-    "jax": {
-        "cpu": (ByGroup(BlockLoop(), Gathered()), Dense()),
-        "gpu": (ByGroup(Gathered()), CuDNN(), Dense()),
-    },
-    "torch": {
-        "cpu": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
-        "gpu": (FlexOnGpu(), ByGroup(Gathered()), MaskedSdpa(), Dense()),
-    },
-}
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
 
 # Gets each request, and may return the context in place of a kernel.
@@ -56,14 +32,6 @@ _watch: Held[_Watch | None] = Held("watch", None)
 def watched(watch: _Watch) -> AbstractContextManager[Any]:
     """Let `watch` see each request that is made inside."""
     return holding(_watch, watch)
-
-
-def kernels_for(request: Request) -> tuple[Kernel, ...]:
-    """The kernels of the backend and of the device of `request`, in order of preference."""
-    of_backend = KERNELS.get(keras.backend.backend())
-    if of_backend is None:
-        return _OF_OTHERS
-    return of_backend["gpu" if device.is_gpu(request.query) else "cpu"]
 
 
 def choose(request: Request, part: Part) -> Kernel:

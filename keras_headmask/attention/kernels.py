@@ -424,3 +424,27 @@ def first(kernels: Any, request: Request, part: Part) -> Kernel | None:
         if kernel.refuses(request, part) is None:
             return kernel
     return None
+
+
+# --- In order of preference ----------------------------------------------------------------------
+
+KERNELS: dict[str, dict[str, tuple[Kernel, ...]]] = {
+    # (A graph is traced on one device and may run on another: the loop asks when it runs.)
+    "tensorflow": dict.fromkeys(("cpu", "gpu"), (Loop(), ByGroup(Gathered()), Dense())),
+    "jax": {
+        "cpu": (ByGroup(BlockLoop(), Gathered()), Dense()),
+        "gpu": (ByGroup(Gathered()), CuDNN(), Dense()),
+    },
+    "torch": {
+        "cpu": (ByGroup(Sdpa(), FlexAttention(), Gathered()), Dense()),
+        "gpu": (FlexOnGpu(), ByGroup(Gathered()), MaskedSdpa(), Dense()),
+    },
+}
+
+
+def kernels_for(request: Request) -> tuple[Kernel, ...]:
+    """The kernels of the backend and of the device of `request`, in order of preference."""
+    of_backend = KERNELS.get(keras.backend.backend())
+    if of_backend is None:  # that this package does not know
+        return ByGroup(Gathered()), Dense()
+    return of_backend["gpu" if device.is_gpu(request.query) else "cpu"]

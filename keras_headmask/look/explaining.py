@@ -22,6 +22,7 @@ from keras_headmask.attention.kernels import (
     Loop,
     first,
     impossible,
+    kernels_for,
     without_choice,
 )
 from keras_headmask.attention.request import Request
@@ -415,7 +416,7 @@ def _explained(
 
 def _chosen(request: Request, part: Part) -> tuple[Kernel, list[tuple[Part, Kernel]], tuple]:
     """The kernel, that of each head group, and which refused before them and why."""
-    kernels = choose.kernels_for(request)
+    kernels = kernels_for(request)
     chosen = choose.choose(request, part)
     refused = [(x.name, x.refuses(request, part)) for x in kernels[: kernels.index(chosen)]]
     of_groups: list[tuple[Part, Kernel]] = []

@@ -12,7 +12,7 @@ from contract import numpy
 from tiled_contract import attend, operands
 
 import keras_headmask as hm
-from keras_headmask.attention import choose
+from keras_headmask.attention.kernels import KERNELS
 from keras_headmask.look import cpu
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
@@ -346,7 +346,7 @@ def test_a_device_that_it_does_not_know():
 
 
 def test_every_kernel_has_a_name_of_its_own_on_its_backend():
-    for of_device in (kernels for x in choose.KERNELS.values() for kernels in x.values()):
+    for of_device in (kernels for x in KERNELS.values() for kernels in x.values()):
         names = [one.name for x in of_device for one in getattr(x, "kernels", (x,))]
         assert len(names) == len(set(names))
         assert names[-1] == "dense"

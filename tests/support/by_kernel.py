@@ -23,8 +23,8 @@ from tiled_contract import SCALE, at_once, tiles
 import keras_headmask as hm
 from keras_headmask import masks
 from keras_headmask.attention import device, head_groups
-from keras_headmask.attention.choose import KERNELS, part_of_all
-from keras_headmask.attention.kernels import ByGroup, Kernel
+from keras_headmask.attention.choose import part_of_all
+from keras_headmask.attention.kernels import KERNELS, ByGroup, Kernel
 from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.attention.tuning import tuned

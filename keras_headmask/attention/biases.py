@@ -37,10 +37,6 @@ class PositionBias:
         """The shape of the table that is learned, `(buckets, heads)`; `None` without one."""
         return None
 
-    def buckets(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """The row of the table that each pair reads, `(queries, keys)`."""
-        raise NotImplementedError
-
     def get_config(self) -> dict[str, Any]:
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
@@ -68,6 +64,11 @@ class PositionBias:
         Of n tiles at once, positions `(n, queries)` and `(n, keys)`, it is `(n, h, queries, keys)`.
         Of a bias that is learned the dtype is that of its table.
         """
+        ahead = key_positions[..., None, :] - query_positions[..., :, None]
+        return self._by_distance(ahead, heads, table, dtype)
+
+    def _by_distance(self, ahead: Tensor, heads: Sequence[int], table: Any, dtype: str) -> Tensor:
+        """`tile_bias` of keys that stand so far ahead of the queries, `(..., queries, keys)`."""
         raise NotImplementedError
 
 
@@ -87,16 +88,9 @@ class Alibi(PositionBias):
         between = [2.0 ** (-4 * i / whole) for i in range(1, 2 * whole, 2)]
         return np.array([*slopes, *between][: self.num_heads])
 
-    def tile_bias(
-        self,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        heads: Sequence[int],
-        table: Tensor | None = None,
-        dtype: str = "float32",
-    ) -> Tensor:
+    def _by_distance(self, ahead: Tensor, heads: Sequence[int], table: Any, dtype: str) -> Tensor:
         slopes = -self.slopes[list(heads)][None, :, None, None]
-        distance = ops.expand_dims(ops.abs(_ahead(query_positions, key_positions)), -3)
+        distance = ops.expand_dims(ops.abs(ahead), -3)
         return ops.convert_to_tensor(slopes, dtype) * ops.cast(distance, dtype)
 
 
@@ -137,34 +131,22 @@ class RelativePositionBias(PositionBias):
     def table_shape(self) -> tuple[int, int]:
         return self.num_buckets, self.num_heads
 
-    def buckets(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def buckets(self, ahead: Tensor) -> Tensor:
+        """The rows of the table that keys read which stand so far ahead of queries."""
         farthest = self.max_distance  # and all that is farther
-        ahead = ops.clip(_ahead(query_positions, key_positions), -farthest, farthest)
+        ahead = ops.clip(ahead, -farthest, farthest)
         # (Rows in the dtype of positions: on a GPU TensorFlow has no int32 for all pairs.)
         dtype = keras.backend.standardize_dtype(ahead.dtype)
         return ops.take(ops.convert_to_tensor(_bucket_by_distance(self), dtype), ahead + farthest)
 
-    def tile_bias(
-        self,
-        query_positions: Tensor,
-        key_positions: Tensor,
-        heads: Sequence[int],
-        table: Tensor | None = None,
-        dtype: str = "float32",
-    ) -> Tensor:
-        assert table is not None
-        buckets = self.buckets(query_positions, key_positions)
+    def _by_distance(self, ahead: Tensor, heads: Sequence[int], table: Any, dtype: str) -> Tensor:
+        buckets = self.buckets(ahead)
         if len(buckets.shape) == 2:
             return ops.take(ops.transpose(table), buckets, axis=1)[None]
         return ops.transpose(ops.take(table, buckets, axis=0), (0, 3, 1, 2))
 
 
 _KINDS: dict[Any, type[PositionBias]] = {cls.kind: cls for cls in (Alibi, RelativePositionBias)}
-
-
-def _ahead(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """How far each key stands ahead of each query, `(..., queries, keys)`."""
-    return key_positions[..., None, :] - query_positions[..., :, None]
 
 
 @functools.lru_cache(maxsize=32)

@@ -10,13 +10,7 @@ from typing import Any
 
 from keras_headmask.attention import precision
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.kernels import (
-    Kernel,
-    first,
-    impossible,
-    kernels_for,
-    without_choice,
-)
+from keras_headmask.attention.kernels import Kernel, first, impossible, kernels_for, without_choice
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import Held, current_tuning, holding
 from keras_headmask.masks import Tensor

@@ -49,33 +49,6 @@ def _attend(program: Program, inputs: list, changes: list, *operands: Tensor) ->
     return _results(program, inputs, changes, *operands)[0]
 
 
-# Mask inputs are operands: a custom gradient cannot read what is traced outside of it.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _results(
-    program: Program, inputs: list, changes: list, *operands: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The context, and of each row the largest logit and the log of the sum, `(B, T, H, 2)`.
-
-    The sum is that of the exponentials of logits less the largest. (One number for both would round
-    the sum away beside large logits.)
-    """
-    return _forward(program, inputs, changes, *operands)
-
-
-def _results_kept(program: Program, inputs: list, changes: list, *operands: Tensor) -> tuple:
-    # (So that gradients of gradients know it, too.)
-    results = _results(program, inputs, changes, *operands)
-    return results, (inputs, changes, operands, results)
-
-
-def _results_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
-    inputs, changes, operands, results = kept  # (nothing but the backward pass reads the sums)
-    return None, *_gradients(program, inputs, changes, *operands, upstream[0], *results)
-
-
-_results.defvjp(_results_kept, _results_backward)
-
-
 def _changes(part: Part, tensors: list, steps: Steps) -> Changes:
     """`part.changes` with its tensors, the bias in whole tiles and blocks."""
     changes = part.changes.with_tensors(tensors)
@@ -91,9 +64,16 @@ def _over(step: QueryTile, attend_block: Callable, state: tuple) -> tuple:
     return lax.fori_loop(0, step.count, attend_block, state)
 
 
-def _forward(
+# Mask inputs are operands: a custom gradient cannot read what is traced outside of it.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _results(
     program: Program, inputs: list, tensors: list, *operands: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """The context, and of each row the largest logit and the log of the sum, `(B, T, H, 2)`.
+
+    The sum is that of the exponentials of logits less the largest. (One number for both would round
+    the sum away beside large logits.)
+    """
     part, steps = program.part, Steps.of(program, inputs, *operands[:2])
     changes, positions = _changes(part, tensors, steps), steps.bound[:2]
     queries, keys, values = steps.prepared(*nonfinite.nan_at_nonfinite(*operands))
@@ -135,6 +115,20 @@ def _forward(
 
     contexts, sums = lax.map(lambda i: attend_tile(steps.step(i)), jnp.arange(steps.number))
     return steps.joined(contexts), steps.joined(sums)
+
+
+def _results_kept(program: Program, inputs: list, changes: list, *operands: Tensor) -> tuple:
+    # (So that gradients of gradients know it, too.)
+    results = _results(program, inputs, changes, *operands)
+    return results, (inputs, changes, operands, results)
+
+
+def _results_backward(program: Program, kept: tuple, upstream: tuple) -> tuple:
+    inputs, changes, operands, results = kept  # (nothing but the backward pass reads the sums)
+    return None, *_gradients(program, inputs, changes, *operands, upstream[0], *results)
+
+
+_results.defvjp(_results_kept, _results_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

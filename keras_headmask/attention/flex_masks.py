@@ -89,15 +89,7 @@ def flex_block_mask(
         device = tensors[0].device if tensors else torch.get_default_device()
     device = torch.device(device)
     bound = bind(spec, mask_inputs, queries, keys, query_offset)
-    bound = bound._replace(
-        leaf_inputs={
-            leaf: {
-                name: Sides(*(None if side is None else side.to(device) for side in sides))
-                for name, sides in prepared.items()
-            }
-            for leaf, prepared in bound.leaf_inputs.items()
-        }
-    )
+    bound = bound.changed(lambda sides: Sides(*(x if x is None else x.to(device) for x in sides)))
     tuning = dataclasses.replace(current_tuning(), block=block_size, wide_block=block_size)
     part = Part(spec, tuple(range(num_heads)), bound, 1.0, tuning)
     return block_mask(part, query_offset, queries, keys, device, trains=True)

@@ -20,7 +20,7 @@ from keras_headmask.attention.blocks import Plan
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import mask_at
+from keras_headmask.rules.evaluation import each_its_own, mask_at
 from keras_headmask.rules.protocol import Places
 
 _MOST_CLASSES = 4  # each is compiled by itself; more of them compute little less
@@ -263,12 +263,8 @@ def _allowed(part: Part, at: _At, batch: Length) -> Mask:
     def rule_mask(rule: MaskSpec) -> Mask:
         return rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not)
 
-    groups, heads = part.groups(), range(len(part.heads))
-    answers = [rule_mask(rule) for rule, _ in groups]
-    if len(groups) == 1:
-        return answers[0]
-    is_member = [np.isin(heads, members)[:, None, None] for _, members in groups]
-    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, answers))
+    groups = part.groups()
+    return each_its_own(groups, len(part.heads), [rule_mask(rule) for rule, _ in groups])
 
 
 def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:

@@ -418,10 +418,15 @@ def tile_of_heads(
     device makes the masks of its own heads, and none is sent.
     """
     tiles = [allowed_tile(of_group, bound, heads, cuts) for of_group, _ in groups]
+    return each_its_own(groups, len(heads), tiles)
+
+
+def each_its_own(groups: list[tuple], heads: int, answers: list[Mask]) -> Mask:
+    """For each of so many heads the answer of its group, `(..., heads or 1, queries, keys)`."""
     if len(groups) == 1:
-        return tiles[0]
-    is_member = [np.isin(range(len(heads)), members)[None, :, None, None] for _, members in groups]
-    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, tiles))
+        return answers[0]
+    is_member = [np.isin(range(heads), members)[:, None, None] for _, members in groups]
+    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, answers))
 
 
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:

@@ -59,6 +59,12 @@ class Bound(NamedTuple):
         """Each prepared mask input: `Sides`, or a whole mask."""
         return [value for inputs in self.leaf_inputs.values() for value in inputs.values()]
 
+    def changed(self, change: Callable[[Any], Any]) -> "Bound":
+        """With `change(value)` in place of each prepared mask input."""
+        names, values = taken_apart(self.leaf_inputs)
+        changed = [list(map(change, of_leaf)) for of_leaf in values]
+        return self._replace(leaf_inputs=put_together(names, changed))
+
 
 def taken_apart(leaf_inputs: Mapping[Any, Mapping[str, Any]]) -> tuple[tuple, list[list[Any]]]:
     """The names of prepared mask inputs, which can be a key, and the tensors of a function."""

@@ -49,14 +49,6 @@ def _attend(program: Program, inputs: list, changes: list, *operands: Tensor) ->
     return _results(program, inputs, changes, *operands)[0]
 
 
-def _changes(part: Part, tensors: list, steps: Steps) -> Changes:
-    """`part.changes` with its tensors, the bias in whole tiles and blocks."""
-    changes = part.changes.with_tensors(tensors)
-    return (
-        changes if changes.bias is None else changes._replace(bias=steps.lengthened(changes.bias))
-    )
-
-
 def _over(step: QueryTile, attend_block: Callable, state: tuple) -> tuple:
     """`state` after all blocks of keys of one tile."""
     if isinstance(step.count, int):  # one block, as known when the program is made
@@ -75,7 +67,7 @@ def _results(
     the sum away beside large logits.)
     """
     part, steps = program.part, Steps.of(program, inputs, *operands[:2])
-    changes, positions = _changes(part, tensors, steps), steps.bound[:2]
+    changes, positions = steps.changes(tensors), steps.bound[:2]
     queries, keys, values = steps.prepared(*nonfinite.nan_at_nonfinite(*operands))
     sharing, dtype = part.sharing, _dtype_of_sums(operands[0])
 
@@ -145,7 +137,7 @@ def _gradients(
 ) -> tuple:
     """Gradients of the tensors that change logits, and of queries, keys and values."""
     part, steps = program.part, Steps.of(program, inputs, query, key)
-    sharing, changes = part.sharing, _changes(part, tensors, steps)
+    sharing, changes = part.sharing, steps.changes(tensors)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
     sound = nonfinite.replace_nonfinite(query, key, value)
     queries, keys, values = steps.prepared(*sound)

@@ -10,6 +10,7 @@ from jax import lax
 
 from keras_headmask.attention.blocks import NUMPY, across, bounds_of
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.logits import Changes
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.evaluation import allowed_tile
@@ -131,9 +132,11 @@ class Steps(NamedTuple):
     def number(self) -> int:
         return self.starts.shape[0] * self.starts.shape[1]
 
-    def lengthened(self, bias: Tensor) -> Tensor:
-        """`(.., .., T or 1, S or 1)`, in whole tiles and blocks."""
-        return _longer(_longer(bias, 2, -self.queries % self.tile), 3, self.more)
+    def changes(self, tensors: list) -> Changes:
+        """Those of the part with their tensors, the bias in whole tiles and blocks."""
+        changes = self.part.changes.with_tensors(tensors)
+        longer = _longer(_longer(changes.bias, 2, -self.queries % self.tile), 3, self.more)
+        return changes._replace(bias=longer)
 
     def rows_first(self, rows: Tensor) -> Tensor:
         """`(B, T, H, size)` as `(parts, B * H / parts, tiles * tile, size)`, new rows 0."""
@@ -216,13 +219,9 @@ def _lengthened(bound: Bound, queries: int, keys: int) -> Bound:
             return Sides(_longer(value.query, 1, queries), _longer(value.key, 1, keys))
         return _longer(_longer(value, 2, queries), 3, keys)
 
-    return Bound(
-        _longer(bound.query_positions, 0, queries),
-        _longer(bound.key_positions, 0, keys),
-        {
-            leaf: {name: longer(value) for name, value in values.items()}
-            for leaf, values in bound.leaf_inputs.items()
-        },
+    return bound.changed(longer)._replace(
+        query_positions=_longer(bound.query_positions, 0, queries),
+        key_positions=_longer(bound.key_positions, 0, keys),
     )
 
 

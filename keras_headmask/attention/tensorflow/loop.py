@@ -60,11 +60,7 @@ def _widened(bound: Bound) -> Bound:
             value = value & (bound.key_positions >= bound.key_positions)
         return value
 
-    inputs = {
-        leaf: {name: widen(value) for name, value in values.items()}
-        for leaf, values in bound.leaf_inputs.items()
-    }
-    return bound._replace(leaf_inputs=inputs)
+    return bound.changed(widen)
 
 
 def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:

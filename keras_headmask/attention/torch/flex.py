@@ -256,10 +256,7 @@ def _ordered(blocks: Mask) -> tuple[Tensor, Tensor]:
 def _mask_mod(part: Part, query_offset: int) -> Any:
     """Whether one pair of a query and a key is allowed, as FlexAttention calls it."""
     groups = part.groups()
-    captured = {
-        leaf: {name: Sides(*map(_captured, sides)) for name, sides in inputs.items()}
-        for leaf, inputs in part.bound.leaf_inputs.items()
-    }
+    captured = part.bound.changed(lambda sides: Sides(*map(_captured, sides))).leaf_inputs
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Mask:
         def at(side: tuple[Tensor, bool] | None, position: Tensor) -> Tensor | None:

@@ -20,7 +20,7 @@ from keras_headmask.attention.blocks import Plan
 from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.evaluation import each_its_own, mask_at
+from keras_headmask.rules.evaluation import by_head, mask_at
 from keras_headmask.rules.protocol import Places
 
 _MOST_CLASSES = 4  # each is compiled by itself; more of them compute little less
@@ -264,7 +264,7 @@ def _allowed(part: Part, at: _At, batch: Length) -> Mask:
         return rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not)
 
     groups = part.groups()
-    return each_its_own(groups, len(part.heads), [rule_mask(rule) for rule, _ in groups])
+    return by_head(groups, len(part.heads), [rule_mask(rule) for rule, _ in groups])
 
 
 def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:

@@ -201,7 +201,8 @@ class Run:
             ]
             groups = [(spec, members) for spec, members in groups if members]
             bound = self._bind(rule)
-            mask = ops.logical_and(mask, evaluation.tile_of_heads(groups, bound, heads, cuts))
+            allowed = [evaluation.allowed_tile(spec, bound, heads, cuts) for spec, _ in groups]
+            mask = ops.logical_and(mask, evaluation.by_head(groups, len(heads), allowed))
         return mask
 
     def _bind(self, rule: LayerRule) -> Bound:

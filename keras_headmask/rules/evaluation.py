@@ -406,27 +406,18 @@ def heads_are_spread() -> bool:
     return is_jax and isinstance(distribution, keras.distribution.ModelParallel)
 
 
-def tile_of_heads(
-    groups: list[tuple[MaskSpec, tuple[int, ...]]],
-    bound: Bound,
-    heads: tuple[int, ...],
-    cuts: Cuts = WHOLE,
+def by_head(
+    groups: list[tuple[MaskSpec, tuple[int, ...]]], heads: int, of_groups: list[Mask]
 ) -> Mask:
-    """`allowed_tile` for `heads` with several rules: `groups` come from `head_groups`.
+    """For each of so many heads the mask of its group; `groups` come from `head_groups`.
 
     Nothing is cut or joined along the axis of heads: where they are spread over devices, each
     device makes the masks of its own heads, and none is sent.
     """
-    tiles = [allowed_tile(of_group, bound, heads, cuts) for of_group, _ in groups]
-    return each_its_own(groups, len(heads), tiles)
-
-
-def each_its_own(groups: list[tuple], heads: int, answers: list[Mask]) -> Mask:
-    """For each of so many heads the answer of its group, `(..., heads or 1, queries, keys)`."""
     if len(groups) == 1:
-        return answers[0]
+        return of_groups[0]
     is_member = [np.isin(range(heads), members)[:, None, None] for _, members in groups]
-    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, answers))
+    return functools.reduce(ops.logical_or, map(ops.logical_and, is_member, of_groups))
 
 
 def _cut(value: Any, heads: tuple[int, ...], cuts: Cuts) -> Any:
@@ -487,7 +478,9 @@ def mask_of_all_heads(spec: MaskSpec, bound: Bound, num_heads: int) -> Mask:
         bound.key_positions >= bound.key_positions,
     )
     if heads_are_spread():
-        return ops.logical_and(tile_of_heads(groups, bound, tuple(range(num_heads))), ones)
+        every = tuple(range(num_heads))
+        parts = [allowed_tile(rule, bound, every) for rule, _ in groups]
+        return ops.logical_and(by_head(groups, num_heads, parts), ones)
     parts = [allowed_tile(rule, bound, heads) for rule, heads in groups]
     if len(parts) == 1:
         return ops.logical_and(parts[0], ones)

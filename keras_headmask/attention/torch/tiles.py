@@ -18,7 +18,7 @@ from keras_headmask.attention.head_groups import Part, folded, unfolded
 from keras_headmask.attention.torch.steps import Step, steps_of
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
-from keras_headmask.rules.evaluation import tile_of_heads
+from keras_headmask.rules.evaluation import allowed_tile, by_head
 from keras_headmask.rules.protocol import Bound, Cuts, Sides
 
 # Of entries up to here no logit overflows, nor any product of the backward pass: the kernel adds
@@ -189,7 +189,9 @@ def _allowed(part: Part, step: Step) -> Mask:
         lambda x, axis: _keys_along(step, x, axis),
         lambda x, axis: x if x.shape[0] == 1 else x[first:stop],
     )
-    return tile_of_heads(part.groups(), part.bound, part.heads, cuts)
+    groups, heads = part.groups(), part.heads
+    allowed = [allowed_tile(rule, part.bound, heads, cuts) for rule, _ in groups]
+    return by_head(groups, len(heads), allowed)
 
 
 def _see(part: Part, steps: list[Step], query: Tensor, marked: Mask) -> Mask:

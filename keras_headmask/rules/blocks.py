@@ -170,7 +170,7 @@ def _open_pairs(query_blocks: Tensor, key_blocks: Tensor, start: int, limit: int
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        from keras_headmask._keras import in_xla
+        from keras_headmask._keras.tensorflow import in_xla
 
         are_wide = all(tf.is_tensor(x) and x.dtype == tf.int64 for x in (query_blocks, key_blocks))
         if are_wide and not in_xla():

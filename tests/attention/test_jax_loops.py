@@ -79,7 +79,8 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    steps = jax_steps.Steps.from_blocks(*jax_steps.planned(part, offset), *operands)
+    with mock.patch.object(jax_steps, "_one_run", return_value=None):
+        steps = jax_steps.Steps.of(*jax_steps.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -125,9 +126,9 @@ def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, length
     with tiles(local=2, wide=3, block=2), tuned(most_logits_of_a_step=48), less:
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
-        program, _ = jax_steps.planned(part, offset)
-        runs = jax_steps.Steps.from_runs(program, places(heads, queries), places(2, keys))
-    assume(runs is not None)
+        of_program = jax_steps.planned(part, offset)
+        runs = jax_steps.Steps.of(*of_program, places(heads, queries), places(2, keys))
+    assume(runs.counts is None)
     of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
     seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
     for number in range(runs.number):
@@ -185,10 +186,8 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
     with tiles(local=3, wide=3, block=2):
         bound = evaluation.bind(spec, None, 24, 24, 0)
         part = Part(spec, (0, 1), bound, SCALE, current_tuning())
-        runs = jax_steps.Steps.from_runs(
-            jax_steps.planned(part, 0)[0], places(2, 24), places(2, 24)
-        )
-    assert (None if runs is None else runs.size) == size
+        steps = jax_steps.Steps.of(*jax_steps.planned(part, 0), places(2, 24), places(2, 24))
+    assert (steps.size if steps.counts is None else None) == size
 
 
 # --- Transformations -----------------------------------------------------------------------------

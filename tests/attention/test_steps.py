@@ -19,7 +19,7 @@ import keras_headmask as hm
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.torch import steps
 from keras_headmask.attention.tuning import current_tuning, tuned
-from keras_headmask.rules import evaluation
+from keras_headmask.rules import coverage, evaluation
 from keras_headmask.rules.protocol import Sides
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
@@ -80,7 +80,8 @@ def test_short_examples_share_their_steps():
 def test_gaps_are_closed_if_they_are_short(row, block, gap):
     possible = np.array(row)[None, None]
     keys = len(row) * block
-    ((runs,),) = steps._runs(possible, block, keys, gap)
+    looked_at = steps._looked_at(possible, block, gap)
+    (runs,) = coverage.runs(looked_at[0], block, keys)
     seen = {position for run in runs for position in range(*run)}
     wanted = {i * block + j for i, here in enumerate(row) if here for j in range(block)}
     assert wanted <= seen

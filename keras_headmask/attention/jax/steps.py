@@ -79,54 +79,22 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
-        runs = cls.from_runs(program, query, key)
-        return cls.from_blocks(program, inputs, query, key) if runs is None else runs
-
-    @classmethod
-    def from_blocks(cls, program: Program, inputs: list, query: Tensor, key: Tensor) -> "Steps":
-        part, batch, lengths = program.part, query.shape[0], (query.shape[1], key.shape[1])
-        tile, size = (
-            min(x) for x in zip((part.tile, part.tuning.wide_block), lengths, strict=True)
-        )
-        bound, offset = bound_of(program, inputs, *lengths), program.query_offset
-        possible, _ = bounds_of(part.rule, bound.leaf_inputs, lengths, (tile, size), offset, ARRAYS)
-        # (By NumPy where positions alone decide.)
-        arrays: Any = np if isinstance(possible, np.ndarray) else jnp
-        order = arrays.argsort(~possible, axis=-1, stable=True).astype("int32")
-        counts, starts = jnp.asarray(possible.sum(-1).astype("int32")), jnp.asarray(order * size)
-        more = -lengths[1] % size
-        bound = _lengthened(bound, -lengths[0] % tile, more)
-        return cls(part, bound, batch, *lengths, tile, size, more, batch, counts, starts)
-
-    @classmethod
-    def from_runs(cls, program: Program, query: Tensor, key: Tensor) -> "Steps | None":
-        """One block for each tile, under a rule on positions; as many heads as fit in a cache.
-
-        `None` if blocks of one length would hold much that is hidden, or too much at once.
-        """
         part, (batch, queries, heads, _), keys = program.part, query.shape, key.shape[1]
-        if part.rule.inputs or part.changes.are_some or len(part.groups()) > 1:
-            return None
-        tile, block = min(part.tile, queries), min(part.tuning.wide_block, keys)
-        rest = (queries, keys), (tile, block), program.query_offset, ARRAYS
-        possible = bounds_of(part.rule, {}, *rest).possible[0]
-        if not isinstance(possible, np.ndarray):  # by a user's `coverage`, of JAX' arrays
-            return None
-        first, last = possible.argmax(1), possible.shape[1] - 1 - possible[:, ::-1].argmax(1)
-        longest = int(np.where(possible.any(1), last - first + 1, 0).max())
-        if possible.sum() <= _LEAST_SEEN * longest * len(possible):
-            return None
-        size, key_heads = min(longest * block, keys), batch * heads // part.sharing
-        most = part.tuning.most_logits_of_a_step // 2 // (part.sharing * tile * size)
-        bound = bound_of(program, [], queries, keys)
-        if most == 0 or not _is_one_mask(part, bound):
-            return None
-        sizes = (n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
-        parts = key_heads // max(sizes)
-        starts = np.minimum(first * block, keys - size).astype("int32")
-        starts = jnp.asarray(np.broadcast_to(starts[:, None], (parts, len(starts), 1)))
-        bound = _lengthened(bound, -queries % tile, 0)
-        return cls(part, bound, batch, queries, keys, tile, size, 0, parts, None, starts)
+        tile, size = min(part.tile, queries), min(part.tuning.wide_block, keys)
+        bound = bound_of(program, inputs, queries, keys)
+        of_grid = (queries, keys), (tile, size), program.query_offset, ARRAYS
+        possible, _ = bounds_of(part.rule, bound.leaf_inputs, *of_grid)
+        run = _one_run(part, bound, possible, tile, size, batch * heads // part.sharing)
+        if run is not None:
+            (size, starts), counts, more = run, None, 0
+        else:  # (by NumPy where positions alone decide)
+            arrays: Any = np if isinstance(possible, np.ndarray) else jnp
+            order = arrays.argsort(~possible, axis=-1, stable=True).astype("int32")
+            counts, starts = jnp.asarray(possible.sum(-1), "int32"), jnp.asarray(order * size)
+            more = -keys % size
+        parts = batch if run is None else len(starts)
+        bound = _lengthened(bound, -queries % tile, more)
+        return cls(part, bound, batch, queries, keys, tile, size, more, parts, counts, starts)
 
     @property
     def number(self) -> int:
@@ -196,6 +164,34 @@ class Steps(NamedTuple):
 
         count = 1 if self.counts is None else self.counts[part, place]
         return QueryTile(lambda tensor: rows(in_part(tensor)), count, block)
+
+
+def _one_run(
+    part: Part, bound: Bound, possible: Mask, tile: int, block: int, key_heads: int
+) -> tuple[int, Tensor] | None:
+    """One long block for each tile, under a rule on positions; as many heads as fit in a cache.
+
+    Its size, and where it starts, `(parts, tiles, 1)`; `key_heads` counts those of all examples.
+    `None` if blocks of one length would hold much that is hidden, or too much at once.
+    """
+    if part.rule.inputs or part.changes.are_some or len(part.groups()) > 1:
+        return None
+    if not isinstance(possible, np.ndarray):  # by a user's `coverage`, of JAX' arrays
+        return None
+    (rows,) = possible
+    first, last = rows.argmax(1), rows.shape[1] - 1 - rows[:, ::-1].argmax(1)
+    longest = int(np.where(rows.any(1), last - first + 1, 0).max())
+    if rows.sum() <= _LEAST_SEEN * longest * len(rows):
+        return None
+    keys = bound.key_positions.shape[0]
+    size = min(longest * block, keys)
+    most = part.tuning.most_logits_of_a_step // 2 // (part.sharing * tile * size)
+    if most == 0 or not _is_one_mask(part, bound):
+        return None
+    together = max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= most)
+    starts = np.minimum(first * block, keys - size).astype("int32")
+    shape = key_heads // together, len(starts), 1
+    return size, jnp.asarray(np.broadcast_to(starts[:, None], shape))
 
 
 def _is_one_mask(part: Part, bound: Bound) -> bool:

@@ -6,7 +6,6 @@ sequences are short enough to look at each key.
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,17 +61,18 @@ def steps_of(
     bounds = bounds_of(part.rule, inputs, *sizes, query_offset, arrays, flags.leaves)
     shape = examples, tiles, -(-keys // block)
     possible, certain = (np.broadcast_to(x, shape) for x in bounds)
-    of_tiles = _runs(possible, block, keys, part.tuning.block)
-    looked_at = _looked_at(of_tiles, possible, block) if block < keys else possible
+    looked_at = _looked_at(possible, block, part.tuning.block)
+    runs = coverage.runs(looked_at.reshape(-1, shape[2]), block, keys)
     needs_mask = (looked_at & ~certain).any(2) | has_few
     rows = [(start, min(start + part.tile, queries)) for start in range(0, queries, part.tile)]
-    columns = _by_example(flags.by_side.get("key"), examples)
-    of_flagged = _by_example(flags.by_side.get("query"), examples)
+    columns = _flagged(flags.by_side.get("key"), examples)
+    of_flagged = _flagged(flags.by_side.get("query"), examples)
     by_example: list[tuple] = []  # each step but for its examples
     for example in range(examples):
-        of_rows = zip(rows, of_tiles[example], needs_mask[example].tolist(), strict=True)
-        of_this = _steps(of_rows, columns(example))
-        if flagged := tuple(of_flagged(example).tolist()):
+        of_tiles = runs[example * tiles : (example + 1) * tiles]
+        of_rows = zip(rows, map(tuple, of_tiles), needs_mask[example].tolist(), strict=True)
+        of_this = _steps(of_rows, columns[example])
+        if flagged := tuple(of_flagged[example].tolist()):
             of_this.append((flagged, False, ((0, keys),), (), True))
         by_example.append(tuple(of_this))
     if examples == 1:
@@ -87,49 +87,28 @@ def steps_of(
 
 def _differ(inputs: LeafInputs) -> bool:
     """Whether some mask input differs between examples."""
-    return any((side[1:] != side[:1]).any() for side in _sides(inputs))
+    sides = [side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides]
+    return any((side[1:] != side[:1]).any() for side in sides if side is not None)
 
 
-def _sides(inputs: LeafInputs) -> list[np.ndarray]:
-    all_sides = [
-        side for of_leaf in inputs.values() for sides in of_leaf.values() for side in sides
-    ]
-    return [side for side in all_sides if side is not None]
-
-
-def _by_example(flags: np.ndarray | None, examples: int) -> Callable[[int], np.ndarray]:
-    """The flagged positions of an example; where one stands for all, of any of them."""
+def _flagged(flags: np.ndarray | None, examples: int) -> list[np.ndarray]:
+    """The flagged positions of each example; where one stands for all, of any of them."""
     if flags is None:
-        return lambda example: np.zeros(0, np.int64)
+        return [np.zeros(0, np.int64)] * examples
     if examples == 1 or len(flags) == 1:
-        of_all = np.flatnonzero(flags.any(0))
-        return lambda example: of_all
-    return lambda example: np.flatnonzero(flags[example])
+        return [np.flatnonzero(flags.any(0))] * examples
+    return list(map(np.flatnonzero, flags))
 
 
-def _runs(possible: np.ndarray, block: int, keys: int, gap: int) -> list[list[tuple[Run, ...]]]:
-    """The runs of keys of each tile of each example; gaps of fewer than `gap` keys are closed."""
-    shape = possible.shape
-    rows = possible.reshape(-1, shape[2])
-    if (rows[:, 1:] & ~rows[:, :-1]).any():
-        number = np.arange(shape[2])
-        last = np.maximum.accumulate(np.where(rows, number, -_FAR), 1)
-        coming = np.where(rows, number, _FAR)[:, ::-1]
-        following = np.minimum.accumulate(coming, 1)[:, ::-1]
-        rows = rows | ((following - last - 1) * block < gap)
-    by_row = [tuple(runs) for runs in coverage.runs(rows, block, keys)]
-    return [by_row[i * shape[1] : (i + 1) * shape[1]] for i in range(shape[0])]
-
-
-def _looked_at(
-    of_tiles: list[list[tuple[Run, ...]]], possible: np.ndarray, block: int
-) -> np.ndarray:
-    looked_at = np.zeros_like(possible)
-    for example, tiles in enumerate(of_tiles):
-        for tile, runs in enumerate(tiles):
-            for start, stop in runs:
-                looked_at[example, tile, start // block : -(-stop // block)] = True
-    return looked_at
+def _looked_at(possible: np.ndarray, block: int, gap: int) -> np.ndarray:
+    """The blocks that each tile of each example looks at: gaps of fewer than `gap` keys, too."""
+    if not (possible[..., 1:] & ~possible[..., :-1]).any():
+        return possible
+    number = np.arange(possible.shape[2])
+    last = np.maximum.accumulate(np.where(possible, number, -_FAR), 2)
+    coming = np.where(possible, number, _FAR)[..., ::-1]
+    following = np.minimum.accumulate(coming, 2)[..., ::-1]
+    return possible | ((following - last - 1) * block < gap)
 
 
 def _steps(tiles: Any, flagged: np.ndarray) -> list[tuple]:

@@ -26,22 +26,18 @@ from keras_headmask.rules.protocol import Bound, Cuts, Sides
 _LARGEST = 1e15
 
 
-def is_known(*tensors: Tensor) -> bool:
-    """Whether the values of `tensors` can be read now.
+def can_read(bound: Bound, *operands: Tensor) -> bool:
+    """Whether tiles are possible here: the values of operands and mask inputs can be read now.
 
     They cannot while code is compiled or exported, nor inside of `torch.func`.
     """
+    sides = [side for value in bound.values for side in _tensors(value) if side is not None]
+    tensors = *operands, *sides
     if torch.compiler.is_compiling() or any(x.device.type == "meta" for x in tensors):
         return False
     if any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing():
         return False
     return not any(map(gathered.is_stand_in, tensors))
-
-
-def can_read(bound: Bound, *operands: Tensor) -> bool:
-    """Whether tiles are possible here for these operands and mask inputs."""
-    sides = [side for value in bound.values for side in _tensors(value) if side is not None]
-    return is_known(*operands, *sides)
 
 
 def compute(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -12,17 +12,20 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules.protocol import Bound, put_together, taken_apart
 
 
-def _kept_functions() -> dict[tuple, Callable]:
-    """By what makes them equal: the functions of what is traced now, or of all of an export.
+def _kept(make: Callable[[], Callable], *key: Any) -> Callable:
+    """`make()`, once for an equal `key` in what is traced now, or in all of an export.
 
-    Kept for longer, they would be all that is left of models that are gone.
+    Kept for longer, the functions would be all that is left of models that are gone.
     """
     functions = functions_of_export()
     if functions is None:
         graph = internals.outermost_graph()
         functions = getattr(graph, "headmask_functions", {})
         graph.headmask_functions = functions
-    return functions
+    key = *key, is_forward_only(), internals.checks_numerics()
+    if key not in functions:
+        functions[key] = make()
+    return functions[key]
 
 
 def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
@@ -30,13 +33,10 @@ def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
 
     TensorFlow puts it in place of each call. (What runs eagerly is not traced.)
     """
+    function = functools.partial(compute, *first)
     if tf.executing_eagerly():
-        return functools.partial(compute, *first)
-    functions = _kept_functions()
-    key = compute, *first, is_forward_only(), internals.checks_numerics()
-    if key not in functions:
-        functions[key] = tf.function(functools.partial(compute, *first), autograph=False)
-    return functions[key]
+        return function
+    return _kept(lambda: tf.function(function, autograph=False), compute, *first)
 
 
 def one_function(compute: Callable) -> Callable:
@@ -58,12 +58,10 @@ def one_function(compute: Callable) -> Callable:
             dropout = dropout._replace(rows=None, columns=None)
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
-        key = compute, part, names, is_forward_only(), internals.checks_numerics()
-        functions = _kept_functions()
-        if key not in functions:
-            functions[key] = _function(compute, part, names)
+        about = compute, part, names
+        function = _kept(lambda: _function(*about), *about)
         positions = bound.query_positions, bound.key_positions
-        return functions[key](*positions, values, drawn, shared, *operands)
+        return function(*positions, values, drawn, shared, *operands)
 
     return call
 

@@ -471,14 +471,6 @@ def test_a_model_that_drafts_shows():
     assert _keras.is_assisted(types.SimpleNamespace(_assistant_model=1))
 
 
-@relies_on("is_plain_functional", breaks="a model would come back as one of another class")
-def test_plain_functional_models():
-    class Own(_keras.Functional):
-        pass
-
-    model = graph()
-    assert _keras.is_plain_functional(model)
-    assert not _keras.is_plain_functional(Own(model.input, model.output))
 
 
 @relies_on("OPERATIONS", breaks="attention by that operation would escape a rule")

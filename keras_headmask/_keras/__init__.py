@@ -255,11 +255,6 @@ def weights_watched(read: list[Any]) -> Iterator[None]:
         yield
 
 
-def is_plain_functional(model: Any) -> bool:
-    """Whether Keras files a model by its graph, and not by a config of its class."""
-    return type(model) is Functional
-
-
 def functional_of(model: Any) -> Any:
     """The functional model inside a Sequential, `None` before it is built; else `model`."""
     return model._functional if isinstance(model, keras.Sequential) else model

@@ -1,11 +1,12 @@
 """Shared by the tiled implementations: heads of one rule and their keys, slices, dropout."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 
-from keras_headmask.attention.logits import NONE, Changes
+from keras_headmask.attention.logits import NONE, Changes, select_heads
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation
@@ -59,23 +60,6 @@ def by_rule(part: Part) -> list[Part]:
                 drawn = drawn._replace(rows=select_heads(drawn.rows, heads, axis=1))
             parts.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
     return parts
-
-
-def cut(tensor: Tensor, axis: int, start: Length, stop: Length) -> Tensor:
-    """`tensor` from `start` to `stop` along an axis."""
-    return tensor[(slice(None),) * axis + (slice(start, stop),)]
-
-
-def select_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
-    """Some heads of `tensor`, sorted; heads that are side by side are not gathered."""
-    first, last = heads[0], heads[-1]
-    if len(heads) != last - first + 1:
-        return ops.take(tensor, list(heads), axis=axis)
-    return tensor if len(heads) == tensor.shape[axis] else cut(tensor, axis, first, last + 1)
-
-
-def changes_of_heads(changes: Changes, heads: tuple[int, ...]) -> Changes:
-    return changes.select_heads(lambda tensor, axis: select_heads(tensor, heads, axis))
 
 
 def sharing_of(query: Tensor, key: Tensor) -> int:
@@ -137,19 +121,23 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
     return [x[0] if len(x) == 1 else ops.concatenate(x, axis) for x in pieces]
 
 
-def group_operands(part: Part, *operands: Tensor) -> list[tuple]:
-    """Each head group with its operands: query, key, value, tensors of `part.changes`."""
+def by_group(compute: Callable[..., Tensor], part: Part, *operands: Tensor) -> Tensor:
+    """The context of all heads, by `compute(group, *operands)` of each head group, in order.
+
+    Operands: query, key, value, tensors of `part.changes`.
+    """
     groups = by_rule(part)
     sets = [group.heads for group in groups]
     of_keys = [key_heads(heads, part.sharing) for heads in sets]
     pairs = zip(operands[:3], (sets, of_keys, of_keys), strict=True)
     cuts = [cut_into(x, of_tensor, 2) for x, of_tensor in pairs]
     changes = part.changes.with_tensors(operands[3:])
-    tensors = [changes_of_heads(changes, heads).tensors for heads in sets]
-    return [
-        (group, *of_tensor, *more)
-        for group, *of_tensor, more in zip(groups, *cuts, tensors, strict=True)
+    tensors = [changes.of_heads(heads).tensors for heads in sets]
+    contexts = [
+        compute(group, *of_group, *more)
+        for group, *of_group, more in zip(groups, *cuts, tensors, strict=True)
     ]
+    return joined(contexts, sets, 2)
 
 
 def joined(tensors: list[Tensor], sets: list[tuple[int, ...]], axis: int) -> Tensor:

@@ -409,13 +409,12 @@ class ByGroup(Kernel):
         return f"{last.name}, tiles would compute {share:.0%} of the logits, more than {most:.0%}"
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        contexts, sets = [], []
-        for group, *of_group in head_groups.group_operands(part, *operands):
+        def of_group(group: Part, *operands: Tensor) -> Tensor:
             kernel = first(self.kernels, request, group)
             assert kernel is not None
-            contexts.append(kernel.compute(request, group, *of_group))
-            sets.append(group.heads)
-        return head_groups.joined(contexts, sets, 2)
+            return kernel.compute(request, group, *operands)
+
+        return head_groups.by_group(of_group, part, *operands)
 
 
 def first(kernels: Any, request: Request, part: Part) -> Kernel | None:

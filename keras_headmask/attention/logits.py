@@ -58,12 +58,12 @@ class Changes(NamedTuple):
         sinks, largest = changes.sinks, ops.cast(_LARGEST_SINK, dtype)
         return changes._replace(sinks=ops.where(sinks > _LARGEST_SINK, largest, sinks))
 
-    def select_heads(self, cut: Callable[[Tensor, int], Tensor]) -> "Changes":
-        """For some heads; `cut` takes a tensor and its axis of heads."""
+    def of_heads(self, heads: tuple[int, ...]) -> "Changes":
+        """For some heads, sorted."""
 
         def of(name: str, tensor: Tensor) -> Tensor:
             is_shared = name == "bias" and tensor.shape[1] == 1
-            return tensor if is_shared else cut(tensor, _AXES_OF_HEADS[name])
+            return tensor if is_shared else select_heads(tensor, heads, _AXES_OF_HEADS[name])
 
         return self._with(of)
 
@@ -129,6 +129,16 @@ class Changes(NamedTuple):
 
 
 NONE = Changes()
+
+
+def select_heads(tensor: Tensor, heads: tuple[int, ...], axis: int) -> Tensor:
+    """Some heads of `tensor`, sorted; heads that are side by side are not gathered."""
+    first, last = heads[0], heads[-1]
+    if len(heads) != last - first + 1:
+        return ops.take(tensor, list(heads), axis=axis)
+    if len(heads) == tensor.shape[axis]:
+        return tensor
+    return tensor[(slice(None),) * axis + (slice(first, last + 1),)]
 
 
 def tanh(tensor: Tensor) -> Tensor:

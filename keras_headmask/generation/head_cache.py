@@ -12,7 +12,8 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.head_groups import changes_of_heads, in_order, select_heads
+from keras_headmask.attention.head_groups import in_order
+from keras_headmask.attention.logits import select_heads
 from keras_headmask.generation import one_query
 from keras_headmask.layers import changing
 from keras_headmask.masks import Length, Tensor
@@ -161,7 +162,7 @@ class Run:
             seen = self._mask(rules, of_group, heads, mask)
             queries = select_heads(query, heads, axis=2)
             operands = queries, new["key"], new["value"], seen
-            changes = changes_of_heads(adapter.changes, heads)
+            changes = adapter.changes.of_heads(heads)
             contexts.append(one_query.attention(*operands, adapter.scale, changes))
             order.extend(heads)
         self.made.append(parts)

@@ -166,7 +166,7 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
             mask(layer)
     if has_edges:
         rewire(model, new)
-        if not _keras.is_plain_functional(model):
+        if type(model) is not _keras.Functional:  # whose file is its graph
             mask(model, kind)
     return model
 

@@ -37,12 +37,10 @@ def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     plan for each head group.
     """
     part = part._replace(bound=_widened(part.bound))
-    groups = head_groups.group_operands(part, *operands)
-    contexts = [
-        _attend_group(group, plan, *of_group)
-        for plan, (group, *of_group) in zip(plans, groups, strict=True)
-    ]
-    return head_groups.joined(contexts, [group.heads for group, *_ in groups], 2)
+    of_groups = iter(plans)
+    return head_groups.by_group(
+        lambda group, *tensors: _attend_group(group, next(of_groups), *tensors), part, *operands
+    )
 
 
 def _widened(bound: Bound) -> Bound:

@@ -59,13 +59,13 @@ def compute(part: Part, query_offset: int, *operands: Tensor) -> Tensor:
     *tensors, mask = operands if len(operands) == 4 else (*operands, None)
     if mask is not None:
         return _context(part, mask, *tensors)
-    contexts, sets = [], []
-    for group, *of_group in head_groups.group_operands(part, *tensors):
-        bound, heads = group.bound, group.heads
-        mask = None if group.rule.constant else allowed_tile(group.rule, bound, heads)
-        contexts.append(_context(group, mask, *of_group))
-        sets.append(heads)
-    return head_groups.joined(contexts, sets, 2)
+
+    def of_group(group: Part, *tensors: Tensor) -> Tensor:
+        rule = group.rule
+        mask = None if rule.constant else allowed_tile(rule, group.bound, group.heads)
+        return _context(group, mask, *tensors)
+
+    return head_groups.by_group(of_group, part, *tensors)
 
 
 def _context(part: Part, mask: Mask | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ RECORD = Path(__file__).parent / "results" / "kernels.json"
 # Where the code of each starts, by backend.
 _STARTS: dict[str, dict[str, str]] = {
     "tensorflow": {"loop": "tensorflow.by_size.compute", "gathered": "gathered.compute"},
-    "jax": {"loop": "jax.loop.compute", "gathered": "gathered.compute"},
+    "jax": {"loop": "jax.block_loop.compute", "gathered": "gathered.compute"},
     "torch": {
         "SDPA": "torch.tiles.compute",
         "FlexAttention": "torch.flex.compute",
@@ -163,12 +163,12 @@ def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> flo
     if backend == "jax":
         import numpy as np
 
-        from keras_headmask.attention.jax import steps
+        from keras_headmask.attention.jax import key_blocks
 
-        plan, given = steps.planned(part, offset)
+        plan, given = key_blocks.planned(part, offset)
         heads = len(part.heads)
         rows = np.zeros((batch, queries, heads, 1)), np.zeros((batch, keys, heads, 1))
-        made = steps.Steps.of(plan, given, *rows)
+        made = key_blocks.Steps.of(plan, given, *rows)
         counts = 1 if made.counts is None else float(np.asarray(made.counts).mean())
         return counts * made.size / keys
     from keras_headmask.attention.tensorflow.plan import planned

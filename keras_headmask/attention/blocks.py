@@ -4,7 +4,7 @@ Queries are cut into tiles and keys into blocks. For each tile and block, `cover
 some pair may be allowed and whether all are. It reads the positions, and the least and greatest
 value of each mask input there. Only this module calls it, with the same code for NumPy and every
 backend. The `Plan` of this module knows lengths and positions alone, for `gathered.py`;
-`tensorflow/plan.py`, `jax/steps.py`, `torch/steps.py` and `torch/flex.py` look at data, too.
+`tensorflow/plan.py`, `jax/key_blocks.py`, `torch/steps.py` and `torch/flex.py` look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence

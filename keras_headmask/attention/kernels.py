@@ -238,7 +238,7 @@ def _not_in_float32(request: Request) -> str | None:
 class BlockLoop(Kernel):
     """JAX' loops over tiles and the keys that each meets: block by block, or one run."""
 
-    name, file, block = "loop", "jax/loop", "wide_block"
+    name, file, block = "loop", "jax/block_loop", "wide_block"
 
     def refuses(self, request: Request, part: Part) -> str | None:
         import jax
@@ -253,9 +253,9 @@ class BlockLoop(Kernel):
         return _not_in_float32(request)
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
-        from keras_headmask.attention.jax import loop
+        from keras_headmask.attention.jax import block_loop
 
-        return loop.compute(part, request.query_offset, *operands)
+        return block_loop.compute(part, request.query_offset, *operands)
 
 
 def _is_torch_on_gpu(request: Request) -> bool:

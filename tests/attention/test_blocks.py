@@ -23,7 +23,7 @@ def arrays_here():
 
         return _ARRAYS
     if keras.backend.backend() == "jax":
-        from keras_headmask.attention.jax.steps import ARRAYS
+        from keras_headmask.attention.jax.key_blocks import ARRAYS
 
         return ARRAYS
     from keras_headmask.attention.torch.flex import _arrays

@@ -31,8 +31,7 @@ import jax.numpy as jnp
 
 from keras_headmask.attention import gathered
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.jax import loop
-from keras_headmask.attention.jax import steps as jax_steps
+from keras_headmask.attention.jax import block_loop, key_blocks
 from keras_headmask.attention.tuning import current_tuning, tuned
 from keras_headmask.rules import evaluation
 
@@ -79,8 +78,8 @@ def looked_at(spec, inputs, queries, keys, offset):
     bound = evaluation.bind(spec, inputs, queries, keys, offset)
     part = Part(spec, tuple(range(HEADS)), bound, SCALE, current_tuning())
     operands = (np.zeros((EXAMPLES, length, HEADS, 1)) for length in (queries, keys))
-    with mock.patch.object(jax_steps, "_one_run", return_value=None):
-        steps = jax_steps.Steps.of(*jax_steps.planned(part, offset), *operands)
+    with mock.patch.object(key_blocks, "_one_run", return_value=None):
+        steps = key_blocks.Steps.of(*key_blocks.planned(part, offset), *operands)
     # Tensors that hold the example and the position, up to whole tiles and blocks.
     of_queries, of_keys = (
         jnp.asarray(np.stack(np.broadcast_arrays(*np.ogrid[:EXAMPLES, :1, :length]), -1)[..., ::2])
@@ -122,12 +121,12 @@ def places(heads, length):
 def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
     (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])
     heads = 2 * sharing
-    less = mock.patch.object(jax_steps, "_LEAST_SEEN", 0.3)
+    less = mock.patch.object(key_blocks, "_LEAST_SEEN", 0.3)
     with tiles(local=2, wide=3, block=2), tuned(most_logits_of_a_step=48), less:
         nothing = evaluation.bind(spec, None, queries, keys, offset)
         part = Part(spec, tuple(range(heads)), nothing, SCALE, current_tuning(), sharing=sharing)
-        of_program = jax_steps.planned(part, offset)
-        runs = jax_steps.Steps.of(*of_program, places(heads, queries), places(2, keys))
+        of_program = key_blocks.planned(part, offset)
+        runs = key_blocks.Steps.of(*of_program, places(heads, queries), places(2, keys))
     assume(runs.counts is None)
     of_queries, of_keys = runs.prepared(places(heads, queries), places(2, keys))
     seen = np.zeros((EXAMPLES, heads, queries + 1, keys), int)
@@ -186,7 +185,7 @@ def test_which_rules_have_one_run_for_each_tile(spec, size):
     with tiles(local=3, wide=3, block=2):
         bound = evaluation.bind(spec, None, 24, 24, 0)
         part = Part(spec, (0, 1), bound, SCALE, current_tuning())
-        steps = jax_steps.Steps.of(*jax_steps.planned(part, 0), places(2, 24), places(2, 24))
+        steps = key_blocks.Steps.of(*key_blocks.planned(part, 0), places(2, 24), places(2, 24))
     assert (steps.size if steps.counts is None else None) == size
 
 
@@ -257,14 +256,14 @@ def test_what_is_traced_may_differ_between_calls_of_one_program():
 
 def visits(spec, inputs, run, *qkv):
     """How often masks of blocks are made while `run` runs, with blocks of 2 x 2."""
-    made, allowed_tile = [], jax_steps.allowed_tile
+    made, allowed_tile = [], key_blocks.allowed_tile
 
     def counted(*given):
         jax.debug.callback(lambda: made.append(1))
         return allowed_tile(*given)
 
     jax.clear_caches()
-    with tiles(2, 2, 2), mock.patch.object(jax_steps, "allowed_tile", counted):
+    with tiles(2, 2, 2), mock.patch.object(key_blocks, "allowed_tile", counted):
         jax.block_until_ready(jax.jit(run(attention(spec, inputs)))(*qkv))
     jax.effects_barrier()
     jax.clear_caches()
@@ -296,7 +295,7 @@ def used(**rest):
     """Which loop computes a rule on positions of 23 tokens."""
     both = [
         mock.patch.object(module, "compute", side_effect=RuntimeError(module.__name__))
-        for module in (loop, gathered)
+        for module in (block_loop, gathered)
     ]
     with both[0], both[1], tiles():
         try:
@@ -307,9 +306,9 @@ def used(**rest):
 
 
 def test_a_cpu_alone_has_them_and_dropout_has_not():
-    assert used() == "loop"
+    assert used() == "block_loop"
     assert used(dropout=0.5, seed=0) == "gathered"
-    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "loop"
+    assert used(logits_soft_cap=5.0, bias=np.ones((23, 23), "float32")) == "block_loop"
     with mock.patch.object(jax, "device_count", return_value=2):
         assert used() == "gathered"
     with mock.patch.object(jax, "default_backend", return_value="gpu"):

@@ -16,7 +16,7 @@ from jax import lax
 
 from keras_headmask.attention import dense, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.jax.steps import (
+from keras_headmask.attention.jax.key_blocks import (
     KeyBlock,
     Program,
     QueryTile,

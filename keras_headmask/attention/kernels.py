@@ -36,7 +36,7 @@ class Kernel:
 
     def refuses(self, request: Request, part: Part) -> str | None:
         """Why it does not compute those heads, in words; `None` if it does."""
-        raise NotImplementedError
+        return None
 
     def share(self, part: Part, queries: int, keys: int, query_offset: int) -> float:
         """The share of the pairs of a head group that it computes, by positions."""
@@ -74,9 +74,6 @@ class Dense(Kernel):
     """All logits, by the definition."""
 
     name, file = "dense", "dense"
-
-    def refuses(self, request: Request, part: Part) -> None:
-        return None
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:
         mask = _whole_mask(request)
@@ -370,9 +367,6 @@ class Gathered(Kernel):
     """Known lengths: tiles that meet about as many keys at once, by positions alone."""
 
     name, file, block = "gathered", "gathered", "block"
-
-    def refuses(self, request: Request, part: Part) -> str | None:
-        return None
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         plan = self._plan(part, *_lengths(request), request.query_offset)

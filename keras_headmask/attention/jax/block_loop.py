@@ -124,18 +124,12 @@ _results.defvjp(_results_kept, _results_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(
-    program: Program,
-    inputs: list,
-    tensors: list,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    upstream: Tensor,
-    context: Tensor,
-    row_sums: Tensor,
-) -> tuple:
-    """Gradients of the tensors that change logits, and of queries, keys and values."""
+def _gradients(program: Program, inputs: list, tensors: list, *operands: Tensor) -> tuple:
+    """Gradients of the tensors that change logits, and of queries, keys and values.
+
+    `operands`: these three, the gradient of the context, and what `_results` gave.
+    """
+    query, key, value, upstream, context, row_sums = operands
     part, steps = program.part, Steps.of(program, inputs, query, key)
     sharing, changes = part.sharing, steps.changes(tensors)
     delta = jnp.sum(upstream * context, axis=-1, keepdims=True)
@@ -164,7 +158,7 @@ def _gradients(
             # A hidden value may let its gradient overflow, and a hidden key that of a soft cap.
             d_changed = jnp.where(probabilities == 0, 0, d_changed)
             d_products, of_changes = _through_changes(
-                part, changes, steps, visit, products, d_changed, of_changes
+                changes, steps, visit, products, d_changed, of_changes
             )
             d_products = jnp.where(probabilities == 0, 0, d_products)
             return (
@@ -194,7 +188,6 @@ def _gradients(
 
 
 def _through_changes(
-    part: Part,
     changes: Changes,
     steps: Steps,
     visit: KeyBlock,
@@ -213,7 +206,7 @@ def _through_changes(
 
     def changed(products: Tensor, bias: Tensor | None, table: Tensor | None) -> Tensor:
         here = changes._replace(bias=bias, table=table)
-        return here.apply(products, part.heads, positions)
+        return here.apply(products, steps.part.heads, positions)
 
     d_products, d_tile, d_table = jax.vjp(changed, products, tile, changes.table)[1](d_changed)
     before, after = list(sums), []

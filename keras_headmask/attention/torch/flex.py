@@ -174,13 +174,13 @@ def block_mask(
 
     With an axis of heads where their rules differ.
     """
-    groups, size = part.groups(), (block_of(part, where),) * 2
+    on_gpu = where is not None and where.type == "cuda"
+    block = part.tuning.wide_block if on_gpu else part.tuning.block
+    groups, size = part.groups(), (block, block)
     rest = part.bound.leaf_inputs, (queries, keys), size, query_offset, _arrays(where)
     bounds = [blocks.bounds_of(rule, *rest) for rule, _ in groups]
-    group_of = [0] * len(part.heads)
-    for number, (_, heads) in enumerate(groups):
-        for head in heads:
-            group_of[head] = number
+    numbered = {head: number for number, (_, heads) in enumerate(groups) for head in heads}
+    group_of = [numbered[head] for head in range(len(part.heads))]
 
     def stacked_groups(of_groups: tuple[Mask, ...]) -> Mask:
         """`(B or 1, H or 1, tiles, blocks)` of what is known of each group."""
@@ -198,12 +198,6 @@ def block_mask(
         seq_lengths=(queries, keys),
         compute_q_blocks=trains,
     )
-
-
-def block_of(part: Part, where: Any) -> int:
-    """How many queries, and keys, make a block."""
-    on_gpu = where is not None and where.type == "cuda"
-    return part.tuning.wide_block if on_gpu else part.tuning.block
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -17,27 +17,30 @@ def assuming(device: str | None) -> AbstractContextManager[Any]:
 
 
 def is_gpu(tensor: Tensor) -> bool:
-    """Whether what is done with `tensor` is done on a GPU.
+    return kind(tensor) == "gpu"
+
+
+def kind(tensor: Tensor) -> str:
+    """On what is done what is done with `tensor`: "gpu", "tpu", or "cpu" and all others.
 
     (Of TensorFlow's graphs this is known when they run: `tensorflow/plan.py` asks there.)
     """
-    device = _asked_about.get()
-    if device is not None:
-        return device == "gpu"
+    asked_about = _asked_about.get()
+    if asked_about is not None or keras.backend.is_keras_tensor(tensor):
+        return asked_about or "cpu"
     backend = keras.backend.backend()
-    if keras.backend.is_keras_tensor(tensor):
-        return False
     if backend == "torch":
         import torch
 
-        return tensor.device.type == "cuda" and torch.version.cuda is not None
+        return "gpu" if tensor.device.type == "cuda" and torch.version.cuda is not None else "cpu"
     if backend == "jax":
         import jax
 
         default = jax.config.jax_default_device  # of a `keras.device` scope
-        return (getattr(default, "platform", default) or jax.default_backend()) == "gpu"
+        return getattr(default, "platform", default) or jax.default_backend()
     if backend == "tensorflow":
         import tensorflow as tf
 
-        return bool(tf.config.list_logical_devices("GPU"))
-    return False
+        kinds = (x for x in ("gpu", "tpu") if tf.config.list_logical_devices(x.upper()))
+        return next(kinds, "cpu")
+    return "cpu"

@@ -56,22 +56,11 @@ def common_half(*operands: Tensor) -> str | None:
 
 def _is_on_accelerator(tensor: Tensor) -> bool:
     """Whether one multiplies half operands into float32."""
-    backend = keras.backend.backend()
-    if backend == "torch":
+    if keras.backend.backend() == "torch":
         from keras_headmask.attention.torch.products import has_kernel
 
         return has_kernel(tensor)
-    return device.is_gpu(tensor) or _is_on_tpu()
-
-
-def _is_on_tpu() -> bool:
-    if keras.backend.backend() == "jax":
-        import jax
-
-        return jax.default_backend() == "tpu"
-    import tensorflow as tf
-
-    return bool(tf.config.list_logical_devices("TPU"))
+    return device.kind(tensor) in ("gpu", "tpu")
 
 
 # --- Products ------------------------------------------------------------------------------------

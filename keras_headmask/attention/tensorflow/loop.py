@@ -125,7 +125,7 @@ def _dropped(part: Part, visit: "Visit", pairs: Tensor) -> Tensor:
 
 def _logits(
     part: Part, changes: Changes, visit: "Visit", rows: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor, Mask | None]:
+) -> tuple[Tensor, Tensor, Mask]:
     """The products `q k^T` of a step, its logits, and which rows see a key."""
     queries, here = rows * part.scale, changes.at(visit.places)
 
@@ -199,8 +199,8 @@ def _times(probabilities: Tensor, gradients: Tensor) -> Tensor:
     return tf.math.multiply_no_nan(gradients, probabilities)
 
 
-def _alive_or_0(alive: Mask | None, rows: Tensor) -> Tensor:
-    return rows if alive is None else tf.where(alive, rows, tf.zeros_like(rows))
+def _alive_or_0(alive: Mask, rows: Tensor) -> Tensor:
+    return tf.where(alive, rows, tf.zeros_like(rows))
 
 
 def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:

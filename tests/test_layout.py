@@ -81,7 +81,7 @@ def folder(module):
 # The most lines of each folder, and its aim in a comment. A number may be lowered; a commit that
 # raises one says what could not be deleted instead.
 MOST_LINES = {
-    "attention": 5_920,  # 4,700
+    "attention": 5_800,  # 4,700
     "rules": 4_640,  # 3,500
     "retrofit": 4_550,  # 3,300
     "heads": 3_530,  # 2,300
@@ -90,7 +90,7 @@ MOST_LINES = {
     "layers": 1_250,  # 1,000
     "cli": 900,  # 750
     "linting": 950,  # 650
-    "_keras": 850,  # 750
+    "_keras": 780,  # 750
     "generation": 650,  # 550
     "masks": 450,  # 400
 }

@@ -6,7 +6,6 @@ finds them. A frame belongs to one call in one thread, so a model may run in man
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from keras_headmask.attention.choose import attend
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
+from keras_headmask.layers.call_checks import is_zero
 from keras_headmask.retrofit.adapters import Attention, adapted, holds
 from keras_headmask.retrofit.compiled import (
     check_not_in_own_function,
@@ -30,7 +30,6 @@ from keras_headmask.retrofit.compiled import (
 from keras_headmask.retrofit.rule import LayerRule, Tensors
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bound
 
 Arguments = dict[str, Any]  # of a call of the hook, by the names of Keras' own class
 
@@ -138,8 +137,8 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
         if in_force:
-            under = _under if adapter.softmax is None else _by_softmax
-            compute = functools.partial(under, adapter, in_force)
+            attended = _under if adapter.softmax is None else _by_softmax
+            compute = functools.partial(attended, adapter, in_force)
         cache = current_cache()
         if cache is not None:
             compute = functools.partial(cache.context, adapter, in_force, compute)
@@ -171,71 +170,67 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
     """Context and probabilities as the class itself computes them."""
     brings_both = adapter.returns_pair or adapter.has_own_code
     if arguments["return_attention_scores"] and not brings_both:
-        if adapter.softmax is not None:
-            return _by_softmax(adapter, [], arguments)
-        beside = _Beside.of(adapter, arguments, _offset(arguments, 0), _sizes(arguments))
-        return _attended(adapter, arguments, beside)
+        attended = _under if adapter.softmax is None else _by_softmax
+        return attended(adapter, [], arguments)
     seen = observers.as_seen(adapter.layer)
     return adapter.called(getattr(type(seen), adapter.hook).__get__(seen), arguments)
 
 
 def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
-    """Context and probabilities under `rules`: one, or one of each of several nested models."""
-    frame = current_frame()
-    if len(arguments["query"].shape) != 4:
+    """Context and probabilities under `rules`: none, one, or those of several nested models."""
+    query, key = arguments["query"], arguments["key"]
+    if rules and len(query.shape) != 4:
         raise ValueError(
             f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "
             "speaks of one axis of queries and one of keys. Leave it out by `layers=`."
         )
-    offset = _offset(arguments)
-    lengths = _lengths(adapter, arguments)
+    lengths = evaluation.Lengths(query.shape[0], adapter.num_heads, query.shape[1], key.shape[1])
+    given = _offset(arguments)
     for rule in rules:
-        if offset is None and not rule.is_cross:
-            offsets.checked_or_default_offset(
-                None, rule.spec, lengths.queries, lengths.keys
-            )  # may warn
-    offset = 0 if offset is None else offset
-    bounds: list[Bound] = []
+        if given is None and not rule.is_cross:  # may warn
+            offsets.checked_or_default_offset(None, rule.spec, lengths.queries, lengths.keys)
+    offset = 0 if given is None else given
+    mask, window = _masks_of_class(adapter, arguments, lengths, offset)
+    spec: MaskSpec | None = None
+    inputs: dict[str, Any] = {}
+    prepared: dict[MaskSpec, Any] = {}
     for rule in rules:
-        bound, query = _bound(adapter.layer, rule, frame, lengths, arguments, offset)
-        bounds, arguments = [*bounds, bound], arguments | {"query": query}
-    spec, bound, apart = _joined([rule.spec for rule in rules], bounds)
-    beside, heads = _Beside.of(adapter, arguments, offset, bound.sizes), adapter.num_heads
-    for other, of_other in apart:
-        of_rule = evaluation.mask_of_all_heads(other, of_other, heads)
-        beside = beside._replace(mask=masks.and_masks(beside.mask, of_rule))
-
-    def make_mask() -> Any:
-        whole = evaluation.mask_of_all_heads(spec, bound, heads)
-        whole = masks.and_masks(whole, beside.mask)
-        if beside.window is not None:
-            of_window = evaluation.mask_of_all_heads(beside.window, bound, heads)
-            whole = masks.and_masks(whole, of_window)
-        return whole
-
-    if adapter.has_own_code:
-        mask = make_mask()
-        merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
-        context, probabilities = without_rules(adapter, merged | {"attention_mask": mask})
-        return adapter.without_dead_rows(context, mask), probabilities
-    return _attended(adapter, arguments, beside, spec, bound, make_mask)
-
-
-def _joined(
-    specs: list[MaskSpec], bounds: list[Bound]
-) -> tuple[MaskSpec, Bound, list[tuple[MaskSpec, Bound]]]:
-    """The specs as one spec, and apart those that read an input whose name it has already.
-
-    Models inside one another may each have an input `token_ids`, say, of other values.
-    """
-    (spec, *others), (bound, *of_others), apart = specs, bounds, []
-    for other, of_other in zip(others, of_others, strict=True):
-        if spec.inputs.keys() & other.inputs.keys():
-            apart.append((other, of_other))
+        of_rule, known = _checked_inputs(adapter.layer, rule, lengths, offset)
+        if inputs.keys() & of_rule.keys():  # nested models may each have `token_ids`, of two texts
+            apart, query = bound_to(rule.spec, of_rule, query, key, offset, prepared=known)
+            whole = evaluation.mask_of_all_heads(rule.spec, apart, adapter.num_heads)
+            mask = masks.and_masks(mask, whole)
         else:
-            spec = spec & other
-            bound = bound._replace(leaf_inputs=bound.leaf_inputs | of_other.leaf_inputs)
-    return spec, bound, apart
+            spec = rule.spec if spec is None else spec & rule.spec
+            inputs, prepared = inputs | of_rule, prepared | known
+    of_mask = _as_argument(mask, lengths)
+    joined, inputs = all_that_restricts(spec, inputs, **of_mask, window=window)
+    bound: Any = None
+    if joined is not None:
+        bound, query = bound_to(joined, inputs, query, key, offset, prepared=prepared)
+    if adapter.has_own_code:
+        assert joined is not None
+        mask = evaluation.mask_of_all_heads(joined, bound, adapter.num_heads)
+        merged = {k: v for k, v in arguments.items() if k != "use_causal_mask"}
+        merged |= {"query": query, "attention_mask": mask}
+        context, probabilities = without_rules(adapter, merged)
+        return adapter.without_dead_rows(context, mask), probabilities
+    wanted = bool(arguments["return_attention_scores"])
+    return attend(
+        Request(
+            query,
+            key,
+            arguments["value"],
+            joined,
+            bound,
+            scale=adapter.scale,
+            query_offset=offset,
+            changes=changing.now(adapter.layer, adapter.changes),
+            wants_probabilities=wanted,
+            tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
+            **adapter.dropout(arguments["training"]),
+        )
+    )
 
 
 def _by_softmax(
@@ -246,7 +241,8 @@ def _by_softmax(
     The code of its class runs, on a copy of the layer whose softmax also hides what rules hide.
     """
     assert adapter.softmax is not None
-    frame, offset, results = current_frame(), _offset(arguments, 0), []
+    given, results = _offset(arguments), []
+    offset = 0 if given is None else given
     usual = getattr(adapter.layer, adapter.softmax)
 
     def softmax(logits: Any, mask: Any = None) -> Any:
@@ -254,8 +250,9 @@ def _by_softmax(
         lengths = evaluation.Lengths(*logits.shape)
         for rule in rules:
             batch, _, queries, keys = masks.sizes(logits)
-            inputs, known = _checked_inputs(adapter.layer, rule, frame, lengths, offset)
-            bound = evaluation.bind(rule.spec, inputs, queries, keys, offset, batch=batch, **known)
+            inputs, known = _checked_inputs(adapter.layer, rule, lengths, offset)
+            sizes = queries, keys, offset
+            bound = evaluation.bind(rule.spec, inputs, *sizes, prepared=known, batch=batch)
             of_rule = evaluation.mask_of_all_heads(rule.spec, bound, rule.num_heads)
             mask = masks.and_masks(mask, of_rule)
         probabilities = usual(logits, mask)
@@ -269,110 +266,43 @@ def _by_softmax(
     return context, results[-1]
 
 
-class _Beside(NamedTuple):
-    """Restrictions of one call beside the rules: a mask, and a rule on positions."""
-
-    mask: Any
-    window: MaskSpec | None
-    offset: Any  # of the first query
-    sizes: tuple[Any, Any, Any]  # of the batch, the queries and the keys
-
-    @classmethod
-    def of(cls, adapter: Attention, arguments: Arguments, offset: Any, sizes: Any) -> "_Beside":
-        lengths, window = _lengths(adapter, arguments), adapter.window(arguments)
-        mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
-        if arguments.get("use_causal_mask") and not (isinstance(offset, int) and offset == 0):
-            # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
-            assert window is not None
-            causal = evaluation.make_mask(window, *sizes[1:])
-            mask, window = masks.and_masks(mask, causal), None
-        return cls(mask, window, offset, sizes)
+def _masks_of_class(
+    adapter: Attention, arguments: Arguments, lengths: evaluation.Lengths, offset: Any
+) -> tuple[Any, MaskSpec | None]:
+    """What restricts a call beside the rules: a mask, and a rule on positions."""
+    mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
+    window = adapter.window(arguments)
+    if arguments.get("use_causal_mask") and not is_zero(offset):
+        # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
+        assert window is not None
+        queries, keys = (masks.sizes(arguments[name])[1] for name in ("query", "key"))
+        mask, window = masks.and_masks(mask, evaluation.make_mask(window, queries, keys)), None
+    return mask, window
 
 
-def _attended(
-    adapter: Attention,
-    arguments: Arguments,
-    beside: _Beside,
-    spec: MaskSpec | None = None,
-    bound: Any = None,
-    make_mask: Callable | None = None,
-) -> tuple[Any, Any]:
-    """Context and probabilities by our own attention, under `spec` and `beside`."""
-    of_mask = _as_argument(beside.mask, _lengths(adapter, arguments))
-    outside, inputs = all_that_restricts(None, None, **of_mask, window=beside.window)
-    if outside is not None and (inputs or bound is None):
-        bound = evaluation.bind(
-            outside, inputs, *beside.sizes[1:], beside.offset, bound, batch=beside.sizes[0]
-        )
-    rules = [x for x in (spec, outside) if x is not None]
-    wanted = bool(arguments["return_attention_scores"])
-    return attend(
-        Request(
-            arguments["query"],
-            arguments["key"],
-            arguments["value"],
-            functools.reduce(operator.and_, rules) if rules else None,
-            bound,
-            scale=adapter.scale,
-            query_offset=beside.offset,
-            changes=changing.now(adapter.layer, adapter.changes),
-            wants_probabilities=wanted,
-            tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
-            make_mask=make_mask,
-            **adapter.dropout(arguments["training"]),
-        )
-    )
-
-
-def _offset(arguments: Arguments, default: Any = None) -> Any:
+def _offset(arguments: Arguments) -> Any:
     """The position of the first query, if the call gives it."""
     offset = current_frame().offset
-    if offset is None:
-        offset = arguments.get("cache_update_index")
-    return default if offset is None else offset
-
-
-def _sizes(arguments: Arguments) -> tuple[Any, Any, Any]:
-    """Sizes of batch, queries and keys. (Once for each call: it is several operations.)"""
-    batch, queries = masks.sizes(arguments["query"])[:2]
-    return batch, queries, masks.sizes(arguments["key"])[1]
-
-
-def _lengths(adapter: Attention, arguments: Arguments) -> evaluation.Lengths:
-    query, key = arguments["query"], arguments["key"]
-    return evaluation.Lengths(query.shape[0], adapter.num_heads, query.shape[1], key.shape[1])
-
-
-def _bound(
-    layer: Any,
-    rule: LayerRule,
-    frame: Frame,
-    lengths: evaluation.Lengths,
-    arguments: Arguments,
-    offset: Any,
-) -> tuple[Bound, Any]:
-    """The prepared inputs of `rule`, and the query, which a graph checks."""
-    inputs, known = _checked_inputs(layer, rule, frame, lengths, offset)
-    return bound_to(rule.spec, inputs, arguments["query"], arguments["key"], offset, **known)
+    return arguments.get("cache_update_index") if offset is None else offset
 
 
 def _checked_inputs(
-    layer: Any, rule: LayerRule, frame: Frame, lengths: evaluation.Lengths, offset: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    layer: Any, rule: LayerRule, lengths: evaluation.Lengths, offset: Any
+) -> tuple[dict[str, Any], dict[MaskSpec, Any]]:
     """The mask inputs of `rule`, checked, and what is prepared of them."""
     tensors: Mapping[str, Any] = {}
     if rule.reads:
         frame_inputs = inputs_of(rule, layer)
         if frame_inputs is None:
             raise ValueError(missing_inputs(layer.name, rule))
-        check_not_in_own_function(layer.name, frame.graph)
+        check_not_in_own_function(layer.name, current_frame().graph)
         tensors = frame_inputs
     inputs = rule.inputs_from(tensors)
     try:
         evaluation.check_inputs(rule.spec, inputs, lengths, offset)
     except (TypeError, ValueError) as error:
         raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
-    return inputs, {"prepared": rule.prepared(tensors)}
+    return inputs, rule.prepared(tensors)
 
 
 def missing_inputs(name: str, rule: LayerRule) -> str:

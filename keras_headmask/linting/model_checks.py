@@ -1,6 +1,5 @@
 """What is likely wrong with the rules of a model, by what one forward of it shows."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -135,52 +134,45 @@ def _seen_in_a_forward(
     survey: Survey, inputs: Mapping[str, Any] | None
 ) -> tuple[list[SeenLayer], str]:
     """The layers under rules as one forward shows them; and why it does not, if it fails."""
-    from keras_headmask.retrofit.observe import called, probabilities_seen  # all of retrofit/
+    from keras_headmask.retrofit.observe import Run, runs_seen  # needs all of retrofit/
 
     problem, graph, entries = "", survey.graph, _under_rules(survey)
     tensors = plain(survey) if inputs is None else _checked(survey, inputs)
-    calls: dict[str, Any] = {}  # the arguments of each layer's call, by its path
-    arriving: dict[str, Any] = {}  # those of its attention, and "lengths"
+    runs: dict[str, Run] = {}  # the last of each layer, by its path
+
+    def see(run: Run) -> None:
+        runs[run.entry.path] = run
+
     try:
         # Eagerly, so that the masks are arrays.
-        with contextlib.ExitStack() as stack:
-            for entry in entries:
-                keep = functools.partial(_keep, arriving, entry.path)
-                stack.enter_context(probabilities_seen(entry.layer, keep))
-                keep = functools.partial(_keep, calls, entry.path)
-                stack.enter_context(called(entry.layer, keep))
+        with runs_seen(entries, see):
             flat = [tensors[tensor.name] for tensor in graph.inputs]
             graph(keras.tree.pack_sequence_as(graph.input, flat), training=False)
     except Exception as error:  # of a layer that takes no such made-up inputs
         if inputs is not None:
             raise
-        problem, arriving = str(error).strip().split("\n")[0], {}
+        problem, runs = str(error).strip().split("\n")[0], {}
     paddings, layers = _paddings(survey, tensors), []
     lost = {entry.path: where for entry, where in survey.lost_masks}
     for entry in entries:
-        mask_inputs = dict(calls.get(entry.path, {}).get("mask_inputs") or {})
+        run = runs.get(entry.path)
+        mask_inputs = {} if run is None else dict(run.call.get("mask_inputs") or {})
         for rule in rules_in_force(entry.layer):
             mask_inputs |= rule.inputs_from(tensors) if set(rule.reads) <= tensors.keys() else {}
         spec: Any = spec_of(entry.layer)
         mask_inputs = {name: mask_inputs[name] for name in spec.inputs if name in mask_inputs}
         layer = SeenLayer(entry, spec, mask_inputs, lost.get(entry.path))
-        if (arguments := arriving.get(entry.path)) is not None:
-            queries, keys = layer.lengths = arguments["lengths"]
-            if arguments["attention_mask"] is not None:
-                layer.outside = ops.convert_to_numpy(lift(arguments["attention_mask"]))
-            if (window := adapted(entry.layer).window(arguments)) is not None:
+        if run is not None:
+            queries, keys = layer.lengths = tuple(run.probabilities.shape[-2:])
+            if run.arguments["attention_mask"] is not None:
+                layer.outside = ops.convert_to_numpy(lift(run.arguments["attention_mask"]))
+            if (window := adapted(entry.layer).window(run.arguments)) is not None:
                 of_window = ops.convert_to_numpy(make_mask(window, queries, keys))
                 layer.outside = layer.outside & of_window
             if mask_inputs.keys() == spec.inputs.keys():
                 layer.paddings = {name: p for name, p in paddings.items() if p.shape[1] == keys}
         layers.append(layer)
     return layers, problem
-
-
-def _keep(seen: dict[str, Any], path: str, arguments: Any, probabilities: Any = None) -> None:
-    seen[path] = dict(arguments)
-    if probabilities is not None:
-        seen[path]["lengths"] = tuple(probabilities.shape[-2:])
 
 
 def _checked(survey: Survey, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -48,20 +48,14 @@ def observe(survey: Survey, inputs: Any, layer: Any, call: int) -> Observed:
     What is allowed is evaluated again from the rules and the masks that reach the layer, so that it
     can be compared with the probabilities.
     """
-    entry, model = _one_layer(survey, layer), survey.model
+    entry = _one_layer(survey, layer)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def keep(arguments: Mapping[str, Any], probabilities: Any) -> None:
-        if len(probabilities.shape) != 4:
-            raise ValueError(
-                f"The attention layer {entry} attends over several axes: a picture has one of "
-                "queries and one of keys."
-            )
-        values = ops.convert_to_numpy(ops.cast(probabilities, "float32"))
-        kept.append((values, _allowed(entry.layer, probabilities.shape, arguments)))
+    def keep(run: Run) -> None:
+        values = ops.convert_to_numpy(ops.cast(run.probabilities, "float32"))
+        kept.append((values, _allowed(run)))
 
-    with probabilities_seen(entry.layer, keep), without_remat(model):
-        model(inputs, training=False)
+    _run_once(survey.model, [entry], inputs, keep)
     if not -len(kept) <= call < len(kept):
         raise ValueError(
             f"The attention layer {entry} ran {len(kept)} times in this forward, so `call` must "
@@ -81,34 +75,42 @@ def masks_in_force(
     own sequence in this run.
     """
     masks_of_runs: list[tuple[keras.Layer, np.ndarray]] = []
+    on_two: list[AttentionLayer] = []
+
+    def keep(run: Run) -> None:
+        query, value = run.call.get("query"), run.call.get("value")
+        is_own = value is None or query is value or query is run.call.get("key")
+        if run.entry.kind == "unclear" and not is_own:
+            on_two.append(run.entry)
+        masks_of_runs.append((run.entry.layer, _allowed(run)))
+
+    _run_once(model, entries, inputs, keep)
+    if on_two:
+        raise ValueError(f"The attention layer {on_two[0]} attends to another sequence.")
+    return masks_of_runs
+
+
+def _run_once(
+    model: keras.Model, entries: list[AttentionLayer], inputs: Any, keep: Callable[["Run"], None]
+) -> None:
+    """Run `model` on `inputs`, as in inference, and call `keep` in each run of attention."""
     wrong: list[str] = []  # (Keras rewrites errors that are raised inside of a call)
 
-    def check(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
-        query, value = arguments.get("query"), arguments.get("value")
-        is_own = value is None or query is value or query is arguments.get("key")
-        if entry.kind == "unclear" and not is_own:
-            wrong.append(f"The attention layer {entry} attends to another sequence.")
-
-    def see(entry: AttentionLayer, arguments: Mapping[str, Any], probabilities: Any) -> None:
-        if len(probabilities.shape) != 4:
-            wrong.append(f"The attention layer {entry} attends over several axes.")
-        elif graph_being_built() is not None:
-            wrong.append(f"The attention layer {entry} runs in a `tf.function` of its own.")
-        else:
-            masks_of_runs.append(
-                (entry.layer, _allowed(entry.layer, probabilities.shape, arguments))
+    def see(run: Run) -> None:
+        if len(run.probabilities.shape) != 4:
+            wrong.append(
+                f"The attention layer {run.entry} attends over several axes, not over one of "
+                "queries and one of keys."
             )
+        elif graph_being_built() is not None:
+            wrong.append(f"The attention layer {run.entry} runs in a `tf.function` of its own.")
+        else:
+            keep(run)
 
-    with contextlib.ExitStack() as stack:
-        for entry in entries:
-            see_it = functools.partial(see, entry)
-            stack.enter_context(probabilities_seen(entry.layer, see_it))
-            stack.enter_context(called(entry.layer, functools.partial(check, entry)))
-        stack.enter_context(without_remat(model))
+    with runs_seen(entries, see), without_remat(model):
         model(inputs, training=False)
     if wrong:
         raise ValueError(wrong[0])
-    return masks_of_runs
 
 
 def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
@@ -122,19 +124,37 @@ def _one_layer(survey: Survey, layer: Any) -> AttentionLayer:
     return entries[0]
 
 
+class Run(NamedTuple):
+    """One run of an attention layer: what it was called with, and what it computed."""
+
+    entry: AttentionLayer
+    call: Mapping[str, Any]  # the arguments of its call, by name
+    arguments: Mapping[str, Any]  # those of `_compute_attention`
+    probabilities: Any  # (B, H, T, S)
+
+
 @contextlib.contextmanager
-def probabilities_seen(layer: Any, see: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
-    """Call `see` with the arguments and the probabilities of each run of `layer` in this context.
+def runs_seen(entries: list[AttentionLayer], see: Callable[[Run], None]) -> Iterator[None]:
+    """Call `see` with each run of the layers of `entries` in this context, while the layer runs."""
+    calls: dict[str, Mapping[str, Any]] = {}  # the last of each layer, by its path
 
-    The probabilities are `(B, H, T, S)`; the arguments are those of `_compute_attention`.
-    """
+    def called(entry: AttentionLayer, arguments: Mapping[str, Any]) -> None:
+        calls[entry.path] = arguments
 
-    def computed(usual: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    def computed(
+        entry: AttentionLayer, usual: Callable, arguments: dict[str, Any]
+    ) -> tuple[Any, Any]:
         context, probabilities = usual(arguments | {"return_attention_scores": True})
-        see(arguments, probabilities)
+        see(Run(entry, calls.get(entry.path, {}), arguments, probabilities))
         return context, probabilities if arguments["return_attention_scores"] else None
 
-    with _hook_overridden(layer, computed), observers.probabilities_wanted(layer):
+    with contextlib.ExitStack() as stack:
+        for entry in entries:
+            compute = functools.partial(computed, entry)
+            stack.enter_context(_hook_overridden(entry.layer, compute))
+            stack.enter_context(observers.probabilities_wanted(entry.layer))
+            # (After the hook: where that is `call` itself, it passes more.)
+            stack.enter_context(_called(entry.layer, functools.partial(called, entry)))
         yield
 
 
@@ -160,11 +180,8 @@ def _hook_overridden(layer: Any, override: Callable) -> AbstractContextManager[N
 
 
 @contextlib.contextmanager
-def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Call `see` with the arguments of each call of `layer`, by name, before it runs.
-
-    Enter this after `probabilities_seen`: where the hook is `call` itself, that one passes more.
-    """
+def _called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Call `see` with the arguments of each call of `layer`, by name, before it runs."""
     signature = inspect.signature(layer.call)
 
     def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -175,21 +192,21 @@ def called(layer: Any, see: Callable[[Mapping[str, Any]], None]) -> Iterator[Non
         yield
 
 
-def _allowed(layer: Any, shape: Any, arguments: Mapping[str, Any]) -> np.ndarray:
+def _allowed(run: Run) -> np.ndarray:
     """Everything that restricts the layer in the call that runs now, boolean of rank 4."""
-    _, heads, queries, keys = shape
+    layer, (_, heads, queries, keys) = run.entry.layer, run.probabilities.shape
     allowed = np.ones((1, 1, queries, keys), bool)
-    if arguments["attention_mask"] is not None:
-        merged = masks.lift(ops.cast(arguments["attention_mask"], "bool"))
+    if run.arguments["attention_mask"] is not None:
+        merged = masks.lift(ops.cast(run.arguments["attention_mask"], "bool"))
         allowed = allowed & ops.convert_to_numpy(merged)
-    if (window := adapted(layer).window(arguments)) is not None:
+    if (window := adapted(layer).window(run.arguments)) is not None:
         mask = evaluation.make_mask(window, queries, keys)
         allowed = allowed & ops.convert_to_numpy(mask)
-    of_rules = mask_of_rules(layer, heads, queries, keys)
+    of_rules = _mask_of_rules(layer, heads, queries, keys)
     return allowed if of_rules is None else allowed & ops.convert_to_numpy(of_rules)
 
 
-def mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
+def _mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
     """The mask of the rules of `apply_head_masks` in the running call; `None` without a rule."""
     mask, offset = None, current_frame().offset
     for rule in rules_in_force(layer):
@@ -262,36 +279,24 @@ class Seen:
 def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator[list[Seen]]:
     """Fill a list with what the attention layers of `entries` compute, in the order they run."""
     seen: list[Seen] = []
-    runs: dict[str, int] = {}
+    counts: dict[str, int] = {}
 
-    def remember(arguments_read: dict[str, Any], arguments: Mapping[str, Any]) -> None:
-        names = "mask_inputs", "query_offset", "query_mask"
-        arguments_read.update({k: arguments.get(k) for k in names})
+    def see(run: Run) -> None:
+        count = counts[run.entry.path] = counts.get(run.entry.path, -1) + 1
+        path = f"{run.entry.path}[{count}]" if count else run.entry.path
+        allowed = _rules_allow(run) if with_rules else None
+        seen.append(Seen(path, run.probabilities, allowed, run.call.get("query_mask")))
 
-    def see(
-        entry: AttentionLayer, arguments_read: Any, arguments: Mapping[str, Any], probabilities: Any
-    ) -> None:
-        allowed = None
-        if with_rules:
-            allowed = _rules_allow(entry.layer, arguments_read, *ops.shape(probabilities)[2:])
-        count = runs[entry.path] = runs.get(entry.path, -1) + 1
-        path = f"{entry.path}[{count}]" if count else entry.path
-        seen.append(Seen(path, probabilities, allowed, arguments_read["query_mask"]))
-
-    with contextlib.ExitStack() as stack:
-        for entry in entries:
-            arguments_read: dict[str, Any] = {}
-            see_it = functools.partial(see, entry, arguments_read)
-            stack.enter_context(probabilities_seen(entry.layer, see_it))
-            stack.enter_context(called(entry.layer, functools.partial(remember, arguments_read)))
+    with runs_seen(entries, see):
         yield seen
 
 
-def _rules_allow(layer: Any, arguments: dict[str, Any], queries: Any, keys: Any) -> Any:
-    """The mask of all rules that hold in `layer`, from what they read in this run."""
-    mask = mask_of_rules(layer, adapted(layer).num_heads, queries, keys)
+def _rules_allow(run: Run) -> Any:
+    """The mask of all rules that hold in a layer, from what they read in this run."""
+    layer, (queries, keys) = run.entry.layer, ops.shape(run.probabilities)[2:]
+    mask = _mask_of_rules(layer, adapted(layer).num_heads, queries, keys)
     if getattr(layer, "_restricts", False):
-        offset, inputs = arguments.get("query_offset") or 0, arguments.get("mask_inputs")
+        offset, inputs = run.call.get("query_offset") or 0, run.call.get("mask_inputs")
         spec, heads = layer.mask_spec, layer.num_heads
         own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
         mask = masks.and_masks(mask, own)

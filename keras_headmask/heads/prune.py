@@ -176,7 +176,7 @@ def _why_not_weights(layer: Any) -> str | None:
             return "it has LoRA weights: save the model and load it, which merges them"
         if dense.quantization_mode is not None:
             return f"its weights are quantized ({dense.quantization_mode}): prune, then quantize"
-    options = getattr(layer, changing.OPTIONS, changing.Options())
+    options = getattr(layer, "logit_options", changing.Options())
     if (bias := options.position_bias) is not None and bias.table_shape is None:
         return f"its position_bias goes by the number of heads ({bias.kind})"
     return None

@@ -52,10 +52,9 @@ def refuse_rule_and_ids(name: str, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def checked_call(
+    layer: Any,
     query: Tensor,
     value: Tensor,
-    num_heads: int,
-    spec: MaskSpec | None,
     window: MaskSpec | None,
     mask_inputs: Mapping[str, Any] | None,
     query_offset: Length | None,
@@ -65,7 +64,7 @@ def checked_call(
 
     `outside` are the masks beside the rule, by the names of the layer's arguments.
     """
-    attention_mask = outside["attention_mask"]
+    spec, attention_mask = layer.mask_spec, outside["attention_mask"]
     if attention_mask is not None:
         attention_mask = masks.as_bool(attention_mask, "attention_mask")
     if len(query.shape) != 3:
@@ -78,7 +77,7 @@ def checked_call(
                 "arguments out."
             )
         return offset
-    lengths = evaluation.Lengths(query.shape[0], num_heads, query.shape[1], value.shape[1])
+    lengths = evaluation.Lengths(query.shape[0], layer.num_heads, query.shape[1], value.shape[1])
     both = window if spec is None else spec if window is None else spec & window
     offset = offsets.checked_or_default_offset(query_offset, both, lengths.queries, lengths.keys)
     for name, axis in (("query_mask", "queries"), ("value_mask", "keys"), ("key_mask", "keys")):
@@ -94,7 +93,7 @@ def checked_call(
         masks.as_bool(mask, name)  # refuses floats, and an additive mask of integers
     if attention_mask is not None:
         masks.check_shape(attention_mask, "attention_mask", *lengths)
-        masks.warn_of_heads(attention_mask, "attention_mask", lengths.batch, num_heads)
+        masks.warn_of_heads(attention_mask, "attention_mask", lengths.batch, layer.num_heads)
     evaluation.check_inputs(spec, mask_inputs, lengths, offset)
     return offset
 

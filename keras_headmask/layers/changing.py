@@ -23,8 +23,6 @@ from keras_headmask.attention.logits import (
 from keras_headmask.attention.tuning import Held, holding
 from keras_headmask.masks import Length, Tensor
 
-OPTIONS = "logit_options"  # the attribute of our layers
-
 
 class Options(NamedTuple):
     """The constructor arguments that change logits."""
@@ -98,10 +96,16 @@ def add_weights(layer: Any, options: Options) -> None:
         layer.sinks = layer.add_weight(shape=(layer.num_heads,), name="sinks", **more)
 
 
-def call_changes(
-    layer: Any, options: Options, attention_bias: Any, *lengths: int | None
-) -> Changes:
-    """The changes to logits in one call; `lengths` are (B, H, T, S)."""
+def call_changes(layer: Any, query: Tensor, value: Tensor, attention_bias: Any) -> Changes:
+    """The changes to logits in one call."""
+    options: Options = layer.logit_options
+    if len(query.shape) != 3 and (attention_bias is not None or options != Options()):
+        raise ValueError(
+            "`attention_bias`, `position_bias`, `logits_soft_cap` and sinks speak of one axis of "
+            "queries and one of keys: the inputs must have shape (batch, length, size). Received: "
+            f"query.shape={tuple(query.shape)}."
+        )
+    lengths = query.shape[0], layer.num_heads, query.shape[1], value.shape[1]
     return Changes(
         options.soft_cap,
         options.position_bias,
@@ -111,18 +115,9 @@ def call_changes(
     )
 
 
-def check_one_axis(query: Tensor, options: Options, attention_bias: Any) -> None:
-    if len(query.shape) != 3 and (attention_bias is not None or options != Options()):
-        raise ValueError(
-            "`attention_bias`, `position_bias`, `logits_soft_cap` and sinks speak of one axis of "
-            "queries and one of keys: the inputs must have shape (batch, length, size). Received: "
-            f"query.shape={tuple(query.shape)}."
-        )
-
-
 def are_set(layer: Any) -> bool:
     """Whether the constructor of `layer` was given any."""
-    return vars(layer).get(OPTIONS, Options()) != Options()
+    return vars(layer).get("logit_options", Options()) != Options()
 
 
 # --- By Keras' hooks -----------------------------------------------------------------------------

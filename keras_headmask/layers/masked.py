@@ -79,7 +79,7 @@ class MaskedAttention(keras.Layer):
         self._tiled = checked_tiled(tiled)
         options = changing.Options.of(self.num_heads, flash_attention, *changes)
         changing.refuse_own_code(self, self._ours(), options)
-        setattr(self, changing.OPTIONS, options)
+        self.logit_options = options
         self._missed_weights = False  # see `loading`
 
     @classmethod
@@ -162,9 +162,8 @@ class MaskedAttention(keras.Layer):
             mask_inputs = loading.with_stand_ins(self._mask_spec, mask_inputs, query, value)
         outside = dict(zip(_MASKS, (attention_mask, query_mask, value_mask, key_mask), strict=True))
         window = self._window(use_causal_mask)
-        requirements = self.num_heads, self._mask_spec, window, mask_inputs, query_offset
-        offset = checked_call(query, value, *requirements, outside)
-        changes = self._changes(query, value, attention_bias)
+        offset = checked_call(self, query, value, window, mask_inputs, query_offset, outside)
+        changes = changing.call_changes(self, query, value, attention_bias)
         how = training, return_attention_scores
         if len(query.shape) != 3:
             return self._over_several_axes(query, value, key, outside, *how, use_causal_mask)
@@ -222,7 +221,7 @@ class MaskedAttention(keras.Layer):
         """Everything that restricts, ANDed: what comes from outside after the spec."""
         merged = None
         if spec is not None:
-            own_code.check_obeys(self, self._ours(), spec, is_for_good=True)
+            own_code.check_ours(self, self._ours(), spec, is_for_good=True)
             merged = self._mask(spec, mask_inputs, query, value, offset)
         # (A subclass with Keras' own signature does not know the offset.)
         more = outside | {"use_causal_mask": use_causal_mask}
@@ -259,12 +258,6 @@ class MaskedAttention(keras.Layer):
             **dropout_of(self, training),
         )
         return attend(request)
-
-    def _changes(self, query: Tensor, value: Tensor, attention_bias: Any) -> Changes:
-        """The changes to logits in this call."""
-        changing.check_one_axis(query, self.logit_options, attention_bias)
-        lengths = query.shape[0], self.num_heads, query.shape[1], value.shape[1]
-        return changing.call_changes(self, self.logit_options, attention_bias, *lengths)
 
     def _has_hooks(self) -> bool:
         """Whether `_compute_attention` must run: for a subclass, a flash kernel or an observer."""
@@ -388,18 +381,12 @@ class MaskedAttention(keras.Layer):
         value = query if arguments["value"] is None else arguments["value"]
         outside = {name: arguments[name] for name in _MASKS}
         window = self._window(arguments["use_causal_mask"])
-        requirements = (
-            self.num_heads,
-            self._mask_spec,
-            window,
-            arguments["mask_inputs"],
-            arguments["query_offset"],
-        )
-        checked_call(query, value, *requirements, outside)
-        self._changes(query, value, arguments["attention_bias"])
+        reads = arguments["mask_inputs"], arguments["query_offset"]
+        checked_call(self, query, value, window, *reads, outside)
+        changing.call_changes(self, query, value, arguments["attention_bias"])
         if self._restricts and self.built:
             assert self._mask_spec is not None
-            own_code.check_obeys(self, self._ours(), self._mask_spec, is_for_good=False)
+            own_code.check_ours(self, self._ours(), self._mask_spec, is_for_good=False)
         if not self._is_rebuilt:
             lost_masks.warn_in_call(self, query, value, arguments)
         key_shape = None if key is None else key.shape

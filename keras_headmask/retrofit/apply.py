@@ -8,7 +8,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import lost_masks, observers
-from keras_headmask.layers import trial
+from keras_headmask.layers import own_code
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, is_inside
 from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
 from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
@@ -18,7 +18,7 @@ from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import check_heads, head_groups, restricts
+from keras_headmask.rules.by_head import check_heads, restricts
 
 _WAYS = ("error", "and", "replace")
 
@@ -268,13 +268,6 @@ def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
         copy = type(adapter)(stand_in)
         return copy.called(method, copy.arguments(query, key, value, mask, training=training))[0]
 
-    size = adapter.head_dim
-    trial.check_obeys(
-        compute,
-        adapter.num_heads,
-        (size, getattr(entry.layer, "value_dim", size)),
-        entry.layer.compute_dtype,
-        len(head_groups(spec, adapter.num_heads)) > 1,
-        f"The attention layer {entry} with its own `{adapter.hook}`",
-        ", or leave the layer out by `layers=`",
-    )
+    what = f"The attention layer {entry} with its own `{adapter.hook}`"
+    way_out = ", or leave the layer out by `layers=`"
+    own_code.check(compute, entry.layer, spec, adapter.num_heads, adapter.head_dim, what, way_out)

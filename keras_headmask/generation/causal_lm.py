@@ -21,7 +21,7 @@ from keras_headmask.masks import Length, Tensor
 from keras_headmask.retrofit import masked_model
 from keras_headmask.retrofit.adapters import adapted
 from keras_headmask.retrofit.call import Frame, opened_frame, with_cache
-from keras_headmask.retrofit.graph import HeadMaskInputs, names_read
+from keras_headmask.retrofit.edges import HeadMaskInputs, names_read
 from keras_headmask.retrofit.rule import (
     attention_inside,
     is_masked,

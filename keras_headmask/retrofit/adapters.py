@@ -517,6 +517,15 @@ class AttentionLayer(NamedTuple):
         adapter = adapter_of(self.layer)
         return getattr(self.layer, "num_heads", None) if adapter is None else adapter.num_heads
 
+    @property
+    def why_unclear(self) -> str:
+        """Of a layer whose kind is "unclear", for an error."""
+        why = "" if self.ran else " It did not run when Keras inferred shapes."
+        return (
+            f"Cannot tell whether the attention layer {self} attends to its own sequence or to "
+            f"another.{why}"
+        )
+
     def __str__(self) -> str:
         return f"'{self.path}' ({type(self.layer).__name__})"
 

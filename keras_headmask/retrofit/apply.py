@@ -9,12 +9,12 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import lost_masks, observers
 from keras_headmask.layers import own_code
-from keras_headmask.retrofit.adapters import AttentionLayer, adapted, is_inside
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, holds
 from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
-from keras_headmask.retrofit.graph import Planned, check_inputs, sources_of
-from keras_headmask.retrofit.masked_model import copied, masked
+from keras_headmask.retrofit.masked_model import copied, masked, owners_in
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
+from keras_headmask.retrofit.sources import Planned, check_inputs, sources_of
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
@@ -109,11 +109,12 @@ def apply_head_masks(
             "`mask_spec` must be a rule. Received a model: the model comes first, "
             "`hm.apply_head_masks(model, rule)`."
         )
-    _check_model(model)
+    survey = Survey(model)
+    _check_graph(survey)
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
     rule = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
-    return masked_by(Survey(model), rule, layers, existing, copy, add_inputs)
+    return masked_by(survey, rule, layers, existing, copy, add_inputs)
 
 
 def masked_by(
@@ -125,18 +126,17 @@ def masked_by(
     add_inputs: bool = False,
 ) -> keras.Model:
     """The masked model, made from a `Survey`."""
-    model = survey.model
     specs = specs_by_layer(mask_spec, layers, survey)
-    rules = {i: _rule(model, survey.known[i], spec, existing) for i, spec in specs.items()}
+    rules = {i: _rule(survey, survey.known[i], spec, existing) for i, spec in specs.items()}
     planned = [(survey.known[i], rule) for i, rule in rules.items()]
-    _check_graph(model, planned, copy)
-    check_inputs(model, planned, add_inputs)  # before any change
+    _check_hands_on(survey, planned, copy)
+    check_inputs(survey, planned, add_inputs)  # before any change
     for entry, rule in planned:
         check_obeys(entry, rule.spec)
     warn_of_lost_padding(survey, planned)
     if not copy:
         drop_all_that_run([entry.layer for entry, _ in planned])
-        return masked(model, [(entry.layer, rule) for entry, rule in planned])
+        return masked(survey.model, [(entry.layer, rule) for entry, rule in planned])
     twin = copied(survey)
     known = Survey(twin).known
     check_not_traced([known[i].layer for i in rules])
@@ -158,36 +158,29 @@ def _from_text(text: str) -> Any:
         ) from error
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model` must be a Keras model. Received: {model!r}. A layer takes a rule by "
-            "`PerHeadMaskedMultiHeadAttention(..., mask_spec=...)`."
-        )
-    graph = _keras.functional_of(model)
-    if isinstance(graph, _keras.Functional) and not _keras.is_whole(graph):
+def _check_graph(survey: Survey) -> None:
+    model, graph = survey.model, survey.graph
+    if graph is not None and not _keras.is_whole(graph):
         raise ValueError(
             f"The graph of '{model.name}' is older than a rule that `copy=False` gave to its "
             "layers. Build the model anew, on tensors of the masked one."
         )
-    has_none = not model.built or not graph
-    if isinstance(model, keras.Sequential) and has_none:
+    if isinstance(model, keras.Sequential) and (graph is None or not model.built):
         raise ValueError(
             f"The Sequential model '{model.name}' has no graph yet: start it with a keras.Input, "
             "or call its `build`, before it gets a rule."
         )
 
 
-def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
+def _check_hands_on(survey: Survey, planned: Planned, copy: bool) -> None:
     """Raise if a rule reads inputs and the model has no graph to hand them on."""
-    reads = sorted({name for _, rule in planned for name in rule.spec.inputs})
-    graph = _keras.functional_of(model)
+    model, reads = survey.model, sorted({name for _, rule in planned for name in rule.spec.inputs})
     if reads and not copy and isinstance(model, keras.Sequential):
         raise ValueError(
             f"The rule reads {reads}, which a Sequential model cannot hand on to its layers: pass "
             "copy=True, which returns a functional model. Rules on positions alone hold in place."
         )
-    if reads and not isinstance(graph, _keras.Functional):
+    if reads and survey.graph is None:
         raise TypeError(
             f"`{type(model).__name__}` is a subclassed model without a graph, and the rule reads "
             f"{reads}, which its code cannot hand on. Make the model functional, or use "
@@ -196,29 +189,24 @@ def _check_graph(model: keras.Model, planned: Planned, copy: bool) -> None:
         )
 
 
-def _is_around(rule: LayerRule, model: keras.Model) -> bool:
-    """Whether the rule was given to a model that holds `model`."""
-    has_graph = isinstance(_keras.functional_of(model), _keras.Functional)
-    return (has_graph and rule.owner is model) or is_inside(rule.owner, model)
-
-
-def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
-    """The rule of one layer, joined with the one that `model` gave it before."""
-    layer = entry.layer
+def _rule(survey: Survey, entry: AttentionLayer, spec: MaskSpec, existing: str) -> LayerRule:
+    """The rule of one layer, joined with the one that the model gave it before."""
+    layer, model = entry.layer, survey.model
     beneath = combined(layer, rules_in_force(layer))
     if existing == "error" and beneath is not None:
         raise ValueError(
             f"The attention layer {entry} has a rule already: {beneath!r}. Pass existing='and' to "
             "keep both, or existing='replace'."
         )
-    if any(rule.replaces and _is_around(rule, model) for rule in all_rules(layer)):
+    owners = {id(x) for x in owners_in(model, layer)}
+    own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
+    around = (rule for rule in all_rules(layer) if rule is not own and holds(rule.owner, model))
+    if any(rule.replaces for rule in around):
         raise ValueError(
             f"The rule of the attention layer {entry} was replaced by a model around "
             f"'{model.name}', where a rule of '{model.name}' would not hold. Give the rule to the "
             "model around it."
         )
-    owners = {id(x) for x in (model, *_keras.operations(model))}
-    own = next((rule for rule in all_rules(layer) if id(rule.owner) in owners), None)
     replaces = existing == "replace" and beneath is not None
     if own is not None:
         spec = own.spec & spec if existing == "and" else spec
@@ -229,8 +217,8 @@ def _rule(model: keras.Model, entry: AttentionLayer, spec: MaskSpec, existing: s
         check_heads(spec, entry.num_heads, adapted(entry.layer).num_key_heads)
     except ValueError as error:
         raise ValueError(f"In the attention layer {entry}: {error}") from error
-    sources, is_cross = sources_of(entry, spec, model), entry.kind == "cross"
-    return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=is_cross)
+    sources = sources_of(entry, spec, survey.inputs)
+    return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=entry.kind == "cross")
 
 
 def warn_of_lost_padding(survey: Survey, planned: Planned) -> None:

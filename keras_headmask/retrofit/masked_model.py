@@ -15,7 +15,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.retrofit.adapters import holds, is_inside
-from keras_headmask.retrofit.graph import new_inputs, rewire
+from keras_headmask.retrofit.edges import rewire
 from keras_headmask.retrofit.rule import (
     LayerRule,
     attention_inside,
@@ -25,6 +25,7 @@ from keras_headmask.retrofit.rule import (
     spec_of,
     stock_and_rules,
 )
+from keras_headmask.retrofit.sources import new_inputs
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.retrofit.wrap import (
     MaskedLayer,
@@ -154,9 +155,9 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
     if isinstance(model, keras.Sequential) and any(rule.reads for rule in rules):
         model = keras.Model(model.inputs[0], model.outputs[0], name=model.name)
     has_edges = isinstance(model, _keras.Functional)
-    new = new_inputs(model, rules) if has_edges else {}
+    new = new_inputs({x.name: x for x in model.inputs}, rules) if has_edges else {}
     for layer, rule in planned:
-        roots = operations_around(model, layer) or [model]
+        roots = owners_in(model, layer)
         owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
         for root in roots:  # several may hold one layer, and each hands it what it reads
             add_rule(root, layer, dataclasses.replace(rule, owner=owner))
@@ -189,7 +190,12 @@ def copied(survey: Survey) -> keras.Model:
                 "masks the model itself."
             )
     try:
-        _check_tracked(survey.untracked)
+        if survey.untracked:
+            raise ValueError(
+                f"it uses weights that Keras does not track, so a copy would lack them: "
+                f"{survey.untracked}. Assign the layers that have them to attributes of those "
+                "that call them."
+            )
         config = keras.saving.serialize_keras_object(model)
         config.pop("compile_config", None)
         twin = keras.saving.deserialize_keras_object(
@@ -246,15 +252,6 @@ def _copy_training_state(pairs: Pairs) -> None:
     for layer, twin in pairs:  # from the outside in, since setting it sets all layers inside
         if twin.trainable != layer.trainable:
             twin.trainable = layer.trainable
-
-
-def _check_tracked(untracked: list[str]) -> None:
-    if untracked:
-        raise ValueError(
-            f"it uses weights that Keras does not track, so a copy would lack them: "
-            f"{untracked}. Assign the layers that have them to attributes of those that call "
-            "them."
-        )
 
 
 def _check_all_there(source: keras.Model, target: keras.Model) -> None:
@@ -317,10 +314,10 @@ def unmasked(model: keras.Model) -> keras.Model:
     return twin
 
 
-def operations_around(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
-    """The layers in the graph of `model` that are `layer`, or hold it."""
+def owners_in(model: keras.Model, layer: keras.Layer) -> list[keras.Layer]:
+    """The layers in the graph of `model` that are `layer` or hold it; else the model itself."""
     operations = [x for x in _keras.operations(model) if isinstance(x, keras.Layer)]
-    return [x for x in operations if holds(x, layer)]
+    return [x for x in operations if holds(x, layer)] or [model]
 
 
 # The name under which masked models of any class are filed; known before the first one is made.

@@ -125,10 +125,8 @@ def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
 def _check_all_clear(survey: Survey) -> None:
     """Raise if a layer may be self- or cross-attention: numbers count self-attention only."""
     if unclear := [entry for entry in survey.known if entry.kind == "unclear"]:
-        why = "" if unclear[0].ran else " It did not run when Keras inferred shapes."
         raise ValueError(
-            f"Cannot tell whether the attention layer {unclear[0]} attends to its own sequence or "
-            f"to another.{why} Name the layers by regexes on their paths in `layers`: "
+            f"{unclear[0].why_unclear} Name the layers by regexes on their paths in `layers`: "
             f"{_names(survey)}."
         )
 

@@ -28,7 +28,7 @@ from keras_headmask.retrofit.adapters import (
     walk,
     without_remat,
 )
-from keras_headmask.retrofit.graph import ARGUMENT, HeadMaskInputs
+from keras_headmask.retrofit.edges import ARGUMENT, HeadMaskInputs
 from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
@@ -44,7 +44,10 @@ class Survey:
 
     def __init__(self, model: keras.Model):
         if not isinstance(model, keras.Model):
-            raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
+            hint = ""
+            if isinstance(model, keras.Layer):
+                hint = " A layer takes a rule by `PerHeadMaskedMultiHeadAttention(mask_spec=...)`."
+            raise TypeError(f"`model` must be a Keras model. Received: {model!r}.{hint}")
         self.model = model
 
     # --- Attention ---

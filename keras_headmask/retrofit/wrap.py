@@ -37,7 +37,7 @@ from keras_headmask.retrofit.call import (
     missing_inputs,
     opened_frame,
 )
-from keras_headmask.retrofit.graph import ARGUMENT
+from keras_headmask.retrofit.edges import ARGUMENT
 from keras_headmask.retrofit.rule import (
     STATE,
     LayerRule,

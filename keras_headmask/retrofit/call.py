@@ -27,7 +27,7 @@ from keras_headmask.retrofit.compiled import (
     graph_being_built,
     in_own_function,
 )
-from keras_headmask.retrofit.rule import LayerRule, Tensors
+from keras_headmask.retrofit.rule import LayerRule, Tensors, rules_in_force
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
 
@@ -50,14 +50,9 @@ def current_frame() -> Frame:
     return _frame.get() or Frame((), None, graph_being_built(), set())
 
 
-@contextlib.contextmanager
-def in_frame(frame: Frame) -> Iterator[None]:
+def in_frame(frame: Frame) -> AbstractContextManager[Any]:
     """Run in `frame`, which another call opened."""
-    token = _frame.set(frame)
-    try:
-        yield
-    finally:
-        _frame.reset(token)
+    return holding(_frame, frame)
 
 
 @contextlib.contextmanager
@@ -68,8 +63,7 @@ def opened_frame(
 
     An offset that the frame around it has is kept.
     """
-    outer = _frame.get()
-    before = outer or Frame((), None, graph_being_built(), set())
+    before = current_frame()
     held, graph = before.inputs, before.graph
     if inputs is not None:
         held = (*held, *((layer, inputs) for layer in layers))
@@ -77,8 +71,7 @@ def opened_frame(
     frame = Frame(held, offset if before.offset is None else before.offset, graph, set())
     with in_frame(frame):
         yield frame
-    if outer is not None:
-        outer.used.update(frame.used)
+    before.used.update(frame.used)
 
 
 def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
@@ -122,8 +115,8 @@ def with_cache(cache: Cache) -> AbstractContextManager[Any]:
     return holding(_cache, cache)
 
 
-def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Callable:
-    """A function that replaces `_compute_attention` of `layer`, and applies the rules.
+def hook(layer: keras.Layer) -> Callable:
+    """A function that replaces `_compute_attention` of `layer`, and applies its rules.
 
     It is set on the object: if the class had it, Keras would give up its shortcut for causal masks.
     """
@@ -133,8 +126,9 @@ def hook(layer: keras.Layer, rules: Callable[[], tuple[LayerRule, ...]]) -> Call
         adapter = adapted(layer)
         arguments = adapter.arguments(*args, **kwargs)
         current_frame().used.add(id(layer))
-        restrict = [rule for rule in rules() if rule.restricts and not observers.are_rules_off()]
-        in_force = [rule for rule in restrict if _has_tensors(layer, rule)]
+        rules = [rule for rule in rules_in_force(layer) if rule.restricts]
+        rules = [] if rules and observers.are_rules_off() else rules
+        in_force = [rule for rule in rules if _has_tensors(layer, rule)]
         compute: Callable = functools.partial(without_rules, adapter)
         if in_force:
             attended = _under if adapter.softmax is None else _by_softmax

@@ -14,6 +14,7 @@ from keras_headmask.retrofit.rule import (
     is_masked,
     names_in,
     prepared_names,
+    sources_from_config,
 )
 from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.protocol import Sides
@@ -29,8 +30,8 @@ class HeadMaskInputs(keras.layers.Layer):
     def __init__(self, parts: Iterable[Any], **kwargs: Any):
         super().__init__(**kwargs)
         self.parts = [
-            (leaf if isinstance(leaf, MaskSpec) else MaskSpec.from_config(leaf), _tuples(sources))
-            for leaf, sources in parts
+            (MaskSpec.from_config(x) if isinstance(x, Mapping) else x, sources_from_config(sources))
+            for x, sources in parts
         ]
         self.supports_masking = True
 
@@ -46,11 +47,6 @@ class HeadMaskInputs(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         parts = [[leaf.get_config(), sources] for leaf, sources in self.parts]
         return super().get_config() | {"parts": parts}
-
-
-def _tuples(sources: Mapping[str, Any]) -> dict[str, Source]:
-    """`sources` with pairs as tuples; JSON made lists of them."""
-    return {k: v if isinstance(v, str) else tuple(v) for k, v in sources.items()}
 
 
 def _sides(source: Source, tensors: Mapping[str, Any]) -> Sides:

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from keras_headmask.attention.tuning import holding
 from keras_headmask.retrofit.adapters import adapted, attention
 from keras_headmask.rules import by_head
 from keras_headmask.rules.base import MaskSpec, leaves
@@ -77,6 +78,11 @@ class LayerRule:
                     for name, pair in names.items()
                 }
         return prepared
+
+
+def sources_from_config(sources: Mapping[str, Any]) -> dict[str, Source]:
+    """`sources` with pairs as tuples; JSON made lists of them."""
+    return {k: v if isinstance(v, str) else tuple(v) for k, v in sources.items()}
 
 
 def names_in(source: Source) -> list[str]:
@@ -206,8 +212,7 @@ def rules_from_config(
     """The layers and rules of what `rules_config` returned; the rules have no owner yet."""
     for part in config:
         of_spec, places = entries(part, "spec", "layers")
-        inputs = part.get("inputs", {}).items()
-        sources = {k: tuple(v) if isinstance(v, (list, tuple)) else v for k, v in inputs}
+        sources = sources_from_config(part.get("inputs", {}))
         wrong = [x for x in places if type(x) is not int or not 0 <= x < len(attention)]
         if wrong or not places:
             raise ValueError(
@@ -244,9 +249,6 @@ def stock_and_rules(
             f"The file of a masked model has no rule in {rules!r}, so the model would run without "
             f"its mask. Received: {of_rules!r}. {_WAY_OUT}"
         )
-    token = _inside.set(True)
-    try:
+    with holding(_inside, True):
         layer = keras.saving.deserialize_keras_object(of_stock, custom_objects=custom_objects)
-    finally:
-        _inside.reset(token)
     return layer, list(of_rules)

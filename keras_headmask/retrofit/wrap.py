@@ -16,7 +16,7 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.tuning import adapt_exports
+from keras_headmask.attention.tuning import adapt_exports, holding
 from keras_headmask.layers.call_checks import supports_unknown_lengths
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import (
@@ -73,17 +73,15 @@ class MaskedLayer(_Layer):
     def __call__(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
         symbolic = any(map(keras.backend.is_keras_tensor, keras.tree.flatten((args, kwargs))))
         offset = taken_offset(self, kwargs, symbolic)
-        offset = (
-            offset_of_call(self, args, kwargs, current_frame().offset) if offset is None else offset
-        )
+        if offset is None:
+            offset = offset_of_call(self, args, kwargs, current_frame().offset)
         if head_mask_inputs is None:
             head_mask_inputs = self._own_mask_inputs(*args, **kwargs)
         with opened_frame([self], head_mask_inputs, offset) as frame:
             computes = not symbolic and not _keras.for_shapes_alone()
             if computes and state_of(self).waiting and self.built:
-                super().compute_output_spec(
-                    *args, **kwargs
-                )  # makes layers that the first call makes
+                # This makes the layers that the first call makes.
+                super().compute_output_spec(*args, **kwargs)
             attach(self)
             self._check_given()
             cache = current_cache()
@@ -116,10 +114,10 @@ class MaskedLayer(_Layer):
     def supports_jit(self) -> bool:
         """Whether Keras may compile it by XLA: on TensorFlow, under a rule, at known lengths."""
         calls = _keras.calls_of(self)
-        if any(None in x.shape[1:-1] for call in calls for x in call.input_tensors[:1]):
-            rules = (r for x in attention_inside(self) for r in rules_in_force(x))
-            if any(rule.restricts for rule in rules):
-                return supports_unknown_lengths(self)
+        first = [x for call in calls for x in call.input_tensors[:1]]
+        has_unknown = any(None in x.shape[1:-1] for x in first)
+        if has_unknown and any(map(_is_restricted, attention_inside(self))):
+            return supports_unknown_lengths(self)
         return vars(self).get("supports_jit", vars(self).get("_supports_jit", True))
 
     @supports_jit.setter
@@ -181,8 +179,7 @@ class MaskedLayer(_Layer):
 
     def _check_used(self, frame: Frame) -> None:
         for layer in attention_inside(self):
-            restricted = any(rule.restricts for rule in rules_in_force(layer))
-            if restricted and id(layer) not in frame.used:
+            if _is_restricted(layer) and id(layer) not in frame.used:
                 raise RuntimeError(
                     f"The rule of the attention layer '{layer.name}' was not used in this call of "
                     f"'{self.name}': either the layer did not run, or it ran in a `tf.function` "
@@ -196,13 +193,12 @@ class MaskedLayer(_Layer):
 
     def get_config(self) -> dict[str, Any]:
         rules = to_file(self)
-        config = stock_config(self, rules)
+        config = {"layer": stock_config(self, rules)}
         state = state_of(self)
-        config = {"layer": config, "rules": rules_config(rules)}
         if state.waiting:
             config |= {"rules": state.waiting, "attention": state.awaited}
         else:
-            config["attention"] = len(attention_inside(self))
+            config |= {"rules": rules_config(rules), "attention": len(attention_inside(self))}
         names = self.own_input_names() if isinstance(self, _keras.Functional) else {}
         return config | ({"own_inputs": names} if names else {})
 
@@ -221,6 +217,10 @@ class MaskedLayer(_Layer):
         return layer
 
 
+def _is_restricted(layer: keras.Layer) -> bool:
+    return any(rule.restricts for rule in rules_in_force(layer))
+
+
 # --- Layers become masked, and stock again --------------------------------------------------------
 
 
@@ -232,7 +232,7 @@ def mask(layer: Any, kind: type = MaskedLayer) -> None:
     vars(layer)[STATE] = State()
     object.__setattr__(layer, "__class__", _class_of(type(layer), kind))
     if (adapter := adapter_of(layer)) is not None:
-        vars(layer)[adapter.hook] = hook(layer, lambda: rules_in_force(layer))
+        vars(layer)[adapter.hook] = hook(layer)
 
 
 @functools.cache
@@ -327,11 +327,8 @@ def stock_config(layer: Any, rules: list[tuple[int, LayerRule]]) -> dict[str, An
         state.stock = object.__new__(layer._stock_class)
     own = _own(layer)
     vars(state.stock).update({k: v for k, v in observers.attributes(layer).items() if k not in own})
-    token = _filed.set(_filed.get() | {id(rule) for _, rule in rules})
-    try:
+    with holding(_filed, _filed.get() | {id(rule) for _, rule in rules}):
         config = keras.saving.serialize_keras_object(state.stock)
-    finally:
-        _filed.reset(token)
     config.pop("compile_config", None)
     return config
 

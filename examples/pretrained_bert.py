@@ -90,7 +90,7 @@ if options.quick:  # its first two layers, of six
 else:
     stock = keras_hub.models.BertBackbone.from_preset(WEIGHTS)
 masked = hm.apply_head_masks(stock, RULE)
-masked.summary_masks()
+hm.summary_masks(masked)
 
 # %% [markdown]
 """

@@ -86,19 +86,6 @@ class HeadMasked(MaskedLayer):
 
     masks_all_attention = False  # whether layers without a rule become masked layers, too
 
-    @property
-    def mask_specs(self) -> dict[str, MaskSpec]:
-        """See `keras_headmask.mask_specs`."""
-        return mask_specs(self)
-
-    def summary_masks(self, print_fn: Callable[[str], Any] = print) -> None:
-        """See `keras_headmask.summary_masks`."""
-        summary_masks(self, print_fn)
-
-    def unmasked(self) -> keras.Model:
-        """See `keras_headmask.unmasked`."""
-        return unmasked(self)
-
     def _is_filed_inside(self, rule: LayerRule) -> bool:
         own = any(rule.owner is x for x in _keras.operations(self))
         return not own and is_inside(self, rule.owner)

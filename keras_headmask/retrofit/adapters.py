@@ -496,6 +496,16 @@ def without_remat(root: keras.Layer) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def errors_naming(layer: Any) -> Iterator[None]:
+    """Let an error of what runs inside say in which attention layer it is."""
+    name = layer if isinstance(layer, AttentionLayer) else f"'{layer.name}'"
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"In the attention layer {name}: {error}") from error
+
+
 class AttentionLayer(NamedTuple):
     """An attention layer and the names of the layers around it, outermost first.
 

@@ -9,12 +9,12 @@ import keras
 from keras_headmask import _keras
 from keras_headmask.attention import lost_masks, observers
 from keras_headmask.layers import own_code
-from keras_headmask.retrofit.adapters import AttentionLayer, adapted, holds
-from keras_headmask.retrofit.compiled import check_not_traced, drop_all_that_run
+from keras_headmask.retrofit.adapters import AttentionLayer, adapted, errors_naming, holds
 from keras_headmask.retrofit.masked_model import copied, masked, owners_in
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
 from keras_headmask.retrofit.sources import Planned, check_inputs, sources_of
+from keras_headmask.retrofit.stale import check_not_traced, drop_all_that_run
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config
 from keras_headmask.rules.base import MaskSpec
@@ -213,10 +213,8 @@ def _rule(survey: Survey, entry: AttentionLayer, spec: MaskSpec, existing: str) 
         others = combined(layer, tuple(r for r in rules_in_force(layer) if r is not own))
         replaces = own.replaces or (replaces and others is not None)
     spec.get_config()  # raises for a spec that could not be saved
-    try:
+    with errors_naming(entry):
         check_heads(spec, entry.num_heads, adapted(entry.layer).num_key_heads)
-    except ValueError as error:
-        raise ValueError(f"In the attention layer {entry}: {error}") from error
     sources = sources_of(entry, spec, survey.inputs)
     return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=entry.kind == "cross")
 

@@ -21,13 +21,13 @@ from keras_headmask.attention.request import Request, all_that_restricts, bound_
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers import changing
 from keras_headmask.layers.call_checks import is_zero
-from keras_headmask.retrofit.adapters import Attention, adapted, holds
-from keras_headmask.retrofit.compiled import (
+from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, holds
+from keras_headmask.retrofit.rule import LayerRule, Tensors, rules_in_force
+from keras_headmask.retrofit.stale import (
     check_not_in_own_function,
     graph_being_built,
     in_own_function,
 )
-from keras_headmask.retrofit.rule import LayerRule, Tensors, rules_in_force
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
 
@@ -264,8 +264,11 @@ def _masks_of_class(
     adapter: Attention, arguments: Arguments, lengths: evaluation.Lengths, offset: Any
 ) -> tuple[Any, MaskSpec | None]:
     """What restricts a call beside the rules: a mask, and a rule on positions."""
-    mask = _checked_mask(adapter.layer, arguments["attention_mask"], lengths)
-    window = adapter.window(arguments)
+    mask, window = arguments["attention_mask"], adapter.window(arguments)
+    if mask is not None:
+        with errors_naming(adapter.layer):
+            mask = masks.as_bool(mask, "attention_mask")
+            masks.check_shape(mask, "attention_mask", *lengths)
     if arguments.get("use_causal_mask") and not is_zero(offset):
         # In Keras' causal mask queries and keys both start at 0, also where there is an offset.
         assert window is not None
@@ -292,10 +295,8 @@ def _checked_inputs(
         check_not_in_own_function(layer.name, current_frame().graph)
         tensors = frame_inputs
     inputs = rule.inputs_from(tensors)
-    try:
+    with errors_naming(layer):
         evaluation.check_inputs(rule.spec, inputs, lengths, offset)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
     return inputs, rule.prepared(tensors)
 
 
@@ -311,18 +312,6 @@ def missing_inputs(name: str, rule: LayerRule) -> str:
         "Generation with a cache by `generate()` keeps what rules read, for a causal language "
         "model that has the rule itself; else rules on positions work: Window, Chunk, Keys.)"
     )
-
-
-def _checked_mask(layer: Any, mask: Any, lengths: evaluation.Lengths) -> Any:
-    """The merged mask that a layer hands to `_compute_attention`, as booleans."""
-    if mask is None:
-        return None
-    try:
-        mask = masks.as_bool(mask, "attention_mask")
-        masks.check_shape(mask, "attention_mask", *lengths)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"In the attention layer '{layer.name}': {error}") from error
-    return mask
 
 
 def _as_argument(attention_mask: Any, lengths: evaluation.Lengths) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from keras_headmask.attention import observers
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
-from keras_headmask.retrofit.compiled import graph_being_built
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.retrofit.select import selected
+from keras_headmask.retrofit.stale import graph_being_built
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec

@@ -17,14 +17,8 @@ _COMPILERS = {
     "jax": "`jax.jit`, `keras.remat`, `ops.cond` or loop",  # JAX keeps what each of them traced
     "torch": "`torch.compile`",
 }
-FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
-
-
-def drop(model: keras.Model) -> None:
-    """Drop Keras' compiled functions of `model`; Keras makes them again when they are needed."""
-    for name in FUNCTIONS:
-        if vars(model).get(name) is not None:
-            vars(model)[name] = None
+# Those of Keras, which makes them again when they are needed.
+_FUNCTIONS = "train_function", "test_function", "predict_function", "generate_function"
 
 
 def drop_all_that_run(layers: list[keras.Layer]) -> None:
@@ -43,7 +37,7 @@ def drop_all_that_run(layers: list[keras.Layer]) -> None:
     sought = {id(layer) for layer in layers}
     for model in _alive(keras.Model):
         if sought & {id(layer) for layer in _keras.layers_of(model)}:
-            drop(model)
+            vars(model).update(dict.fromkeys(vars(model).keys() & set(_FUNCTIONS)))
 
 
 def traced(layers: list[keras.Layer]) -> list[str]:

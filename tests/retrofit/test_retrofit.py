@@ -381,6 +381,23 @@ def test_rules_of_models_inside_one_another_are_computed_as_one(monkeypatch):
     assert seen == [hm.SameSentence(9) & hm.Window(1, 1)]
 
 
+def test_a_nested_model_does_not_take_the_rule_around_it_for_its_own():
+    """The rule around it reads the ids of the outer model, which the nested one gets as others."""
+
+    def nested():
+        ids = keras.Input((None,), dtype="int32", name="token_ids")
+        inner = one_layer()
+        return keras.Model(ids, inner((ids + 1) % 10)), inner
+
+    keras.utils.set_random_seed(0)
+    outer, inner = nested()
+    keras.utils.set_random_seed(0)
+    at_once = hm.apply_head_masks(nested()[0], hm.SameSentence(9) & hm.Window(2, 2))
+    hm.apply_head_masks(outer, hm.SameSentence(9), copy=False)
+    hm.apply_head_masks(inner, hm.Window(2, 2), existing="and", copy=False)
+    assert_close(numpy(outer(TOKENS)), numpy(at_once(TOKENS)))
+
+
 def test_a_subclass_that_computes_by_itself_gets_the_merged_mask():
     seen = []
 

@@ -88,10 +88,8 @@ class Dense(Kernel):
 
 def _whole_mask(request: Request) -> Mask | None:
     """All that restricts, of rank 4; `None` where nothing does."""
-    if request.make_mask is not None:
-        return request.make_mask()
     if request.rule is None:
-        return None
+        return request.mask
     return evaluation.mask_of_all_heads(request.rule, request.bound, request.query.shape[2])
 
 
@@ -100,7 +98,7 @@ def _whole_mask(request: Request) -> Mask | None:
 
 def without_choice(request: Request) -> str | None:
     """Why all logits are computed, whatever `tiled` says."""
-    if request.rule is None and request.make_mask is not None:
+    if request.mask is not None:
         return "a whole mask is given, by which no tile is skipped"
     if request.rule is None:
         return "nothing restricts, so there is nothing to skip"
@@ -213,8 +211,8 @@ class CuDNN(Kernel):
 
     def _is_masked(self, request: Request) -> bool:
         """Whether some pair may be hidden."""
-        if request.rule is None or request.make_mask is not None:
-            return request.make_mask is not None
+        if request.rule is None:
+            return request.mask is not None
         return restricts(request.rule, request.query.shape[2])
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -45,9 +45,7 @@ class Request:
     changes: Changes = NONE  # what changes logits beside the mask
     wants_probabilities: bool = False  # whether the caller reads them
     tiled: bool | None = None  # `None` leaves it to size and rule
-    # Makes the whole mask, boolean of rank 4, for a caller that has it, or shares it with other
-    # layers; by default `rule` is evaluated. Without `rule`, all that restricts.
-    make_mask: Callable[[], Mask | None] | None = None
+    mask: Mask | None = None  # in place of `rule`: all that restricts, boolean of rank 4
 
     @property
     def sharing(self) -> int:

@@ -304,7 +304,6 @@ class MaskedAttention(keras.Layer):
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
             return context, scores
-        make_mask = None if attention_mask is None else lambda: attention_mask
         return attend(
             Request(
                 query,
@@ -313,7 +312,7 @@ class MaskedAttention(keras.Layer):
                 scale=_keras.scale(self),
                 changes=changes,
                 wants_probabilities=wants_scores,
-                make_mask=make_mask,
+                mask=attention_mask,
                 **dropout_of(self, training),
             )
         )

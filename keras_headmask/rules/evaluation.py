@@ -242,13 +242,11 @@ def bind(
     queries: Length | None,
     keys: Length | None,
     query_offset: Length = 0,
-    beside: Bound | None = None,
     prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
     batch: Length | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
-    `beside` is what was bound for the same sequences before, and is a part of the result.
     `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
     agree with the first of them.
     """
@@ -258,15 +256,12 @@ def bind(
             f"none yet. Received: queries={queries}, keys={keys}. Give `keras.Input` its length, "
             "or use PerHeadMaskedMultiHeadAttention: it makes the mask when the model is called."
         )
-    if beside is None:
-        dtype = position_dtype()
-        query_positions = ops.arange(queries, dtype=dtype)
-        if as_int(query_offset) != 0:
-            query_positions += ops.cast(query_offset, dtype)
-        sizes = Sizes(batch, queries, keys)
-        beside = Bound(query_positions, ops.arange(keys, dtype=dtype), {}, sizes)
-    bound = dict(beside.leaf_inputs)
-    sizes = beside.sizes
+    dtype = position_dtype()
+    query_positions = ops.arange(queries, dtype=dtype)
+    if as_int(query_offset) != 0:
+        query_positions += ops.cast(query_offset, dtype)
+    bound: dict[MaskSpec, dict[str, Any]] = {}
+    sizes = Sizes(batch, queries, keys)
     for leaf in leaves(spec):
         sides: dict[str, Any] = {}
         shared = set()  # one tensor of both sides: the queries stand in it at their positions
@@ -292,14 +287,14 @@ def bind(
             for name in shared if as_int(query_offset) != 0 else ():
                 query, key = bound[leaf][name]
                 if query.shape[1] is None or query.shape[1] != as_int(queries):
-                    query = graph_shapes.standing_at(name, query, beside.query_positions)
+                    query = graph_shapes.standing_at(name, query, query_positions)
                     bound[leaf][name] = Sides(query, key)
             for name, values in bound[leaf].items():
                 read = leaf.inputs[name].sides if name in leaf.inputs else BOTH
                 bound[leaf][name] = graph_shapes.checked(
                     name, sides.get(name), values, read, sizes, checks
                 )
-    return beside._replace(leaf_inputs=bound, sizes=sizes)
+    return Bound(query_positions, ops.arange(keys, dtype=dtype), bound, sizes)
 
 
 def _as_wide(value: Any) -> Any:

@@ -286,7 +286,7 @@ def test_what_lies_outside_would_show(monkeypatch):
     attend = call.attend
 
     def unmasked(request):
-        return attend(dataclasses.replace(request, rule=None, make_mask=None))
+        return attend(dataclasses.replace(request, rule=None, mask=None))
 
     monkeypatch.setattr(call, "attend", unmasked)
     for tile_size in (1, 2):

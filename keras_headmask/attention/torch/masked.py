@@ -41,9 +41,8 @@ def run(request: Request, part: Part) -> Tensor:
     operands = [request.query, request.key, request.value]
     if precision.common_half(*operands) is None:
         operands = [x.float() for x in operands]
-    if request.rule is None and request.make_mask is not None:
-        mask = request.make_mask()
-        operands += [] if mask is None else [mask]
+    if request.mask is not None:
+        operands.append(request.mask)
     attend = compute
     if can_compile(request.query.device):
         attend = one_compiled(compute)

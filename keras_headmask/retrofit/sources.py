@@ -98,9 +98,9 @@ def sources_of(
             known_pairs = [pair for pair in pairs if set(pair) <= set(available)]
             if entry.kind == "unclear" and available and not known_pairs:
                 raise ValueError(
-                    f"{entry.why_unclear} So it is not known which side {name!r} belongs to. "
-                    "Name the layer by 'self' or 'cross' (`MultiHeadAttention(..., "
-                    f"name='self_attention')`), or give the model the inputs {pairs[1]}."
+                    f"{entry.why_unclear} Name the layer by 'self' or 'cross' "
+                    "(`MultiHeadAttention(..., name='self_attention')`), or give the model the "
+                    f"inputs {pairs[1]}, which say the side of {name!r}."
                 )
             sources[name] = known_pairs[0] if known_pairs else pairs[1]
     return sources

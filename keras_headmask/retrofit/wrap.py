@@ -193,7 +193,7 @@ class MaskedLayer(_Layer):
 
     def get_config(self) -> dict[str, Any]:
         rules = to_file(self)
-        config = {"layer": stock_config(self, rules)}
+        config: dict[str, Any] = {"layer": stock_config(self, rules)}
         state = state_of(self)
         if state.waiting:
             config |= {"rules": state.waiting, "attention": state.awaited}

@@ -83,11 +83,11 @@ def folder(module):
 MOST_LINES = {
     "attention": 5_800,  # 4,700
     "rules": 4_640,  # 3,500
-    "retrofit": 4_550,  # 3,300
+    "retrofit": 4_440,  # 3,300
     "heads": 3_530,  # 2,300
     "export": 2_050,  # 1,750
     "look": 1_600,  # 1,150
-    "layers": 1_250,  # 1,000
+    "layers": 1_210,  # 1,000
     "cli": 900,  # 750
     "linting": 950,  # 650
     "_keras": 780,  # 750

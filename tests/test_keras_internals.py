@@ -471,8 +471,6 @@ def test_a_model_that_drafts_shows():
     assert _keras.is_assisted(types.SimpleNamespace(_assistant_model=1))
 
 
-
-
 @relies_on("OPERATIONS", breaks="attention by that operation would escape a rule")
 def test_an_operation_is_seen():
     from keras_headmask.attention import observers

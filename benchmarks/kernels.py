@@ -148,9 +148,9 @@ def shares(case: Case) -> str:
 
 
 def _by_positions(part: Any, batch: int, queries: int, keys: int, offset: int) -> float:
-    from keras_headmask.attention import blocks
+    from keras_headmask.attention import planner
 
-    return blocks.plan_of(part, queries, keys, offset).share(keys)
+    return planner.plan_of(part, queries, keys, offset).share(keys)
 
 
 def _by_data(part: Any, batch: int, queries: int, keys: int, offset: int) -> float | None:

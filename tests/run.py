@@ -24,7 +24,7 @@ _BACKENDS = (
     *_files("layers/test_layer", "test_golden", "test_keras_internals"),
     "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
     *_files("retrofit/test_traced_inside_jax"),
-    *_files("attention/test_blocks", "attention/test_jax_loops", "attention/test_jax_symbolic"),
+    *_files("attention/test_planner", "attention/test_jax_loops", "attention/test_jax_symbolic"),
     *_files(
         "attention/test_gpu_torch",
         "attention/test_cudnn_jax",

@@ -13,7 +13,7 @@ from keras import layers
 from tiled_contract import tiles
 
 import keras_headmask as hm
-from keras_headmask.attention.precision import half_products
+from keras_headmask.attention.half_precision import half_products
 
 BACKEND = keras.backend.backend()
 SENTENCES = hm.PerHead({0: hm.SameSentence(9)})

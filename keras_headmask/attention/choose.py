@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keras_headmask.attention import precision
+from keras_headmask.attention import half_precision
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import Kernel, first, impossible, kernels_for, without_choice
 from keras_headmask.attention.request import Request
@@ -63,7 +63,7 @@ def part_of_all(request: Request) -> Part:
     heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
     if request.tiled:  # not by all logits where there is a choice
         tuning = dataclasses.replace(tuning, most_logits=0)
-    half = precision.half_dtype(request.scale, request.query, request.key, request.value)
+    half = half_precision.half_dtype(request.scale, request.query, request.key, request.value)
     rule = _FULL if request.rule is None else request.rule
     rest = request.bound, request.scale, tuning
     return Part(rule, heads, *rest, sharing=request.sharing, half=half)

@@ -15,9 +15,9 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import nonfinite, precision
-from keras_headmask.attention.blocks import Plan
+from keras_headmask.attention import half_precision, nonfinite
 from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.planner import Plan
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import by_head, mask_at
@@ -163,14 +163,14 @@ def _attended(
     keys, values, *marks = (
         _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in of_keys
     )
-    logits = precision.product("bhtd,bhsd->bhts", rows[0], keys, part.half)
+    logits = half_precision.product("bhtd,bhsd->bhts", rows[0], keys, part.half)
     for of_keys in marks:  # apart from the product: 0 * NaN is NaN
         logits = logits + rows[1] + ops.transpose(of_keys, (0, 1, 3, 2))
     logits = unfolded(logits, part.sharing)
     at = _At.of(plan, each, lengths)
     probabilities, alive = _probabilities(part, plan, each, at, _reshaped(logits, apart), tensors)
     probabilities = folded(_reshaped(probabilities, together, 2), part.sharing)
-    context = precision.product("bhts,bhsd->bhtd", probabilities, values, part.half)
+    context = half_precision.product("bhts,bhsd->bhtd", probabilities, values, part.half)
     context = _reshaped(unfolded(context, part.sharing), apart)
     return context if alive is None else ops.where(alive, context, ops.zeros_like(context))
 

@@ -13,7 +13,7 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask._keras.tensorflow import in_xla
-from keras_headmask.attention import blocks, dense, device, gathered, head_groups, precision
+from keras_headmask.attention import dense, device, gathered, half_precision, head_groups, planner
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
@@ -44,10 +44,10 @@ class Kernel:
             return 1.0
         return self._plan(part, queries, keys, query_offset).share(keys)
 
-    def _plan(self, part: Part, queries: int, keys: int, query_offset: int) -> blocks.Plan:
+    def _plan(self, part: Part, queries: int, keys: int, query_offset: int) -> planner.Plan:
         block = getattr(part.tuning, self.block)
         tile = block if isinstance(self, FlexAttention) else part.tile
-        return blocks.plan(part.rule, queries, keys, query_offset, tile, block, len(part.heads))
+        return planner.plan(part.rule, queries, keys, query_offset, tile, block, len(part.heads))
 
     def compute(self, request: Request, part: Part, *operands: Tensor) -> Tensor:
         """The context `(B, T, H, Dv)`. Operands: query, key, value, tensors of `part.changes`."""
@@ -225,7 +225,7 @@ def _not_in_float32(request: Request) -> str | None:
         return "dropout"
     # In half precision PyTorch's gradient rounds more than that of all logits at once.
     operands = request.query, request.key, request.value
-    if precision.half_dtype(request.scale, *operands) is not None:
+    if half_precision.half_dtype(request.scale, *operands) is not None:
         return "operands of half precision are multiplied as such"
     return None
 
@@ -333,17 +333,17 @@ def _may_skip_half(rule: Any) -> bool:
 class MaskedSdpa(Kernel):
     """PyTorch's own attention of all logits, with what hides as their bias, on a GPU."""
 
-    name, file = "SDPA with the mask", "torch/masked"
+    name, file = "SDPA with the mask", "torch/sdpa"
 
     def refuses(self, request: Request, part: Part) -> str | None:
-        from keras_headmask.attention.torch import masked
+        from keras_headmask.attention.torch import sdpa
 
-        return "`hm.dense_scope` holds" if is_dense_scope() else masked.why_not(request)
+        return "`hm.dense_scope` holds" if is_dense_scope() else sdpa.why_not(request)
 
     def run(self, request: Request, part: Part) -> tuple[Tensor, None]:
-        from keras_headmask.attention.torch import masked
+        from keras_headmask.attention.torch import sdpa
 
-        return _unless_not_compiled(masked.run, request, part)
+        return _unless_not_compiled(sdpa.run, request, part)
 
 
 def _unless_not_compiled(run: Any, request: Request, part: Part) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import keras_headmask as hm
-from keras_headmask.cli import files
+from keras_headmask.cli import read_files
 from keras_headmask.cli.frame import (
     AT_LEAST_ONE,
     FOUND,
@@ -56,8 +56,8 @@ def info(model: str, unsafe: bool) -> Answer:
     \b
     keras-headmask info masked.keras
     """
-    saved_by = files.saved_by(model)
-    facts = information(files.load_model(model, unsafe))
+    saved_by = read_files.saved_by(model)
+    facts = information(read_files.load_model(model, unsafe))
     from keras_headmask.look import cpu
 
     text = in_one_line(f"{model}, saved by Keras {saved_by}") + f": {as_text(facts)}"
@@ -98,11 +98,11 @@ def apply(model: str, rule: str, output: str, force: bool, unsafe: bool, **given
     keras-headmask apply model.keras rule.json -o masked.keras
     keras-headmask apply model.keras rule.json --layers 0-3 -o masked.keras
     """
-    files.check_output(output, (".keras",), overwrite=force)
-    files.saved_by(model)
-    rules = files.read_json(rule)
+    read_files.check_output(output, (".keras",), overwrite=force)
+    read_files.saved_by(model)
+    rules = read_files.read_json(rule)
     progress("loading")
-    loaded = files.load_model(model, unsafe)
+    loaded = read_files.load_model(model, unsafe)
     progress("applying")
     layers = given.pop("layers") or None
     try:
@@ -146,7 +146,7 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
     """
     if options["warmup"]:
         check_installed()
-    files.saved_by(model)
+    read_files.saved_by(model)
     hm.register_all()
     import keras
 
@@ -157,7 +157,7 @@ def export(model: str, base: str, dense: bool, unsafe: bool, **options: Any) -> 
             "KERAS_BACKEND=tensorflow."
         )
     progress("loading")
-    loaded = files.load_model(model, unsafe)
+    loaded = read_files.load_model(model, unsafe)
     progress("exporting")
     try:
         with hm.dense_scope() if dense else contextlib.nullcontext():
@@ -198,8 +198,8 @@ def leaks(
     keras-headmask leaks masked.keras
     keras-headmask leaks served/1 --rule '{"kind": "window", "after": 0}' --inputs inputs.json
     """
-    spec = None if rule is None else files.read_rule(rule)
-    arrays: Any = files.read_tensors(inputs)
+    spec = None if rule is None else read_files.read_rule(rule)
+    arrays: Any = read_files.read_tensors(inputs)
     progress("loading")
     if pathlib.Path(model).is_dir():
         if arrays is None or spec is None:
@@ -209,7 +209,7 @@ def leaks(
             )
         loaded: Any = model
     else:
-        loaded = files.load_model(model, unsafe)
+        loaded = read_files.load_model(model, unsafe)
         if arrays is None:  # random, with something for the rules to decide
             from keras_headmask.retrofit.made_up import made_up
             from keras_headmask.retrofit.survey import Survey

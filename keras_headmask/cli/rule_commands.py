@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 import keras_headmask as hm
-from keras_headmask.cli import files
+from keras_headmask.cli import read_files
 from keras_headmask.cli.frame import (
     AT_LEAST_ONE,
     FOUND,
@@ -61,21 +61,21 @@ def draw(rule: str, inputs: str | None, output: str | None, force: bool, **given
     keras-headmask draw rule.json --queries 2048 -o rule.png
     """
     if output is not None:
-        files.check_output(output, _PICTURES, overwrite=force)
+        read_files.check_output(output, _PICTURES, overwrite=force)
         if importlib.util.find_spec("matplotlib") is None:
             raise ImportError(
                 "Pictures need matplotlib. Install it with `pip install matplotlib`, or leave "
                 "out --output for a drawing in text."
             )
-    spec = files.read_rule(rule)
-    mask_inputs = files.read_tensors(inputs) or {}
+    spec = read_files.read_rule(rule)
+    mask_inputs = read_files.read_tensors(inputs) or {}
     if missing := sorted(spec.inputs.keys() - mask_inputs.keys()):
         received = f" Received: {', '.join(mask_inputs)}." if mask_inputs else ""
         raise ValueError(
             f"RULE reads {', '.join(missing)}: pass it by --inputs "
             f"'{{\"{missing[0]}\": [...]}}', or a .json file of that.{received}"
         )
-    given |= {"mask_inputs": mask_inputs, "tokens": files.read_tokens(given["tokens"])}
+    given |= {"mask_inputs": mask_inputs, "tokens": read_files.read_tokens(given["tokens"])}
     from keras_headmask.look import drawing, panels, plotting
 
     try:
@@ -118,15 +118,15 @@ def lint(rule: str | None, model: str | None, strict: bool, unsafe: bool, **give
     """
     subject: Any
     if model is not None:
-        rules = None if rule is None else files.read_json(rule)
-        subject = files.load_model(model, unsafe)
+        rules = None if rule is None else read_files.read_json(rule)
+        subject = read_files.load_model(model, unsafe)
         if rules is not None:
             subject = hm.apply_head_masks(subject, rules, None, "replace", False, add_inputs=True)
     elif rule is not None:
-        subject = files.read_rule(rule)
+        subject = read_files.read_rule(rule)
     else:
         raise click.UsageError("Give a RULE, or --model MODEL.")
-    findings = hm.lint(subject, mask_inputs=files.read_tensors(given.pop("inputs")), **given)
+    findings = hm.lint(subject, mask_inputs=read_files.read_tensors(given.pop("inputs")), **given)
     severities = ("error", "warning") if strict else ("error",)
     code = FOUND if any(finding.severity in severities for finding in findings) else 0
     return Answer(str(findings), {"findings": list(findings)}, code)
@@ -142,7 +142,7 @@ def describe(rule: str, num_heads: int | None) -> Answer:
     keras-headmask describe rule.json --heads 12
     echo '{"kind": "window", "after": 0}' | keras-headmask describe -
     """
-    spec = files.read_rule(rule)
+    spec = read_files.read_rule(rule)
     words = spec.describe(num_heads)
     data = {"words": words, "mask_inputs": sorted(spec.inputs), "rule": spec}
     return Answer(in_one_line(words), data)
@@ -168,6 +168,6 @@ def explain(rule: Any, model: str | None, unsafe: bool, **given: Any) -> Answer:
     """
     if (rule is None) == (model is None):
         raise click.UsageError("Give a RULE, or --model MODEL.")
-    subject = files.read_rule(rule) if model is None else files.load_model(model, unsafe)
+    subject = read_files.read_rule(rule) if model is None else read_files.load_model(model, unsafe)
     explanation = hm.explain(subject, **given)
     return Answer(str(explanation), explanation)

@@ -12,8 +12,8 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
+from keras_headmask.attention.half_precision import half_products
 from keras_headmask.attention.lost_masks import padding_inputs
-from keras_headmask.attention.precision import half_products
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import (
     LENGTHS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention import blocks
+from keras_headmask.attention import planner
 from keras_headmask.attention.tuning import Tuning
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import MOST_UNKNOWN, Subject, numbers_of
@@ -215,7 +215,7 @@ def _cost(subject: Subject) -> Iterator[Finding]:
     tile, block = Tuning().local_tile, Tuning().block
     many = Subject(subject.spec, subject.heads, size, size)
     for rule, heads in subject.groups:
-        if blocks.plan(rule, size, size, 0, tile, block).share(size) < _FULL_COST:
+        if planner.plan(rule, size, size, 0, tile, block).share(size) < _FULL_COST:
             continue
         allowed = many.possible_for(rule, heads).mean()
         if 0 < allowed <= _FEW_ALLOWED:

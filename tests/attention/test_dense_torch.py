@@ -7,7 +7,7 @@ from contract import normal
 
 import keras_headmask as hm
 from keras_headmask.attention import nonfinite
-from keras_headmask.attention.precision import half_products, product
+from keras_headmask.attention.half_precision import half_products, product
 
 if keras.backend.backend() != "torch":
     pytest.skip("needs the PyTorch backend", allow_module_level=True)

@@ -15,7 +15,7 @@ from strategies import FEW
 from tiled_contract import BACKEND, attend, operands, tiles, weighted
 
 import keras_headmask as hm
-from keras_headmask.attention import blocks, gathered
+from keras_headmask.attention import gathered, planner
 from keras_headmask.attention.tuning import tuned
 
 CAPPED = {"logits_soft_cap": 2.0, "dropout": 0.25, "seed": 0}
@@ -42,9 +42,9 @@ def test_classes_compute_about_as_little_as_any_four(counts):
 
 
 def test_a_causal_rule_computes_little_more_than_half():
-    plan = blocks.plan(hm.Window(after=0), 4096, 4096, 0, 256, 64)
+    plan = planner.plan(hm.Window(after=0), 4096, 4096, 0, 256, 64)
     assert plan.share(4096) < gathered.share(plan, 4096) == 5 / 8
-    window = blocks.plan(hm.Window(127, 127), 4096, 4096, 0, 128, 64)
+    window = planner.plan(hm.Window(127, 127), 4096, 4096, 0, 128, 64)
     assert len(gathered.classes_of(window)) == 1
 
 

@@ -30,7 +30,7 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-from keras_headmask.attention.torch import compiled, flex, masked
+from keras_headmask.attention.torch import compiled, flex, sdpa
 
 DOCUMENTS = hm.SameSegment("ids")
 FLEX, SDPA = "FlexAttention on CUDA", "SDPA with the mask"
@@ -215,10 +215,10 @@ def test_a_layer_is_a_part_of_code_that_a_user_compiles():
     close(run(x, x).detach(), wanted.detach())
 
 
-@pytest.mark.parametrize("engine", [flex, masked], ids=["FlexAttention", "SDPA"])
+@pytest.mark.parametrize("engine", [flex, sdpa], ids=["FlexAttention", "SDPA"])
 def test_what_was_computed_is_not_held(engine):
     counter = CompileCounter()
-    with compiling(counter), mock.patch.object(masked, "can_compile", return_value=True):
+    with compiling(counter), mock.patch.object(sdpa, "can_compile", return_value=True):
         ids = torch.arange(64)[None] // 7
         with torch.no_grad():
             asked, _ = small(DOCUMENTS, {"ids": ids}, 64)

@@ -11,7 +11,7 @@ from hypothesis import given
 from strategies import MANY, cases, specs
 
 import keras_headmask as hm
-from keras_headmask.attention import blocks, choose
+from keras_headmask.attention import choose, planner
 from keras_headmask.attention.request import Request
 from keras_headmask.export.interface import Input
 from keras_headmask.retrofit.made_up import made_up
@@ -114,7 +114,7 @@ def test_every_kind_of_leaf_is_here():
 def test_a_twin_gets_the_same_plan_and_choice(leaf):
     for rule in rules_with(leaf):
         twin = twins(rule)
-        plans = [blocks.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
+        plans = [planner.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
         assert plans[0] == plans[1]
         x = keras.ops.zeros((2, LENGTH, 2, 1))
         sizes = LENGTH, LENGTH, 0

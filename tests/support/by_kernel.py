@@ -78,7 +78,7 @@ def _as_if_on_gpu():
     from torch.nn.attention import flex_attention as module
 
     from keras_headmask.attention import device, kernels
-    from keras_headmask.attention.torch import flex, masked
+    from keras_headmask.attention.torch import flex, sdpa
 
     with contextlib.ExitStack() as stack:
         for holder, name, value in (
@@ -87,8 +87,8 @@ def _as_if_on_gpu():
             (flex, "_DTYPES", [{"float32"}, {"bfloat16"}, {"float16"}]),
             (flex, "_LEAST_SIZE", 1),
             (flex, "one_compiled", lambda compute: compute),
-            (masked, "one_compiled", lambda compute: compute),
-            (masked, "can_compile", lambda _: True),
+            (sdpa, "one_compiled", lambda compute: compute),
+            (sdpa, "can_compile", lambda _: True),
             (kernels, "_may_skip_half", lambda _: True),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from keras_headmask.attention.precision import HALF
+from keras_headmask.attention.half_precision import HALF
 from keras_headmask.masks import Mask, Tensor
 
 _HIDES = -(2.0**41)  # as in JAX: cuDNN subtracts larger ones wrongly

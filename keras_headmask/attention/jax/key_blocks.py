@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from keras_headmask.attention.blocks import NUMPY, across, bounds_of
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import Changes
+from keras_headmask.attention.planner import NUMPY, across, bounds_of
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules.base import leaves
 from keras_headmask.rules.evaluation import allowed_tile

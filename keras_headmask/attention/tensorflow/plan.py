@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask.attention.blocks import Arrays, bounds_of, flags_of
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.planner import Arrays, bounds_of, flags_of
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.protocol import leaves_gaps
 

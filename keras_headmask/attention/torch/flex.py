@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from keras_headmask.attention import blocks, nonfinite, precision
+from keras_headmask.attention import half_precision, nonfinite, planner
 from keras_headmask.attention.biases import Alibi
-from keras_headmask.attention.blocks import Arrays, across
 from keras_headmask.attention.gathered import is_stand_in
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.planner import Arrays, across
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.torch.compiled import can_compile, is_trained, one_compiled
 from keras_headmask.attention.torch.repair import shaded, sound
@@ -26,7 +26,7 @@ from keras_headmask.rules.protocol import Bound, Sides
 
 # What PyTorch's kernel needs, which it has for a CPU of this kind alone.
 _HAS_KERNEL = platform.system() != "Darwin" and "AVX" in torch.backends.cpu.get_cpu_capability()
-_DTYPES = [{dtype} for dtype in precision.HALF]  # (it multiplies float32 slowly)
+_DTYPES = [{dtype} for dtype in half_precision.HALF]  # (it multiplies float32 slowly)
 _LEAST_SIZE = 16  # of a head, on CUDA
 
 
@@ -178,7 +178,7 @@ def block_mask(
     block = part.tuning.wide_block if on_gpu else part.tuning.block
     groups, size = part.groups(), (block, block)
     rest = part.bound.leaf_inputs, (queries, keys), size, query_offset, _arrays(where)
-    bounds = [blocks.bounds_of(rule, *rest) for rule, _ in groups]
+    bounds = [planner.bounds_of(rule, *rest) for rule, _ in groups]
     numbered = {head: number for number, (_, heads) in enumerate(groups) for head in heads}
     group_of = [numbered[head] for head in range(len(part.heads))]
 

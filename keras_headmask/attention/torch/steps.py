@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keras_headmask.attention.blocks import NUMPY, TOGETHER, LeafInputs, bounds_of, flags_of
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.planner import NUMPY, TOGETHER, LeafInputs, bounds_of, flags_of
 from keras_headmask.rules import coverage
 
 _MOST_CELLS = 2**17  # tiles x blocks of keys x examples to look at: less than a millisecond

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from keras_headmask.attention import blocks, gathered
-from keras_headmask.attention.blocks import Plan
+from keras_headmask.attention import gathered, planner
 from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.planner import Plan
 from keras_headmask.attention.torch.steps import Step, steps_of
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Mask, Tensor
@@ -46,7 +46,7 @@ def compute(part: Part, query_offset: int, query: Tensor, key: Tensor, value: Te
     H = `part.sharing` * Hk.
     """
     batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    plan = functools.partial(blocks.plan_of, part, queries, keys, query_offset)
+    plan = functools.partial(planner.plan_of, part, queries, keys, query_offset)
     if not batch:
         return gathered.compute(part, plan(), query, key, value)
     steps = steps_of(part, _read(part.bound), batch, queries, keys, query_offset)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import FEW, cases
 
 import keras_headmask as hm
-from keras_headmask.attention import blocks
+from keras_headmask.attention import planner
 from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.by_head import head_groups
@@ -55,9 +55,9 @@ def test_what_is_not_possible_is_hidden_and_what_is_certain_is_allowed(case, til
         arrays_inputs = in_numpy(bound.leaf_inputs)
         rest = (queries, keys), (tile, block), offset
         found = {
-            "NumPy": blocks.bounds_of(rule, arrays_inputs, *rest, blocks.NUMPY),
-            "one": blocks.bounds_of(rule, arrays_inputs, *rest, blocks.TOGETHER),
-            "backend": blocks.bounds_of(rule, bound.leaf_inputs, *rest, arrays_here()),
+            "NumPy": planner.bounds_of(rule, arrays_inputs, *rest, planner.NUMPY),
+            "one": planner.bounds_of(rule, arrays_inputs, *rest, planner.TOGETHER),
+            "backend": planner.bounds_of(rule, bound.leaf_inputs, *rest, arrays_here()),
         }
         for of in found.values():
             possible, certain = (np.broadcast_to(numpy(x), (batch, *x.shape[1:])) for x in of)
@@ -85,7 +85,7 @@ def test_flags_are_taken_out_where_they_alone_open_and_are_few():
     def flags(rule, **inputs):
         bound = in_numpy(evaluation.bind(rule, inputs, 64, 64).leaf_inputs)
         most_set = lambda x: x.sum(1).max()  # noqa: E731
-        found = blocks.flags_of(rule, bound, current_tuning(), most_set)
+        found = planner.flags_of(rule, bound, current_tuning(), most_set)
         return {leaf: bool(is_few) for leaf, is_few in found.leaves.items()}, found.by_side
 
     window, flag = hm.Window(2, 2), hm.KeyFlag("few")

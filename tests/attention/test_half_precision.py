@@ -17,8 +17,8 @@ from tiled_contract import BACKEND, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import precision
-from keras_headmask.attention.precision import HALF, half_dtype, half_products, product
+from keras_headmask.attention import half_precision
+from keras_headmask.attention.half_precision import HALF, half_dtype, half_products, product
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -209,7 +209,7 @@ def test_errors_are_no_larger_than_stocks(route, dtype, monkeypatch):
         used.append(half)
         return product(subscripts, left, right, half)
 
-    monkeypatch.setattr(precision, "product", seen)
+    monkeypatch.setattr(half_precision, "product", seen)
     with how(), half_products():
         of_half = errors(by_ours(tiled), dtype)
     assert set(used) == {dtype}

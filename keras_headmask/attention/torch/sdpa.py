@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from keras_headmask.attention import head_groups, precision
+from keras_headmask.attention import half_precision, head_groups
 from keras_headmask.attention.gathered import is_stand_in
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
@@ -39,7 +39,7 @@ def why_not(request: Request) -> str | None:
 def run(request: Request, part: Part) -> Tensor:
     """The context of all heads."""
     operands = [request.query, request.key, request.value]
-    if precision.common_half(*operands) is None:
+    if half_precision.common_half(*operands) is None:
         operands = [x.float() for x in operands]
     if request.mask is not None:
         operands.append(request.mask)

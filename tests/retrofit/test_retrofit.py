@@ -1,13 +1,14 @@
 """`apply_head_masks`: what a rule does to a model that exists."""
 
+import functools
 import warnings
 
 import keras
 import numpy as np
 import pytest
-from contract import by_hand, normal, numpy, random_biases
+from contract import GROUPED, MULTI_HEAD, by_hand, normal, numpy, random_biases
 from keras import layers, ops
-from keras_versions import takes_unread_inputs
+from keras_versions import needs, takes_unread_inputs
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
 from tiled_contract import ALWAYS
@@ -93,10 +94,12 @@ def test_full_leaves_the_work_to_the_class(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_causal_flag_and_its_shortcut_are_kept(causal):
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED], ids=str)
+def test_a_causal_flag_and_its_shortcut_are_kept(kind, causal):
     x = keras.Input((7, 8))
-    attention = layers.MultiHeadAttention(4, 3, name="attention")
+    attention = kind.stock(**kind.sizes(4, 3), name="attention")
     stock = keras.Model(x, attention(x, x, use_causal_mask=causal))
+    random_biases(attention)
     given = normal(2, 7, 8)
     full = hm.apply_head_masks(stock, hm.Full())
     np.testing.assert_array_equal(numpy(full(given)), numpy(stock(given)))
@@ -105,11 +108,34 @@ def test_a_causal_flag_and_its_shortcut_are_kept(causal):
     if causal:
         allowed = allowed & np.tri(7, dtype=bool)
     assert_close(numpy(masked(given)), by_hand(attention, given, mask=allowed)[0], depth=2)
+    plain = hm.unmasked(masked)
+    assert type(plain.get_layer("attention")) is kind.stock
+    np.testing.assert_array_equal(numpy(plain(given)), numpy(stock(given)))
 
 
-def test_scores_are_those_of_the_rule():
+@needs("sliding_window")
+def test_a_window_of_the_layer_itself_stays():
+    x, given = keras.Input((7, 8)), normal(2, 7, 8)
+    attention = layers.GroupQueryAttention(3, 4, 2, sliding_window=2)
+    masked = hm.apply_head_masks(keras.Model(x, attention(x, x)), hm.PerHead({1: CHUNK}))
+    allowed = mask_by_loops(hm.PerHead({1: CHUNK}) & hm.Window(1, 1), 2, 4, 7, 7)
+    assert_close(numpy(masked(given)), by_hand(attention, given, mask=allowed)[0], depth=2)
+
+
+def test_a_head_that_no_query_of_grouped_attention_has_is_refused():
     x = keras.Input((7, 8))
-    attention = layers.MultiHeadAttention(4, 3)
+    message = "names head 12, but there are 4 query heads, numbered 0 to 3.* 2 of keys and values"
+    model = keras.Model(x, layers.GroupQueryAttention(3, 4, 2)(x, x))
+    with pytest.raises(ValueError, match=message):
+        hm.apply_head_masks(model, hm.PerHead({12: hm.Nothing()}))
+    with pytest.raises(ValueError, match=message):
+        GROUPED.layer(4, 3, mask_spec=hm.PerHead({12: hm.Nothing()}))(x)
+
+
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED], ids=str)
+def test_scores_are_those_of_the_rule(kind):
+    x = keras.Input((7, 8))
+    attention = kind.stock(**kind.sizes(4, 3))
     stock = keras.Model(x, attention(x, x, return_attention_scores=True))
     spec = hm.PerHead({0: hm.Nothing(), 1: CHUNK})
     _, scores = hm.apply_head_masks(stock, spec)(normal(2, 7, 8))
@@ -297,7 +323,10 @@ def test_one_whole_mask_for_layers_of_several_numbers_of_heads_is_refused():
         hm.apply_head_masks(keras.Model(ids, x), hm.MaskInput("mask"), add_inputs=True)
 
 
-@pytest.mark.parametrize("ask", [hm.mask_specs, hm.summary_masks, hm.unmasked])
+@pytest.mark.parametrize(
+    "ask",
+    [hm.mask_specs, hm.summary_masks, hm.unmasked, lambda x: hm.apply_head_masks(x, CHUNK)],
+)
 def test_only_keras_models_have_rules(ask):
     with pytest.raises(TypeError, match=r"`model` must be a Keras model\. Received: 'model.keras'"):
         ask("model.keras")
@@ -309,14 +338,6 @@ def test_a_model_in_place_of_the_rule(first):
         TypeError, match=r"the model comes first, `hm.apply_head_masks\(model, rule"
     ):
         hm.apply_head_masks(first, one_layer())
-
-
-def test_unmasked_takes_what_the_stock_model_took():
-    stock = one_layer()
-    masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
-    again = hm.unmasked(masked)
-    assert again.input.name == stock.input.name
-    assert type(again.input) is type(stock.input)
 
 
 def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():
@@ -617,31 +638,29 @@ def leak_of(model):
     return abs(numpy(model(TOKENS)) - numpy(model(changed)))[:, 3:].max()
 
 
-def test_what_is_no_model_is_refused():
-    with pytest.raises(TypeError, match="must be a Keras model"):
-        hm.apply_head_masks(layers.MultiHeadAttention(4, 3), CHUNK)
-
-
 # --- Layers that have a rule ----------------------------------------------------------------------
 
 
-def with_own_rule():
+def with_own_rule(kind=MULTI_HEAD):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8, name="embedding")(ids)
-    attention = hm.PerHeadMaskedMultiHeadAttention(
-        4, 3, mask_spec=hm.PerHead({0: hm.SameSentence(9)}), name="attention"
-    )
+    attention = kind.layer(4, 3, mask_spec=hm.PerHead({0: hm.SameSentence(9)}), name="attention")
     model = keras.Model(ids, attention(x, mask_inputs={"token_ids": ids}), name="own")
     random_biases(attention)
     return model
 
 
 @pytest.mark.parametrize("existing", ["and", "replace"])
-@pytest.mark.parametrize("make", [with_own_rule, one_layer], ids=["our layer", "masked before"])
+@pytest.mark.parametrize(
+    "make",
+    [with_own_rule, functools.partial(with_own_rule, GROUPED), one_layer],
+    ids=["our layer", "our grouped layer", "masked before"],
+)
 def test_and_or_replace_a_rule(make, existing, tmp_path):
-    first, second = hm.PerHead({0: hm.SameSentence(9)}), hm.PerHead({"0-1": hm.Window(1, 1)})
+    first = hm.PerHead({0: hm.SameSentence(9)})
+    second = hm.PerHead({"0-1": hm.Window(1, 1), 2: hm.SameSentence(4)})
     stock, padding = make(), make is one_layer
-    before = stock if make is with_own_rule else hm.apply_head_masks(stock, first)
+    before = hm.apply_head_masks(stock, first) if make is one_layer else stock
     with pytest.raises(ValueError, match=r"'attention' .*has a rule already.*existing='and'"):
         hm.apply_head_masks(before, second)
     pair = {"token_ids": (TOKENS, TOKENS)}

@@ -44,7 +44,7 @@ class Block(layers.Layer):
         return cls(**config)
 
 
-def one_layer(attention=None, mask_zero=True, **arguments):
+def one_layer(mask_zero=True, **arguments):
     """Token ids -> embedding with its Keras mask -> one attention layer."""
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8, mask_zero=mask_zero, name="embedding")(ids)

@@ -1,5 +1,6 @@
 """Each backbone that KerasHub builds from Keras' attention obeys a rule; the others refuse it."""
 
+import functools
 import inspect
 
 import backbones
@@ -7,47 +8,35 @@ import decoders
 import keras
 import numpy as np
 import pytest
-from backbone_calls import built, called, data, randomised
+from backbone_calls import built, called, data, given_to, randomised
 from contract import numpy
-from fresh import run_fresh
+from fresh import reload_fresh
 
 import keras_headmask as hm
 
 keras_hub = pytest.importorskip("keras_hub")
-NAMES = [entry.name for entry in backbones.COVERED]
+BY_NAME = {entry.name: entry for entry in backbones.COVERED}
+# Of KerasHub's encoder layer, as BERT and ALBERT.
+ALIKE = "RobertaBackbone", "XLMRobertaBackbone", "DistilBertBackbone", "ElectraBackbone"
 
 
 @pytest.fixture(scope="module")
 def models():
-    made = {}
-    for entry in backbones.COVERED:
+    """By its name, the stock model and the masked one, made once."""
+
+    @functools.cache
+    def made(name):
         keras.utils.set_random_seed(0)
-        stock = randomised(built(entry.name, entry.arguments))
-        made[entry.name] = entry, stock, hm.apply_head_masks(stock, hm.Chunk(4))
+        stock = randomised(built(name, BY_NAME[name].arguments))
+        return stock, hm.apply_head_masks(stock, hm.Chunk(4))
+
     return made
 
 
-@pytest.mark.long
-def test_what_a_model_around_a_masked_backbone_adds_is_saved_with_it(models, tmp_path):
-    _, _, masked = models["BertBackbone"]
-    outer = keras.Model(masked.input, keras.layers.Dense(2)(masked.output["sequence_output"]))
-    both = hm.apply_head_masks(outer, hm.Window(1, 1), existing="and")
-    both.save(tmp_path / "both.keras")
-    loaded = keras.saving.load_model(tmp_path / "both.keras")
-    assert set(hm.mask_specs(loaded).values()) == {hm.Chunk(4) & hm.Window(1, 1)}
-    given = data(masked)
-    np.testing.assert_array_equal(numpy(loaded(given)), numpy(both(given)))
-    called_on = keras.Model(masked.input, masked(masked.input)["sequence_output"])
-    both = hm.apply_head_masks(called_on, hm.Window(1, 1), existing="and")
-    both.save(tmp_path / "called.keras")
-    loaded = keras.saving.load_model(tmp_path / "called.keras")
-    assert set(hm.mask_specs(loaded).values()) == {hm.Chunk(4) & hm.Window(1, 1)}
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.every_day("Bart|Whisper|Bert")
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.every_day("^(Bart|Whisper|Bert)")
 def test_full_is_stock(models, name):
-    _, stock, _ = models[name]
+    stock, _ = models(name)
     full, given = hm.apply_head_masks(stock, hm.Full()), data(stock)
     for a, b in zip(full.weights, stock.weights, strict=True):
         np.testing.assert_array_equal(numpy(a), numpy(b))
@@ -57,10 +46,12 @@ def test_full_is_stock(models, name):
     assert isinstance(full, getattr(keras_hub.models, name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.long if x in ALIKE else ()) for x in BY_NAME]
+)
 def test_nothing_leaks_through_a_rule(models, name):
-    entry, stock, masked = models[name]
-    for leak in entry.leaks:
+    stock, masked = models(name)
+    for leak in BY_NAME[name].leaks:
         given = data(stock)
         changed = {key: value.copy() for key, value in given.items()}
         changed[leak.input][leak.place] = 1 if "token" in leak.input else 3.0
@@ -74,34 +65,10 @@ def test_nothing_leaks_through_a_rule(models, name):
         assert moved(masked) == 0
 
 
-FRESH = """
-import sys, pathlib, numpy as np, keras, keras_headmask, keras_hub
-folder = pathlib.Path(sys.argv[1])
-for file in folder.glob("*.keras"):
-    model = keras.saving.load_model(file)
-    given = dict(np.load(file.with_suffix(".in.npz")))
-    given = given if isinstance(model.input, dict) else next(iter(given.values()))
-    out = model(given)
-    out = out if isinstance(out, dict) else {"only": out}
-    out = {k: keras.ops.convert_to_numpy(v) for k, v in out.items()}
-    np.savez(file.with_suffix(".out.npz"), **out)
-"""
-
-
-@pytest.mark.long  # (`test_families` has this every day)
+@pytest.mark.long  # (`test_examples` does it every day)
 def test_all_reload_in_a_fresh_process(models, tmp_path):
-    wanted = {}
-    for name, (_, stock, masked) in models.items():
-        masked.save(tmp_path / f"{name}.keras")
-        np.savez(tmp_path / f"{name}.in.npz", **data(stock))
-        wanted[name] = called(masked, data(stock))
-        effect = max(abs(called(stock, data(stock))[k] - v).max() for k, v in wanted[name].items())
-        assert effect > 1e-3
-    run_fresh(FRESH, tmp_path)
-    for name, outputs in wanted.items():
-        with np.load(tmp_path / f"{name}.out.npz") as out:
-            for output, value in outputs.items():
-                np.testing.assert_array_equal(out[output], value, err_msg=name)
+    masked = {name: models(name)[1] for name in BY_NAME}
+    reload_fresh(tmp_path, {k: (x, given_to(x)) for k, x in masked.items()}, "keras_hub")
 
 
 @pytest.mark.parametrize("entry", backbones.REFUSED, ids=lambda entry: entry.name)

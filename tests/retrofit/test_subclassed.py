@@ -1,58 +1,22 @@
 """Subclassed models that hold a rule on ids are saved and loaded whole."""
 
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 import subclassed_models as subclassed
 from contract import numpy
+from fresh import reload_fresh
 from keras import layers
-from subclassed_models import IDS, SHAPES, X, called
+from subclassed_models import IDS, SHAPES, X
 
 import keras_headmask as hm
-
-ROOT = Path(__file__).parents[2]
-FRESH = """
-import pathlib, sys, warnings
-import keras, numpy as np
-from subclassed_models import SHAPES, called
-
-warnings.filterwarnings("error", message=".*cannot be built.*|.*unbuilt state.*")
-for cls in SHAPES:
-    model = keras.saving.load_model(pathlib.Path(sys.argv[1], f"{cls.__name__}.keras"))
-    weights = model.get_weights()  # before a call, which would build what is not built
-    np.savez(pathlib.Path(sys.argv[1], f"{cls.__name__}.npz"), called(model), *weights)
-"""
 
 
 @pytest.mark.long
 def test_subclassed_models_reload_whole_in_a_fresh_process(tmp_path):
-    wanted = {}
-    for cls in SHAPES:
-        model = cls()
-        output = called(model)
-        model.save(tmp_path / f"{cls.__name__}.keras")
-        wanted[cls.__name__] = [output, *model.get_weights()]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path)],
-        env=dict(os.environ, PYTHONPATH=path, KERAS_BACKEND=keras.backend.backend()),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, arrays in wanted.items():
-        with np.load(tmp_path / f"{name}.npz") as file:
-            loaded = list(file.values())
-        assert len(loaded) == len(arrays), name
-        for ours, theirs in zip(loaded, arrays, strict=True):
-            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    models = {cls.__name__: (cls(), *given) for cls, given in SHAPES.items()}
+    reload_fresh(tmp_path, models, "subclassed_models")
 
 
 @pytest.mark.parametrize("cls", [subclassed.OfAList, subclassed.Nested])

@@ -32,6 +32,12 @@ def data(model):
     return made
 
 
+def given_to(model):
+    """`data`, as `model` takes it."""
+    given = data(model)
+    return given if isinstance(model.input, dict) else next(iter(given.values()))
+
+
 def called(model, given):
     outputs = model(given if isinstance(model.input, dict) else next(iter(given.values())))
     outputs = outputs if isinstance(outputs, dict) else {"only": outputs}

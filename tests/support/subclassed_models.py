@@ -158,12 +158,5 @@ SHAPES = {
     Nested: [[X, IDS]],
     OfFunctions: [NAMED | {"bias": np.zeros((7, 7), "float32")}],
     OfAnArgument: [X, {"token_ids": IDS}],
-    OfAnOption: [X],
+    OfAnOption: [X, IDS],
 }
-BY_NAME = {OfAnOption: {"token_ids": IDS}}
-
-
-def called(model):
-    given, *rest = SHAPES[type(model)]
-    by_name = BY_NAME.get(type(model), {})
-    return keras.ops.convert_to_numpy(model(given, *rest, **by_name))

@@ -202,19 +202,6 @@ def close(made, wanted):
     keras.tree.map_structure(lambda x, y: assert_close(numpy(x), y, depth=3), made, wanted)
 
 
-@pytest.mark.tensorflow
-def test_the_backbone_of_a_masked_task_is_exported(tmp_path):
-    import tensorflow as tf
-
-    task = hm.apply_head_masks(task_of("Bert"), rule_of("Bert"))
-    report = hm.export_saved_model(task.backbone, tmp_path, check=False)
-    given = {k: tf.cast(x, "int32") for k, x in tokens(task).items()}
-    served = tf.saved_model.load(str(report.path))
-    got, wanted = served.serve(given), task.backbone(given)
-    for key, value in wanted.items():
-        assert_close(numpy(got[key]), numpy(value), depth=3)
-
-
 def test_a_backbone_that_lacks_what_its_rule_reads_is_refused():
     rule = hm.SameSegment("sentence_ids")
     task = hm.apply_head_masks(task_of("Bert"), rule, add_inputs=True)

@@ -1,17 +1,13 @@
 """A masked model as an object of Keras: copied, used up, saved, loaded, exported, trained."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
-from small_models import CHUNK, PARTS, TOKENS, Block, leak, one_layer, stack
+from small_models import CHUNK, TOKENS, Block, leak, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -89,35 +85,6 @@ def test_a_model_that_cannot_be_copied():
 
 # --- Files ----------------------------------------------------------------------------------------
 
-FRESH = """
-import sys, numpy as np, keras, keras_headmask
-sys.path.insert(0, sys.argv[2])
-import small_models
-model = keras.saving.load_model(sys.argv[1] + ".keras")
-np.savez(sys.argv[1] + ".npz", y=model.predict(small_models.TOKENS, verbose=0))
-model.evaluate(small_models.TOKENS, np.ones((2, 7, 8), "float32"), verbose=0)
-"""
-
-
-@pytest.mark.long  # (`test_examples` does it every day)
-def test_saved_after_fitting_and_loaded_in_a_fresh_process(tmp_path):
-    masked = hm.apply_head_masks(stack(2), {"0": BY_SENTENCE, "1": CHUNK})
-    masked.compile("adam", "mse", jit_compile=False)
-    x, y = np.tile(TOKENS, (4, 1)), np.tile(normal(2, 7, 8), (4, 1, 1))
-    losses = masked.fit(x, y, epochs=8, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    masked.save(tmp_path / "model.keras")
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path / "model"), str(root / "tests" / "support")],
-        env=dict(os.environ, PYTHONPATH=str(root), KERAS_BACKEND=BACKEND),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(tmp_path / "model.npz") as out:
-        np.testing.assert_array_equal(out["y"], masked.predict(TOKENS, verbose=0))
-
 
 def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
     stock = stack(2)
@@ -193,44 +160,26 @@ def test_an_edited_file_never_loads_without_its_rule(case):
         keras.models.model_from_json(json.dumps(config))
 
 
-@pytest.mark.tensorflow
-@pytest.mark.long  # (`test_examples` does it every day)
-def test_exported(tmp_path):
-    import tensorflow as tf
-
-    rule = hm.PerHead({"1-2": hm.SameSegment("parts")})
-    masked = hm.apply_head_masks(one_layer(), rule, add_inputs=True)
-    masked.export(str(tmp_path / "model"), verbose=False)
-    served = tf.saved_model.load(str(tmp_path / "model"))
-    got = served.serve([tf.constant(TOKENS), tf.constant(PARTS)]).numpy()
-    assert_close(got, numpy(masked([TOKENS, PARTS])), depth=3)
-
-
 # --- Training in other ways -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+@pytest.mark.parametrize("dtype_policy", ["mixed_bfloat16", "float64"], indirect=True)
 @pytest.mark.every_day("bfloat16")
-def test_other_dtypes(policy, tmp_path):
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(policy)
-    try:
-        stock = one_layer()
-        full = hm.apply_head_masks(stock, hm.Full())
-        np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
-        # In bfloat16, 256 and 257 are one number; as ids they must stay two.
-        masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
-        parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
-        assert leak(masked, {"parts": parts}) == 0 < leak(stock)
-        masked.compile("sgd", "mse")
-        history = masked.fit([TOKENS, parts], np.ones((2, 7, 8), "float32"), verbose=0)
-        assert np.isfinite(history.history["loss"]).all()
-        masked.save(tmp_path / "model.keras")
-        again = keras.saving.load_model(tmp_path / "model.keras")
-        given = [TOKENS, parts]
-        np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
-    finally:
-        keras.config.set_dtype_policy(before)
+def test_other_dtypes(dtype_policy, tmp_path):
+    stock = one_layer()
+    full = hm.apply_head_masks(stock, hm.Full())
+    np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
+    # In bfloat16, 256 and 257 are one number; as ids they must stay two.
+    masked = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+    parts = np.array([[256, 256, 256, 257, 257, 257, 257]] * 2, "int32")
+    assert leak(masked, {"parts": parts}) == 0 < leak(stock)
+    masked.compile("sgd", "mse")
+    history = masked.fit([TOKENS, parts], np.ones((2, 7, 8), "float32"), verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    masked.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    given = [TOKENS, parts]
+    np.testing.assert_array_equal(numpy(again(given)), numpy(masked(given)))
 
 
 def test_compiled_by_xla():

@@ -1,11 +1,5 @@
 """A real pretrained BERT under a rule, against Hugging Face's code on the same weights."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import keras
 import numpy as np
 import pytest
 from contract import numpy
@@ -30,6 +24,7 @@ TEXTS = [
 ANY_SENTENCE = hm.SameSentence(FULL_STOP)
 # By layer, since the third rule differs among them.
 RULES = {
+    "none": [hm.Full()] * LAYERS,
     "same sentence": [hm.PerHead({0: ANY_SENTENCE})] * LAYERS,
     "windows with a sink": [
         hm.PerHead({"0-5": hm.Window(2, 2) | hm.Keys(0, 1)}, default=hm.Window(before=4))
@@ -81,16 +76,15 @@ def alive(given):
     return given["padding_mask"].astype(bool)
 
 
-def by_peer(peer, given, specs=None):
+def by_peer(peer, given, specs):
     """What Hugging Face's layers make of it, each under a mask made by loops over the rule."""
     ids = given["token_ids"]
     padding = alive(given)[:, None, None, :]
     hooks = []
     for i, layer in enumerate(peer.encoder.layer):
         allowed = np.broadcast_to(padding, (len(ids), HEADS, LENGTH, LENGTH))
-        if specs is not None:
-            reads = {"token_ids": ids} if specs[i].inputs else {}
-            allowed = allowed & mask_by_loops(specs[i], len(ids), HEADS, LENGTH, LENGTH, reads)
+        reads = {"token_ids": ids} if specs[i].inputs else {}
+        allowed = allowed & mask_by_loops(specs[i], len(ids), HEADS, LENGTH, LENGTH, reads)
         additive = torch.from_numpy(np.where(allowed, 0.0, -1e9).astype("float32"))
 
         def with_mask(module, args, kwargs, additive=additive):
@@ -111,27 +105,8 @@ def by_peer(peer, given, specs=None):
     return out.last_hidden_state.numpy(), out.pooler_output.numpy()
 
 
-def test_full_is_bit_equal_and_the_weights_are_the_same(stock, given):
-    full = hm.apply_head_masks(stock, hm.Full())
-    assert [w.path for w in full.weights] == [w.path for w in stock.weights]
-    for a, b in zip(full.weights, stock.weights, strict=True):
-        np.testing.assert_array_equal(numpy(a), numpy(b))
-    got, wanted = (
-        model.predict(given, verbose=0)["sequence_output"][alive(given)] for model in (full, stock)
-    )
-    np.testing.assert_array_equal(got, wanted)
-
-
-def test_without_a_rule_the_peer_agrees(stock, peer, given):
-    sequence, pooled = by_peer(peer, given)
-    out = stock(given)
-    live = alive(given)
-    assert_close(numpy(out["sequence_output"])[live], sequence[live], depth=6)
-    assert_close(numpy(out["pooled_output"]), pooled, depth=6)
-
-
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.every_day("^same sentence")
+@pytest.mark.every_day("^(none|same sentence)")
 def test_rules_match_hugging_face(stock, peer, given, rule):
     out = masked(stock, rule)(given)
     sequence, pooled = by_peer(peer, given, RULES[rule])
@@ -139,53 +114,4 @@ def test_rules_match_hugging_face(stock, peer, given, rule):
     assert_close(numpy(out["sequence_output"])[live], sequence[live], depth=6)
     assert_close(numpy(out["pooled_output"]), pooled, depth=6)
     effect = abs(numpy(out["sequence_output"]) - numpy(stock(given)["sequence_output"]))[live].max()
-    assert effect > 1e-2
-
-
-FRESH = """
-import sys, numpy as np
-path, what = sys.argv[1], sys.argv[2]
-given = dict(np.load(path + ".in.npz"))
-if what == "keras":
-    import keras, keras_headmask, keras_hub
-    out = keras.saving.load_model(path + ".keras").predict(given, verbose=0)["sequence_output"]
-else:
-    import tensorflow as tf
-    model = tf.saved_model.load(path)
-    out = model.serve({k: tf.constant(v) for k, v in given.items()})["sequence_output"].numpy()
-    assert "keras_headmask" not in sys.modules
-np.save(path + ".out.npy", out)
-"""
-
-
-def fresh(path, what):
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(path), what],
-        env=dict(os.environ, PYTHONPATH=root, KERAS_BACKEND=keras.backend.backend()),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return np.load(f"{path}.out.npy")
-
-
-@pytest.mark.long  # (`test_examples.test_demo` does it, too)
-def test_a_fresh_process_reloads_it_bit_equal(stock, given, tmp_path):
-    model = masked(stock, "other rules by layer")
-    model.save(tmp_path / "model.keras")
-    np.savez(tmp_path / "model.in.npz", **given)
-    wanted = model.predict(given, verbose=0)["sequence_output"]
-    np.testing.assert_array_equal(fresh(tmp_path / "model", "keras"), wanted)
-
-
-@pytest.mark.long  # (`test_examples.test_demo` does it, too)
-@pytest.mark.tensorflow
-def test_its_saved_model_needs_no_package(stock, given, tmp_path):
-    model = masked(stock, "same sentence")
-    model.export(str(tmp_path / "model"), verbose=False)
-    np.savez(tmp_path / "model.in.npz", **given)
-    wanted = numpy(model(given)["sequence_output"])
-    live = alive(given)
-    assert_close(fresh(tmp_path / "model", "saved_model")[live], wanted[live], depth=6)
-    assert abs(numpy(stock(given)["sequence_output"]) - wanted)[live].max() > 1e-2
+    assert (effect > 1e-2) == (rule != "none")

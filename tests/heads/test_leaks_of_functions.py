@@ -182,7 +182,8 @@ def test_a_function_needs_a_rule():
 
 def test_a_function_that_draws_random_numbers_is_an_error():
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match="needs a deterministic model: switch off dropout"):
+    told = r"differs in two runs on the same inputs\. `find_leaks` needs a deterministic model: sw"
+    with pytest.raises(ValueError, match=told):
         hm.find_leaks(lambda x: causal(x) + rng.normal(size=x.shape), FLOATS, CAUSAL)
 
 
@@ -221,18 +222,16 @@ def test_padding_of_a_function(named):
 # --- Other frameworks -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch(dtype):
+def test_torch():
     torch = pytest.importorskip("torch")
-    embed = torch.nn.Embedding(12, 4, dtype=getattr(torch, dtype))
+    embed = torch.nn.Embedding(12, 4, dtype=torch.bfloat16)
 
     def model(ids):
         assert ids.dtype == torch.int64
         return torch.cumsum(embed(ids), 1)  # with its graph
 
     ids = torch.tensor(IDS)
-    tolerance = 1e-5 if dtype == "float32" else 1e-2
-    assert not hm.find_leaks(model, ids, CAUSAL, tolerance=tolerance)
+    assert not hm.find_leaks(model, ids, CAUSAL, tolerance=1e-2)
     assert hm.find_leaks(lambda x: model(x) + embed(x).mean(1, True), ids, CAUSAL)
 
 

@@ -56,10 +56,10 @@ def test_logs_get_a_line_now_and_then(monkeypatch, capsys):
     assert capsys.readouterr().err == "2 of 4 steps\n4 of 4 steps\n"
 
 
-@pytest.mark.parametrize("name", ["measure_heads", "ablate_heads"])
-def test_verbose_is_as_keras_has_it(name, monkeypatch, capsys):
-    function = getattr(hm, name)
-    given = IDS if name == "measure_heads" else lambda _: 1.0
+@pytest.mark.parametrize(
+    ("function", "given"), [(hm.measure_heads, IDS), (hm.ablate_heads, lambda _: 1.0)]
+)
+def test_verbose_is_as_keras_has_it(function, given, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", None)  # a person looks on
     monkeypatch.setattr(progress, "_SECONDS", 0)
     function(model(), given, verbose=0)

@@ -173,6 +173,21 @@ def by_layers(x):
     return layers.Dot((2, 1))([layers.Softmax()(layers.Dot(2)([x, x])), x])
 
 
+def of_graphs(x):
+    scores = layers.Dense(1)(x) + layers.Permute((2, 1))(layers.Dense(1)(x))
+    return ops.matmul(ops.softmax(scores), x)
+
+
+def by_sums_of_products(x):
+    scores = ops.sum(layers.Dense(4)(x)[:, :, None] * layers.Dense(4)(x)[:, None], axis=-1)
+    return ops.einsum("bts,bsd->btd", ops.softmax(scores / 2.0), x)
+
+
+def out_of_sight(x):
+    scores = layers.Lambda(lambda y: ops.matmul(y, ops.transpose(y, (0, 2, 1))))(layers.Dense(8)(x))
+    return ops.matmul(ops.softmax(scores), x)
+
+
 SYMBOLIC = {
     "ours": (lambda x: split(hm.dot_product_attention, x), "Softmax"),
     "ours with a rule": (
@@ -184,6 +199,11 @@ SYMBOLIC = {
     "layers": (by_layers, "Softmax"),
     "exp, divided later": (lambda x: by_exp_divided_later(x), "Exp"),
     "log_softmax": (lambda x: by_log_softmax(x), "LogSoftmax"),
+    "additive": (lambda x: by_sums(x, layers.Dense(1)), "Softmax"),
+    "of graphs": (of_graphs, "Softmax"),
+    "sums of products": (by_sums_of_products, "Softmax"),
+    "einsum": (lambda x: by_einsum(layers.Dense(8)(x)), "Softmax"),
+    "logits out of sight": (out_of_sight, "Softmax"),
     "a nested model": (lambda x: keras.Model(y := keras.Input((7, 8)), helper(y))(x), "DotProduct"),
 }
 
@@ -194,7 +214,9 @@ def test_attention_that_a_graph_spells_out(how):
     model = beside_known(attend)
     with pytest.raises(ValueError, match=rf"\({named}.* are out of reach"):
         hm.apply_head_masks(model, CHUNK)
-    assert list(hm.mask_specs(hm.apply_head_masks(model, CHUNK, layers="known"))) == ["known"]
+    is_copied = how != "logits out of sight"  # (Keras makes no second Lambda of this one)
+    masked = hm.apply_head_masks(model, CHUNK, layers="known", copy=is_copied)
+    assert list(hm.mask_specs(masked)) == ["known"]
 
 
 def test_an_exp_of_an_input_is_no_attention():
@@ -202,14 +224,6 @@ def test_an_exp_of_an_input_is_no_attention():
     y = ops.matmul(ops.exp(x), np.ones((64, 8), "float32"))
     y = layers.MultiHeadAttention(2, 4, name="known")(y, y)
     assert list(hm.mask_specs(hm.apply_head_masks(keras.Model(x, y), CHUNK))) == ["known"]
-
-
-def test_a_softmax_of_other_things_is_no_attention():
-    def experts(x):
-        gates = ops.softmax(layers.Dense(3)(x))  # (batch, length, experts)
-        return ops.einsum("ble,bld->bld", gates, x)
-
-    assert hm.mask_specs(hm.apply_head_masks(beside_known(experts), CHUNK))
 
 
 # --- Spelled out in the code of a layer -----------------------------------------------------------
@@ -333,8 +347,16 @@ def experts(x, gate, *inner):
     return ops.einsum("bte,bted->btd", ops.softmax(gate(x)), of_each)
 
 
+def noisy_experts(x, gate, noise):
+    return ops.einsum("bte,btd->btd", ops.softmax((gate(x) + 0.1 * noise(x)) / 2.0), x)
+
+
 def pooled(x, dense):
     return ops.softmax(swapped(dense(x))) @ x
+
+
+def pooled_by_the_mean(x):
+    return ops.softmax(ops.mean(x, axis=1, keepdims=True) @ swapped(x)) @ x
 
 
 def squeezed(x, dense):
@@ -356,31 +378,40 @@ def routed(x, dense):
     return x + ops.mean(capsules)
 
 
-def dense_layers(*sizes):
-    return [layers.Dense(size) for size in sizes]
-
-
-OF_OTHER_THINGS = {
-    "experts": lambda: Parts(experts, *dense_layers(3, 8, 8, 8)),
-    "as many experts as positions": lambda: Parts(experts, *dense_layers(7, *[8] * 7)),
-    "pooling": lambda: Parts(lambda x, dense: x + pooled(x, dense), *dense_layers(1)),
-    "squeeze and excite": lambda: Parts(squeezed, *dense_layers(8)),
-    "linear": lambda: Parts(of_features, *dense_layers(8, 8)),
-    "capsules": lambda: Parts(routed, *dense_layers(12)),
-    "exp of numbers": lambda: Parts(lambda x: x + ops.exp(x) @ ops.ones((8, 8))),
-    "attention of Keras": lambda: Parts(
-        lambda x, inner: inner(x, x), layers.MultiHeadAttention(2, 4)
-    ),
-    "our own": lambda: Parts(
-        lambda x, inner: inner(x), hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=CHUNK)
-    ),
+OF_OTHER_THINGS = {  # functions, and the sizes of the layers that they are given
+    "experts": (experts, 3, 8, 8, 8),
+    "as many experts as positions": (experts, 7, *[8] * 7),
+    "noisy experts": (noisy_experts, 7, 7),
+    "pooling": (pooled, 1),
+    "pooling by several": (pooled, 4),
+    "pooling by the mean": (pooled_by_the_mean,),
+    "squeeze and excite": (squeezed, 8),
+    "linear": (of_features, 8, 8),
+    "capsules": (routed, 12),
+    "exp of numbers": (lambda x: x + ops.exp(x) @ ops.ones((8, 8)),),
+}
+IN_SIGHT = {
+    "attention of Keras": lambda: layers.MultiHeadAttention(2, 4),
+    "our own": lambda: hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=CHUNK),
 }
 
 
 @pytest.mark.parametrize("what", OF_OTHER_THINGS)
 @pytest.mark.parametrize("length", [7, None])
-def test_code_with_a_softmax_of_other_things_is_no_attention(what, length):
-    assert not Survey(of_length(length, OF_OTHER_THINGS[what]())).unknown
+def test_a_softmax_of_other_things_is_no_attention(what, length):
+    """In the code of a layer, and in a graph."""
+    mix, *sizes = OF_OTHER_THINGS[what]
+    parts = [layers.Dense(size) for size in sizes]
+    assert not Survey(of_length(length, Parts(mix, *parts))).unknown
+    if what != "capsules" or length:  # (a graph cannot reshape by a length that it lacks)
+        assert not Survey(of_length(length, lambda x: mix(x, *parts))).unknown
+
+
+@pytest.mark.parametrize("what", IN_SIGHT)
+@pytest.mark.parametrize("length", [7, None])
+def test_attention_in_sight_inside_of_a_layer_is_not_told_as_its_own(what, length):
+    around = Parts(lambda x, inner: inner(x, x), IN_SIGHT[what]())
+    assert not Survey(of_length(length, around)).unknown
 
 
 # --- Layers that Keras does not track -------------------------------------------------------------

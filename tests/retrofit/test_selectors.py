@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy
-from keras import layers, ops
+from keras import layers
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS
 from tolerance import assert_close
@@ -101,80 +101,6 @@ def test_a_number_as_a_key_may_mean_a_head(decoder, key):
 def test_the_advice_keeps_all_numbers_of_a_key(key, advised):
     with pytest.raises(ValueError, match=advised):
         select._refuse_number(key)
-
-
-def pooling(x):
-    weights = layers.Softmax()(layers.Permute((2, 1))(layers.Dense(1)(x)))
-    return layers.Dot((2, 1))([weights, x])
-
-
-def pooling_by_several(x):
-    weights = layers.Softmax()(layers.Permute((2, 1))(layers.Dense(4)(x)))
-    return layers.Dot((2, 1))([weights, x])
-
-
-def pooling_by_the_mean(x):
-    mean = ops.mean(x, axis=1, keepdims=True)
-    return layers.Dot((2, 1))([layers.Softmax()(layers.Dot(2)([mean, x])), x])
-
-
-def experts(x):
-    gates = layers.Dense(4, activation="softmax")(x)
-    return ops.einsum("bte,bted->btd", gates, ops.stack([layers.Dense(8)(x)] * 4, axis=2))
-
-
-def noisy_experts(x):
-    gates = ops.softmax((layers.Dense(4)(x) + 0.1 * layers.Dense(4)(x)) / 2.0)
-    return ops.einsum("bte,btd->btd", gates, x)
-
-
-@pytest.mark.parametrize(
-    ("length", "mix"),
-    [
-        (None, pooling),
-        (None, pooling_by_several),
-        (None, pooling_by_the_mean),
-        (4, experts),
-        (4, noisy_experts),
-    ],
-)
-def test_pooling_and_experts_are_no_attention(length, mix):
-    x = keras.Input((length, 8))
-    model = keras.Model(x, mix(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
-    assert list(hm.mask_specs(hm.apply_head_masks(model, CHUNK))) == ["known"]
-
-
-def additive(x):
-    scores = layers.Dense(1)(ops.tanh(layers.Dense(4)(x)[:, :, None] + layers.Dense(4)(x)[:, None]))
-    return ops.matmul(ops.softmax(scores[..., 0]), x)
-
-
-def of_graphs(x):
-    scores = layers.Dense(1)(x) + layers.Permute((2, 1))(layers.Dense(1)(x))
-    return ops.matmul(ops.softmax(scores), x)
-
-
-def by_sums(x):
-    scores = ops.sum(layers.Dense(4)(x)[:, :, None] * layers.Dense(4)(x)[:, None], axis=-1)
-    return ops.einsum("bts,bsd->btd", ops.softmax(scores), x)
-
-
-def of_one_tensor(x):
-    x = layers.Dense(8)(x)
-    return ops.matmul(ops.softmax(ops.einsum("btd,bsd->bts", x, x) / 2.0), x)
-
-
-def out_of_sight(x):
-    scores = layers.Lambda(lambda y: ops.matmul(y, ops.transpose(y, (0, 2, 1))))(layers.Dense(8)(x))
-    return ops.matmul(ops.softmax(scores), x)
-
-
-@pytest.mark.parametrize("attend", [additive, of_graphs, by_sums, of_one_tensor, out_of_sight])
-def test_pairs_of_positions_are_attention_however_they_are_made(attend):
-    x = keras.Input((4, 8))
-    model = keras.Model(x, attend(layers.MultiHeadAttention(2, 4, name="known")(x, x)))
-    with pytest.raises(ValueError, match=r"\(Softmax\) .*are out of reach"):
-        hm.apply_head_masks(model, CHUNK)
 
 
 def test_cross_attention_reads_a_pair(decoder):

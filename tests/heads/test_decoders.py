@@ -32,7 +32,15 @@ def test_measured_and_sealed(family, rule):
     assert report.tried == report.pairs > 0
     found = hm.measure_heads(model, texts, layers=family.layers, verbose=0)
     assert found.tokens == 18
+    allowed = TEXTS["padding_mask"].astype(bool)[:, None, None]
+    if rule is not None:
+        codes = {finding.code for finding in hm.lint(model, mask_inputs=texts)}
+        assert "not-checked" not in codes
+        allowed = allowed & keras.ops.convert_to_numpy(hm.make_mask(rule, 10, 10, 4))
+        title = hm.plot_attention(model, texts, layer=0).get_suptitle()
+        assert "attention outside the mask: 0 pairs" in " ".join(title.split())
     for probabilities in hm.attention_probabilities(model, texts, layers=family.layers).values():
+        assert not probabilities[~np.broadcast_to(allowed, probabilities.shape)].any()
         sums = probabilities.sum(-1)[:, :, :8]  # of queries that are no padding
         sees = np.ones(4) if rule is None else np.array([1, 1, 0, 1])
         sees = np.broadcast_to(sees[:, None], sums.shape)

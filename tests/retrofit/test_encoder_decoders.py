@@ -5,8 +5,6 @@ head. The two sequences have different lengths, so the logits of each kind have 
 """
 
 import copy
-import sys
-import types
 
 import keras
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 from backbone_calls import randomised
 from contract import numpy
 from decoders import ENCODER_DECODERS, HUGGING_FACE, T5_GEMMA
+from own_attention import RULE, by_oracle, drawn, of_rule
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -25,24 +24,7 @@ keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made f
 pytestmark = pytest.mark.filterwarnings("ignore:.*destroy the mask information.*")  # T5's own
 PARTS = "encoder", "decoder"
 TEXT, ANSWER = 8, 6  # tokens
-RULE = hm.PerHead({0: hm.Window(before=2, after=0), 1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
 OF_CROSS = hm.PerHead({1: hm.Window(before=1, after=2), 2: hm.Keys(0, stop=3), 3: hm.Nothing()})
-
-
-def drawn(queries, keys, *heads):
-    """A mask for each head, pair by pair."""
-    return np.array([[[see(i, j) for j in range(keys)] for i in range(queries)] for see in heads])
-
-
-def of_rule(length):
-    return drawn(
-        length,
-        length,
-        lambda i, j: 0 <= i - j <= 2,
-        lambda i, j: i == j,
-        lambda i, j: True,
-        lambda i, j: i - j > 1,  # no keys for the first two queries
-    )
 
 
 ALL = np.ones((4, ANSWER, TEXT), bool)
@@ -90,36 +72,6 @@ def outputs(model, inputs=None):
     return {k: numpy(x) for k, x in model(data() if inputs is None else inputs).items()}
 
 
-def softmax_under(allowed):
-    """A softmax in NumPy, of heads that `allowed` restricts; what the model hides is in logits."""
-
-    def softmax(logits, *_, **__):
-        values = numpy(logits).astype("float64")
-        seen = allowed[values.shape[-2:]] & (values > -1e8)
-        values = np.where(seen, values, -np.inf)
-        largest = values.max(-1, keepdims=True)
-        weights = np.exp(values - np.where(np.isfinite(largest), largest, 0))
-        total = weights.sum(-1, keepdims=True)
-        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-        return keras.ops.convert_to_tensor(weights.astype("float32"))
-
-    return softmax
-
-
-def by_oracle(monkeypatch, stock, allowed):
-    softmax = softmax_under(allowed)
-    own_ops = types.SimpleNamespace(**vars(keras.ops))
-    own_ops.nn = types.SimpleNamespace(softmax=softmax)
-    with monkeypatch.context() as patch:
-        for layer in attention(stock):
-            if hasattr(layer, "softmax"):
-                patch.setitem(vars(layer), "softmax", softmax)
-                patch.setitem(vars(layer), "_use_fused_attention_op", lambda: False)
-            else:
-                patch.setattr(sys.modules[type(layer).__module__], "ops", own_ops)
-        return outputs(stock)
-
-
 @pytest.mark.long
 def test_full_is_stock(stock):
     full = hm.apply_head_masks(stock, hm.Full(), layers=".*attention")
@@ -133,7 +85,7 @@ def test_full_is_stock(stock):
 def test_a_rule_is_the_familys_own_attention_under_a_mask(stock, masked, kind, monkeypatch):
     if kind == "cross":
         masked = hm.apply_head_masks(stock, OF_CROSS, layers="cross")
-    wanted = by_oracle(monkeypatch, stock, SELF if kind == "self" else CROSS)
+    wanted = by_oracle(monkeypatch, stock, data(), SELF if kind == "self" else CROSS)
     given = outputs(masked)
     for name, output in wanted.items():
         assert_close(given[name], output, depth=12)
@@ -144,20 +96,7 @@ def test_a_rule_is_the_familys_own_attention_under_a_mask(stock, masked, kind, m
 def test_a_rule_in_one_layer_alone(stock, monkeypatch):
     """What one layer hands to the next, T5's bias, holds nothing of its rule."""
     first = hm.apply_head_masks(stock, RULE, layers=0)
-    layer = next(entry.layer for entry in Survey(stock).known)
-    softmax, usual = softmax_under(SELF), keras.ops.nn.softmax
-    with monkeypatch.context() as patch:
-        if hasattr(layer, "softmax"):
-            patch.setitem(vars(layer), "softmax", softmax)
-            patch.setitem(vars(layer), "_use_fused_attention_op", lambda: False)
-        else:
-            calls = iter(range(99))
-            own_ops = types.SimpleNamespace(**vars(keras.ops))
-            own_ops.nn = types.SimpleNamespace(
-                softmax=lambda x, axis: usual(x, axis) if next(calls) else softmax(x)
-            )
-            patch.setattr(sys.modules[type(layer).__module__], "ops", own_ops)
-        wanted = outputs(stock)
+    wanted = by_oracle(monkeypatch, stock, data(), SELF, first_alone=True)
     for name, output in outputs(first).items():
         assert_close(output, wanted[name], depth=12)
 
@@ -165,7 +104,7 @@ def test_a_rule_in_one_layer_alone(stock, monkeypatch):
 def test_the_encoder_of_t5gemma_2_obeys(monkeypatch):
     """Its decoder is refused (see `decoders.REFUSED`) and stays as it is."""
     stock = randomised(keras_hub.models.T5Gemma2Backbone(**T5_GEMMA), 0.3)
-    wanted = by_oracle(monkeypatch, stock, SELF)
+    wanted = by_oracle(monkeypatch, stock, data(), SELF)
     masked = hm.apply_head_masks(stock, RULE, layers="encoder")
     for name, output in outputs(masked).items():
         assert_close(output, wanted[name], depth=12)
@@ -179,18 +118,6 @@ def test_what_an_adapter_says(family, masked):
         adapter = adapted(layer)
         assert type(layer).__name__ == family.attention
         assert (adapter.num_heads, adapter.head_dim) == (4, 8)
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.every_day("encoder")
-def test_padding_stays_hidden(masked, part):
-    changed = data()
-    changed[f"{part}_token_ids"][1, -1] = 31
-    before, after = outputs(masked), outputs(masked, changed)
-    for name, output in before.items():
-        rows = slice(-1 if name.startswith(part) else None)
-        np.testing.assert_array_equal(after[name][1, rows], output[1, rows])
-        assert np.isfinite(after[name]).all()
 
 
 @pytest.mark.long

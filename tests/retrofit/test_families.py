@@ -15,32 +15,18 @@ import pytest
 from backbone_calls import randomised
 from contract import normal, numpy
 from decoders import FAMILIES
-from fresh import run_fresh
-from greedy import GIVEN, PROMPT, without_cache
+from fresh import reload_fresh, run_fresh
+from own_attention import RULE, by_oracle, of_rule
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.retrofit import observe
 from keras_headmask.retrofit.adapters import adapted, adapter_of, attention
-from keras_headmask.retrofit.survey import Survey
 
 keras_hub = pytest.importorskip("keras_hub", exc_type=ImportError)  # (or made for another Keras)
-RULE = hm.PerHead({0: hm.Window(before=2, after=0), 1: hm.Window(0, 0), 3: ~hm.Window(before=1)})
 LENGTH = 8
-
-
-def is_allowed(head, i, j):
-    """What `RULE` says, pair by pair."""
-    if head == 0:
-        return 0 <= i - j <= 2
-    if head == 1:
-        return i == j
-    return head == 2 or i - j > 1  # head 3: no keys for the first two queries
-
-
-ALLOWED = np.array(
-    [[[is_allowed(h, i, j) for j in range(LENGTH)] for i in range(LENGTH)] for h in range(4)]
-)
+ALLOWED = of_rule(LENGTH)
+WITH_SINK = np.pad(ALLOWED, ((0, 0), (0, 0), (0, 1)), constant_values=True)
+MASKS = {(LENGTH, LENGTH): ALLOWED, (LENGTH, LENGTH + 1): WITH_SINK}  # gpt-oss' sinks are behind
 
 
 _made = {}
@@ -69,44 +55,6 @@ def positions(model):
     return {"position_ids": ids} if "position_ids" in names else {}
 
 
-def softmax_under(allowed):
-    """A softmax of logits and a mask, in NumPy, of heads that `allowed` restricts, too."""
-
-    def softmax(logits, mask=None, **_):
-        shape = logits.shape
-        sinks = shape[-1] - LENGTH  # gpt-oss has the logit of one behind the keys
-        allowed_here = np.pad(allowed, ((0, 0), (0, 0), (0, sinks)), constant_values=True)
-        heads = (shape[0], 4, *shape[-2:])  # Gemma's are (key heads, groups): one after the other
-        logits = numpy(logits).astype("float64").reshape(heads)
-        both = np.broadcast_to(allowed_here, heads)
-        if mask is not None:
-            mask = numpy(mask).astype(bool)
-            both = both & mask.reshape(shape[0], -1, *mask.shape[-2:])
-        weights = np.where(both, np.exp(np.where(both, logits, -np.inf)), 0.0)
-        total = weights.sum(-1, keepdims=True)
-        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-        return keras.ops.convert_to_tensor(weights.reshape(shape).astype("float32"))
-
-    return softmax
-
-
-def by_oracle(monkeypatch, stock, given, allowed=ALLOWED):
-    """What `stock` computes when each of its attention layers has the softmax in NumPy."""
-    with monkeypatch.context() as patch:
-        for layer in attention(stock):
-            module = sys.modules[type(layer).__module__]
-            patch.setattr(module, "fused_attention_op_available", lambda: False, raising=False)
-            softmax = softmax_under(allowed)
-            if not (hasattr(layer, "softmax") or hasattr(layer, "_softmax")):
-                # (gpt-oss and Gemma 3n call the operation.)
-                own_ops = types.SimpleNamespace(**vars(keras.ops) | {"softmax": softmax})
-                patch.setattr(module, "ops", own_ops)
-                continue
-            name = "softmax" if hasattr(layer, "softmax") else "_softmax"
-            patch.setitem(vars(layer), name, softmax)
-        return numpy(stock(given))
-
-
 ALIKE = "Mistral", "Qwen 2", "Phi-3", "Gemma"  # what is special in them, one of the others has
 
 
@@ -133,11 +81,11 @@ def test_full_is_stock(family):
 def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
     stock, masked = models(family)
     given = data(stock)
-    wanted = by_oracle(monkeypatch, stock, given)
+    wanted = by_oracle(monkeypatch, stock, given, MASKS)
     assert abs(wanted - numpy(stock(given))).max() > 1e-2
     assert_close(numpy(masked(given)), wanted, depth=12)
     if keras.backend.backend() == "tensorflow":  # elsewhere Qwen's fused kernel ignores its window
-        everything = np.ones_like(ALLOWED)
+        everything = {shape: np.ones_like(mask) for shape, mask in MASKS.items()}
         wanted = by_oracle(monkeypatch, stock, given, everything)
         assert_close(numpy(stock(given)), wanted, depth=12)
 
@@ -153,7 +101,7 @@ def test_gemmas_attention_without_a_backbone(monkeypatch):
     x, mask = keras.Input((LENGTH, 64)), keras.Input((LENGTH, LENGTH), dtype="int32")
     model = randomised(keras.Model([x, mask], layer(x, attention_mask=mask)), 0.3)
     given = normal(2, LENGTH, 64), np.ones((2, LENGTH, LENGTH), "int32")
-    wanted = by_oracle(monkeypatch, model, given)
+    wanted = by_oracle(monkeypatch, model, given, MASKS)
     masked = hm.apply_head_masks(model, RULE, copy=False)
     assert_close(numpy(masked(given)), wanted, depth=12)
     empty = (keras.ops.zeros((2, LENGTH, 2, 8)),) * 2
@@ -172,75 +120,12 @@ def test_what_an_adapter_says(family):
         assert adapter.head_dim == family.arguments.get("head_dim", 8)
 
 
-@pytest.mark.every_day(OF_EACH_KIND)
-def test_a_hidden_key_changes_nothing_of_its_head(family):
-    """By the hook: a changed key and value reach the heads that may see it, and no other."""
-    _, masked = models(family)
-    layer = attention(masked)[-1]
-    adapter = adapted(layer)
-    if adapter.softmax is not None or family.name == "DeBERTa v3":
-        pytest.skip("its hook takes no query, key and value alone")
-    keys = adapter.num_key_heads * adapter.key_repeats
-    query = normal(1, LENGTH, 4, adapter.head_dim)
-    key, value = (normal(1, LENGTH, keys, adapter.head_dim, seed=n) for n in (1, 2))
-    open_mask = np.ones((1, LENGTH, LENGTH), "int32")
-
-    is_heads_first = family.name == "Gemma 3n, text"
-
-    def context(key, value):
-        given = [query, key, value]
-        given = [x.swapaxes(1, 2) for x in given] if is_heads_first else given
-        out = getattr(layer, adapter.hook)(*map(keras.ops.convert_to_tensor, (*given, open_mask)))
-        return numpy(out[0] if adapter.returns_pair else out)[0]  # (T, H, D)
-
-    before = context(key, value)
-    for place in range(LENGTH):
-        for head in range(keys):
-            other = key.copy(), value.copy()
-            for x in other:
-                x[0, place, head] += 1.0
-            moved = abs(context(*other) - before).max(-1).T > 0
-            readers = [h for h in range(4) if h // (4 // keys) == head]
-            may = np.array([ALLOWED[h, :, place] & (h in readers) for h in range(4)])
-            assert not (moved & ~may).any()
-            near = np.abs(np.arange(LENGTH) - place) < 4  # a window of its own lets these see it
-            assert moved[may & near].all()
-
-
-def test_padding_stays_hidden(family):
-    _, masked = models(family)
-    given, changed = data(masked), data(masked)
-    changed["token_ids"][1, -2:] = 31
-    before, after = numpy(masked(given)), numpy(masked(changed))
-    np.testing.assert_array_equal(after[1, :-2], before[1, :-2])
-    np.testing.assert_array_equal(after[0], before[0])
-    assert np.isfinite(after).all()
-
-
-@pytest.mark.every_day("Llama|Falcon|DeBERTa")
-def test_what_an_observer_sees(family):
-    """Probabilities of each head: 0 where hidden, of sum 1 or 0; with a rule and without."""
-    stock, masked = models(family)
-    wanted = data(stock)["padding_mask"].astype(bool)[:, None, None, :]
-    for model in (masked, stock):
-        seen = observe.observe(Survey(model), data(model), 0, -1)
-        assert seen.probabilities.shape == (2, 4, LENGTH, LENGTH)
-        assert not seen.probabilities[~seen.allowed].any()
-        hidden = ~(ALLOWED[None] & wanted) if model is masked else ~wanted
-        assert not (seen.allowed & hidden).any()
-        total = seen.probabilities[seen.allowed.any(-1)].sum(-1)
-        if "sinks" in family.keeps:  # which take the rest
-            assert ((total > 0) & (total < 1)).all()
-        else:
-            np.testing.assert_allclose(total, 1, rtol=1e-5)
-    codes = {finding.code for finding in hm.lint(masked, mask_inputs=data(masked))}
-    assert "not-checked" not in codes
-
-
 @pytest.mark.every_day("Llama|Falcon|DeBERTa")
 def test_a_copy_obeys_and_trains(family):
-    masked = copy.deepcopy(models(family)[1])
+    stock, masked = models(family)
     given = data(masked)
+    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(given)), numpy(stock(given)))
+    masked = copy.deepcopy(masked)
     np.testing.assert_array_equal(numpy(masked(given)), numpy(models(family)[1](given)))
     assert set(hm.mask_specs(masked).values()) == {RULE}
     masked.compile(keras.optimizers.SGD(0.01), "mse", run_eagerly=True, jit_compile=False)
@@ -289,16 +174,6 @@ ONE_OF_EACH_HOOK = [x for x in FAMILIES if x.name in ("Llama", "Falcon", "DeBERT
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
-def test_made_anew_and_unmasked(family):
-    stock, masked = models(family)
-    made_anew = type(masked).from_config(masked.get_config())
-    made_anew.set_weights(masked.get_weights())
-    given = data(stock)
-    np.testing.assert_array_equal(numpy(made_anew(given)), numpy(masked(given)))
-    np.testing.assert_array_equal(numpy(hm.unmasked(masked)(given)), numpy(stock(given)))
-
-
-@pytest.mark.parametrize("family", ONE_OF_EACH_HOOK, ids=str)
 @pytest.mark.every_day("Llama")
 def test_rules_of_one_layer_are_joined(family):
     stock, masked = models(family)
@@ -309,31 +184,10 @@ def test_rules_of_one_layer_are_joined(family):
     assert_close(numpy(outer(data(outer))), numpy(masked(data(masked))), depth=3)
 
 
-FRESH = """
-import sys, pathlib, numpy as np, keras, keras_headmask, keras_hub
-folder = pathlib.Path(sys.argv[1])
-for file in folder.glob("*.keras"):
-    out = keras.saving.load_model(file)(dict(np.load(file.with_suffix(".npz"))))
-    np.save(file.with_suffix(".npy"), keras.ops.convert_to_numpy(out))
-"""
-
-
-@pytest.mark.parametrize(
-    "families",
-    [ONE_OF_EACH_HOOK, pytest.param(FAMILIES, marks=pytest.mark.long)],
-    ids=["one of each hook", "all"],
-)
-@pytest.mark.long  # (`test_subclassed` does it every day)
-def test_all_reload_in_a_fresh_process(tmp_path, families):
-    for family in families:
-        masked = models(family)[1]
-        np.savez(tmp_path / f"{family.name}.npz", **data(masked))
-        masked.save(tmp_path / f"{family.name}.keras")
-    run_fresh(FRESH, tmp_path)
-    for family in families:
-        loaded = np.load(tmp_path / f"{family.name}.npy")
-        masked = models(family)[1]
-        np.testing.assert_array_equal(loaded, numpy(masked(data(masked))), str(family))
+@pytest.mark.long  # (`test_examples` does it every day)
+def test_all_reload_in_a_fresh_process(tmp_path):
+    made = {family.name: models(family)[1] for family in FAMILIES}
+    reload_fresh(tmp_path, {k: (x, data(x)) for k, x in made.items()}, "keras_hub")
 
 
 # --- What is refused ------------------------------------------------------------------------------
@@ -412,18 +266,6 @@ def task_of(name):
     table = backbone.token_embedding.embeddings
     table.assign(0.1 * table)  # else tied embeddings repeat the last token
     return getattr(keras_hub.models, TASKS[name])(backbone=backbone, preprocessor=None)
-
-
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.every_day("Llama|Falcon")
-def test_generation_is_the_uncached_forward(name):
-    task = task_of(name)
-    masked = hm.apply_head_masks(task, RULE)
-    masked.compile(sampler="greedy", run_eagerly=name != "Gemma 2", jit_compile=False)
-    given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
-    got = masked.generate(given, stop_token_ids=None)["token_ids"]
-    np.testing.assert_array_equal(got, without_cache(masked))
-    assert (without_cache(masked) != without_cache(task)).any()
 
 
 @pytest.mark.parametrize("name", TASKS)

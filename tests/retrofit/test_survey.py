@@ -175,19 +175,6 @@ def test_self_attention_as_people_write_it():
     ]
 
 
-def test_a_layer_called_on_two_sequences():
-    """Ids of one say nothing of the other; what follows on the first is the same sequence."""
-    x, y = keras.Input((None, 8), name="x"), keras.Input((None, 8), name="y")
-    layer, rule = attention("a"), hm.SameSegment("ids")
-    model = keras.Model([x, y], [layer(h, h) for h in (x * 2.0, y * 2.0)])
-    with pytest.raises(ValueError, match=r"'a' .*is called on two sequences"):
-        hm.apply_head_masks(model, rule, add_inputs=True)
-    hm.apply_head_masks(model, CHUNK)  # reads none
-    first = layer(x, x) + x
-    again = keras.Model(x, layer(first, first))
-    assert hm.mask_specs(hm.apply_head_masks(again, rule, add_inputs=True)) == {"a": rule}
-
-
 def test_weights_that_look_at_the_input():
     x = keras.Input((7, 8))
     model = keras.Model(x, Latents(name="l")(x))
@@ -372,3 +359,35 @@ def test_a_residual_sum_goes_on_with_one_sequence():
     y = x + shared(x, x)
     model = keras.Model(ids, x + shared(y, y))
     assert hm.mask_specs(hm.apply_head_masks(model, hm.SameSentence(9)))
+
+
+# --- What beside attention mixes positions --------------------------------------------------------
+
+
+class Opaque(layers.Layer):
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.tensorflow  # a graph says the same on every backend
+@pytest.mark.parametrize(
+    ("then", "mixing"),
+    [
+        (layers.Dense(3), []),
+        (layers.LayerNormalization(), []),
+        (layers.Softmax(axis=1), ["may mix positions"]),
+        (lambda x: ops.roll(x, 1, 1), ["may mix positions"]),
+        (Opaque(layers.Dense(3)), ["may mix positions"]),
+        (layers.Conv1D(3, 3), ["mixes positions"]),
+        (Opaque(layers.GRU(3)), ["mixes positions"]),
+        (layers.GlobalAveragePooling1D(), ["mixes positions"]),
+    ],
+)
+def test_what_mixes_positions_for_certain_or_perhaps(then, mixing):
+    x = keras.Input((None, 8))
+    seen = Survey(keras.Model(x, then(attention()(x, x)))).mixing
+    assert [str(one).partition(") ")[2] for one in seen] == mixing

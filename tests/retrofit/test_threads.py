@@ -117,19 +117,6 @@ def looked_at_model():
     )
 
 
-def small_model():
-    """Ours with a rule, and then stock under a rule."""
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8, name="embedding")(ids)
-    x = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(1, 0), name="ours")(x)
-    stock = keras.Model(ids, layers.MultiHeadAttention(2, 4, name="first")(x, x))
-    for weight in stock.weights:
-        weight.assign(normal(*weight.shape))
-    return hm.apply_head_masks(
-        stock, hm.PerHead({0: hm.SameSegment("parts")}), layers="first", add_inputs=True
-    )
-
-
 def run_fresh(folder, cases):
     """What a fresh process finds of a sound export, without the process."""
     answers = [case.allowed if case.answer is None else case.answer for case in cases]
@@ -203,7 +190,7 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
 def test_callers_beside_exports_lints_and_plots(tmp_path):
     """No wrong answer and no error, and the model obeys afterwards."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    masked, calls = small_model(), 80 if on_tensorflow else 25
+    masked, calls = looked_at_model(), 80 if on_tensorflow else 25
     asked = [[TOKENS, parts] for parts in PARTS]
     alone, before = [numpy(masked(given)) for given in asked], state(masked)
     base = tmp_path / "base"

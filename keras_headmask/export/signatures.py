@@ -176,6 +176,10 @@ def padded(interface: Interface) -> Interface:
 
     first = next(name for name, x in interface.inputs.items() if x.is_sequence)
     mask = _padding_mask(interface)
+    shapes = interface.output_shapes  # where `None` is a length; eager outputs would have numbers
+    if shapes is None:
+        outputs = traced(DEFAULT, interface).structured_outputs
+        shapes = {name: tuple(x.shape) for name, x in outputs.items()}
 
     def serve_padded(given: Tensors) -> Tensors:
         given = dict(given)
@@ -190,7 +194,6 @@ def padded(interface: Interface) -> Interface:
         else:
             with keys_limited(interface.survey.known, live):
                 outputs = interface.call(given)
-        shapes = interface.output_shapes or {name: tuple(x.shape) for name, x in outputs.items()}
         for name, shape in shapes.items():
             for axis in [i for i, size in enumerate(shape) if i > 0 and size is None]:
                 others = [i for i in range(1, len(shape)) if i != axis]

@@ -390,6 +390,21 @@ def test_serve_padded_is_left_out_with_its_reason(case):
 
 
 @tensorflow_only
+def test_outputs_of_a_subclassed_model_are_0_past_the_lengths():
+    """Its graph says which axes are positions: the trial's own outputs have numbers there."""
+
+    class WithPadding(Subclassed):
+        def call(self, token_ids, padding_mask):
+            x = self.embedding(token_ids)
+            of_keys = ops.cast(padding_mask, "bool")[:, None, None]
+            return self.attention(x, mask_inputs={"segments": token_ids}, attention_mask=of_keys)
+
+    names = "token_ids", "padding_mask"
+    signature = {name: keras.InputSpec(shape=(None, None), dtype="int32") for name in names}
+    assert why_not_padded(interface_of(Survey(WithPadding()), signature), 8) is None
+
+
+@tensorflow_only
 def test_a_maximum_is_seen_however_long_the_requests_are():
     """A maximum over many positions seldom changes, whatever comes behind them."""
     found = why_not_padded(interface_of(Survey(max_behind_a_padding_mask()), None), 250)

@@ -81,15 +81,15 @@ def folder(module):
 # The most lines of each folder, and its aim in a comment. A number may be lowered; a commit that
 # raises one says what could not be deleted instead.
 MOST_LINES = {
-    "attention": 5_800,  # 4,700
-    "rules": 4_640,  # 3,500
-    "retrofit": 4_440,  # 3,300
+    "attention": 5_790,  # 4,700
+    "rules": 4_540,  # 3,500
+    "retrofit": 4_410,  # 3,300
     "heads": 3_530,  # 2,300
     "export": 2_050,  # 1,750
-    "look": 1_600,  # 1,150
+    "look": 1_540,  # 1,150
     "layers": 1_210,  # 1,000
-    "cli": 900,  # 750
-    "linting": 950,  # 650
+    "cli": 840,  # 750
+    "linting": 910,  # 650
     "_keras": 780,  # 750
     "generation": 650,  # 550
     "masks": 450,  # 400

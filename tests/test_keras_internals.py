@@ -673,7 +673,7 @@ def test_xla_is_told():
 @pytest.mark.parametrize("on", [True, False])
 def test_one_dnn_is_told(on):
     """By what TensorFlow itself prints when it is imported with it."""
-    code = "import tensorflow, keras_headmask._keras as k; print(k.one_dnn_is_on())"
+    code = "import keras_headmask._keras.tensorflow as k; print(k.one_dnn_is_on())"
     environment = dict(os.environ, TF_ENABLE_ONEDNN_OPTS=str(int(on)), TF_CPP_MIN_LOG_LEVEL="0")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -28,7 +28,9 @@ SEEN_BY = {
         "test_everything_that_restricts_is_anded": "_compute_attention_mask",
     },
     "attention/test_lost_masks": {
-        "test_stock_attention_takes_the_mask_off_for_attention_beside_it": "takes_masks_off",
+        "test_stock_attention_takes_the_mask_off_for_attention_beside_it": (
+            "takes_masks_off made_of"
+        ),
     },
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": "_compute_attention COMPUTE_ATTENTION",

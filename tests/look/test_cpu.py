@@ -24,7 +24,7 @@ def state(monkeypatch):
                 raise ImportError
             return on
 
-        monkeypatch.setattr(_keras, "one_dnn_is_on", is_on)
+        monkeypatch.setattr(_keras.tensorflow, "one_dnn_is_on", is_on)
         monkeypatch.setattr(cpu.platform, "system", lambda: system)
         return cpu.one_dnn.__wrapped__()
 

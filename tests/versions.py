@@ -19,7 +19,7 @@ SEEN_BY = {
     "layers/test_parity": {
         "test_outputs_and_scores": "gate is_grouped projections scale sliding_window",
         "test_dropout_is_seeded_as_in_stock": "dropout_layer",
-        "test_weight_files_load_both_ways": "file_weights_under",
+        "test_ours_and_stock_share_a_file": "file_weights_under",
     },
     "layers/test_layer": {
         "test_hooks_of_stock_that_a_subclass_overrides_are_called": (
@@ -28,9 +28,7 @@ SEEN_BY = {
         "test_everything_that_restricts_is_anded": "_compute_attention_mask",
     },
     "attention/test_lost_masks": {
-        "test_stock_attention_takes_the_mask_off_for_attention_beside_it": (
-            "takes_masks_off made_of"
-        ),
+        "test_stock_attention_takes_the_mask_off_its_inputs": "takes_masks_off made_of",
     },
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": "_compute_attention COMPUTE_ATTENTION",

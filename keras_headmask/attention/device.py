@@ -21,7 +21,7 @@ def is_gpu(tensor: Tensor) -> bool:
 
 
 def kind(tensor: Tensor) -> str:
-    """On what is done what is done with `tensor`: "gpu", "tpu", or "cpu" and all others.
+    """The kind of device that computes with `tensor`: "gpu", "tpu", or "cpu" for all others.
 
     (Of TensorFlow's graphs this is known when they run: `tensorflow/plan.py` asks there.)
     """

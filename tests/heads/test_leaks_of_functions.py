@@ -182,8 +182,10 @@ def test_a_function_needs_a_rule():
 
 def test_a_function_that_draws_random_numbers_is_an_error():
     rng = np.random.default_rng(0)
-    told = r"differs in two runs on the same inputs\. `find_leaks` needs a deterministic model: sw"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        r"differs in two runs on the same inputs\. `find_leaks` needs a deterministic model: sw"
+    )
+    with pytest.raises(ValueError, match=message):
         hm.find_leaks(lambda x: causal(x) + rng.normal(size=x.shape), FLOATS, CAUSAL)
 
 

@@ -94,8 +94,8 @@ def by_hand(layer, query, value=None, key=None, mask=None):
     mask = np.ones((b, h, t, k.shape[1]), bool) if mask is None else mask
     mask = np.broadcast_to(mask, (b, h, t, k.shape[1]))
     context, probabilities = attention(q, k, v, mask, 1 / np.sqrt(size))
-    if (gate := _keras.gate(layer)) is not None:
-        context = context / (1 + np.exp(-project(gate, query)))
+    if layer.get_config().get("use_gate"):
+        context = context / (1 + np.exp(-project(layer._gate_dense, query)))
     kernel = numpy(output_dense.kernel).astype("float64")
     bias = 0.0 if output_dense.bias is None else numpy(output_dense.bias)
     return np.einsum("bthk,hkd->btd", context, kernel) + bias, probabilities

@@ -56,13 +56,16 @@ class _Generates(_CausalLM):
     """A mixin for a causal language model of KerasHub's: a cache that obeys the rules."""
 
     def generate_step(self, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # KerasHub makes a `tf.function` of this method, so AutoGraph rewrites it: for a `super()`
+        # without arguments it puts a function that keeps the model alive for good.
+        stock = super(_Generates, self).generate_step  # noqa: UP008
         length = inputs[_TOKENS].shape[1]
         if not self.keeps_by_head() or length is None:
-            return super().generate_step(inputs, *args, **kwargs)
+            return stock(inputs, *args, **kwargs)
         lengths = ops.sum(ops.cast(inputs[_PADDING], "int32"), axis=-1)
         shortest = ops.maximum(ops.min(lengths), 1)
         with holding(_prompt, _Prompt(self._read_by_rules(inputs), length, shortest)):
-            return super().generate_step(inputs, *args, **kwargs)
+            return stock(inputs, *args, **kwargs)
 
     def call_with_cache(
         self, token_ids: Tensor, cache: Any, cache_update_index: Any, *args: Any, **kwargs: Any

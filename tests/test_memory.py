@@ -142,8 +142,8 @@ TENSORFLOW = {
     "half products by XLA": (projection, half_by_xla, half_products),
 }
 LONG = (
-    *("fit, dense, dropout", "half products by XLA"),
-    *("second derivative", "generation", "in a function"),
+    *("fit, dense, dropout", "half products by XLA", "XLA"),
+    *("second derivative", "in a function"),
 )
 ALL = [
     pytest.param(
@@ -197,6 +197,7 @@ def test_a_model_that_is_gone_leaves_nothing(make, use, scope):
         assert gone(make, use) == (0, before)
 
 
+@pytest.mark.long
 @pytest.mark.tensorflow  # (elsewhere `kept` sees nothing, and JAX compiles for each length)
 def test_a_model_that_lives_long_does_not_grow():
     """With lengths, batches and threads."""

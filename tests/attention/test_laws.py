@@ -238,6 +238,7 @@ def test_gradients_of_the_least_soft_cap_are_finite(route):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.every_day("^(?!.*unknown.*-bfloat16)")  # (10 seconds each)
 @each(SOME_CHANGES, traced=4)
 @skipping
 def test_the_result_has_the_dtype_of_the_value(route, dtype, name):

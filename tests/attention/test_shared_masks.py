@@ -119,6 +119,7 @@ def called(graph):
 
 @pytest.mark.parametrize("make", [of_layers, retrofitted, of_blocks])
 @in_each_way
+@pytest.mark.every_day("tiles-of_layers|logits-(retrofitted|of_blocks)")
 def test_four_layers_make_what_one_makes(make, scope):
     with scope():
         (first, one), (last, four) = (trace(make(n)) for n in (1, 4))
@@ -307,7 +308,7 @@ def weighted(x):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.every_day("logits-(encoder|called)|tiles-(offsets|remat|loop)")
+@pytest.mark.every_day("logits-encoder|tiles-(offsets|loop)")
 @in_each_way
 def test_layers_in_a_graph_give_what_each_gives_by_itself(program, scope):
     import tensorflow as tf

@@ -31,7 +31,8 @@ def on_eight_devices(name):
     return said["pairs"], said["facts"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("layer", marks=pytest.mark.long), "tiles"])
+@pytest.mark.long  # (20 seconds and more)
+@pytest.mark.parametrize("name", ["layer", "tiles"])
 def test_heads_on_devices(name):
     """What one device computes is held by the laws."""
     pairs, facts = on_eight_devices(name)

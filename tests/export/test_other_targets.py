@@ -80,7 +80,7 @@ def run(target, model, folder, batches):
 
 @pytest.mark.parametrize("model_of", [layer_model, masked_model])
 @LENGTHS
-@pytest.mark.every_day("masked_model")
+@pytest.mark.every_day("(onnx|litert).*masked_model")  # (`test_openvino.py` has one, too)
 def test_other_runtimes_obey_the_rule(target, length, model_of, tmp_path):
     model = model_of(length)
     dtypes = {tensor.name: tensor.dtype for tensor in model.inputs}

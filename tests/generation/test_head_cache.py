@@ -304,7 +304,7 @@ ALIKE = (
         if name not in (*KEEP_ALL, *LINEAR)
     ],
 )
-@pytest.mark.every_day("Qwen 3")
+@pytest.mark.every_day("Qwen 3$")
 def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     stock = decoder(name)
     masked = hm.apply_head_masks(stock, OF_EACH)
@@ -322,6 +322,7 @@ def test_decoders_with_shared_keys_generate_as_without_a_cache(name):
     assert places == of_two_layers.get(name, windows)
 
 
+@pytest.mark.long  # (20 seconds)
 def test_layers_of_gemma_4_keep_heads_of_their_own_size():
     own = {"num_kv_shared_layers": 0, "global_head_dim": 32, "num_global_key_value_heads": 1}
     stock = decoder("Gemma 4, text", **own)
@@ -338,6 +339,7 @@ def test_layers_of_gemma_4_keep_heads_of_their_own_size():
 
 
 @pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.long
 def test_linear_attention_keeps_its_states(name, monkeypatch):
     """The tokens are those with KerasHub's cache, whose linear attention goes over the padding."""
     masked = hm.apply_head_masks(decoder(name), STREAMING, "self_attention")

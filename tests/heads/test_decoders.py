@@ -16,8 +16,8 @@ POSITIONS = {"position_ids": np.tile(np.arange(10), (2, 1))}
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-@pytest.mark.every_day("Llama|Falcon|DeBERTa")  # one of each hook
 @pytest.mark.parametrize("rule", [None, RULE], ids=["stock", "masked"])
+@pytest.mark.every_day("masked-(Llama|Falcon|DeBERTa)")  # one of each hook
 def test_measured_and_sealed(family, rule):
     model = getattr(keras_hub.models, family.backbone)(**family.arguments)
     model = model if rule is None else hm.apply_head_masks(model, rule, family.layers)

@@ -93,6 +93,7 @@ def test_a_rule_is_the_familys_own_attention_under_a_mask(stock, masked, kind, m
         assert changes == (kind == "self" or "decoder" in name)
 
 
+@pytest.mark.every_day("Gemma")
 def test_a_rule_in_one_layer_alone(stock, monkeypatch):
     """What one layer hands to the next, T5's bias, holds nothing of its rule."""
     first = hm.apply_head_masks(stock, RULE, layers=0)
@@ -101,6 +102,7 @@ def test_a_rule_in_one_layer_alone(stock, monkeypatch):
         assert_close(output, wanted[name], depth=12)
 
 
+@pytest.mark.long
 def test_the_encoder_of_t5gemma_2_obeys(monkeypatch):
     """Its decoder is refused (see `decoders.REFUSED`) and stays as it is."""
     stock = randomised(keras_hub.models.T5Gemma2Backbone(**T5_GEMMA), 0.3)
@@ -166,7 +168,7 @@ def task_of(family, stock):
 
 
 @pytest.mark.parametrize("rule", ["all", "one layer"])
-@pytest.mark.every_day("T5Gemma-all")
+@pytest.mark.long  # (20 seconds; `test_tasks.py` does it for Bart every day)
 def test_generation_is_the_uncached_forward(family, stock, rule):
     """Rules on positions hold with the cache of KerasHub, in self- and in cross-attention."""
     task = task_of(family, stock)

@@ -78,6 +78,7 @@ def test_full_is_stock(family):
     assert type(full).__name__ == family.backbone
 
 
+@pytest.mark.every_day(OF_EACH_KIND)
 def test_a_rule_is_the_familys_own_attention_under_a_mask(family, monkeypatch):
     stock, masked = models(family)
     given = data(stock)

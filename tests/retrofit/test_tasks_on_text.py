@@ -70,7 +70,7 @@ def tokens(task):
 
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("name", FULL_STOP)
-@pytest.mark.every_day("^Bert")
+@pytest.mark.long  # (20 seconds; the examples go the same steps every day)
 def test_baseline_rule_file_server(name, tmp_path):
     import tensorflow as tf
 

@@ -37,6 +37,7 @@ RULES = {
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("tiled", [False, True], ids=["dense", "tiled"])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.every_day("dense-0.0|tiled-0.5")
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
     went, real = [], kernels.Kernel.run  # all but `Dense` have it
     monkeypatch.setattr(kernels.Kernel, "run", lambda *given: went.append(1) or real(*given))

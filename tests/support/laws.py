@@ -103,7 +103,7 @@ oracle.READING["test_laws_surely_flagged"] = lambda config, query, key: oracle.v
 
 DAYS = np.random.default_rng(0).integers(0, 9, (BATCH, LENGTH)).astype("int32")
 SURE = np.ones((BATCH, LENGTH), "int32")
-SURE[1, :9] = 0
+SURE[0, :9] = SURE[2, 12:] = 0
 RULES = LONG | {
     "two head groups that read": (
         hm.PerHead({0: hm.Window(2, 1), 2: hm.Window(2, 1), 3: hm.SameSegment("ids")}),

@@ -97,8 +97,9 @@ def close(got, wanted, message=""):
 _rng = np.random.default_rng(3)
 SORTED_IDS = np.sort(_rng.integers(0, 5, (3, 23))).astype("int32")
 UNSORTED_IDS = _rng.integers(-1, 4, (3, 23)).astype("int32")
-PADDING = np.arange(23)[None] < np.array([23, 9, 1])[:, None]  # another length in each example
-FLAGS = np.isin(np.arange(23), [0, 11, 12])[None] & np.array([[1], [0], [1]], bool)
+# Of each example others, and none has all: who takes one example's for all is seen.
+PADDING = np.arange(23)[None] < np.array([9, 23, 1])[:, None]
+FLAGS = np.stack([np.isin(np.arange(23), at) for at in ([0, 11, 12], [], [4, 18])])
 LONG = {
     "window": (hm.Window(3, 2), {}),
     "window ahead": (hm.Window(-2, 7), {}),

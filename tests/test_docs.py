@@ -26,7 +26,7 @@ FETCHED = re.compile(
 
 # Their snippets take half a minute each; another test or an example does the same every day.
 # (`found_leaks` is about faults of others.)
-SLOW = "devices", "export", "found_leaks", "hugging_face", "retrofit", "task"
+SLOW = "devices", "export", "found_leaks", "generate", "hugging_face", "retrofit", "task"
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend
@@ -117,6 +117,17 @@ def test_every_kind_is_in_the_language_table():
     _, _, table = PAGES["concepts"].partition("## The whole language")
     documented = set(re.findall(r"\b([A-Z][A-Za-z]+)\(", table))
     assert {cls.__name__ for cls in kinds} - {"And", "Or", "Not"} - documented == set()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "docs" / "printed").glob("*.json")])
+def test_a_tutorial_shows_what_its_code_printed(name, monkeypatch):
+    """Else no site is built."""
+    pytest.importorskip("jupytext")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from printed import printed_by
+
+    assert any(printed_by(ROOT / "examples" / f"{name}.py"))
 
 
 @pytest.mark.tensorflow

@@ -110,6 +110,10 @@ def test_every_public_name_is_in_the_reference():
         re.findall(r"^::: keras_headmask\.(\S+)$", "".join(map(Path.read_text, pages)), re.M)
     )
     assert set(hm.__all__) - named == set()
+    rules = (ROOT / "docs" / "api" / "rules.md").read_text("utf-8")
+    _, _, recipes = rules.partition("::: keras_headmask.recipes\n")
+    listed = re.findall(r"^ +- (\w+)$", recipes.partition("\n## ")[0], re.M)
+    assert set(listed) == set(public_functions(hm.recipes))
 
 
 def test_every_kind_is_in_the_language_table():

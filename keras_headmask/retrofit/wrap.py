@@ -96,6 +96,14 @@ class MaskedLayer(_Layer):
             _keras.add_to_last_call(self, {"head_mask_inputs": head_mask_inputs})
         return outputs
 
+    def stateless_call(
+        self, trainable_variables: Any, non_trainable_variables: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Keras' own, which `fit` and `predict` call on JAX in place of `__call__`."""
+        with opened_frame([self], self._own_mask_inputs(*args, **kwargs), None):
+            variables = trainable_variables, non_trainable_variables
+            return super().stateless_call(*variables, *args, **kwargs)
+
     def compute_output_spec(self, *args: Any, head_mask_inputs: Any = None, **kwargs: Any) -> Any:
         return super().compute_output_spec(*args, **kwargs)
 
@@ -210,8 +218,7 @@ class MaskedLayer(_Layer):
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> keras.Layer:
         stock = getattr(cls, "_stock_class", None)  # (it may be registered nowhere)
         known = {} if stock is None else {stock.__name__: stock}
-        custom_objects = known | dict(custom_objects or {})
-        layer, rules = stock_and_rules(config, "layer", "rules", custom_objects)
+        layer, rules = stock_and_rules(config, "layer", "rules", known | dict(custom_objects or {}))
         wait(layer, rules, *entries(config, "attention"))
         state_of(layer).own_input_names = dict(config.get("own_inputs", {}))
         return layer

@@ -97,7 +97,7 @@ def close(got, wanted, message=""):
 _rng = np.random.default_rng(3)
 SORTED_IDS = np.sort(_rng.integers(0, 5, (3, 23))).astype("int32")
 UNSORTED_IDS = _rng.integers(-1, 4, (3, 23)).astype("int32")
-# Of each example others, and none has all: who takes one example's for all is seen.
+# The first example lacks what others have: a plan made of it alone for all is seen.
 PADDING = np.arange(23)[None] < np.array([9, 23, 1])[:, None]
 FLAGS = np.stack([np.isin(np.arange(23), at) for at in ([0, 11, 12], [], [4, 18])])
 LONG = {

@@ -436,7 +436,7 @@ def test_an_older_transformers_is_refused(monkeypatch, version):
         hf.mask_heads(model, RULE)
 
 
-@pytest.mark.tensorflow  # (JAX is refused by the same line)
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="needs another backend")
 def test_keras_on_another_backend_is_refused():
     with pytest.raises(RuntimeError, match="set KERAS_BACKEND=torch before Keras is imported"):
         hf.mask_heads(made("BERT", ENCODERS), RULE)

@@ -173,7 +173,6 @@ class Unreadable(hm.MaskSpec):
         return abs(query_positions - key_positions) <= int(torch.tensor(3).numpy())
 
 
-@pytest.mark.long  # (40 seconds)
 def test_any_shapes(monkeypatch):
     """PyTorch would give up after eight compilations of one code."""
     sizes = [(2, 4, 4), (1, 4, 4), (2, 1, 4), (1, 1, 4), (2, 5, 8), (3, 6, 8), (1, 2, 1), (4, 5, 3)]

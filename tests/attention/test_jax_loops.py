@@ -101,7 +101,7 @@ def looked_at(spec, inputs, queries, keys, offset):
     return seen[:, :, :queries, :keys]
 
 
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=60)
 @given(cases_of_one_rule())
 def test_each_pair_that_any_rule_allows_is_met_once(case):
     """Nothing is compiled, so there are many examples."""
@@ -116,7 +116,7 @@ def places(heads, length):
     return jnp.asarray(np.stack(np.indices((EXAMPLES, length, heads)), -1) + 1)
 
 
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=60)
 @given(specs(positional_leaves, per_head=False), st.sampled_from(LENGTHS), st.sampled_from([1, 2]))
 def test_runs_of_keys_meet_each_pair_of_rows_that_share_a_head_once(spec, lengths, sharing):
     (queries, keys), offset = lengths, max(0, lengths[1] - lengths[0])

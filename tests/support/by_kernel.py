@@ -225,14 +225,16 @@ def each(names, traced=4, beside=()):
     Of a route that traces, one name in three times `traced` is run every day, the others in the
     long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
     elsewhere; and of the loop at unknown lengths, which takes longest to trace, each mode has its
-    turn. Nor are the routes `beside` run every day.
+    turn. Of the routes `beside`, the first is run every day, with the first name.
     """
     modes = [x for x in ROUTES if x.name.startswith("loop") and x.manner == "unknown"]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
+        if route in beside:
+            return (route, name) != (beside[0], next(iter(names)))
         share = 3 * traced if route.is_traced else 4
-        if route in beside or route.repeats or route.manner == "XLA" or not _is_own(route):
+        if route.repeats or route.manner == "XLA" or not _is_own(route):
             return True
         if route in modes and modes.index(route) != turn:
             return True

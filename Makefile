@@ -27,14 +27,18 @@ check: $(VENV)/.test
 test: $(VENV)/.test
 	$(RUN) tests/run.py
 
-# What takes too long for every day: each benchmark on tiny sizes, all tests on JAX and PyTorch, and
-# what a layer promises once more in tiny tiles (but for what writes files).
+# What takes too long for every day: on TensorFlow all that is marked long, each benchmark on tiny
+# sizes with it; on JAX and PyTorch the tests of every day in all folders, and the long ones of
+# models; and what a layer promises once more in tiny tiles (but for what writes files).
+MODELS = tests/retrofit tests/heads tests/generation
 TINY = $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
 	tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
 long: $(VENV)/.test
 	$(RUN) -m pytest -n 2 -m long tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
+	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 -m long $(MODELS)
+	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 -m long $(MODELS)
 	KERAS_BACKEND=tensorflow $(TINY)
 	KERAS_BACKEND=torch $(TINY)
 

@@ -331,7 +331,7 @@ def assert_equal(one, other):
     given = inputs_of(one)
     found, expected = called(one, given), called(other, given)
     for name, value in expected.items():
-        assert_close(found[name], value, depth=4, message=name)
+        assert_close(found[name], value, depth=2, message=name)
 
 
 @pytest.mark.parametrize("name", MODELS)

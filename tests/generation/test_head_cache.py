@@ -5,6 +5,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+from backbone_calls import drawn_by_numpy
 from contract import numpy
 from decoders import FAMILIES
 from hypothesis import given, settings
@@ -150,14 +151,10 @@ RETRIEVAL = hm.PerHead(
 
 
 def causal_lm():
-    keras.utils.set_random_seed(0)
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=30, max_sequence_length=LENGTH, dropout=0.0, **SIZES
     )
-    rng = np.random.default_rng(2)
-    for weight in backbone.weights:
-        weight.assign(weight + rng.normal(size=weight.shape).astype("float32") * 0.4)
-    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+    return keras_hub.models.GPT2CausalLM(drawn_by_numpy(backbone, 0.5), preprocessor=None)
 
 
 def inputs_of(task, token_ids=PROMPT, padding_mask=GIVEN):
@@ -273,12 +270,8 @@ OF_EACH = hm.PerHead(
 
 def decoder(name, **arguments):
     family = next(x for x in FAMILIES if x.name == name)
-    keras.utils.set_random_seed(0)
     backbone = getattr(keras_hub.models, family.backbone)(**family.arguments | arguments)
-    rng = np.random.default_rng(2)
-    for weight in backbone.weights:
-        noise = rng.normal(size=weight.shape).astype("float32") * 0.3
-        weight.assign(noise if len(weight.shape) > 1 else weight + noise)  # alike on any backend
+    drawn_by_numpy(backbone, 0.3)
     if family.name == "Gemma 3n, text":
         table = backbone.language_model.embed_tokens.embedding.embeddings
     else:

@@ -9,7 +9,7 @@ import copy
 import keras
 import numpy as np
 import pytest
-from backbone_calls import randomised
+from backbone_calls import drawn_by_numpy, randomised
 from contract import numpy
 from decoders import ENCODER_DECODERS, HUGGING_FACE, T5_GEMMA
 from own_attention import RULE, by_oracle, drawn, of_rule
@@ -160,7 +160,7 @@ def test_a_copy_a_file_and_training(stock, masked, tmp_path):
 
 
 def task_of(family, stock):
-    backbone = copy.deepcopy(stock)
+    backbone = drawn_by_numpy(copy.deepcopy(stock), 0.3)
     table = getattr(backbone, "decoder_token_embedding", backbone.token_embedding).embeddings
     table.assign(0.1 * table)  # else tied embeddings repeat the last token
     name = family.backbone.replace("Backbone", "Seq2SeqLM")

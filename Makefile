@@ -34,7 +34,8 @@ MODELS = tests/retrofit tests/heads tests/generation
 TINY = $(RUN) -m pytest -n 2 --tiled -k "not fresh_process" \
 	tests/layers/test_layer.py tests/attention/test_attention.py tests/layers/test_parity.py
 long: $(VENV)/.test
-	$(RUN) -m pytest -n 2 -m long tests
+	$(RUN) -m pytest -n 2 -m long tests/attention
+	$(RUN) -m pytest -n 2 -m long tests --ignore=tests/attention
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=torch $(RUN) -m pytest -n 2 tests
 	KERAS_BACKEND=jax $(RUN) -m pytest -n 2 -m long $(MODELS)

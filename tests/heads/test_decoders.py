@@ -26,7 +26,7 @@ def test_measured_and_sealed(family, rule):
     leaves = {} if family.layers is None else {"rule": hm.recipes.causal()}
     report = hm.find_leaks(model, texts, **leaves)
     # A true leak: KerasHub's fused operation ignores Qwen's sliding window (docs/decoders.md).
-    is_fused = keras.backend.backend() != "tensorflow" and family.name != "Qwen MoE"  # GPUs alone
+    is_fused = keras.backend.backend() != "tensorflow" and family.name != "Qwen MoE"  # (no CPU)
     drops_window = is_fused and "Qwen" in family.name and rule is None and not leaves
     assert bool(report) == drops_window
     assert report.tried == report.pairs > 0

@@ -1,4 +1,4 @@
-"""What the site shows beside `docs/`: tutorials, `--help` texts, and the files that pages link.
+"""What the site shows beside `docs/`: tutorials, and the files that pages link.
 
 Pages link files as the repository holds them, so that the links work there, too. Those files join
 the site under their paths in the repository, and the links are turned to them.
@@ -67,26 +67,8 @@ def as_markdown(script: Path) -> str:
     return "\n\n".join(parts)
 
 
-def help_texts() -> str:
-    """What `--help` prints, of `keras-headmask` and of each command."""
-    import click
-
-    from keras_headmask.cli.main import cli
-
-    top = click.Context(cli, info_name="keras-headmask", terminal_width=88)
-    texts = [f"````text\n{cli.get_help(top)}\n````"]
-    for name in cli.list_commands(top):
-        command = cli.get_command(top, name)
-        context = click.Context(command, parent=top, info_name=name, terminal_width=88)
-        texts.append(f"### {name}\n\n````text\n{command.get_help(context)}\n````")
-    return "\n\n".join(texts)
-
-
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    place = page.file.src_uri
-    if place == "command_line.md":
-        markdown = f"{markdown}\n\n{help_texts()}"
-    return markdown if "/" in place else with_links_of_the_site(markdown)
+    return markdown if "/" in page.file.src_uri else with_links_of_the_site(markdown)
 
 
 def with_links_of_the_site(markdown: str) -> str:

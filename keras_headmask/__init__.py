@@ -1,9 +1,7 @@
 """A mask of its own for every attention head, in Keras 3."""
 
 import importlib
-import pathlib
 import re
-import sys
 from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
@@ -211,17 +209,4 @@ def _require_keras() -> None:
         )
 
 
-def _is_command() -> bool:
-    """Whether the process is one of the commands, which import Keras when they need it.
-
-    So `--help`, a wrong option or a missing package is answered before that, which takes seconds.
-    """
-    if sys.argv[:1] == ["-m"]:  # Python replaces it once it has found the module
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1]
-        return module == "keras_headmask"
-    names = ("keras-headmask", "keras-headmask.exe", "keras-headmask-script.py")
-    return bool(sys.argv) and pathlib.Path(sys.argv[0]).name in names
-
-
-if not _is_command():
-    register_all()
+register_all()

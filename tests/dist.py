@@ -23,7 +23,7 @@ LAWS = (
     *("tests/layers/test_layer.py", "tests/layers/test_parity.py"),
 )
 # By these; PyTorch is an oracle.
-NEEDED = "click", "hypothesis", "pytest", "pytest-xdist", "torch==2.13.0"
+NEEDED = "hypothesis", "pytest", "pytest-xdist", "torch==2.13.0"
 
 
 def main() -> None:

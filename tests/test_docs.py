@@ -137,7 +137,7 @@ def test_a_tutorial_shows_what_its_code_printed(name, monkeypatch):
 @pytest.mark.tensorflow
 @pytest.mark.long  # (`make docs` builds it, too)
 def test_the_site(tmp_path):
-    for module in ("material", "mkdocstrings_handlers.python", "jupytext", "click"):
+    for module in ("material", "mkdocstrings_handlers.python", "jupytext"):
         pytest.importorskip(module)
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
@@ -156,7 +156,6 @@ def test_the_site(tmp_path):
     public = [*hm.__all__, *(f"recipes.{name}" for name in public_functions(hm.recipes))]
     assert [n for n in public if f'id="keras_headmask.{n}"' not in reference] == []
 
-    assert "keras-headmask apply [OPTIONS] MODEL RULE" in pages["command_line.html"]
     assert 'href="examples/masks_101.html"' in pages["tutorials.html"]  # the page, not the script
 
     assert "<blockquote" not in reference  # an example in a docstring, taken for a quotation

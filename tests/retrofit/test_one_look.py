@@ -109,12 +109,10 @@ def test_every_public_function_of_a_model_is_counted():
     assert of_models - {"head_layout"} <= CALLS.keys()
 
 
-def test_notebooks_and_the_command_look_once(looks, tmp_path):
-    from keras_headmask.cli.model_commands import information
+def test_notebooks_look_once(looks):
     from keras_headmask.look import notebook
 
     model = masked()
-    for show in (information, notebook._model_html):
-        looks[0].clear()
-        show(model)
-        assert looks[0] == [model]
+    looks[0].clear()
+    notebook._model_html(model)
+    assert looks[0] == [model]

@@ -1,1 +1,0 @@
-"""The command `keras-headmask`."""

@@ -406,20 +406,15 @@ def test_know_your_heads(tmp_path, monkeypatch):
     assert re.search(r"^transformer_layer_0/.* head 2  +previous token$", output, re.M), output
 
     table = rows(
-        output, r"^(?:no rule|keep .*|all heads.*) +(\d\.\d+) +(\d\.\d+) +(\d\.\d+) +[+-].* \d+$"
+        output, r"^(?:no rule|keep .*|all heads.*) +(\d\.\d+) +(\d\.\d+) +(\d\.\d+) +[+-].*$"
     )
     stock, suggested, window = table
     assert stock[0] == 1
     assert 0 < suggested[0] <= window[0] < 1  # a window of as many pairs
     assert all(accuracy <= mrr for _, accuracy, mrr in table)
 
-    whole, pruned = rows(output, r"^(?:whole|pruned) +([\d.]+) +([\d.]+) +([\d.]+) +\d+$")
-    # Of one layer of 12 heads, 4 heads: 32 columns of 3 kernels and biases, 32 rows of the last.
-    assert whole[0] - pruned[0] == pytest.approx(4 * 32 * (4 * 384 + 3) / 1e6, abs=0.01)
-    for size in (1, 2):  # in MB, of float32
-        assert whole[size] - pruned[size] == pytest.approx(4 * (whole[0] - pruned[0]), abs=0.15)
-    ((difference,),) = rows(output, r"^SavedModel and model differ by at most (\S+)$")
-    assert difference < 1e-5
+    changes = re.search(r"^0: [+-]\d.*$", output, re.M)[0].split("  ")
+    assert [change.partition(":")[0] for change in changes] == [str(head) for head in range(12)]
 
     assert re.search(r"^Shipped: No leaks\. Tried (\d+) of \1 hidden pairs", output, re.M)
     assert re.search(r"^A mean over all positions: (\d+) leaks\. Tried \1 of \1 ", output, re.M)

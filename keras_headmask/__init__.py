@@ -93,7 +93,6 @@ __all__ = [
     "or_masks",
     "plot",
     "plot_attention",
-    "prune_heads",
     "reach",
     "recipes",
     "register_spec",
@@ -119,7 +118,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
     from keras_headmask.heads.measures import HeadReport, measure_heads
-    from keras_headmask.heads.prune import prune_heads
     from keras_headmask.heads.reading import attention_probabilities
     from keras_headmask.heads.suggest import Suggestion, suggest_rules
     from keras_headmask.layers.grouped_query import PerHeadMaskedGroupedQueryAttention
@@ -155,7 +153,6 @@ _HOMES = {
     "heads.leaks": "find_leaks",
     "heads.measures": "HeadReport measure_heads",
     "heads.reading": "attention_probabilities",
-    "heads.prune": "prune_heads",
     "heads.suggest": "Suggestion suggest_rules",
     "layers.grouped_query": "PerHeadMaskedGroupedQueryAttention",
     "layers.multi_head": "PerHeadMaskedMultiHeadAttention",
@@ -191,7 +188,7 @@ def __dir__() -> list[str]:
 def register_all() -> None:
     """Register every spec, layer and model that a file may name, and how notebooks show specs."""
     _require_keras()
-    for module in ("generation.causal_lm", "heads.pruned_layer"):  # (and layers, by them)
+    for module in ("layers.grouped_query", "layers.multi_head", "generation.causal_lm"):
         importlib.import_module(f"{__name__}.{module}")
     importlib.import_module(f"{__name__}.look.notebook").install()
 

@@ -26,7 +26,6 @@ from versions import SEEN_BY
 import keras_headmask as hm
 from keras_headmask import _keras
 from keras_headmask.attention.tuning import forward_only, is_dense_scope, is_forward_only
-from keras_headmask.heads import pruned_layer
 from keras_headmask.layers import grouped_query, masked, multi_head
 from keras_headmask.retrofit import masked_model, wrap
 from keras_headmask.retrofit.adapters import adapter_of
@@ -140,10 +139,7 @@ def test_a_keras_that_is_too_old_is_refused_at_import(version):
         (hm.PerHeadMaskedGroupedQueryAttention, GQA),
         (masked.MaskedAttention, MHA),
         (masked.MaskedAttention, GQA),
-        *(
-            (cls, _keras.Functional)
-            for cls in (wrap.MaskedLayer, masked_model.HeadMasked, pruned_layer.PrunedLayer)
-        ),
+        *((cls, _keras.Functional) for cls in (wrap.MaskedLayer, masked_model.HeadMasked)),
     ],
 )
 def test_our_classes_override_nothing_else(ours, stock):
@@ -337,30 +333,6 @@ def test_functions_that_are_compiled_while_keras_infers_shapes():
 
 
 # --- Layers and graphs ---------------------------------------------------------------------------
-
-
-@each_stock
-@relies_on(
-    "after_build rebuild set_heads",
-    breaks="a pruned model would not be made, or its weights not be listed, trained or saved",
-)
-def test_attention_gets_another_number_of_heads_in_place(stock):
-    x = keras.Input((None, 8))
-    layer = stock(*((4, 4, 2) if stock is GQA else (4, 4)), name="attention")
-    model = keras.Model(x, layer(x, x))
-    before, count = [w.path for w in layer.weights], layer.count_params()
-    many = {"num_query_heads": 2, "num_key_value_heads": 1} if stock is GQA else {"num_heads": 2}
-    _keras.set_heads(layer, **many)
-    assert layer.get_config().items() >= many.items()
-    assert layer.count_params() == count
-    _keras.rebuild(layer)
-    assert [w.path for w in layer.weights] == before
-    assert layer.count_params() - 8 == (count - 8) / 2  # (the bias of the output stays)
-    assert [w.path for w in model.trainable_variables] == before
-    assert tuple(model(X).shape) == X.shape
-    _keras.after_build(model)
-    if BACKEND == "torch":
-        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == layer.count_params()
 
 
 @relies_on(

@@ -159,26 +159,6 @@ def dropout_layer(layer: Any) -> Any:
     return layer._dropout_layer
 
 
-def set_heads(layer: Any, **heads: int) -> None:
-    """Set the arguments of its constructor that count heads, by name."""
-    if is_grouped(layer):
-        layer.num_query_heads = heads["num_query_heads"]
-        layer.num_key_value_heads = heads["num_key_value_heads"]
-        layer.num_repeats = layer.num_query_heads // layer.num_key_value_heads
-    else:
-        layer._num_heads = heads["num_heads"]
-
-
-def rebuild(layer: Any) -> None:
-    """Make all weights and layers inside anew, for the heads that the layer has now."""
-    tracker = layer._tracker
-    tracker.unlock()
-    tracked = layer._layers, layer._trainable_variables, layer._non_trainable_variables
-    for part in [part for parts in tracked for part in parts]:
-        tracker.untrack(part)
-    layer.build_from_config(layer.get_build_config())  # (locks the tracker again)
-
-
 # What a subclass of KerasHub's attention may override, to attend differently.
 KERAS_HUB_HOOKS = (
     f"call {COMPUTE_ATTENTION} _masked_softmax _use_fused_attention_op _mask_sliding_window "
@@ -211,8 +191,6 @@ GRAPH = (  # noqa: SIM905  # (a list would take a line for each)
     "_operations_by_depth"
 ).split()
 
-# What each layer does once it is built: on PyTorch, list the parameters of all layers inside.
-after_build = operator.methodcaller("_post_build")
 # A layer and all tracked layers inside, where attention is found.
 layers_of = operator.methodcaller("_flatten_layers")
 

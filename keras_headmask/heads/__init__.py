@@ -1,1 +1,1 @@
-"""Heads: what leaks, what each does, what it is worth, what can go, and on which device it is."""
+"""Heads: what leaks, what each does, what it is worth, and on which device it is."""

@@ -203,9 +203,8 @@ def copied(survey: Survey) -> keras.Model:
 
 
 def _class_in_config(layer: Any) -> type:
-    """The class that a config names: masked and pruned layers have classes made for each."""
-    cls = getattr(type(layer), "_stock_class", type(layer))
-    return getattr(cls, "_whole_class", cls)
+    """The class that a config names: masked layers have classes made for each."""
+    return getattr(type(layer), "_stock_class", type(layer))
 
 
 Pairs = list[tuple[Any, Any]]  # each layer with its twin in the copy; the model itself, too

@@ -63,7 +63,6 @@ CALLS = {
     "mask_specs": (masked, lambda model, _: hm.mask_specs(model)),
     "measure_heads": (masked, lambda model, _: hm.measure_heads(model, IDS, verbose=0)),
     "plot_attention": (masked, lambda model, _: hm.plot_attention(model, IDS)),
-    "prune_heads": (masked, lambda model, _: hm.prune_heads(model)),
     "suggest_rules": (stock, lambda model, _: hm.suggest_rules(model, IDS, metric=metric)),
     "summary_masks": (masked, lambda model, _: hm.summary_masks(model, lambda _: None)),
     "unmasked": (masked, lambda model, _: hm.unmasked(model)),

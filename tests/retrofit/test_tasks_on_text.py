@@ -111,14 +111,6 @@ def test_baseline_rule_file_server(name, tmp_path):
     worth = hm.ablate_heads(again, metric, verbose=0)
     assert worth.values[()] == 0
     assert (worth.changes > 0).all()
-    off = hm.apply_head_masks(again, hm.PerHead({1: hm.Nothing()}), existing="and")
-    if not is_classifier:
-        with pytest.raises(ValueError, match="CachedMultiHeadAttention"):
-            hm.prune_heads(off)
-        return
-    pruned = compiled(hm.prune_heads(off))
-    assert pruned.count_params() < off.count_params()
-    assert_close(asked(pruned), asked(compiled(off)), depth=3)
 
 
 def test_a_copy_of_a_task_that_has_seen_text_has_all_of_its_state():

@@ -34,7 +34,6 @@ from keras_headmask.rules.reaching import reach
 __version__ = "0.2.0"
 
 __all__ = [
-    "Ablation",
     "Bounds",
     "Chunk",
     "Explanation",
@@ -69,7 +68,6 @@ __all__ = [
     "Tiles",
     "Tiling",
     "Window",
-    "ablate_heads",
     "alibi",
     "and_masks",
     "apply_head_masks",
@@ -114,7 +112,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
-    from keras_headmask.heads.ablation import Ablation, ablate_heads
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
     from keras_headmask.heads.measures import HeadReport, measure_heads
@@ -148,7 +145,6 @@ _HOMES = {
     "export.tf_serving": "write_serving_config",
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
-    "heads.ablation": "Ablation ablate_heads",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",
     "heads.measures": "HeadReport measure_heads",

@@ -1,20 +1,21 @@
 """`hm.suggest_rules`: the cheapest rule of each head that keeps most of its attention."""
 
 import dataclasses
-import os
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
-from keras_headmask.heads.ablation import Head, Sweep, check_sweep
+from keras_headmask import _keras
 from keras_headmask.heads.measures import with_null
 from keras_headmask.heads.progress import Progress
 from keras_headmask.heads.reading import Reader, allowed_pairs, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, layer_rows
+from keras_headmask.retrofit.apply import masked_by
 from keras_headmask.rules import fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -75,7 +76,7 @@ class Suggestion(Printed):
             last = f"the last {tried[-1]:.4g}" if tried else "no model was tried"
             yield f"The metric is {own:.4g}; {len(tried)} models were tried, {last}."
 
-    def opened(self, heads: Iterable[Head]) -> "Suggestion":
+    def opened(self, heads: Iterable[tuple[int, int]]) -> "Suggestion":
         """The same with `Full()` for some heads; in a causal layer with `Window(after=0)`.
 
         Args:
@@ -136,7 +137,6 @@ def suggest_rules(
     metric: Callable[[keras.Model], Any] | None = None,
     tolerance: float = 0.01,
     better: str = "higher",
-    save_to: str | os.PathLike[str] | None = None,
     verbose: int | str = "auto",
 ) -> Suggestion:
     """Suggest a rule for each head: the cheapest that keeps `keep` of its attention on these texts.
@@ -155,8 +155,8 @@ def suggest_rules(
     of a model, the masked model is measured, and heads are opened (`Full()`; in a causal layer
     `Window(after=0)`), one more each time, those that lost most attention first, until the metric
     is within `tolerance` of the model's own. That takes up to one run of `metric` for each head. It
-    gets copies, as in `ablate_heads`. A search that is interrupted, or whose metric raises, keeps
-    what it has: in `save_to`, and as the attribute `suggestion` of the exception.
+    gets copies, compiled as `model` is; in each a query that sees no key, as at padding, has
+    context 0, as under any rule.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -168,7 +168,8 @@ def suggest_rules(
             sentences.
         sinks: How many first tokens stay open beside a window, at least 1.
         layers, token_ids, padding, batch_size: As in `measure_heads`.
-        metric, better, save_to: As in `ablate_heads`.
+        metric: A function of a model; returns one finite number, the same each time.
+        better: Which metric is better, "higher" or "lower".
         tolerance: How much worse the metric may be than the model's own.
         verbose: As in `measure_heads`.
 
@@ -179,7 +180,7 @@ def suggest_rules(
     Raises:
         TypeError: if `model` is not a Keras model, or for an argument of another kind.
         ValueError: if `keep` is not above 0 and up to 1, `better` is not valid, `metric` returns no
-            finite number, the file is of another model, or as in `measure_heads`.
+            finite number, or as in `measure_heads`.
 
     The rules are those of DuoAttention (Xiao et al. 2024) and MoA (Fu et al. 2024), and sentences.
 
@@ -198,8 +199,13 @@ def suggest_rules(
         raise ValueError("`keep` must be above 0: `Nothing()` keeps nothing. Received: 0.")
     fields.whole_number(sinks, "sinks", at_least=1)
     tolerance = fields.not_negative(tolerance, "tolerance")
-    # (Without a metric these arguments are checked as with one.)
-    file = check_sweep(len if metric is None else metric, better, save_to)
+    if metric is not None and not callable(metric):
+        raise TypeError(
+            "`metric` must be a function of a model that returns a number, such as `lambda model: "
+            f"model.evaluate(x, y)[1]`. Received: {metric!r}."
+        )
+    if better not in ("higher", "lower"):
+        raise ValueError(f'`better` must be "higher" or "lower". Received: {better!r}.')
     looked_for = {"end_ids": end_ids, "special_ids": special_ids}
     reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
     family = list(_family(sinks, end_ids, special_ids))
@@ -208,26 +214,47 @@ def suggest_rules(
         return suggestion
     limited = [(i, j) for i, j in np.argwhere(suggestion.computed < 1).tolist()]
     limited.sort(key=lambda head: (suggestion.kept[head], head))
-    tried: list[float] = []
+    tried = [_measured(reader, {}, metric, "the model itself")]
     bar = Progress(len(limited), "models", verbose)
-
-    def with_rules(heads: Iterable[Head]) -> dict[str, MaskSpec]:
-        opened = suggestion.opened(set(limited) - set(heads))
-        return {path: _layer_rule(specs) for path, specs in opened.specs.items()}
-
-    sweep = Sweep(reader.survey, reader.entries, with_rules, metric, file, suggestion.rules)
-    with sweep.keeping("suggestion", lambda: dataclasses.replace(suggestion, metrics=(*tried,))):
-        tried.append(sweep.start())
-        # (With all of them open it is the model itself.)
-        for count in range(len(limited)):
-            tried.append(sweep.value(limited[count:], f"the model with {count} heads opened"))
-            bar.step()
-            worse = tried[0] - tried[-1] if better == "higher" else tried[-1] - tried[0]
-            if worse <= tolerance:
-                break
-        else:
-            count = len(limited)
+    # (With all of them open it is the model itself.)
+    for count in range(len(limited)):
+        opened = suggestion.opened(limited[:count]).specs.items()
+        rules = {path: _layer_rule(specs) for path, specs in opened}
+        tried.append(_measured(reader, rules, metric, f"the model with {count} heads opened"))
+        bar.step()
+        worse = tried[0] - tried[-1] if better == "higher" else tried[-1] - tried[0]
+        if worse <= tolerance:
+            break
+    else:
+        count = len(limited)
     return dataclasses.replace(suggestion.opened(limited[:count]), metrics=tuple(tried))
+
+
+def _measured(
+    reader: Reader, rules: Mapping[str, MaskSpec], metric: Callable[[Any], Any], name: str
+) -> float:
+    """The metric of a new copy under `rules`, by path, compiled as the model is.
+
+    In one copy whose rule changes, functions that a metric compiled before would go on without
+    the change. Each layer gets a rule, if only one that hides nothing: for a query that sees no
+    key, as at padding, stock Keras takes the mean of all values, and attention under a rule 0.
+    """
+    specs = {x.path: rules.get(x.path, Keys(0)) & Keys(0) for x in reader.entries}
+    by_regex = {f"^{re.escape(path)}$": spec for path, spec in specs.items()}
+    copy = masked_by(reader.survey, by_regex, existing="and")
+    _keras.compile_alike(reader.survey.model, copy)
+    value = metric(copy)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"`metric` must return one finite number. Received for {name}: {repr(value)[:80]}. Of "
+            "a list or dict, as `model.evaluate` returns, pick one; skip or clip batches of inf "
+            "and NaN."
+        )
+    return number
 
 
 def _family(sinks: int, end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:

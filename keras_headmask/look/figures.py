@@ -33,10 +33,6 @@ _ALARM = "#d00000"
 _SHADES = LinearSegmentedColormap.from_list(
     "attention", [COLOURS[Coverage.NONE], COLOURS[Coverage.ALL]]
 ).with_extremes(bad=(0, 0, 0, 0))
-# Orange below 0, blue above it.
-_BELOW_AND_ABOVE = LinearSegmentedColormap.from_list(
-    "change", [COLOURS[Coverage.SOME], "#ffffff", COLOURS[Coverage.ALL]]
-).with_extremes(bad=(0, 0, 0, 0))
 
 _MOST_LINES = 24  # of a caption
 _SIZE, _TEXT, _TITLE = 8, 9, 10  # points of labels, of other texts, of titles
@@ -115,26 +111,18 @@ def heads_figure(
     shown_is: str,
     caption: Sequence[str],
     most: float = 1.0,
-    paths: Sequence[str] | None = None,
 ) -> Picture:
     """A panel for each of `values`, `(layers, heads)`, under its name; NaN is hatched.
 
-    From 0, light, to `most`, dark. With `paths` of the layers there are values below 0, too: orange
-    below it, blue above.
+    From 0, light, to `most`, dark.
     """
     cells = {name: np.ma.masked_invalid(x) for name, x in values.items()}
-    colours: dict[str, Any] = {"cmap": _SHADES, "vmin": 0, "vmax": most}
-    rows = None
-    if paths is not None:
-        rows = [f"{number} {path}" for number, path in enumerate(paths)]
-        most = max(float(np.abs(x).max()) if x.count() else 0.0 for x in cells.values()) or 1.0
-        colours = {"cmap": _BELOW_AND_ABOVE, "vmin": -most, "vmax": most}
     heads_panels = [Panel((0,), x) for x in cells.values()]
-    drawn = Panels(heads_panels, 1, (1, 1), (rows, None), query_offset=0)
+    drawn = Panels(heads_panels, 1, (1, 1), (None, None), query_offset=0)
     figure, axes = _grid(drawn, caption, beside=0.9)
     for ax, (title, of_panel) in zip(axes, cells.items(), strict=True):
         _hatch(ax)
-        image = _image(ax, of_panel, drawn, **colours)
+        image = _image(ax, of_panel, drawn, cmap=_SHADES, vmin=0, vmax=most)
         ax.set_title(title, fontsize=_TITLE)
         for axis, name in ((ax.yaxis, "layers"), (ax.xaxis, "heads")):
             if axis.label.get_text():

@@ -22,7 +22,6 @@ def model():
 
 LONG = {
     "measure_heads": (lambda: hm.measure_heads(model(), IDS, batch_size=1), "2 of 2 batches"),
-    "ablate_heads": (lambda: hm.ablate_heads(model(), lambda _: 1.0), "2 of 2 runs"),
     "suggest_rules": (
         lambda: hm.suggest_rules(model(), IDS, 0.5, batch_size=1, metric=lambda _: 1.0),
         "1 of 2 models",
@@ -56,18 +55,16 @@ def test_logs_get_a_line_now_and_then(monkeypatch, capsys):
     assert capsys.readouterr().err == "2 of 4 steps\n4 of 4 steps\n"
 
 
-@pytest.mark.parametrize(
-    ("function", "given"), [(hm.measure_heads, IDS), (hm.ablate_heads, lambda _: 1.0)]
-)
-def test_verbose_is_as_keras_has_it(function, given, monkeypatch, capsys):
+@pytest.mark.parametrize("function", [hm.measure_heads, hm.suggest_rules])
+def test_verbose_is_as_keras_has_it(function, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ipykernel", None)  # a person looks on
     monkeypatch.setattr(progress, "_SECONDS", 0)
-    function(model(), given, verbose=0)
+    function(model(), IDS, verbose=0)
     assert capsys.readouterr().err == ""
-    function(model(), given, verbose=1)
+    function(model(), IDS, verbose=1)
     assert "[" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r'`verbose` must be "auto", 0, 1 or 2. Received: \'yes\''):
-        function(model(), given, verbose="yes")
+        function(model(), IDS, verbose="yes")
 
 
 def test_where_the_number_of_steps_is_not_known(monkeypatch, capsys):

@@ -146,20 +146,6 @@ def test_padding_is_as_in_a_model_under_a_rule():
     assert of_padding(model) != pytest.approx(under_a_rule, rel=1e-2)
 
 
-def test_an_interrupt_without_a_file_or_without_a_metric():
-    def fails(model):
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError) as raised:
-        suggest_rules(model_of(2), IDS, keep=0.5, metric=fails)
-    assert not hasattr(raised.value, "suggestion")  # nothing was measured
-    values = iter([1.0])
-    with pytest.raises(StopIteration) as raised:
-        suggest_rules(model_of(2), IDS, keep=0.5, metric=lambda model: next(values))
-    assert raised.value.suggestion.metrics == (1,)
-    assert raised.value.__notes__[0].endswith("attribute `suggestion` of this exception.")
-
-
 def test_a_head_of_a_causal_layer_is_opened_to_what_is_behind():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(60, 8)(ids)
@@ -196,38 +182,6 @@ def test_a_layer_that_runs_twice_has_one_rule():
     assert hm.mask_specs(hm.apply_head_masks(model, found.rules)).keys() == {"twice"}
 
 
-def test_an_interrupted_search_goes_on(tmp_path):
-    model, file, runs = model_of(3, 2), tmp_path / "metrics.json", []
-
-    def metric(tried):
-        runs.append(tried)
-        if len(runs) == 4:
-            raise KeyboardInterrupt
-        return limited_heads(tried)
-
-    more = {"keep": 0.5, "tolerance": 2, "better": "lower", "save_to": file}
-    with pytest.raises(KeyboardInterrupt) as raised:
-        suggest_rules(model, IDS, metric=metric, **more)
-    partial = raised.value.suggestion
-    assert partial.metrics == (0, 6, 5)
-    assert partial.rules == suggest_rules(model, IDS, keep=0.5).rules
-    (note,) = raised.value.__notes__
-    assert "in the attribute `suggestion` of this exception, and in" in note
-    assert str(file) in note
-    found = suggest_rules(model, IDS, metric=metric, **more)
-    assert len(runs) == 4 + 1 + 3  # the model's own again, and what was left
-    assert found.metrics == (0, 6, 5, 4, 3, 2)
-    with pytest.raises(ValueError, match="of another model, of other layers, or of other sugg"):
-        suggest_rules(model_of(3, 2), IDS, metric=metric, **more)
-    with pytest.raises(ValueError, match=r"metrics.json is of another metric"):
-        suggest_rules(model, IDS, metric=lambda model: 7, **more)
-    not_finite = json.loads(file.read_text()) | {"values": {"": float("nan")}}
-    for wrong in ("[]", json.dumps(not_finite)):
-        file.write_text(wrong)
-        with pytest.raises(ValueError, match=r"metrics.json .* no file of `abl.*_rules`"):
-            suggest_rules(model, IDS, metric=metric, **more)
-
-
 def test_copies_that_a_metric_gets_are_compiled_as_the_model_is():
     model = model_of(2)
     model.compile("sgd", lambda true, made: (true - made) ** 2)
@@ -262,7 +216,6 @@ def test_a_picture():
         (IDS, {"metric": lambda model: None}, ValueError, "one finite number"),
         (np.ones((2, 5), "int32"), {}, ValueError, "All token ids are equal"),
         (IDS[:0], {}, ValueError, "texts"),
-        (IDS, {"metric": len, "save_to": "."}, ValueError, "`save_to` must be a file"),
         (IDS[:, :1], {}, ValueError, "at least 2 tokens"),
         (IDS, {"end_ids": 99_999}, ValueError, "`end_ids` must stand in the texts"),
     ],

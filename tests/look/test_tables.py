@@ -14,26 +14,19 @@ pytestmark = pytest.mark.tensorflow  # a table is the same on each backend
 LONG = np.random.default_rng(0).integers(1, 12, (2, 12)).astype("int32")
 
 
-def ablation(paths, heads, change=0.25):
-    every = [(layer, head) for layer in range(len(paths)) for head in range(heads)]
-    values = {(): 1.0, **{(off,): 1 + change * (i + 1) for i, off in enumerate(every)}}
-    return hm.Ablation("digest", tuple(paths), (heads,) * len(paths), values, (every[0],))
-
-
 @pytest.fixture(scope="module")
 def reports():
     model = hm.apply_head_masks(stack(2), hm.Window(1, 0))
     return {
         "measures": hm.measure_heads(model, LONG),
         "suggestion": hm.suggest_rules(model, LONG),
-        "ablation": ablation(["a", "b"], 4),
         "leaks": hm.find_leaks(model, LONG, rule=hm.Window(0, 0)),
         "explanation": hm.explain(hm.PerHead({0: hm.Window(3, 0)}), queries=64),
         "explanations": hm.explain(model, queries=64),
     }
 
 
-NAMES = ["measures", "suggestion", "ablation", "leaks", "explanation", "explanations"]
+NAMES = ["measures", "suggestion", "leaks", "explanation", "explanations"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,24 +37,6 @@ def test_a_report_is_what_it_prints(reports, name):
     assert ("<table>" in shown) == (name != "explanation")
     for word in str(report).replace("'", " ").split():
         assert word in shown.replace("<", " ").replace(">", " ") or "..." in word
-
-
-def test_html_is_escaped():
-    shown = ablation(["<script>", "b"], 2)._repr_html_()
-    assert "<td>0 &lt;script&gt;</td><td>+0.25</td><td>+0.5</td>" in shown
-    assert "<script>" not in shown
-
-
-def test_wide_tables_are_broken():
-    """Every number is there, beside the name of its layer."""
-    paths = [f"encoder_of_a_long_name/transformer_layer_{i}/self_attention_layer" for i in range(2)]
-    found = ablation(paths, 30, change=1)
-    lines = str(found).splitlines()
-    assert max(map(len, lines)) <= 100
-    for layer in range(2):
-        of_layer = [x for x in lines if x.startswith(f"{layer} encoder")]
-        numbers = [x for line in of_layer for x in line.split() if x.startswith("+")]
-        assert [float(x) for x in numbers] == found.changes[layer].tolist()
 
 
 @pytest.mark.parametrize("name", ["measures", "suggestion", "leaks"])
@@ -87,9 +62,6 @@ def test_equal_layers_stand_once(reports):
     )
     starts = [line.split("  ")[0] for line in str(alike).splitlines()]
     assert starts == ["layers 0 to 3 and 5"] * 2 + ["4 layer_4"] * 2
-    assert str(ablation("abc", 2, change=0)).splitlines()[2].split() == [
-        *("layers", "0", "to", "2", "+0", "+0")
-    ]
     found = str(hm.explain(hm.apply_head_masks(stack(6), hm.Window(1, 0)), queries=512))
     assert found.splitlines()[0].startswith("layers 0 to 5  Heads 0 to 3, ")
 

@@ -48,7 +48,6 @@ def exported(model, folder):
 
 # By a name: a model, and a call on it and on a folder.
 CALLS = {
-    "ablate_heads": (stock, lambda model, _: hm.ablate_heads(model, metric, verbose=0)),
     "apply_head_masks": (stock, lambda model, _: hm.apply_head_masks(model, RULE)),
     "apply_head_masks in place": (
         stock,

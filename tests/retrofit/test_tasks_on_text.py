@@ -105,13 +105,6 @@ def test_baseline_rule_file_server(name, tmp_path):
     assert not hm.mask_specs(stock)
     assert abs(asked(stock) - fitted).max() > 1e-4
 
-    def metric(model):
-        return float(np.square(asked(model) - fitted).mean())
-
-    worth = hm.ablate_heads(again, metric, verbose=0)
-    assert worth.values[()] == 0
-    assert (worth.changes > 0).all()
-
 
 def test_a_copy_of_a_task_that_has_seen_text_has_all_of_its_state():
     """A packer is made by the first text: then the layers of task and copy are not as many."""

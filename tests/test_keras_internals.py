@@ -769,13 +769,14 @@ def test_projections_of_one_sequence_are_as_long():
             _keras.tensorflow.are_as_long(query, project(other)),
             _keras.tensorflow.are_as_long(query, project(x[:, :1])),
             _keras.tensorflow.are_as_long(x + x, x),  # what is added may be longer than 1
+            _keras.tensorflow.are_as_long(x, eager),
         ]
 
-    seen = []
+    seen, eager = [], tf.ones([1, 1, 4])
     operand = tf.TensorSpec([None, None, 4])
     function = tf.function(lambda *given: seen.extend(kinds(*given)))
     function.get_concrete_function(operand, operand, tf.TensorSpec([4, 2, 3]))
-    assert seen == [True, False, False, False]
+    assert seen == [True, False, False, False, False]
 
 
 @relies_on("in_forward_mode in_vectorized_map unrecorded", breaks="jvp or maps of gradients raise")

@@ -130,6 +130,8 @@ def are_as_long(one: Any, other: Any) -> bool:
     """
 
     def source(tensor: Any) -> Any:
+        if hasattr(tensor, "numpy"):  # of no graph
+            return tensor
         while (operation := tensor.op).inputs:
             first, *others = operation.inputs
             keeps = operation.type in ("Identity", "Cast", "BiasAdd")

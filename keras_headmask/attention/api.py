@@ -11,7 +11,13 @@ from keras_headmask import masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import checked_changes
-from keras_headmask.attention.request import Request, all_that_restricts, bound_to, checked_tiled
+from keras_headmask.attention.request import (
+    Request,
+    all_that_restricts,
+    bound_to,
+    check_operands,
+    checked_tiled,
+)
 from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
@@ -125,7 +131,7 @@ def dot_product_attention(
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:
-        bound, query = bound_to(rule, inputs, query, key, query_offset)
+        bound, query = bound_to(rule, inputs, query, key, value, query_offset)
     request = Request(
         query,
         key,
@@ -159,20 +165,10 @@ def _check_operands(**operands: Tensor) -> None:
     dtypes = {name: keras.backend.standardize_dtype(x.dtype) for name, x in operands.items()}
     if any("float" not in dtype for dtype in dtypes.values()):
         raise TypeError(f"`query`, `key` and `value` must be floats. Received: {dtypes}.")
-    # (Pair by pair: in a set, PyTorch's compiler would take each length for a constant.)
-    pairs = (0, query, key), (0, key, value), (0, query, value), (1, key, value), (2, key, value)
-    if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
-        raise ValueError(
-            "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit. "
-            f"Received: {received()}."
-        )
+    check_operands(query, key, value)
     heads, key_heads = query.shape[2], key.shape[2]
     if heads != key_heads and None not in (heads, key_heads) and heads % (key_heads or heads + 1):
         raise ValueError(
             f"The number of key heads must divide the number of query heads: {key_heads} does not "
             f"divide {heads}. Received: {received()}."
         )
-
-
-def _agree(size: int | None, other: int | None) -> bool:
-    return None in (size, other) or size == other

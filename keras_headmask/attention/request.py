@@ -69,6 +69,7 @@ def bound_to(
     inputs: Mapping[str, Any],
     query: Tensor,
     key: Tensor,
+    value: Tensor,
     query_offset: Length,
     **known: Any,
 ) -> tuple[Bound, Tensor]:
@@ -77,12 +78,31 @@ def bound_to(
     What a TensorFlow graph does not know of their sizes is read off a mask input, if one says it:
     then all layers that read it share what is made of it.
     """
+    check_operands(query, key, value)
     (batch, queries), keys = sizes(query)[:2], sizes(key)[1]
     known_sizes = Sizes(batch, queries, keys)
-    if _is_graph(query) and any(not isinstance(size, int) for size in known_sizes):
-        known_sizes, query = _sizes_from_inputs(known_sizes, rule, inputs, query_offset, query, key)
+    if _is_graph(query):
+        known["heads"], checks = query.shape[2], graph_shapes.operand_checks(query, key, value)
+        if any(not isinstance(size, int) for size in known_sizes):
+            given = known_sizes, rule, inputs, query_offset, query, key
+            known_sizes, query = _sizes_from_inputs(*given)
+        query = graph_shapes.after(checks, query)
     lengths = known_sizes.queries, known_sizes.keys, query_offset
     return evaluation.bind(rule, inputs, *lengths, batch=known_sizes.batch, **known), query
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise where known sizes of operands `(B, L, H, D)` do not fit; the key heads may be fewer."""
+    # (Pair by pair: in a set, PyTorch's compiler would take each length for a constant.)
+    pairs = (0, query, key), (0, key, value), (0, query, value), (1, key, value), (2, key, value)
+    if not all(_agree(x.shape[axis], y.shape[axis]) for axis, x, y in (*pairs, (3, query, key))):
+        operands = {"query": query, "key": key, "value": value}
+        received = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+        raise ValueError(f"{graph_shapes.OPERANDS} Received: {received}.")
+
+
+def _agree(size: int | None, other: int | None) -> bool:
+    return None in (size, other) or size == other
 
 
 def _is_graph(query: Tensor) -> bool:

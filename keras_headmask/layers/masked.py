@@ -243,7 +243,7 @@ class MaskedAttention(keras.Layer):
             return self._by_hook(operands, None, training, wants_scores)
         bound, (query, key, value) = None, operands
         if rule is not None:
-            bound, query = bound_to(rule, mask_inputs, query, key, offset)
+            bound, query = bound_to(rule, mask_inputs, query, key, value, offset)
         request = Request(
             query,
             key,

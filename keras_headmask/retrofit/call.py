@@ -172,7 +172,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
 
 def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
     """Context and probabilities under `rules`: none, one, or those of several nested models."""
-    query, key = arguments["query"], arguments["key"]
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if rules and len(query.shape) != 4:
         raise ValueError(
             f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "
@@ -191,7 +191,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
     for rule in rules:
         of_rule, known = _checked_inputs(adapter.layer, rule, lengths, offset)
         if inputs.keys() & of_rule.keys():  # nested models may each have `token_ids`, of two texts
-            apart, query = bound_to(rule.spec, of_rule, query, key, offset, prepared=known)
+            apart, query = bound_to(rule.spec, of_rule, query, key, value, offset, prepared=known)
             whole = evaluation.mask_of_all_heads(rule.spec, apart, adapter.num_heads)
             mask = masks.and_masks(mask, whole)
         else:
@@ -201,7 +201,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
     joined, inputs = all_that_restricts(spec, inputs, **of_mask, window=window)
     bound: Any = None
     if joined is not None:
-        bound, query = bound_to(joined, inputs, query, key, offset, prepared=prepared)
+        bound, query = bound_to(joined, inputs, query, key, value, offset, prepared=prepared)
     if adapter.has_own_code:
         assert joined is not None
         mask = evaluation.mask_of_all_heads(joined, bound, adapter.num_heads)
@@ -214,7 +214,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         Request(
             query,
             key,
-            arguments["value"],
+            value,
             joined,
             bound,
             scale=adapter.scale,

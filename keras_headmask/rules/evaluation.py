@@ -244,11 +244,12 @@ def bind(
     query_offset: Length = 0,
     prepared: Mapping[MaskSpec, Mapping[str, Any]] | None = None,
     batch: Length | None = None,
+    heads: int | None = None,
 ) -> Bound:
     """Prepare `mask_inputs`, which `check_inputs` has passed, for every leaf of `spec`.
 
     `prepared` is what leaves prepared before for the whole sequences. Without `batch`, the inputs
-    agree with the first of them.
+    agree with the first of them. With `heads`, a graph also checks a mask beside the rule.
     """
     if queries is None or keys is None:
         raise ValueError(
@@ -280,7 +281,7 @@ def bind(
             is_cut = pair is None and as_int(query_offset) != 0
             if sizes.batch is None:
                 sizes = sizes._replace(batch=graph_shapes.batch_of(sides[name]))
-            checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut)
+            checks += graph_shapes.checks(name, sides[name], kind.sides, sizes, is_cut, heads)
         if sides:
             values = (prepared or {}).get(leaf) or leaf.prepare(sides)
             bound[leaf] = {name: _as_wide(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Checks of mask inputs whose sizes are known only when a TensorFlow graph runs.
+"""Checks of operands and mask inputs whose sizes are known only when a TensorFlow graph runs.
 
 `check_inputs` checks static shapes. (JAX knows a varying size by its name; PyTorch and eager
 TensorFlow know all sizes.)
@@ -12,10 +12,13 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
+from keras_headmask._keras.tensorflow import are_as_long
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.once import once
 from keras_headmask.rules.protocol import Sides, Sizes
 
+OPERANDS = "`query` (B, T, H, D), `key` (B, S, Hk, D) and `value` (B, S, Hk, Dv) do not fit."
+_BROADCASTS = "(1 broadcasts). Received: shape"
 REPEAT = "To use the ids of one example for all, repeat them."
 
 
@@ -113,7 +116,31 @@ def _constant(value: Any) -> Tensor:
     return once(lambda: tf.constant(value), "constant", value)
 
 
-def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
+def operand_checks(query: Tensor, key: Tensor, value: Tensor) -> list[Any]:
+    """The operation that raises where sizes of the operands `(B, L, H, size)` do not fit.
+
+    There is none for operands of known sizes, or made of one tensor.
+    """
+    import tensorflow as tf
+
+    def size(tensor: Tensor, axis: int) -> Length:
+        return once(lambda: masks.sizes(tensor), "sizes of operand", tensor)[axis]
+
+    pairs = [
+        (size(one, axis), size(other, axis))
+        for one, other, axes in ((query, key, (0,)), (key, value, (0, 1)))
+        if not are_as_long(one, other)
+        for axis in axes
+        if None in (one.shape[axis], other.shape[axis])
+    ]
+    if not pairs:
+        return []
+    fits = tf.reduce_all(tf.equal(*map(tf.stack, zip(*pairs, strict=True))))
+    data = [_constant(f"{OPERANDS} Received: shapes"), *map(tf.shape, (query, key, value))]
+    return [tf.raw_ops.Assert(condition=fits, data=data, summarize=4)]
+
+
+def after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
     """`tensor`, computed after `checks`."""
     if not checks:
         return tensor
@@ -124,24 +151,24 @@ def _after(checks: Sequence[Any], tensor: Tensor) -> Tensor:
 
 
 def checks(
-    name: str, mask_input: Any, read: Iterable[str], sizes: Sizes, is_cut: bool = False
+    name: str,
+    mask_input: Any,
+    read: Iterable[str],
+    sizes: Sizes,
+    is_cut: bool = False,
+    heads: int | None = None,
 ) -> list[Any]:
     """Operations that raise, in the words of `check_inputs`, where a graph runs on other sizes.
 
     `mask_input` is a whole mask of rank 4, or `Sides`, of which the rule reads some. `is_cut`: ids
     of the queries are cut out of longer ones. There are no operations if all sizes are known.
-    (What is wrong with a mask beside the rule, TensorFlow says where masks meet.)
+    (What is wrong with flags beside the rule, TensorFlow says where they are broadcast.)
     """
-    if is_outside(name):
-        return []
     place, has = f"`mask_inputs[{name!r}]` has", "where the attention has"
     if not isinstance(mask_input, Sides):
-        axes = (0, "examples", sizes.batch), (2, "queries", sizes.queries), (3, "keys", sizes.keys)
-        return [
-            _check(name, mask_input, axis, size, place, f"{counted} {has}", broadcasts=True)
-            for axis, counted, size in axes
-            if mask_input.shape[axis] != 1 and _is_open(mask_input, axis, size)
-        ]
+        return [] if is_outside(name) and heads is None else _whole(name, mask_input, sizes, heads)
+    if is_outside(name):
+        return []
     operations = []
     for side, plural, length in (("key", "keys", sizes.keys), ("query", "queries", sizes.queries)):
         tensor = getattr(mask_input, side) if side in read else None
@@ -156,6 +183,28 @@ def checks(
     return operations
 
 
+def _whole(name: str, mask: Tensor, sizes: Sizes, heads: int | None) -> list[Any]:
+    """The check of a mask of rank 4, none if all of its sizes are known, or 1."""
+    wanted = {"examples": sizes.batch, "heads": heads, "queries": sizes.queries, "keys": sizes.keys}
+    axes = [
+        (axis, counted, size)
+        for axis, (counted, size) in enumerate(wanted.items())
+        if mask.shape[axis] != 1 and _is_open(mask, axis, size)
+    ]
+    if not axes:
+        return []
+    import tensorflow as tf
+
+    place = "`attention_mask` (or `mask`)" if is_outside(name) else f"`mask_inputs[{name!r}]`"
+    names = ", ".join(counted for _, counted, _ in axes)
+    shape, of_mask = _shape_and_sizes(name, mask)
+    given, expected = tf.stack([of_mask[axis] for axis, *_ in axes]), tf.stack([x[2] for x in axes])
+    fits = tf.reduce_all(tf.equal(given, expected) | tf.equal(given, 1))
+    data = [f"{place} has ({names}) =", given, "where the attention has", expected]
+    data = [_constant(x) if isinstance(x, str) else x for x in (*data, _BROADCASTS)]
+    return [tf.raw_ops.Assert(condition=fits, data=[*data, shape], summarize=4)]
+
+
 def checked(
     name: str,
     mask_input: Any,
@@ -166,7 +215,7 @@ def checked(
 ) -> Any:
     """The tensors that a leaf prepared from a mask input, computed after `checks`."""
     if not isinstance(prepared, Sides):
-        return _after(checks, prepared)
+        return after(checks, prepared)
     sides = prepared
     for side, length in (("query", sizes.queries), ("key", sizes.keys)):
         tensor = getattr(prepared, side)
@@ -209,7 +258,7 @@ def standing_at(name: str, ids: Tensor, positions: Tensor) -> Tensor:
         data = ["query_offset =", first, "puts the queries outside", f"`mask_inputs[{name!r}]`"]
         data += ["of length", length, "Received: queries =", queries]
         check = tf.raw_ops.Assert(condition=fits, data=data)  # `None` outside of a graph
-        positions = positions if check is None else _after([check], positions)
+        positions = positions if check is None else after([check], positions)
     return ops.take(ids, positions, axis=1)
 
 
@@ -250,12 +299,12 @@ def _checked_side(
     in another axis. (TensorFlow optimizes a reshape, or a sum with zeros, away.)
     """
     if len(side.shape) != 2:
-        return _after(checks, side)
+        return after(checks, side)
     shape = (None, None) if mask_input is None else mask_input.shape
     wanted = zip(side.shape, shape, (batch, length), strict=True)
     sizes = [1 if known == 1 and before != 1 else size for known, before, size in wanted]
     if not any(_is_open(side, axis, size) for axis, size in enumerate(sizes)):
-        return _after(checks, side)
+        return after(checks, side)
     import tensorflow as tf
 
     with tf.control_dependencies(checks):
@@ -285,7 +334,6 @@ def _check(
     between: str,
     behind: str = "",
     hint: str = "",
-    broadcasts: bool = False,
 ) -> Any:
     """An operation that raises, with both sizes, if the size of `axis` is not `wanted`."""
     import tensorflow as tf
@@ -293,8 +341,6 @@ def _check(
     shape, sizes = _shape_and_sizes(name, tensor)
     size = sizes[axis]
     fits = tf.equal(size, wanted)
-    if broadcasts:
-        fits, behind = tf.logical_or(fits, tf.equal(size, 1)), "(1 broadcasts)"
     received = f"{behind}. Received: shape".removeprefix(". ")
     data = [before, size, between, wanted, received, shape, *([hint] if hint else [])]
     data = [_constant(x) if isinstance(x, str) else x for x in data]

@@ -57,6 +57,21 @@ def test_mask_inputs_agree_on_the_batch_among_themselves():
         hm.make_mask(hm.SameSegment("a"), 5, 5, mask_inputs={"a": pair})
 
 
+@pytest.mark.parametrize("length", [5, 300])  # also in tiles
+@pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED])
+def test_tensors_of_other_batches_or_lengths_are_refused(kind, length):
+    layer, x = kind.layer(2, 4, mask_spec=hm.Window(2, 2)), normal(3, length, 8)
+    for given in (
+        {"query": x, "value": x[:1]},
+        {"query": x[:1], "value": x},
+        {"query": x[:2], "value": x},
+        {"query": x, "value": x, "key": x[:1]},
+        {"query": x, "value": x, "key": normal(3, length + 2, 8)},
+    ):
+        with pytest.raises(ValueError, match=r"`value` \(B, S, Hk, Dv\) do not fit. Rec"):
+            layer(**given)
+
+
 # --- Integer masks ---
 
 ADDITIVE = np.array([[0, -10000, 0, -10000, -10000]])

@@ -1,9 +1,12 @@
 """Mask inputs of other sizes, where only the run of a TensorFlow graph shows them."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
 from export_models import server
+from fresh import run_fresh
 from keras_versions import takes_unread_inputs
 
 import keras_headmask as hm
@@ -157,11 +160,90 @@ def test_a_whole_mask_broadcasts_from_1_alone():
     call = _attention(hm.MaskInput("seen"), tf.TensorSpec((None, 1, None, None), tf.bool))
     for shape in (3, 1, 5, 7), (1, 1, 1, 7), (3, 1, 5, 1):
         assert call((3, 5, 7), np.ones(shape, bool)).shape == (3, 5, 2, 4)
-    wrong = {"examples": (2, 1, 5, 7), "queries": (3, 1, 6, 7), "keys": (1, 1, 5, 6)}
-    for counted, shape in wrong.items():
-        message = rf"{counted} where the attention has\] .*1 broadcasts"
+    for shape in (2, 1, 5, 7), (3, 1, 6, 7), (1, 1, 5, 6):
+        given = " ".join(str(shape[axis]) for axis in (0, 2, 3))
+        message = r"has \(examples, queries, keys\) =\] "
+        message += rf"\[{given}\] \[where the attention has\] \[3 5 7\] \[\(1 broadcasts"
         with pytest.raises(tf.errors.InvalidArgumentError, match=message):
             call((3, 5, 7), np.ones(shape, bool))
+
+
+OPERANDS = r"do not fit. Received: shapes\] \[{} {} 2 4\] \[{} {} 2 4\] \[{} {} 2 4\]"
+MASK = (
+    r"`attention_mask` .* has \(examples, heads, queries, keys\) =\] \[{} {} {} {}\] "
+    r"\[where the attention has\] \[3 2 {} {}\] \[\(1 broadcasts"
+)
+
+
+def _misfits(length):
+    """Shapes of query, key, value and mask that do not fit, by the message."""
+    sizes = {"query": (3, length), "key": (3, length), "value": (3, length)}
+    for wrong in (
+        {"value": (3, length + 7)},
+        {"query": (2, length)},
+        {"value": (1, length)},
+        {"key": (1, length), "value": (1, length)},
+    ):
+        pairs = (sizes | wrong).values()
+        yield [*((*pair, 2, 4) for pair in pairs), (1, 1, 1, 1)], OPERANDS.format(*sum(pairs, ()))
+    right = [(3, length, 2, 4)] * 3
+    for mask in (2, 1), (4, 1), (1, 3):
+        mask = *mask, length, length
+        yield [*right, mask], MASK.format(*mask, length, length)
+
+
+ASK = """
+import pickle, re, sys
+import tensorflow as tf
+served = tf.saved_model.load(sys.argv[1])
+for shapes, message in pickle.loads(bytes.fromhex(sys.argv[2])):
+    operands = [tf.ones(shape) for shape in shapes[:3]]
+    try:
+        served.attend(*operands, tf.ones(shapes[3], tf.bool))
+    except tf.errors.InvalidArgumentError as error:
+        assert re.search(message, str(error)), error
+    else:
+        assert not message, (shapes, message)
+assert "keras_headmask" not in sys.modules
+"""
+
+
+def test_operands_and_masks_that_do_not_fit_are_refused_when_a_saved_graph_runs(tmp_path):
+    """Also of long sequences, whose loop would read what belongs to other heads and examples."""
+    import tensorflow as tf
+
+    operand = tf.TensorSpec((None, None, 2, 4))
+    signature = [*[operand] * 3, tf.TensorSpec((None,) * 4, tf.bool)]
+    module = tf.Module()
+
+    @tf.function(input_signature=signature)
+    def attend(query, key, value, mask):
+        return hm.dot_product_attention(query, key, value, mask=mask, mask_spec=hm.Window(2, 2))
+
+    module.attend = attend
+    tf.saved_model.save(module, str(tmp_path))
+    cases = [case for length in (6, 600) for case in _misfits(length)]
+    cases += [([(3, n, 2, 4)] * 3 + [(1, 2, 1, n)], "") for n in (6, 600)]
+    run_fresh(ASK, tmp_path, pickle.dumps(cases).hex())
+
+
+def test_a_graph_checks_no_operands_that_are_made_of_one_tensor():
+    import tensorflow as tf
+
+    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2))
+    x = keras.Input((None, 8))
+    model = keras.Model(x, layer(layer(x), x))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, None, 8))])
+    def run(x):
+        return model(x)
+
+    checks = [
+        node
+        for node in run.get_concrete_function().graph.as_graph_def().node
+        if node.op == "Assert"
+    ]
+    assert len(checks) == 1  # of the cross-attention
 
 
 def test_make_mask_lets_the_inputs_agree_among_themselves():

@@ -1,7 +1,7 @@
 """Private names of TensorFlow, and why each is touched."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -40,27 +40,53 @@ def custom_gradient(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*operands: Any) -> Any:
         import tensorflow as tf
-        from tensorflow.python.eager import record
 
         if tf.executing_eagerly():
             return tf.custom_gradient(function)(*operands)
         operands = tuple(map(tf.convert_to_tensor, operands))
         result, gradient = function(*operands)
-
-        def gradients(upstream: Any, *_: Any) -> list[Any]:
-            return [None, *gradient(upstream)]
-
-        of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
-        tensors, graph = [result, *operands], tf.compat.v1.get_default_graph()
-        # (A `ForwardAccumulator` would ask for the gradient within, where another may not be held.)
-        with unrecorded(), graph._override_gradient_function(of_operation):
-            identities = tf.identity_n(tensors)
-        record.record_operation(
-            function.__name__, identities, tensors, gradients
-        )  # for a `GradientTape`
-        return identities[0]
+        rest = lambda upstream, *_: [None, *gradient(upstream)]  # noqa: E731
+        return _with_gradient(function.__name__, [result, *operands], rest)[0]
 
     return call
+
+
+def _with_gradient(name: str, tensors: list[Any], gradients: Callable) -> list[Any]:
+    """`tensors`, whose gradients are `gradients(*upstream)`."""
+    import tensorflow as tf
+    from tensorflow.python.eager import record
+
+    graph = tf.compat.v1.get_default_graph()
+    of_operation = {"IdentityN": lambda _, *upstream: gradients(*upstream)}
+    # (A `ForwardAccumulator` would ask for the gradient within, where another may not be held.)
+    with unrecorded(), graph._override_gradient_function(of_operation):
+        identities = tf.identity_n(tensors)
+    record.record_operation(name, identities, tensors, gradients)  # for a `GradientTape`
+    return identities
+
+
+def for_branches(conditions: Sequence[Any], tensors: Sequence[Any]) -> list[list[Any]]:
+    """`tensors` for each of several branches, of which the one runs whose condition holds.
+
+    Their gradient is what that branch gives: TensorFlow would add the zeros of the others.
+    """
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        return [list(tensors)] * len(conditions)
+    count, copies = len(tensors), list(tensors) * len(conditions)
+
+    def gradients(*upstream: Any) -> list[Any]:
+        def chosen(first: int) -> Any:
+            of_branch = list(upstream[first * count :][:count])
+            if first == len(conditions) - 1:
+                return of_branch
+            return tf.cond(conditions[first], lambda: of_branch, lambda: chosen(first + 1))
+
+        return [*chosen(0), *[None] * (len(copies) - count)]
+
+    copies = _with_gradient("for_branches", copies, gradients)
+    return [copies[first : first + count] for first in range(0, len(copies), count)]
 
 
 def unrecorded() -> AbstractContextManager[None]:

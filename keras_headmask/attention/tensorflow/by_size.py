@@ -6,6 +6,7 @@ layer sees whether its operands are plain: so short sequences need no repair of 
 not plain is left to the definition, which has one.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -56,17 +57,32 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
 
 @one_function
 def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    def with_repair() -> Tensor:
-        if shared.is_short is True:
-            return _by_definition(part, shared, *operands)
-        return tf.cond(
-            shared.is_short,
-            lambda: _by_definition(part, shared, *operands),
-            lambda: loop.attend(part, shared.plans, *operands),
-        )
+    """By the only one of three ways whose condition holds.
 
+    TensorFlow keeps what the gradients of two branches need side by side, and logs an "invalid
+    graph" where the types differ: each branch stands beside one that computes nothing.
+    """
     is_simple = tf.logical_and(shared.is_short, _are_plain(part, *operands))
-    return tf.cond(is_simple, lambda: _attend_to_all(part, shared, *operands), with_repair)
+    ways = {_attend_to_all: is_simple, _by_definition: tf.logical_not(is_simple)}
+    if shared.is_short is not True:
+        ways[_by_definition] &= shared.is_short
+        ways[_by_tiles] = tf.logical_not(shared.is_short)
+    conditions = list(ways.values())
+    query, _, value = operands[:3]
+    # (Empty, and of a shape that TensorFlow does not know: else it logs that shapes differ.)
+    nothing = tf.zeros([0, 0, query.shape[2], value.shape[3]], value.dtype)
+    shape = [None, None, *nothing.shape[2:]]
+    context = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=shape)
+    for way, condition, copies in zip(
+        ways, conditions, internals.for_branches(conditions, operands), strict=True
+    ):
+        attend = functools.partial(way, part, shared, *copies)
+        context = tf.cond(condition, attend, functools.partial(tf.identity, context))
+    return tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
+
+
+def _by_tiles(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+    return loop.attend(part, shared.plans, *operands)
 
 
 class Limits(NamedTuple):

@@ -163,6 +163,18 @@ def test_our_attributes_are_none_of_keras(stock):
     assert not [name for name in private if hasattr(attention(stock), name)]
 
 
+@relies_on("find", breaks="a name that moved would be missed, or its loss not be said")
+def test_a_private_name_is_looked_for_in_each_place():
+    places = "keras.src.moved", "keras.src.backend.moved.nn", "keras.src.models.model.Model"
+    assert _keras.lookup.find(*places) is keras.Model
+    said = (
+        r"needs keras\.src\.moved or keras\.src\.backend\.moved\.nn, which Keras "
+        rf"{re.escape(keras.__version__)} lacks\. Install a version of Keras that .* names"
+    )
+    with pytest.raises(ImportError, match=said):
+        _keras.lookup.find(*places[:2])
+
+
 # --- Attention -----------------------------------------------------------------------------------
 
 
@@ -590,7 +602,8 @@ def test_classes_of_keras_are_told_by_their_module():
 
 
 @relies_on(
-    "file_under filed_name", breaks="a masked model would be saved under a name that nothing loads"
+    "file_under filed_name GLOBAL_CUSTOM_NAMES",
+    breaks="a masked model would be saved under a name that nothing loads",
 )
 def test_a_name_for_a_class_in_files():
     class Mine(keras.layers.Dense):
@@ -602,7 +615,10 @@ def test_a_name_for_a_class_in_files():
     assert Mine not in keras.saving.get_custom_objects().values()
 
 
-@relies_on("unpickle_model", breaks="a masked model could not be pickled, nor copied by `deepcopy`")
+@relies_on(
+    "unpickle_model saving_lib KerasSaveable",
+    breaks="a masked model could not be pickled, nor copied by `deepcopy`",
+)
 def test_pickles_call_one_function():
     model = graph()
     function, arguments = model.__reduce__()

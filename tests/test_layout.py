@@ -253,6 +253,18 @@ def test_private_names_of_keras_and_tensorflow_stand_in_one_folder(module):
             assert holder == "self" or holder.startswith("super("), f"{holder}.{name}"
 
 
+@pytest.mark.parametrize("module", sorted(PRIVATE_FILES))
+def test_private_names_of_keras_are_looked_for_by_one_function(module):
+    """By `find("keras.src...")`, which knows all places of a name, and in no other way."""
+    nodes = list(ast.walk(tree(module)))
+    assert not [name for name in imported(nodes) if name.startswith("keras.src")]
+    assert "src" not in {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    calls = [x for x in nodes if isinstance(x, ast.Call) and ast.unparse(x.func) == "find"]
+    found = {id(part) for call in calls for part in ast.walk(call)}
+    named = [x for x in nodes if isinstance(x, ast.Constant) and "keras.src" in str(x.value)]
+    assert [x.value for x in named if id(x) not in found] == []
+
+
 def test_no_module_is_named_like_a_public_function():
     names = {module.split(".")[-1] for module in MODULES}
     assert names & set(hm.__all__) <= {

@@ -12,19 +12,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.src import backend
-
-# A tensor's Keras mask: read and passed on, as stock attention does.
-from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
-from keras.src.backend.common.masking import set_keras_mask as set_keras_mask
-
-# Whether Keras infers shapes: then tensors have no values.
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope as in_symbolic_scope
-
-# The class of a model with a graph: no other can keep a rule in its file.
-from keras.src.models.functional import Functional as Functional
 
 from keras_headmask._keras import files, patches, tensorflow  # noqa: F401
+from keras_headmask._keras.lookup import find
+
+# A tensor's Keras mask: read and passed on, as stock attention does.
+get_keras_mask = find("keras.src.backend.common.masking.get_keras_mask")
+set_keras_mask = find("keras.src.backend.common.masking.set_keras_mask")
+# Whether Keras infers shapes: then tensors have no values.
+in_symbolic_scope = find("keras.src.backend.common.symbolic_scope.in_symbolic_scope")
+# The class of a model with a graph: no other can keep a rule in its file.
+Functional = find("keras.src.models.functional.Functional")
 
 if keras.backend.backend() == "tensorflow":
     tensorflow.exempt_from_autograph("keras_headmask")
@@ -78,7 +76,7 @@ ATTENTION_HOOKS = tuple(
 )
 
 # The module in which `keras.ops` looks up `dot_product_attention`, which is no layer.
-OPERATIONS = getattr(backend, "ops", backend).nn  # `backend.nn` before Keras 3.16
+OPERATIONS = find("keras.src.backend.ops.nn", "keras.src.backend.nn")  # since Keras 3.16; before
 
 # Arguments of attention that older versions of Keras lack: since when, and what to do there.
 SINCE = {
@@ -228,7 +226,7 @@ def weights_watched(read: list[Any]) -> Iterator[None]:
         def add_update(self, update: Any) -> None:
             outer.add_update(update)
 
-    outer = backend.common.stateless_scope.get_stateless_scope()
+    outer = find("keras.src.backend.common.stateless_scope.get_stateless_scope")()
     with Watching():
         yield
 
@@ -243,13 +241,13 @@ def operations(model: Any) -> list[Any]:
     return list(getattr(functional_of(model), "operations", ()))
 
 
-def nodes(graph: Functional) -> Iterator[Any]:
+def nodes(graph: keras.Model) -> Iterator[Any]:
     """The calls in a graph in forward order, each with `operation`, `input_tensors`, `outputs`."""
     for depth in sorted(graph._nodes_by_depth, reverse=True):
         yield from graph._nodes_by_depth[depth]
 
 
-def is_whole(graph: Functional) -> bool:
+def is_whole(graph: keras.Model) -> bool:
     """Whether its layers still know all calls of a graph, which `run_anew` of another forgets."""
     return all(any(x is node for x in calls_of(node.operation)) for node in nodes(graph))
 
@@ -288,7 +286,7 @@ def argument_names(layer: Any) -> list[str]:
     return list(layer._call_signature.parameters)
 
 
-def taken_by_inputs(model: Functional, arguments: Any) -> list[tuple[Any, Any]]:
+def taken_by_inputs(model: keras.Model, arguments: Any) -> list[tuple[Any, Any]]:
     """Pairs (argument, `keras.Input`) of a call of a functional model; empty if they do not fit."""
     inputs = model.input
     if isinstance(arguments, Mapping):
@@ -317,7 +315,7 @@ def copy_values(source: Any, target: Any) -> None:
 
     def values(node: Any) -> list[Any]:
         arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-        return [x for x in arguments if backend.is_tensor(x)]
+        return [x for x in arguments if keras.ops.is_tensor(x)]
 
     graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
     calls = [[x for x in nodes(graph) if values(x)] for graph in graphs]
@@ -328,7 +326,7 @@ def copy_values(source: Any, target: Any) -> None:
             new.arguments = type(new.arguments)(*args, **kwargs)
 
 
-def run_anew(graph: Functional, call: Any) -> Any:
+def run_anew(graph: keras.Model, call: Any) -> Any:
     """The outputs of `graph`, each operation called anew by `call(operation, args, kwargs)`.
 
     A new call takes the place of the old one, so that `layer.output` is the new tensor.
@@ -376,14 +374,14 @@ def compile_alike(model: keras.Model, other: keras.Model) -> None:
     keras.Model.compile(other, **arguments)
 
 
-def track(model: Functional, layer: Any) -> None:
+def track(model: keras.Model, layer: Any) -> None:
     """Let `model` hold a layer that its graph has got."""
     model._tracker.track(layer)
     if not any(x is layer for x in model._layers):  # before Keras 3.15 they stood apart
         model._layers.append(layer)
 
 
-def untrack(model: Functional, layer: Any) -> None:
+def untrack(model: keras.Model, layer: Any) -> None:
     """Let `model` go of a layer that its graph has no more."""
     model._layers[:] = [x for x in model._layers if x is not layer]
 
@@ -399,4 +397,5 @@ def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
 
 def is_own(operation: Any, *kinds: str) -> bool:
     """Whether its class is one of Keras, of `kinds`: "layers" or "ops" (no public names)."""
-    return type(operation).__module__.startswith(tuple(f"keras.src.{kind}." for kind in kinds))
+    folders = tuple(find(f"keras.src.{kind}").__name__ + "." for kind in kinds)
+    return type(operation).__module__.startswith(folders)

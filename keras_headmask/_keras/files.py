@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
-from keras.src.saving import saving_lib
-from keras.src.saving.keras_saveable import KerasSaveable
-from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+
+from keras_headmask._keras.lookup import find
+
+saving_lib = find("keras.src.saving.saving_lib")
+KerasSaveable = find("keras.src.saving.keras_saveable.KerasSaveable")
+GLOBAL_CUSTOM_NAMES = find("keras.src.saving.object_registration.GLOBAL_CUSTOM_NAMES")
 
 
 def filed_name(cls: type) -> str:
@@ -80,4 +82,4 @@ def layers_in_file(layer: Any) -> dict[str, keras.Layer]:
 
 
 # What pickle calls to make a model of the bytes of its file; our classes have no name to find.
-unpickle_model = Functional._unpickle_model
+unpickle_model = find("keras.src.models.functional.Functional")._unpickle_model

@@ -1,11 +1,11 @@
 """Private names of JAX, and why each is touched."""
 
-from keras.src import backend
+from keras_headmask._keras.lookup import find
 
 # A function of this name is traced to be read, and nothing runs the trace.
 ONLY_READ = "traced_to_be_read"
 # The file of `wrapped_fn`, which JAX traces when Keras infers shapes; it moved in Keras 3.16.
-FILE_OF_INFERENCE = backend.compute_output_spec.__code__.co_filename
+FILE_OF_INFERENCE = find("keras.src.backend.compute_output_spec").__code__.co_filename
 
 
 def traces_function() -> bool:

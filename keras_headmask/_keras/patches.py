@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keras.src.models import cloning
+from keras_headmask._keras.lookup import find
 
 
 def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -> None:
@@ -16,8 +16,7 @@ def around_exports(scopes: Mapping[str, Callable[[], AbstractContextManager]]) -
 
     A model looks these functions up by name whenever it is exported, and says nowhere what for.
     """
-    from keras.src import export
-
+    export = find("keras.src.export")
     for name, scope in scopes.items():
         usual = getattr(export, name)
 
@@ -44,5 +43,6 @@ def after_cloning(see: Callable[[Any, Any], None]) -> None:
 
         return clone_and_see
 
+    cloning = find("keras.src.models.cloning")
     usual = cloning._wrap_clone_function
     cloning._wrap_clone_function = wrap

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from keras_headmask._keras.lookup import find
+
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"
@@ -190,7 +192,7 @@ def traces(function: Any) -> list[Any]:
 def is_of_trainer(function: Any) -> bool:
     """Whether `fit`, `evaluate` or `predict` made a `tf.function`: Keras makes those anew."""
     module = getattr(function.python_function, "__module__", None)
-    return module == "keras.src.backend.tensorflow.trainer"
+    return module == find("keras.src.backend.tensorflow.trainer").__name__
 
 
 def is_function_graph(graph: Any) -> bool:

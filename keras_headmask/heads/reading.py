@@ -51,6 +51,7 @@ def attention_probabilities(
            [0., 1., 0.],
            [0., 0., 1.]], dtype=float32)
     """
+    texts.check_no_strings(model, inputs)
     texts.check_inputs(model, texts.by_name(model, inputs))
     survey = Survey(model)
     entries = survey.known  # by default all, if none is out of reach
@@ -156,6 +157,7 @@ class Reader:
         # An argument is the name of an input, or else an array beside the inputs.
         self.names = {k: v for k, v in arguments.items() if v is None or isinstance(v, str)}
         beside = {k: v for k, v in arguments.items() if k not in self.names}
+        texts.check_no_strings(model, inputs)
         self.batches: Iterable[tuple[Any, Mapping[str, Any]]]
         self.batches, self.count = texts.in_batches(inputs, beside, batch_size)
         self.padding = "none known"
@@ -196,6 +198,7 @@ class Reader:
             )
 
     def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
+        texts.check_no_strings(self.model, inputs)
         count = int(texts.arrays_in(inputs)[0].shape[0])
         if any(0 in x.shape[:2] for x in texts.arrays_in(inputs)):
             shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)

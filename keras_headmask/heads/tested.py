@@ -201,6 +201,7 @@ def as_inputs(model: Any, inputs: Any) -> Arrays:
         TypeError, ValueError: for what is not an array, a dict or list of arrays, or what `model`
             does not take.
     """
+    texts.check_no_strings(model, inputs)
     try:
         arrays = {name: as_numpy(x) for name, x in texts.by_name(model, inputs).items()}
     except ValueError as error:  # lists of several lengths

@@ -85,6 +85,23 @@ def declared(model: Any) -> dict[str, Any]:
     return {name: x for name, x in inputs.items() if hasattr(x, "shape")}
 
 
+def check_no_strings(model: Any, inputs: Any) -> None:
+    """Raise for strings, unless an input of the model takes them."""
+    takes = {str(x.dtype) for x in declared(model).values()}
+    if takes and "string" not in takes and any(map(_is_string, keras.tree.flatten(inputs))):
+        raise TypeError(
+            f"`inputs` must be what '{model.name}' is called on: token ids. Received: strings. "
+            "Pass what its preprocessor makes of them, `model.preprocessor(texts)`; where that is "
+            "a tuple, its first part."
+        )
+
+
+def _is_string(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)  # (NumPy has strings as objects, too)
+    is_array = getattr(dtype, "kind", " ") in "SUO" or "string" in str(dtype)
+    return is_array or isinstance(x, (str, bytes))
+
+
 def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
     """Raise for more arrays than the model has inputs (perhaps batches), and for floats as ids.
 

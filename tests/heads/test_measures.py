@@ -568,7 +568,7 @@ EMPTY = np.zeros((0, 5), "int32")
         (LONG, {"token_ids": LONG[..., None]}, ValueError, r"the shape \(batch, length\)"),
         (iter([LONG]), {"padding": LONG}, TypeError, "`padding` must be the name of an input"),
         (LONG, {"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
-        ("abc", {}, TypeError, "`inputs` must be what the model is called on"),
+        (3, {}, TypeError, "`inputs` must be what the model is called on"),
         (iter([[[1, 2], [3, 4]]]), {}, TypeError, "must hold arrays whose first axis counts texts"),
         (LONG, {"special_ids": "x"}, TypeError, "`special_ids` must be ids"),
         (LONG, {"end_ids": ()}, ValueError, "`end_ids` must hold at least one id"),
@@ -604,6 +604,29 @@ def test_floats_are_no_ids(function, given):
     floats = np.random.default_rng(0).random((2, 9), "float32")
     with pytest.raises(TypeError, match=f"`token_ids` {CAST}"):
         function(one_layer(), given(floats))
+
+
+@pytest.mark.parametrize(
+    "function", [measure_heads, attention_probabilities, hm.suggest_rules, hm.find_leaks]
+)
+@pytest.mark.parametrize("given", [list, np.array, lambda x: np.array(x, object), lambda x: x[0]])
+def test_texts_are_to_be_preprocessed(function, given):
+    said = r"'small' is called on: token ids. Received: strings. .* `model.preprocessor\(texts\)`"
+    with pytest.raises(TypeError, match=said):
+        function(one_layer(), given(["a text", "another"]))
+    if function is measure_heads:
+        with pytest.raises(TypeError, match=said):
+            function(one_layer(), iter([given(["a text", "another"])]))
+
+
+@pytest.mark.tensorflow  # strings are its tensors
+def test_a_model_that_takes_texts_gets_texts():
+    ids = layers.TextVectorization(vocabulary=["a", "text", "other"], output_sequence_length=3)
+    x = keras.Input((), dtype="string")
+    y = layers.Embedding(9, 8)(ids(x))
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4)(y, y))
+    texts = np.array(["a text", "a other text"])
+    assert measure_heads(model, texts, token_ids=np.array(ids(texts))).texts == 2
 
 
 def test_floats_beside_the_inputs_are_no_ids():

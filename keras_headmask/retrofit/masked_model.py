@@ -7,6 +7,7 @@ rules, which are applied again when it is loaded.
 
 import dataclasses
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,7 +38,7 @@ from keras_headmask.retrofit.wrap import (
     wait,
 )
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.words import aligned
+from keras_headmask.rules.words import aligned, numbers_in_words
 
 
 def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
@@ -60,24 +61,32 @@ def mask_specs(model: keras.Model) -> dict[str, MaskSpec]:
 
 
 def summary_masks(model: keras.Model, print_fn: Callable[[str], Any] = print) -> None:
-    """Print each attention layer: number, path, class, heads, self, cross or unclear, rule.
+    """Print the attention layers: numbers, path, class, heads, self, cross or unclear, rule.
 
-    The numbers are those by which `layers` of `apply_head_masks` names self-attention.
+    The numbers are those by which `layers` of `apply_head_masks` names self-attention. Layers with
+    equal rules, and paths that differ in numbers alone, are one row: `*` stands for the numbers.
 
     Args:
         model: Any Keras model.
         print_fn: Called with each line.
     """
-    rows = []
+    rows: dict[tuple[str, ...], list[tuple[int | None, str]]] = {}
     for number, entry in Survey(model).numbered():
         heads = f"{'?' if entry.num_heads is None else entry.num_heads} heads"
-        place = "-" if number is None else str(number)
-        spec = repr(spec_of(entry.layer))
-        rows.append((place, entry.path, type(entry.layer).__name__, heads, entry.kind, spec))
-    for line in aligned(rows):
+        name, spec = type(entry.layer).__name__, repr(spec_of(entry.layer))
+        equal = _NUMBER.sub("", entry.path), name, heads, entry.kind, spec
+        rows.setdefault(equal, []).append((number, entry.path))
+    lines = []
+    for (_, *row), layers in rows.items():
+        numbers, paths = zip(*layers, strict=True)
+        place = "-" if None in numbers else numbers_in_words(numbers)
+        of_all = f"{_NUMBER.sub('*', paths[-1])} ({len(paths)} layers)"
+        lines.append((place, of_all if len(paths) > 1 else paths[0], *row))
+    for line in aligned(lines):
         print_fn(line)
 
 
+_NUMBER = re.compile(r"_?\d+")
 _FILED_AS = "keras_headmask>HeadMaskedModel"
 
 

@@ -1,6 +1,7 @@
 """Which layers a selector names, and what is told of them."""
 
 import json
+import re
 
 import keras
 import numpy as np
@@ -146,4 +147,25 @@ def test_the_report(decoder):
         ["1", "last", "MultiHeadAttention", "4", "heads", "self"],
     ]
     assert lines[0].endswith("None")
+
+
+def test_layers_with_equal_rules_are_one_row():
+    outputs = x = keras.Input((7, 8))
+    for i in range(12):
+        outputs = layers.MultiHeadAttention(4, 3, name=f"layer_{i}")(outputs, outputs)
+    memory = keras.Input((5, 8))
+    outputs = layers.MultiHeadAttention(2, 3, name="layer_12")(outputs, memory)
+    outputs = layers.MultiHeadAttention(4, 3, name="head")(outputs, outputs)
+    rules = {"0-3": CHUNK, "5": CHUNK, "6": hm.Full()}
+    lines = []
+    masked = hm.apply_head_masks(keras.Model([x, memory], outputs), rules)
+    hm.summary_masks(masked, lines.append)
+    name = "MultiHeadAttention"
+    assert [re.split("  +", line) for line in lines] == [
+        ["0 to 3 and 5", "layer* (5 layers)", name, "4 heads", "self", "Chunk(3)"],
+        ["4 and 7 to 11", "layer* (6 layers)", name, "4 heads", "self", "None"],
+        ["6", "layer_6", name, "4 heads", "self", "Full()"],
+        ["-", "layer_12", name, "2 heads", "cross", "None"],
+        ["12", "head", name, "4 heads", "self", "None"],
+    ]
     assert lines[2].endswith("PerHead({0: Chunk(3)})")

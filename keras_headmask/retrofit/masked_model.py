@@ -120,13 +120,6 @@ class HeadMasked(MaskedLayer):
             wait(model, outer, *entries(config, "attention"))
         return model
 
-    def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "KerasHub loads a preset by the exact class of its config, so the rule would be lost "
-            "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
-            "`hm.unmasked(model)` as a preset and apply the rule again after `from_preset`."
-        )
-
 
 # Subclasses of `HeadMasked`, and for which models each is.
 _kinds: list[tuple[type, Callable[[Any], bool]]] = []

@@ -210,6 +210,13 @@ class MaskedLayer(_Layer):
         names = self.own_input_names() if isinstance(self, _keras.Functional) else {}
         return config | ({"own_inputs": names} if names else {})
 
+    def save_to_preset(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "KerasHub loads a preset by the exact class of its config, so the rule would be lost "
+            "or the preset not load. Save the masked model by `model.save('model.keras')`; or save "
+            "`hm.unmasked(model)` as a preset and apply the rule again after `from_preset`."
+        )
+
     def __reduce__(self) -> Any:
         arguments = super().__reduce__()[1]
         return _keras.files.unpickle_model, arguments  # (pickle cannot find the class by its name)
@@ -302,7 +309,7 @@ def _class_of(cls: type, kind: type) -> type:
     if (cls, kind) not in _classes:
         # The name stays the one of `cls`: Keras files weights under it.
         body = {
-            "__module__": __name__,
+            "__module__": "keras_headmask",  # Keras prints it where the import is missing
             "__qualname__": f"{kind.__name__}[{cls.__name__}]",
             "_stock_class": cls,
         }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from backbone_calls import randomised
 from contract import numpy
+from fresh import run_fresh
 from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
 
@@ -88,13 +89,32 @@ def test_a_preset_is_refused_with_the_way_out(tmp_path):
     masked = hm.apply_head_masks(bert(), hm.Chunk(4))
     task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
     of_masked = keras_hub.models.BertTextClassifier(masked, 2)  # which knows nothing of rules
-    for model in (masked, task, of_masked):
+    for model in (masked, task, task.backbone, of_masked):
         with pytest.raises(NotImplementedError, match=r"`hm.unmasked\(model\)` as a preset"):
             model.save_to_preset(str(tmp_path / "refused"))
     hm.unmasked(masked).save_to_preset(str(tmp_path / "preset"))
     again = keras_hub.models.BertBackbone.from_preset(str(tmp_path / "preset"))
     out = hm.apply_head_masks(again, hm.Full())(features())["sequence_output"]
     np.testing.assert_array_equal(numpy(out), numpy(bert()(features())["sequence_output"]))
+
+
+WITHOUT_THE_IMPORT = """
+import keras, keras_hub, sys
+try:
+    keras.saving.load_model(sys.argv[1])
+except TypeError as error:
+    said = "Full object config: {'module': 'keras_headmask', 'class_name': 'BertTextClassifier', "
+    assert said in str(error), error
+else:
+    raise AssertionError("loaded")
+"""
+
+
+@pytest.mark.tensorflow  # (the same on each)
+def test_keras_names_the_import_that_a_file_needs(tmp_path):
+    task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
+    task.save(tmp_path / "task.keras")
+    run_fresh(WITHOUT_THE_IMPORT, tmp_path / "task.keras")
 
 
 @pytest.fixture

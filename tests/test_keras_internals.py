@@ -433,6 +433,19 @@ def test_layers_of_a_graph_are_tracked():
     assert layer not in _keras.layers_of(model)
 
 
+@relies_on("uncompile", breaks="a copy of KerasHub's task would train by what nobody asked for")
+def test_a_model_is_compiled_no_more():
+    model, other = graph(), graph()
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.sampler, other.sampler, other.generate_function = "default", "greedy", "of other"
+    _keras.uncompile(model, other)
+    assert (model.compiled, model.loss, model.metrics) == (False, None, [])
+    assert "optimizer" not in vars(model)
+    assert (model.sampler, model.generate_function) == ("greedy", None)
+    with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+        model.fit(X[0, :, :3], X[0, :, :2], verbose=0)
+
+
 @relies_on("copy_values", breaks="a copy of Gemma 3n would multiply by another table than its own")
 def test_values_of_a_graph_are_copied():
     def scaled(values):

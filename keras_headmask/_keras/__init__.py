@@ -374,6 +374,15 @@ def compile_alike(model: keras.Model, other: keras.Model) -> None:
     keras.Model.compile(other, **arguments)
 
 
+def uncompile(model: keras.Model, source: keras.Model) -> None:
+    """Undo `compile`, which KerasHub's tasks call when they are made; the sampler is `source`'s."""
+    find("keras.src.models.model.Trainer").__init__(model)
+    for name in {"optimizer", "sampler", "generate_function"} & vars(model).keys():
+        delattr(model, name)
+    sampling = {"sampler": getattr(source, "sampler", None), "generate_function": None}
+    vars(model).update({k: x for k, x in sampling.items() if hasattr(source, k)})
+
+
 def track(model: keras.Model, layer: Any) -> None:
     """Let `model` hold a layer that its graph has got."""
     model._tracker.track(layer)

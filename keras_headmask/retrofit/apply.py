@@ -68,8 +68,9 @@ def apply_head_masks(
             those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            model itself is masked, in place. Keras recompiles `fit` and `predict`, also of models
-            around it; recreate your own `jax.jit` and `torch.compile` functions.
+            model itself is masked, and stays compiled as it is. Keras traces `fit` and `predict`
+            anew, also of models around it; recreate your own `jax.jit` and `torch.compile`
+            functions.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 

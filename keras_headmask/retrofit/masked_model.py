@@ -234,6 +234,8 @@ def _in_pairs(source: keras.Model, target: keras.Model) -> Pairs:
 def _copy_training_state(pairs: Pairs) -> None:
     """Adapters, what is rematerialised, and which layers are frozen: no config holds them."""
     for layer, twin in pairs:
+        if getattr(twin, "compiled", False):
+            _keras.uncompile(twin, layer)
         if getattr(layer, "lora_enabled", False) and not getattr(twin, "lora_enabled", False):
             twin.enable_lora(layer.lora_rank, lora_alpha=layer.lora_alpha)
         _keras.set_remat_mode(twin, _keras.remat_mode(layer))  # the RematScope of when it was built
@@ -287,7 +289,7 @@ def unmasked(model: keras.Model) -> keras.Model:
         model: Any Keras model with masked layers: cut, extended, nested.
 
     Returns:
-        A copy. Inputs that the rules alone read are gone.
+        A copy, not compiled. Inputs that the rules alone read are gone.
 
     Raises:
         ValueError: if copying the model is not possible.

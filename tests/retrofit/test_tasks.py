@@ -98,6 +98,39 @@ def test_a_preset_is_refused_with_the_way_out(tmp_path):
     np.testing.assert_array_equal(numpy(out), numpy(bert()(features())["sequence_output"]))
 
 
+def test_a_copy_of_a_task_is_not_compiled():
+    """KerasHub's tasks compile themselves, by defaults, when they are made."""
+
+    def gpt2(**kwargs):
+        backbone = keras_hub.models.GPT2Backbone(**TEXT)
+        return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None, **kwargs)
+
+    task = gpt2()
+    task.compile("sgd", "mse", sampler="greedy", run_eagerly=True)
+    optimizer, sampler = task.optimizer, task.sampler
+    given = {"token_ids": PROMPT, "padding_mask": GIVEN}
+    masked = hm.apply_head_masks(task, hm.Window(after=0))
+    for copy in (
+        masked,
+        hm.unmasked(masked),
+        hm.apply_head_masks(masked, hm.Full(), existing="and"),
+    ):
+        assert not copy.compiled
+        assert not hasattr(copy, "optimizer")
+        assert copy.sampler is sampler
+        with pytest.raises(ValueError, match=r"You must call `compile\(\)` before"):
+            copy.fit(given, PROMPT, verbose=0)
+    assert (task.compiled, task.optimizer, task.sampler) == (True, optimizer, sampler)
+    task.generate_function = "compiled without the rule"
+    hm.apply_head_masks(task, hm.Window(after=0), copy=False)
+    assert (task.compiled, task.optimizer, task.sampler) == (True, optimizer, sampler)
+    assert task.generate_function is None
+    never = gpt2(compile=False)
+    for one in (never, hm.apply_head_masks(never, hm.Window(after=0))):
+        with pytest.raises(AttributeError, match="no attribute 'generate_function'"):
+            one.generate(given, stop_token_ids=None)
+
+
 WITHOUT_THE_IMPORT = """
 import keras, keras_hub, sys
 try:

@@ -62,11 +62,15 @@ FIRST = (
     "tests/test_keras_internals.py",
     *(f"tests/{file}.py::{test}" for file, tests in SEEN_BY.items() for test in tests),
 )
-PARITY = "tests/layers/test_parity.py", "tests/test_golden.py", "tests/retrofit/test_retrofit.py"
+PARITY = (
+    *("tests/layers/test_parity.py", "tests/test_golden.py"),
+    *("tests/retrofit/test_retrofit.py", "tests/retrofit/test_masked_model.py"),
+)
 LAWS = (
     *("tests/test_readme.py::test_snippets", "tests/rules", "tests/layers", "tests/test_golden.py"),
     *("tests/attention/test_laws.py", "tests/attention/test_attention.py"),
-    *("tests/retrofit/test_retrofit.py", "tests/retrofit/test_families.py"),
+    *("tests/retrofit/test_retrofit.py", "tests/retrofit/test_masked_model.py"),
+    "tests/retrofit/test_families.py",
 )
 PASSES = (
     ("tensorflow", (*FIRST, *LAWS)),

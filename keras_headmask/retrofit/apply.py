@@ -68,9 +68,8 @@ def apply_head_masks(
             those. Self or cross is known by the tensors of the calls, and else by the name.
         existing: What to do where a layer has a rule already: `"error"`, `"and"` or `"replace"`.
         copy: Whether to leave `model` as it is and return a copy, not compiled. With `False` the
-            model itself is masked, and stays compiled as it is. Keras traces `fit` and `predict`
-            anew, also of models around it; recreate your own `jax.jit` and `torch.compile`
-            functions.
+            model itself is masked, and stays compiled. Keras retraces `fit` and `predict`, also of
+            models around it; recreate your own `jax.jit` and `torch.compile` functions.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
 
@@ -85,11 +84,10 @@ def apply_head_masks(
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
             unclear whether a layer is self-attention and no regex names it, the own code of a
-            layer was seen not to obey its mask, `existing` or the JSON
-            of a spec is not valid, copying the model is not possible, a Sequential model has no
-            graph yet, or attention runs in a `tf.function` inside the model. With `copy=False`, if
-            a `tf.function` has traced the model, or a Sequential model gets a rule that reads
-            inputs.
+            layer was seen not to obey its mask, `existing` or the JSON of a spec is not valid,
+            copying the model is not possible, a Sequential model has no graph yet, or attention
+            runs in a `tf.function` inside the model. With `copy=False`, if a `tf.function` has
+            traced the model, or a Sequential model gets a rule that reads inputs.
             From the result, when a masked layer is called without what its rule reads.
         RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
             `tf.function` inside the model.

@@ -6,6 +6,7 @@ so does PyTorch's compiler.)
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -13,13 +14,22 @@ T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable)
 _DEEPEST = 40  # operations between a tensor and those it is made of
 _LONGEST = 1024  # bytes of a constant that are compared
+# Operations that give equal results for equal inputs. (Not so a `PlaceholderWithDefault`, the loop
+# variable of `tf.vectorized_map`, though TensorFlow does not call it stateful.)
+_PURE = re.compile(
+    r"Abs|Add|AddV2|All|Any|ArgMax|ArgMin|BroadcastTo|Cast|ConcatV2|Cumsum|EnsureShape|Equal"
+    r"|ExpandDims|Fill|FloorDiv|FloorMod|GatherNd|GatherV2|Greater|GreaterEqual|Identity|Less"
+    r"|LessEqual|LogicalAnd|LogicalNot|LogicalOr|MatrixBandPart|Max|Maximum|Min|Minimum|Mul|Neg"
+    r"|NotEqual|OneHot|OnesLike|Pack|Pad|PadV2|Prod|Range|Rank|Reshape|ReverseV2|SelectV2|Shape"
+    r"|Sign|Size|Slice|Split|SplitV|Squeeze|StridedSlice|Sub|Sum|Tile|Transpose|Unpack|ZerosLike"
+)
 
 
 def once(make: Callable[[], T], *key: Any) -> T:
     """`make()`, or its result for an equal `key` earlier in this graph.
 
-    A key holds values and tensors. Two tensors are equal if the same operations compute them from
-    the same tensors.
+    A key holds values and tensors. Two tensors are equal if the same pure operations compute them
+    from the same tensors.
     """
     import keras
 
@@ -87,8 +97,7 @@ def _tensor_key(tensor: Any, deepest: int) -> tuple[int, str, int]:
 def _computed(op: Any, deepest: int) -> Any:
     """A key that is the same for equal operations: type, attributes, device and inputs."""
     is_constant = op.type == "Const" and op.node_def.ByteSize() <= _LONGEST
-    is_made_of_others = bool(op.inputs) and deepest > 0 and not op.op_def.is_stateful
-    if op.control_inputs or not (is_constant or is_made_of_others):
+    if op.control_inputs or not (is_constant or (_PURE.fullmatch(op.type) and deepest > 0)):
         return "itself", op.name
     attrs = op.node_def.attr
     how = tuple((k, attrs[k].SerializeToString(deterministic=True)) for k in sorted(attrs))

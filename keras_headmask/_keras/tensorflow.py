@@ -1,6 +1,7 @@
 """Private names of TensorFlow, and why each is touched."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -109,10 +110,15 @@ def in_forward_mode(*tensors: Any) -> bool:
 
 
 def in_vectorized_map() -> bool:
-    """Whether `tf.vectorized_map` traces: it has no gradient of `tf.cond`."""
+    """Whether `tf.vectorized_map` traces, or a function inside: it has no gradient of `tf.cond`."""
     import tensorflow as tf
 
-    return not tf.executing_eagerly() and "loop_body" in tf.get_current_name_scope().split("/")
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if re.search(r"(^|/)loop_body(_\d+)?(/|$)", graph.get_name_scope()):  # the second: `_1`
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def outermost_graph() -> Any:

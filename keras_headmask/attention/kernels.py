@@ -12,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask._keras.tensorflow import in_xla
+from keras_headmask._keras.tensorflow import in_vectorized_map, in_xla
 from keras_headmask.attention import dense, device, gathered, half_precision, head_groups, planner
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.logits import for_tiles
@@ -113,6 +113,8 @@ def impossible(request: Request) -> str | None:
     # A symbolic Keras tensor cannot enter a loop of the backend's.
     if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
         return "returned probabilities and symbolic Keras tensors need all logits"
+    if in_vectorized_map():
+        return "`tf.vectorized_map` maps no loop over tiles. Leave `tiled` out"
     # (Sizes unknown to JAX are not `None`, and comparing them raises.)
     if not has_loops() and not all(isinstance(size, int) for size in sizes):
         return (

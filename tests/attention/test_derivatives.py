@@ -111,6 +111,35 @@ def test_gradients_are_mapped():
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("tiled", [None, False])
+def test_two_maps_of_one_graph_read_the_ids_of_each_example(tiled):
+    """Found as bugs: the second took all ids for those of example 0, and a loop raised."""
+
+    def of_one(given):
+        x, ids = (one[None] for one in given)
+        rest = {"mask_spec": hm.SameSentence(9), "mask_inputs": {"token_ids": ids}, "tiled": tiled}
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            context = hm.dot_product_attention(x, x, x, **rest)
+        return tf.stack([context[0], tape.gradient(context, x)[0]])
+
+    x, ids = tf.constant(normal(3, 7, 2, 4)), tf.constant(np.eye(3, 7, dtype="int32") * 9)
+    of_any_size = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in (x, ids)]
+    each = of_one, of_one, tf.function(of_one)
+    maps = tf.function(lambda *x: [tf.vectorized_map(one, x) for one in each], of_any_size)
+    wanted = tf.stack([of_one(given) for given in zip(x, ids, strict=True)])
+    for found in maps(x, ids):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_map_refuses_tiles():
+    def of_one(x):
+        return hm.dot_product_attention(*[x[None]] * 3, mask_spec=BY_POSITION, tiled=True)
+
+    with pytest.raises(ValueError, match=r"`tf.vectorized_map` maps no loop .* Leave `tiled` out"):
+        tf.vectorized_map(of_one, normal(2, 8, 2, 4))
+
+
 @pytest.mark.long  # (half a minute to trace)
 def test_second_derivatives_under_dropout():
     rule = hm.Window(3, 0)

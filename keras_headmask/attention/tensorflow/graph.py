@@ -116,8 +116,6 @@ def on_gpu() -> Tensor:
 
     The graph asks when it runs: a model that is saved on a CPU may be served on a GPU.
     """
-    if internals.in_vectorized_map():  # which cannot map the question
-        return tf.constant(0)
     return tf.raw_ops.DeviceIndex(device_names=["CPU", "GPU"])
 
 

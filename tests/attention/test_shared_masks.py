@@ -52,17 +52,29 @@ class Counted(hm.MaskSpec):
         return is_near & (inputs["ids"].query == inputs["ids"].key)
 
 
+@hm.register_spec("test_near")
+@dataclasses.dataclass(frozen=True)
+class Near(hm.MaskSpec):
+    """Keys up to `most` positions away."""
+
+    most: int = 3
+
+    def allowed(self, query_positions, key_positions, inputs):
+        made.append("mask" if query_positions.shape.rank == 2 else "mask of a step")
+        return ops.abs(query_positions - key_positions) <= self.most
+
+
 RULE = hm.PerHead({0: Counted()})
 ONE = ["prepared", "mask"]
 
 
-def of_layers(count, rules=(), ids="ids", offset=0):
+def of_layers(count, rule=RULE, rules=(), ids="ids", offset=0):
     """A stack of our layers; the last may have other ids or another offset."""
     given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
     x = layers.Embedding(9, 8)(given["ids"])
     for i in range(count):
-        rule, is_last = rules[i] if rules else RULE, i == count - 1
-        inputs = {"ids": given[ids if is_last else "ids"]}
+        rule, is_last = rules[i] if rules else rule, i == count - 1
+        inputs = {"ids": given[ids if is_last else "ids"]} if rule.inputs else None
         start = offset if is_last else 0  # (keys are longer then, and the ids are theirs)
         queries = x[:, start:] if start else x
         attention = Ours(2, 4, mask_spec=rule)
@@ -70,12 +82,12 @@ def of_layers(count, rules=(), ids="ids", offset=0):
     return keras.Model(given, x)
 
 
-def retrofitted(count):
+def retrofitted(count, rule=RULE):
     given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
     x = layers.Embedding(9, 8)(given["ids"])
     for _ in range(count):
         x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
-    return hm.apply_head_masks(keras.Model(given, x), RULE)
+    return hm.apply_head_masks(keras.Model(given, x), rule)
 
 
 class Block(layers.Layer):
@@ -93,12 +105,12 @@ class Block(layers.Layer):
         return x_shape
 
 
-def of_blocks(count):
+def of_blocks(count, rule=RULE):
     given = {name: keras.Input((None,), dtype="int32", name=name) for name in ("ids", "others")}
     x = layers.Embedding(9, 8)(given["ids"])
     for _ in range(count):
         x = Block()(x, given["others"])
-    return hm.apply_head_masks(keras.Model(given, x), RULE)
+    return hm.apply_head_masks(keras.Model(given, x), rule)
 
 
 def trace(*models, shape=(None, None)):
@@ -117,6 +129,26 @@ def called(graph):
     return [op.get_attr("f").name for op in calls]
 
 
+def nodes_of(graph):
+    """How many it has, with those of its functions."""
+    definition = graph.as_graph_def()
+    return len(definition.node) + sum(len(x.node_def) for x in definition.library.function)
+
+
+@pytest.mark.parametrize("make", [of_layers, retrofitted, of_blocks])
+@pytest.mark.parametrize("shape", [(None, None), (None, 7)])
+@in_each_way
+@pytest.mark.every_day("tiles-shape0-of_layers|logits-shape1-of_blocks|logits-shape0-retrofitted")
+def test_rules_on_positions_are_traced_once(make, shape, scope):
+    """Found as a bug: each layer has its own lengths, and traced what followed from them."""
+    with scope():
+        (first, one), (last, twelve) = (trace(make(n, Near()), shape=shape) for n in (1, 12))
+    assert one == twelve
+    assert ("mask" in one) == (scope is not tiles)
+    assert nodes_of(last) - nodes_of(first) < 11 * 80
+    assert len(set(called(first))) == len(set(called(last)))
+
+
 @pytest.mark.parametrize("make", [of_layers, retrofitted, of_blocks])
 @in_each_way
 @pytest.mark.every_day("tiles-of_layers|logits-(retrofitted|of_blocks)")
@@ -125,7 +157,7 @@ def test_four_layers_make_what_one_makes(make, scope):
         (first, one), (last, four) = (trace(make(n)) for n in (1, 4))
     assert one == four == (ONE if scope is not tiles else ONE[:1])
     # The operations of the plan, and of the padding, are counted by TensorFlow alone.
-    nodes = [len(graph.get_operations()) for graph in (first, last)]
+    nodes = [nodes_of(graph) for graph in (first, last)]
     assert nodes[1] - nodes[0] < 3 * 50
     assert scope is not tiles or nodes[0] > 500
     assert len(set(called(first))) == len(set(called(last)))  # the attention is traced once, too
@@ -143,8 +175,9 @@ UNLIKE = {
 
 @pytest.mark.parametrize("unlike", UNLIKE.values(), ids=UNLIKE)
 def test_a_layer_that_alone_differs_makes_its_own(unlike):
-    model = of_layers(3, **unlike)
-    assert trace(model)[1] == ONE * 2
+    alike, differs = (called(trace(of_layers(3, **how))[0]) for how in ({}, unlike))
+    assert len(alike) == 3 + 1
+    assert len(differs) == 3 + 2
 
 
 NEAR = hm.Window(1, 1)
@@ -327,6 +360,26 @@ def test_layers_in_a_graph_give_what_each_gives_by_itself(program, scope):
     by_numpy = tf.nest.flatten(program(by_loops, *given))
     for one, other in zip(tf.nest.flatten(found), by_numpy, strict=True):
         assert_close(one, other, depth=6)
+
+
+@in_each_way
+def test_rules_on_positions_have_sizes_and_offsets_of_their_own(scope):
+    import tensorflow as tf
+
+    def program(x, y, offset):
+        calls = (x, x, 0), (y, y, 0), (x, y, 0), (x, y, 2), (x, y, offset), (x[:1], x[:1], 0)
+        rule = hm.PerHead({0: hm.Window(1, 0)})
+        return [
+            hm.dot_product_attention(one, other, other, mask_spec=rule, query_offset=start)
+            for one, other, start in calls
+        ]
+
+    given = [tf.constant(x) for x in (normal(2, 5, 2, 4), normal(2, 7, 2, 4, seed=1), 1)]
+    unknown = [tf.TensorSpec([None, None, 2, 4])] * 2 + [tf.TensorSpec([], tf.int32)]
+    with scope():
+        found = tf.function(program, unknown, autograph=False)(*given)
+    for one, other in zip(found, program(*given), strict=True):
+        assert_close(one, other)
 
 
 # --- Two devices, two threads, generation ---------------------------------------------------------

@@ -1,9 +1,9 @@
 """Attention in TensorFlow's graphs: all logits where they are few, else the loop over tiles.
 
 What follows from the rule and its inputs alone, the mask of short sequences or the plan of long
-ones, is made once in a graph for all layers. The sizes that the run has decide between them. Each
-layer sees whether its operands are plain: so short sequences need no repair of inf and NaN. What is
-not plain is left to the definition, which has one.
+ones, is traced once in a graph, and made once for all layers whose sizes are known to be equal. The
+sizes that the run has decide between them. Each layer sees whether its operands are plain: so short
+sequences need no repair of inf and NaN. What is not plain is left to the definition, which has one.
 """
 
 import functools
@@ -20,7 +20,8 @@ from keras_headmask.attention.tensorflow.loop import product_of
 from keras_headmask.attention.tensorflow.plan import Plan, planned
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
-from keras_headmask.rules.once import once
+from keras_headmask.rules.once import made_once
+from keras_headmask.rules.protocol import Sizes
 
 _HIDES = 1e38  # taken from a hidden logit: any plain one is lost beside it
 _PLAIN = 1e36  # so that logits and values are far below, at most twice the root of this
@@ -45,11 +46,11 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
 
     H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`.
     """
-    # (TensorFlow has no gradient of a branch in those.)
-    by_tiles_alone = internals.in_forward_mode(*operands) or internals.in_vectorized_map()
-    dtype = operands[0].dtype
-    about = part.rule, part.heads, part.sharing, part.tuning, part.bound, dtype, by_tiles_alone
-    shared = once(lambda: _shared(part, dtype, by_tiles_alone), "attention", *about)
+    # (TensorFlow has no derivative of a branch there.)
+    by_tiles_alone = internals.in_forward_mode(*operands)
+    # (Nothing else of the part matters.)
+    of_rule = Part(part.rule, part.heads, part.bound, 1.0, part.tuning, sharing=part.sharing)
+    shared = _shared(of_rule, operands[0].dtype.name, by_tiles_alone)
     if shared.is_short is False:
         return loop.attend(part, shared.plans, *operands)
     return _attend(part, shared, *operands)
@@ -134,36 +135,54 @@ class Limits(NamedTuple):
         return (logits <= self.logits) | ((pairs <= self.short) & (logits <= self.of_short))
 
 
-def _shared(part: Part, dtype: tf.DType, by_tiles_alone: bool) -> Shared:
-    bound, groups = part.bound, head_groups.by_rule(part._replace(dropout=None))
-    is_short = not by_tiles_alone and Limits.of(part).hold(len(part.heads), *bound.sizes)
+@made_once
+def _shared(part: Part, dtype: str, by_tiles_alone: bool) -> Shared:
+    sizes = part.bound.sizes
+    is_short = not by_tiles_alone and Limits.of(part).hold(len(part.heads), *sizes)
+    if is_short is True and not part.bound.leaf_inputs:  # a constant, whatever the batch
+        mask, alive = _short_mask(part._replace(bound=part.bound._replace(sizes=None)), dtype)
+        return Shared(True, mask, alive, [])
+    # (Out here: it would be a state of a function.)
+    is_gpu = 0 if is_short is True else on_gpu()
+    return Shared(is_short, *_found(part, (is_short, sizes, is_gpu, dtype)))
+
+
+@made_once
+def _short_mask(part: Part, dtype: str) -> tuple[Tensor, Tensor]:
+    mask = mask_of_all_heads(part.rule, part.bound, len(part.heads))
+    zero, one = tf.zeros([], dtype), tf.ones([], dtype)
+    # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
+    alive = tf.where(tf.reduce_any(mask, -1, keepdims=True), one, zero)
+    hides = tf.where(mask, zero, tf.constant(-_HIDES, dtype))
+    return hides, tf.transpose(alive, (0, 2, 1, 3))
+
+
+@one_function
+def _found(part: Part, known: tuple) -> tuple[Tensor, Tensor, list[Plan]]:
+    """The last three of `Shared`: traced once for layers whose lengths are not known to be equal.
+
+    A rule on positions alone has those of each layer's own query, so each runs it for itself.
+    """
+    is_short, sizes, is_gpu, dtype = known
+    part = part._replace(bound=part.bound._replace(sizes=Sizes(*sizes)))
     nothing = tf.zeros([0] * 4, dtype)
 
-    def short_mask() -> tuple[Tensor, Tensor]:
-        mask = mask_of_all_heads(part.rule, bound, len(part.heads))
-        zero, one = tf.zeros([], dtype), tf.ones([], dtype)
-        # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
-        alive = tf.where(tf.reduce_any(mask, -1, keepdims=True), one, zero)
-        hides = tf.where(mask, zero, tf.constant(-_HIDES, dtype))
-        return hides, tf.transpose(alive, (0, 2, 1, 3))
+    def long_plans() -> list[Plan]:
+        return [planned(group, is_gpu) for group in head_groups.by_rule(part)]
 
     if is_short is True:
-        return Shared(True, *short_mask(), [])
-    is_gpu = on_gpu()  # (Here, once: it would be a state of functions.)
-
-    def long_plans() -> list[Plan]:
-        return [planned(group, is_gpu) for group in groups]
-
+        return *_short_mask(part, dtype), []
     if is_short is False:
-        return Shared(False, nothing, nothing, long_plans())
+        return nothing, nothing, long_plans()
     # A function: TensorFlow optimises it when it first runs.
     plans = tf.function(long_plans, autograph=False, experimental_attributes=internals.NOT_INLINED)
     plans = plans.get_concrete_function()
     no_plans = tf.nest.map_structure(_empty, plans.structured_outputs)
-    mask, alive, answers = tf.cond(
-        is_short, lambda: (*short_mask(), no_plans), lambda: (nothing, nothing, plans())
+    return tf.cond(
+        is_short,
+        lambda: (*_short_mask(part, dtype), no_plans),
+        lambda: (nothing, nothing, plans()),
     )
-    return Shared(is_short, mask, alive, answers)
 
 
 def _empty(like: tf.TensorSpec | None) -> Tensor | None:

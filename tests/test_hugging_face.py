@@ -496,3 +496,11 @@ def test_a_class_whose_attention_transformers_does_not_set_stays_as_it_was(monke
         hf.mask_heads(model, RULE)
     assert model.config._attn_implementation == "sdpa"
     assert not any(hasattr(x, "head_mask_spec") for x in model.modules())
+
+
+def test_apply_head_masks_names_the_function_for_such_a_model():
+    config = transformers.BertConfig(**SMALL)
+    message = r"PyTorch model.*hm\.hugging_face\.mask_heads\(model, rule\)`\.$"
+    with pytest.raises(TypeError, match=message) as raised:
+        hm.apply_head_masks(transformers.BertModel(config), RULE)
+    assert len(str(raised.value)) < 200

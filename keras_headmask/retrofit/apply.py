@@ -108,6 +108,9 @@ def apply_head_masks(
             "`mask_spec` must be a rule. Received a model: the model comes first, "
             "`hm.apply_head_masks(model, rule)`."
         )
+    if hasattr(model, "set_attn_implementation"):
+        used = "use `hm.hugging_face.mask_heads(model, rule)`."
+        raise TypeError(f"{type(model).__name__} is a PyTorch model: {used}")
     survey = Survey(model)
     _check_graph(survey)
     if existing not in _WAYS:

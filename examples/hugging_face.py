@@ -124,13 +124,13 @@ print(f"others {weights[:, 1:, apart].max():.3f}")
 """
 ## Files
 
-`save_pretrained` writes the weights as ever, and the rule beside them, as JSON.
+`save_pretrained` writes the weights as ever, and the rule with the config, as JSON.
 """
 
 # %%
 model.save_pretrained(options.out / "model")
 again = transformers.BertModel.from_pretrained(options.out / "model").eval()
-hm.hugging_face.mask_heads(again, options.out / "model" / "head_masks.json")
+hm.hugging_face.mask_heads(again, again.config.head_masks)
 with torch.no_grad():
     same = torch.equal(again(**inputs).last_hidden_state, after.last_hidden_state)
 print(f"loaded, with its rule read again: {'the same' if same else 'other'} outputs")

@@ -428,7 +428,7 @@ def test_hugging_face(tmp_path):
     ((of_head_0, of_others),) = rows(output, r"head 0 ([\d.]+), others ([\d.]+)$")
     assert of_head_0 == 0 < of_others
     assert "the same outputs" in output
-    assert (tmp_path / "model" / "head_masks.json").exists()
+    assert "head_masks" in (tmp_path / "model" / "config.json").read_text()
 
 
 def test_streaming_heads(tmp_path, monkeypatch):

@@ -60,10 +60,6 @@ class Case(NamedTuple):
             return hm.PerHead({head: groups[head * 4 // self.heads] for head in heads})
         if self.rule == "a window for each head":
             return hm.PerHead({head: hm.Window(2 + 9 * head, 0) for head in heads})
-        if self.rule == "random blocks":
-            return hm.RandomBlocks(32, 0.1, 0) | near
-        if self.rule == "random blocks, a seed for each head":
-            return hm.PerHead({head: hm.RandomBlocks(32, 0.1, head) for head in heads})
         if self.rule == "longformer":
             return hm.recipes.longformer(31, "is_global")
         assert self.rule == "strided"
@@ -98,13 +94,11 @@ OF_ALL_HEADS = (
     "documents",
     "longformer",
     "strided",
-    "random blocks",
 )
 BY_HEAD = (
     "sentence head",
     "4 head groups",
     "a window for each head",
-    "random blocks, a seed for each head",
 )
 STEPS = ("forward", "gradient")
 # (batch, length), by (heads, size)

@@ -65,8 +65,7 @@ FULL = HEADS // 4  # heads that read far back
 ## The rule
 
 Three of twelve heads see all that came before; nine see the first four tokens and the last 252.
-(For a real model the split is measured. DuoAttention's published splits are read by
-`hm.recipes.duo_attention`.)
+(For a real model the split is measured.)
 """
 
 # %%

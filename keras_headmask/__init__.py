@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.blocks import Chunk, RandomBlocks
+from keras_headmask.rules.blocks import Chunk
 from keras_headmask.rules.inputs import (
     KeyFlag,
     KeyIn,
@@ -57,7 +57,6 @@ __all__ = [
     "Queries",
     "QueryFlag",
     "QueryIn",
-    "RandomBlocks",
     "Reach",
     "SameSegment",
     "SameSentence",

@@ -31,7 +31,7 @@ NEED_KERAS = {
     f"rules.{name}"
     for name in ("evaluation", "examples", "graph_shapes", "offsets", "places", "spec_laws")
 }
-NEED_NUMPY = {"rules.blocks", "rules.coverage"} | NEED_KERAS
+NEED_NUMPY = {"rules.coverage"} | NEED_KERAS
 
 
 def name_of(path):

@@ -31,8 +31,7 @@ RULES = {
     "flags": hm.KeyFlag("flags") | hm.QueryFlag("flags") & hm.Window(1, 1),
     "ids": hm.KeyIn("token_ids", 9) | hm.QueryIn("token_ids", (5, 9)),
     "a whole mask": hm.MaskInput("mask") & hm.Window(8, 8),
-    "random blocks": hm.RandomBlocks(2, 0.4, 7),
-    "a recipe": hm.recipes.bigbird(block=2, density=0.2, global_blocks=1, seed=3),
+    "a recipe": hm.recipes.longformer(1, "flags"),
 }
 
 

@@ -138,7 +138,5 @@ def _whole(**limits: Any) -> Check:
 Whole = Annotated[int, _whole()]
 NotNegative = Annotated[int, _whole(at_least=0)]
 Positive = Annotated[int, _whole(at_least=1)]
-Seed = Annotated[int, _whole(at_least=0, any_size=True)]
-Fraction = Annotated[float, Check(fraction)]
 Name = Annotated[str, Check(input_name)]
 Ids = Annotated[int | Sequence[int], Check(id_tuple)]  # kept as a tuple

@@ -18,19 +18,8 @@ _NAMED = "Heads are named 3, '1-3' (inclusive), '0,4-7' or (4, 7)."
 _PART = r"\s*[0-9]+\s*(-\s*[0-9]+\s*)?"
 
 
-class ByLayer(dict):
-    """The rule of each layer: a type that `PerHead` does not take for rules by head."""
-
-
 def _by_number(heads: Any, field: str) -> tuple[tuple[int, MaskSpec], ...]:
     """Each head that a key of `heads` names, with its rule, in rising order."""
-    if isinstance(heads, ByLayer):
-        fail(
-            TypeError,
-            field,
-            f"`{field}` must map head numbers to specs. Received: the rules of {len(heads)} "
-            "layers, by layer. Give them to the model: hm.apply_head_masks(model, rules).",
-        )
     are_pairs = isinstance(heads, tuple) and all(  # as they are kept: for `dataclasses.replace`
         isinstance(pair, tuple) and len(pair) == 2 for pair in heads
     )

@@ -94,7 +94,7 @@ def words(spec: Any) -> Words:
 
 _ORDER = (  # in which parts of a join are said, so that equal rules read alike; others come last
     *("full", "nothing", "window", "chunk", "same_segment", "same_sentence", "keys", "key_in"),
-    *("key_flag", "random_blocks", "mask_input", "or", "and", "not"),
+    *("key_flag", "mask_input", "or", "and", "not"),
     *("queries", "query_flag", "query_in"),
 )
 

@@ -16,7 +16,7 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.tuning import Tuning, tuned
-from keras_headmask.rules import blocks, evaluation
+from keras_headmask.rules import evaluation
 
 pytestmark = pytest.mark.tensorflow
 LENGTH, HEADS = 64, 2
@@ -30,7 +30,6 @@ RULES = {
     "dilated": (hm.Window(8, 8, step=4), {}),
     "streaming": (hm.recipes.streaming(sinks=2, window=4), {}),
     "chunks": (hm.Chunk(8, before=1), {}),
-    "random blocks": (hm.RandomBlocks(1, 0.1, seed=3) | hm.Window(2, 2), {}),
     "ranges": (hm.Keys(0, 4) | hm.Queries(8, 10) & ~hm.Keys(30), {}),
     "documents": (hm.SameSegment("ids") & hm.Window(after=0), {"ids": IDS}),
     "documents of 64 bits": (hm.SameSegment("ids"), {"ids": IDS.astype("int64")}),
@@ -54,7 +53,7 @@ CASES = {name: (*case, {}) for name, case in RULES.items()}
 CASES |= {name: (hm.recipes.streaming(2, 4), {}, more) for name, more in MORE.items()}
 SCOPES = {"all logits": 2**40, "tiles": 0}
 # Of each kind of code one; the other cases take a minute and run the same loops.
-EVERY_DAY = "(documents|head groups|flags|random blocks|dropout|bias)"
+EVERY_DAY = "(documents|head groups|flags|dropout|bias)"
 
 
 # --- What the registry says -----------------------------------------------------------------------
@@ -182,7 +181,6 @@ def pairs_on_host(*case):
             new.set_shape(x.shape)
         return made
 
-    blocks._looked_up.cache_clear()  # (what was traced before is not watched)
     op_callbacks.add_op_callback(watch)
     try:
         call, given = traced(*case)
@@ -242,10 +240,7 @@ def waits(graph, in_loop=False, seen=None):
 @pytest.mark.every_day(f"^{EVERY_DAY}-unknown")
 def test_no_turn_of_a_loop_waits_for_a_gpu(name, lengths):
     call, _ = traced(CASES[name], lengths, trains=True, most_logits=0)
-    found = set(waits(call.get_concrete_function().graph))
-    if name == "random blocks":  # whose table is as large as the positions of a step say
-        found = {wait for wait in found if not wait.startswith(("Min", "Max", "Range"))}
-    assert sorted(found) == []
+    assert sorted(set(waits(call.get_concrete_function().graph))) == []
 
 
 # --- What a GPU would compute ---------------------------------------------------------------------

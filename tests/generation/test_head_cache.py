@@ -144,7 +144,7 @@ READING = hm.PerHead(
 RETRIEVAL = hm.PerHead(
     {
         0: hm.recipes.separate_documents("documents"),
-        1: hm.recipes.window_in_prompt(1, 2),
+        1: hm.Window(after=0) & (hm.Keys(0, 1) | hm.Window(before=1) | hm.QueryFlag("generated")),
         2: hm.recipes.streaming(1, 2),
     }
 )

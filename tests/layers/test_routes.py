@@ -16,7 +16,7 @@ RULES = {
     "per head": hm.PerHead({0: hm.SameSegment("parts"), "1-2": hm.Window(1, 2)}),
     "sentences in the graph": hm.PerHead({1: hm.SameSentence(9)}, default=hm.Chunk(3)),
     "not and or": ~hm.SameSegment("parts") | hm.KeyIn("token_ids", 9) & hm.Queries(2),
-    "random blocks": hm.recipes.bigbird(block=2, density=0.3, global_blocks=1, seed=3),
+    "blocks": hm.Chunk(2, before=1, after=1) | hm.Queries(0, 2) | hm.Keys(0, 2),
     "a head off": hm.PerHead({3: hm.Nothing()}),
 }
 CALLS = {"plain": {}, "causal": {"use_causal_mask": True}, "dropout": {"dropout": 0.5}}

@@ -48,10 +48,6 @@ FOREVER = {
     "key_in": ('{"kind": "key_in", "input": "ids", "ids": [102]}', hm.KeyIn("ids", 102)),
     "query_in": ('{"kind": "query_in", "input": "ids", "ids": [1, 2]}', hm.QueryIn("ids", (2, 1))),
     "mask_input": ('{"kind": "mask_input", "input": "m"}', hm.MaskInput("m")),
-    "random_blocks": (
-        '{"kind": "random_blocks", "size": 64, "density": 0.1, "seed": 7}',
-        hm.RandomBlocks(64, 0.1, 7),
-    ),
     "and": (
         '{"kind": "and", "specs": [{"kind": "window", "after": 0}, {"kind": "keys", "start": 2}]}',
         hm.Window(after=0) & hm.Keys(2),
@@ -154,7 +150,6 @@ BAD = [
     ({"kind": "keys", "start": 3, "stop": 3}, "stop", "`stop` must be greater than `start`"),
     ({"kind": "key_flag", "input": 3}, "input", "is the name under which the tensor"),
     ({"kind": "key_in", "input": "x", "ids": [FULL]}, "ids", f"`ids` {WHOLE}Full"),
-    ({"kind": "random_blocks", "size": 1, "density": 2, "seed": 0}, "density", "between 0 and 1"),
     ({"kind": "not", "spec": 3}, "spec", "must be a mask spec. Received: 3"),
     ({"kind": "and", "specs": []}, "specs", r"expected a list of specs. Received: \[\]"),
     ({"kind": "or", "specs": FULL}, "specs", "expected a list of specs. Received: {'kind'"),

@@ -87,7 +87,7 @@ GRAPHS = [
     hm.SameSegment("ids") & hm.Window(after=0),
     hm.Window(after=0) & hm.SameSegment("ids"),
     ~hm.SameSentence((1, 2), "ids") | hm.KeyFlag("flags"),
-    hm.PerHead({0: hm.KeyIn("ids", 1), 2: hm.RandomBlocks(2, 0.5, 1)}, default=hm.QueryFlag("ids")),
+    hm.PerHead({0: hm.KeyIn("ids", 1), 2: hm.Chunk(2)}, default=hm.QueryFlag("ids")),
     hm.PerHead({1: hm.Nothing()}, default=~hm.Full()),
     hm.MaskInput("whole") | ~hm.MaskInput("whole") & hm.Chunk(2),
 ]

@@ -1,7 +1,6 @@
 """Each leaf against matrices drawn by hand, and what its constructor refuses."""
 
 import numpy as np
-import oracle
 import pytest
 from keras import ops
 
@@ -160,45 +159,6 @@ def test_mask_input_ranks(shape, per_example, per_head):
     np.testing.assert_array_equal(ops.convert_to_numpy(made), expected)
 
 
-# --- RandomBlocks ---
-
-# Fixed once: the same on every backend, for every release.
-GOLDEN_BLOCKS = [
-    (
-        hm.RandomBlocks(1, 0.5, 0),
-        "01101001 11101000 10110000 10101110 01101000 01111011 11101100 01010000",
-    ),
-    (
-        hm.RandomBlocks(2, 0.25, 7),
-        "00110000 00110000 00000000 00000000 11001100 11001100 00000000 00000000",
-    ),
-    (
-        hm.RandomBlocks(1, 0.3, 10**12),
-        "00100000 00010100 11100000 10000000 00101010 00100101 00000001 10111000",
-    ),
-]
-
-
-@pytest.mark.parametrize(("spec", "expected"), GOLDEN_BLOCKS, ids=repr)
-def test_random_blocks_are_what_they_always_were(spec, expected):
-    assert drawn(spec, 8) == expected
-    assert oracle.picture(oracle.mask(spec, 1, 1, 8, 8)[0, 0]) == expected
-
-
-def blocks(size, density, seed, queries, keys):
-    spec = hm.RandomBlocks(size, density, seed)
-    return ops.convert_to_numpy(hm.make_mask(spec, queries, keys))[0, 0]
-
-
-@pytest.mark.parametrize("density", [0.0, 0.05, 0.3, 0.5, 0.9, 1.0])
-def test_random_blocks_hold_their_density(density):
-    shares = [blocks(1, density, seed, 150, 150).mean() for seed in range(5)]
-    deviation = np.sqrt(density * (1 - density) / (5 * 150 * 150))
-    assert abs(np.mean(shares) - density) <= 4 * deviation
-
-
-BIG_SEED = oracle.mask(hm.RandomBlocks(1, 0.5, 2**200), 1, 1, 3, 3)[0, 0]
-
 # --- what constructors refuse ---
 
 WHOLE = "must be a whole number. Received: "
@@ -220,14 +180,6 @@ REFUSED = [
     (lambda: hm.Queries(3, 1), ValueError, r"no position lies in \[3, 1\). Write Nothing\(\)"),
     (lambda: hm.Queries(None), TypeError, f"`start` {WHOLE}None"),
     (lambda: hm.Queries(0, 1.5), TypeError, f"`stop` {WHOLE}1.5"),
-    (lambda: hm.RandomBlocks(0, 0.5, 1), ValueError, "`size` must be at least 1"),
-    (lambda: hm.RandomBlocks(1, 1.5, 1), ValueError, "`density` must lie between 0 and 1.*1.5"),
-    (lambda: hm.RandomBlocks(1, -0.1, 1), ValueError, "`density` must lie between 0 and 1.*-0.1"),
-    (lambda: hm.RandomBlocks(1, float("nan"), 1), ValueError, "`density` must lie between.*nan"),
-    (lambda: hm.RandomBlocks(1, "0.5", 1), TypeError, "`density` must be a number from 0 to 1"),
-    (lambda: hm.RandomBlocks(1, True, 1), TypeError, "`density` must be a number from 0 to 1"),
-    (lambda: hm.RandomBlocks(1, 0.5, -1), ValueError, "`seed` must be at least 0"),
-    (lambda: hm.RandomBlocks(1, 0.5, 0.5), TypeError, f"`seed` {WHOLE}0.5"),
     (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one id"),
     (lambda: hm.SameSentence("."), TypeError, "`end_ids` must be ids"),
     (lambda: hm.SameSentence([1.5]), TypeError, f"`end_ids` {WHOLE}1.5"),
@@ -269,7 +221,6 @@ def test_constructors_refuse(make, error, message):
         lambda: hm.Chunk(1, before=2**40),
         lambda: hm.Keys(2**40),
         lambda: hm.Queries(0, 2**40),
-        lambda: hm.RandomBlocks(2**40, 0.5, 1),
         lambda: hm.KeyIn("x", 2**40),
         lambda: hm.SameSentence(-(2**40)),
     ],
@@ -286,7 +237,6 @@ def test_numbers_beyond_int32_are_refused(make):
         (hm.Window(after=2**31 - 1), "111 111 111"),
         (hm.Keys(0, 2**31 - 1), "111 111 111"),
         (hm.Chunk(2**31 - 1), "111 111 111"),
-        (hm.RandomBlocks(1, 0.5, 2**200), oracle.picture(BIG_SEED)),
     ],
     ids=repr,
 )

@@ -87,7 +87,6 @@ def test_equal_rules_look_back_equally(parts, random):
         (SameSentence(9), UNBOUNDED),
         (hm.KeyFlag("x"), UNBOUNDED),
         (hm.MaskInput("m"), UNBOUNDED),
-        (hm.RandomBlocks(4, 0.1, 0), UNBOUNDED),
         ((Window(before=7) | Keys(0, 4)) & CAUSAL, Reach(7, ((0, 4),))),
         (SameSentence(9) & Window(7, 0), Reach(7)),
         (SameSentence(9) | Window(7, 0), UNBOUNDED),

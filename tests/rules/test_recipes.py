@@ -16,7 +16,6 @@ PADDING = {"padding_mask": np.array([[1, 1, 0]])}
 IDS = {"token_ids": np.array([[101, 7, 9, 8, 102, 0]])}
 TWO = {"ids": np.array([[5, 8, 6, 9, 6, 1]])}  # ends 8 and 9, special 1
 RETRIEVED = {"doc": np.array([[0, 1, 1, 2, -1, 3]])}
-GENERATED = {"generated": np.array([[0, 0, 0, 0, 1, 0]])}
 
 DRAWN = [
     (recipes.causal(), "1000 1100 1110 1111", {}),
@@ -40,27 +39,9 @@ DRAWN = [
         "100000 110000 111000 100100 100000 100001",
         RETRIEVED,
     ),
-    (recipes.window_in_prompt(1, 2), "100000 110000 111000 101100 111110 100011", GENERATED),
-    (recipes.window_in_prompt(0, 1), "100000 010000 001000 000100 111110 000001", GENERATED),
     (recipes.sparse_transformer(1), "1000 1100 1110 1111", {}),
     (recipes.sparse_transformer(2), "10000 11000 11100 01110 10111", {}),
     (recipes.sparse_transformer(3), "1000000 1100000 1110000 1111000 0111100 0011110 1001111", {}),
-    (
-        recipes.bigbird(block=1, density=0.0, global_blocks=0, seed=3),
-        "11000 11100 01110 00111 00011",
-        {},
-    ),
-    (
-        recipes.bigbird(block=1, density=0.0, global_blocks=1, seed=3),
-        "11111 11100 11110 10111 10011",
-        {},
-    ),
-    (
-        recipes.bigbird(block=2, density=0.0, global_blocks=1, seed=3),
-        "11111111 11111111 11111100 11111100 11111111 11111111 11001111 11001111",
-        {},
-    ),
-    (recipes.bigbird(block=1, density=1.0, global_blocks=0, seed=3), "1111 " * 3 + "1111", {}),
 ]
 
 
@@ -89,27 +70,6 @@ def test_documents_see_shared_tokens_and_themselves(documents, shared):
     np.testing.assert_array_equal(numpy(mask), expected)
 
 
-@given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
-def test_the_window_ends_with_the_prompt(sinks, window, prompt, length):
-    expected = np.zeros((length, length), bool)
-    for i, j in np.ndindex(length, length):
-        expected[i, j] = j <= i and (j < sinks or i - j < window or i >= prompt)
-    inputs = {"generated": np.arange(length)[None] >= prompt}
-    spec = recipes.window_in_prompt(sinks, window)
-    mask = hm.make_mask(spec, length, length, mask_inputs=inputs)[0, 0]
-    np.testing.assert_array_equal(numpy(mask), expected)
-
-
-def test_bigbird_draws_its_random_blocks_from_the_seed():
-    def spec(seed):
-        return recipes.bigbird(block=2, density=0.5, global_blocks=0, seed=seed)
-
-    neighbours = hm.Chunk(2, before=1, after=1)
-    assert spec(1) == neighbours | hm.RandomBlocks(2, 0.5, 1)
-    assert hm.draw(spec(1), 20) != hm.draw(spec(2), 20)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -126,14 +86,7 @@ def test_bigbird_draws_its_random_blocks_from_the_seed():
         (lambda: recipes.separate_documents([1, 2]), TypeError, "`documents` is the name under"),
         (lambda: recipes.separate_documents("d", ()), ValueError, "`shared` must hold at least"),
         (lambda: recipes.separate_documents("d", "q"), TypeError, "`shared` must be ids"),
-        (lambda: recipes.window_in_prompt(-1, 4), ValueError, "`sinks` must be at least 0"),
-        (lambda: recipes.window_in_prompt(1, 0), ValueError, "`window` must be at least 1"),
-        (lambda: recipes.window_in_prompt(1.5, 4), TypeError, "`sinks` must be a whole number"),
         (lambda: recipes.sparse_transformer(0), ValueError, "`stride` must be at least 1"),
-        (lambda: recipes.bigbird(0, 0.1, 1, 0), ValueError, "`block` must be at least 1"),
-        (lambda: recipes.bigbird(1, 2, 1, 0), ValueError, "`density` must lie between 0 and 1"),
-        (lambda: recipes.bigbird(1, 0.1, -1, 0), ValueError, "`global_blocks` must be at least 0"),
-        (lambda: recipes.bigbird(1, 0.1, 1, -1), ValueError, "`seed` must be at least 0"),
     ],
 )
 def test_refused(make, error, message):

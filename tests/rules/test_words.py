@@ -62,10 +62,6 @@ SAID = [
     (hm.KeyIn("ids", (1, 2)), "every token whose `ids` is 1 or 2"),
     (hm.QueryIn("ids", 1), "every token, if its own `ids` is 1"),
     (hm.MaskInput("m"), "what the mask `m` allows"),
-    (
-        hm.RandomBlocks(64, 0.1, 7),
-        "random blocks of 64 tokens (each open with probability 0.1, seed 7)",
-    ),
     (~hm.KeyIn("ids", 1), "all but the tokens whose `ids` is 1"),
     (~hm.QueryFlag("x"), "every token, unless its own `x` is set"),
     (recipes.prefix_lm(4), f"the first 4 tokens, {CAUSAL}"),
@@ -103,20 +99,6 @@ SAID = [
         (
             f"{CAUSAL}; of these only (the tokens with its own id in `doc`; the tokens whose `doc` "
             "is 0 see all and are seen by all)"
-        ),
-    ),
-    (
-        recipes.window_in_prompt(4, 256),
-        (
-            "the first 4 tokens, plus itself and 255 tokens before it, plus every token, if its "
-            "own `generated` is set; no token after it"
-        ),
-    ),
-    (
-        recipes.bigbird(1, 0.1, 1, 3),
-        (
-            "its own block of 1 token and 1 block on each side, plus random blocks of 1 token "
-            "(each open with probability 0.1, seed 3); the first token sees all and is seen by all"
         ),
     ),
     (

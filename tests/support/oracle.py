@@ -129,21 +129,6 @@ def _in_range(config, position):
     return config["start"] <= position and (stop is None or position < stop)
 
 
-def _random_block(config, i, j):
-    """The hash with Python's integers: three rounds of "add a constant, cube", modulo a prime."""
-    prime = 46337
-
-    def scramble(x):
-        for constant in (31607, 12289, 40503):
-            x = pow(x + constant, 3, prime)
-        return x
-
-    seed = scramble(scramble(config["seed"]) + config["seed"] // prime)
-    row = scramble(scramble(math.floor(i / config["size"]) + seed))
-    cell = scramble(scramble(math.floor(j / config["size"]) + row))
-    return cell < round(config["density"] * prime)
-
-
 _POSITIONAL = {
     "full": lambda config, i, j: True,
     "nothing": lambda config, i, j: False,
@@ -151,7 +136,6 @@ _POSITIONAL = {
     "chunk": _chunk,
     "keys": lambda config, i, j: _in_range(config, j),
     "queries": lambda config, i, j: _in_range(config, i),
-    "random_blocks": _random_block,
 }
 
 

@@ -47,12 +47,6 @@ positional_leaves = st.one_of(
     st.builds(hm.Chunk, st.integers(1, 4), st.integers(0, 1), st.integers(0, 1)),
     ranges(hm.Keys),
     ranges(hm.Queries),
-    st.builds(
-        hm.RandomBlocks,
-        st.integers(1, 3),
-        st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-        st.integers(0, 10**12),
-    ),
 )
 reading_leaves = st.one_of(
     st.just(hm.SameSegment("ids")),

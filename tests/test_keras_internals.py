@@ -367,7 +367,7 @@ def test_what_a_graph_is_made_of():
 
 
 @relies_on(
-    "nodes made_by calls_of",
+    "nodes made_by made_of calls_of",
     breaks="self- and cross-attention, and their order, would not be told apart",
 )
 def test_a_graph_shows_its_calls():
@@ -381,6 +381,8 @@ def test_a_graph_shows_its_calls():
     assert _keras.calls_of(relu)[0].input_tensors == nodes[0].outputs
     assert isinstance(_keras.made_by(model.input)[0], keras.layers.InputLayer)
     assert _keras.made_by(keras.KerasTensor((2,))) == (None, [])
+    made_of = [id(x) for x in _keras.made_of([model.output])]
+    assert made_of == [id(x) for x in (model.input, *(node.outputs[0] for node in nodes))]
 
 
 @relies_on(

@@ -27,9 +27,6 @@ SEEN_BY = {
         ),
         "test_everything_that_restricts_is_anded": "_compute_attention_mask",
     },
-    "attention/test_lost_masks": {
-        "test_stock_attention_takes_the_mask_off_its_inputs": "takes_masks_off made_of",
-    },
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": "_compute_attention COMPUTE_ATTENTION",
         "test_a_sequential_model": "Functional functional_of operations",

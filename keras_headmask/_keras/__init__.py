@@ -102,12 +102,6 @@ def is_grouped(layer: Any) -> bool:
     return isinstance(layer, keras.layers.GroupQueryAttention)
 
 
-def takes_masks_off(operation: Any) -> bool:
-    """Whether it deletes the Keras masks of its inputs: multi-head attention's own `call` does."""
-    stock = keras.layers.MultiHeadAttention
-    return isinstance(operation, stock) and type(operation).call is stock.call
-
-
 def flash(layer: Any) -> bool:
     """Whether a flash kernel is asked for: it returns no probabilities, and drops nothing."""
     return bool(getattr(layer, FLASH, False))

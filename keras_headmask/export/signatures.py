@@ -13,7 +13,6 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention.half_precision import half_products
-from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.attention.tuning import forward_only
 from keras_headmask.export.interface import (
     LENGTHS,
@@ -29,6 +28,7 @@ from keras_headmask.export.interface import (
 from keras_headmask.export.precision import TOLERANCES, computing_in
 from keras_headmask.retrofit.adapters import AttentionLayer
 from keras_headmask.retrofit.survey import Survey
+from keras_headmask.rules.examples import padding_inputs
 
 DEFAULT, XLA = "serving_default", "serve_xla_"
 

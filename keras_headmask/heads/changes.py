@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keras_headmask.attention.lost_masks import marks_padding
+from keras_headmask.rules.examples import marks_padding
 
 Arrays = dict[str, np.ndarray]
 

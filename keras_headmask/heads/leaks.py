@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.heads import changes, reaches
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.leak_report import Leak, LeakReport
@@ -21,6 +20,7 @@ from keras_headmask.heads.tested import Change, Run, as_numpy, as_tested, shapes
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules.examples import padding_inputs
 
 _DRAWS, _MOST_DRAWS = 2, 8  # of other values at a position; more where pairs are left untried
 _STACKED = 4096  # positions, of all copies of a batch that run as one

@@ -13,12 +13,12 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras
-from keras_headmask.attention.lost_masks import padding_inputs
 from keras_headmask.heads.changes import Arrays
 from keras_headmask.heads.tested import Tested, outputs_by_name, shapes
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import make_mask
+from keras_headmask.rules.examples import padding_inputs
 from keras_headmask.rules.words import enough_heads
 
 # --- Which positions an output has ----------------------------------------------------------------

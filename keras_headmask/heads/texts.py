@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention.lost_masks import marks_padding, padding_inputs
+from keras_headmask.rules.examples import marks_padding, padding_inputs
 
 _IDS = ("token_ids", "input_ids", "ids")
 

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_headmask import _keras, masks
-from keras_headmask.attention import lost_masks, observers
+from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.request import (
@@ -43,7 +43,6 @@ class MaskedAttention(keras.Layer):
 
     _restricts = _has_unknown_length = False
     _is_tried = False  # whether it was tried if code of its own obeys the mask
-    _is_rebuilt = False  # from a config: what is wrong with the graph was said when it was made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_rule_by_position(self._ours().__name__, kwargs)
@@ -113,12 +112,6 @@ class MaskedAttention(keras.Layer):
         }
         fields |= self.logit_options.config()
         return fields if self._tiled is None else fields | {"tiled": self._tiled}
-
-    @classmethod
-    def from_config(cls, config: Any) -> Any:
-        layer = super().from_config(config)
-        layer._is_rebuilt = True
-        return layer
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         value_shape = query_shape if value_shape is None else value_shape
@@ -386,8 +379,6 @@ class MaskedAttention(keras.Layer):
         if self._restricts and self.built:
             assert self._mask_spec is not None
             own_code.check_ours(self, self._ours(), self._mask_spec, is_for_good=False)
-        if not self._is_rebuilt:
-            lost_masks.warn_in_call(self, query, value, arguments)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)

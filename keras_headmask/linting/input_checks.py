@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention import lost_masks
-from keras_headmask.attention.lost_masks import Lost
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject, numbers_of
 from keras_headmask.masks import Mask
@@ -21,13 +19,11 @@ def check_padding(
     padding: np.ndarray,
     name: str,
     outside: Mask | None,
-    lost: Lost | None = None,
 ) -> Iterator[Finding]:
     """Padding that real queries see, and rules that see little else.
 
     `padding` is true at real keys, `(B, S)`. `outside` is the mask that reaches the layer beside
-    the rule, True where none does, or None where no layer is known. `lost` says where a Keras mask
-    is lost before the layer.
+    the rule, True where none does, or None where no layer is known.
     """
     if subject.unknown:
         return
@@ -54,11 +50,6 @@ def check_padding(
         add = f"add `& recipes.padding({name!r})`"
         way_out = f"No padding mask reaches the layer: {add} to the rule, or see where the model "
         way_out += "loses it."
-        if lost is not None:
-            way_out = "The Keras mask is lost before the layer. "
-            way_out += lost_masks.explained(
-                lost, f"Pass the attention an `attention_mask`, or {add} to the rule."
-            )
         if outside is None:
             severity = "warning" if name in subject.spec.inputs else "info"
             way_out = "Nothing is wrong if the layer is given the padding mask beside its rule. "

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding as Finding
 from keras_headmask.linting.findings import Findings
 from keras_headmask.linting.subject import Subject
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.examples import key_side
+from keras_headmask.rules.examples import key_side, marks_padding
 
 
 def lint(

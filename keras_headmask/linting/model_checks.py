@@ -9,7 +9,6 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.attention.lost_masks import Lost, marks_padding
 from keras_headmask.linting import input_checks, rule_checks
 from keras_headmask.linting.findings import Finding
 from keras_headmask.linting.subject import Subject
@@ -20,21 +19,20 @@ from keras_headmask.retrofit.rule import rules_in_force, spec_of
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec, check_spec
 from keras_headmask.rules.evaluation import make_mask
+from keras_headmask.rules.examples import marks_padding
 
 
 @dataclasses.dataclass
 class SeenLayer:
     """An attention layer, its rule, and one forward: mask inputs, lengths, other masks, padding.
 
-    `lost` says where the Keras mask of its keys is lost, if it is. `outside` is the mask that
-    reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A layer that was built with the
-    rule has ANDed it to that already.)
+    `outside` is the mask that reaches the layer beside its rule, `(B, 1 or H, T, S)` or True. (A
+    layer that was built with the rule has ANDed it to that already.)
     """
 
     entry: AttentionLayer
     spec: MaskSpec
     given: Mapping[str, Any]
-    lost: Lost | None = None
     lengths: tuple[int, int] | None = None
     outside: Mask = True
     paddings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -45,7 +43,7 @@ class SeenLayer:
         outside = None if self.outside is True else (self.outside.shape, self.outside.tobytes())
         given = tuple(map(id, keras.tree.flatten(self.given)))
         of_layer = self.entry.num_heads, self.entry.kind
-        return self.spec, of_layer, given, self.lost, self.lengths, outside
+        return self.spec, of_layer, given, self.lengths, outside
 
 
 def survey_of(model: Any) -> Survey:
@@ -117,7 +115,7 @@ def _check_layer(layer: SeenLayer, has_examples: bool, most: int | None) -> Iter
         if has_examples or not marks_padding(name):  # (Of made-up ids a mask shows nothing.)
             yield from input_checks.ids_at_padding(seen, padding, name)
     of_each = [
-        list(input_checks.check_padding(seen, padding, name, layer.outside, layer.lost))
+        list(input_checks.check_padding(seen, padding, name, layer.outside))
         for name, padding in layer.paddings.items()
     ]
     if all(of_each):  # where several inputs could mark padding, all must
@@ -153,7 +151,6 @@ def _seen_in_a_forward(
             raise
         problem, runs = str(error).strip().split("\n")[0], {}
     paddings, layers = _paddings(survey, tensors), []
-    lost = {entry.path: where for entry, where in survey.lost_masks}
     for entry in entries:
         run = runs.get(entry.path)
         mask_inputs = {} if run is None else dict(run.call.get("mask_inputs") or {})
@@ -161,7 +158,7 @@ def _seen_in_a_forward(
             mask_inputs |= rule.inputs_from(tensors) if set(rule.reads) <= tensors.keys() else {}
         spec: Any = spec_of(entry.layer)
         mask_inputs = {name: mask_inputs[name] for name in spec.inputs if name in mask_inputs}
-        layer = SeenLayer(entry, spec, mask_inputs, lost.get(entry.path))
+        layer = SeenLayer(entry, spec, mask_inputs)
         if run is not None:
             queries, keys = layer.lengths = tuple(run.probabilities.shape[-2:])
             if run.arguments["attention_mask"] is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import lost_masks, observers
+from keras_headmask.attention import observers
 from keras_headmask.layers import own_code
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, errors_naming, holds
 from keras_headmask.retrofit.masked_model import copied, masked, owners_in
@@ -135,7 +135,6 @@ def masked_by(
     check_inputs(survey, planned, add_inputs)  # before any change
     for entry, rule in planned:
         check_obeys(entry, rule.spec)
-    warn_of_lost_padding(survey, planned)
     if not copy:
         drop_all_that_run([entry.layer for entry, _ in planned])
         return masked(survey.model, [(entry.layer, rule) for entry, rule in planned])
@@ -219,27 +218,6 @@ def _rule(survey: Survey, entry: AttentionLayer, spec: MaskSpec, existing: str) 
         check_heads(spec, entry.num_heads, adapted(entry.layer).num_key_heads)
     sources = sources_of(entry, spec, survey.inputs)
     return LayerRule(spec, entry.num_heads, sources, replaces, is_cross=entry.kind == "cross")
-
-
-def warn_of_lost_padding(survey: Survey, planned: Planned) -> None:
-    """Warn where the model loses the Keras mask before a layer whose rule lets padding be seen.
-
-    A layer that has a rule already got this warning, or none, when it got that.
-    """
-    rules = {entry.path: rule for entry, rule in planned}
-    by_operation: dict[Any, tuple[lost_masks.Lost, list[str]]] = {}
-    for entry, lost in survey.lost_masks:
-        rule = rules.get(entry.path)
-        if rule is None or rules_in_force(entry.layer):
-            continue
-        if not lost_masks.hides_padding(rule.spec, entry.num_heads):
-            paths = by_operation.setdefault(lost.operation, (lost, []))[1]
-            paths += [entry.path] if entry.path not in paths else []
-    for lost, paths in by_operation.values():
-        more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-        ways = "Pass the attention an `attention_mask`, or add `& {padding}` to the rule."
-        name = f"The attention layer '{paths[0]}'{more}"
-        lost_masks.warn(name, lost, ways, stacklevel=4)
 
 
 def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:

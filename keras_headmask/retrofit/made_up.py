@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_headmask.attention.lost_masks import marks_padding
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.examples import marks_padding
 
 Arrays = dict[str, np.ndarray]
 

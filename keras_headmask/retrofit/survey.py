@@ -11,7 +11,7 @@ symbolic tensors, in the calling thread alone.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import keras
@@ -19,7 +19,6 @@ from keras import layers
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.lost_masks import Lost, lost_mask, padding_inputs
 from keras_headmask.retrofit.adapters import (
     AttentionLayer,
     adapted,
@@ -33,6 +32,7 @@ from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softm
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import restricts
+from keras_headmask.rules.examples import padding_inputs
 
 
 class Survey:
@@ -192,15 +192,6 @@ class Survey:
     def mixing(self) -> list["Mixing"]:
         """The operations beside attention that mix positions, or may, in forward order."""
         return list(_mixing(self.model, {id(entry.layer) for entry in self.known}))
-
-    # --- Lost masks ---
-
-    @functools.cached_property
-    def lost_masks(self) -> list[tuple[AttentionLayer, Lost]]:
-        """Calls of attention that get no mask of their keys, each with where that is lost."""
-        entries = {id(entry.layer): entry for entry in self.known}
-        losses = _losses(self.graphs)
-        return [(entries[id(layer)], lost) for layer, lost in losses if id(layer) in entries]
 
 
 # --- A forward pass -------------------------------------------------------------------------------
@@ -512,38 +503,3 @@ def _embeddings(graph: Any, tensor: Any) -> Iterator[Any]:
             elif isinstance(operation, keras.Layer):
                 layers_inside = _keras.layers_of(operation)
                 yield from (x for x in layers_inside if isinstance(x, keras.layers.Embedding))
-
-
-# --- Where masks are lost -------------------------------------------------------------------------
-
-
-def _losses(graphs: Iterable[Any]) -> Iterator[tuple[keras.Layer, Lost]]:
-    """Attention in `graphs` that is called without a mask, and where that is lost."""
-    for graph in graphs:
-        taken: dict[int, Lost] = {}  # by attention that ran before, on the same tensor
-        for node in _keras.nodes(graph):
-            taken_before = dict(taken)
-            if _keras.takes_masks_off(node.operation):
-                for x in node.input_tensors:
-                    taken.setdefault(id(x), Lost(node.operation, None))
-            attending = [] if node.is_input else _attention_of(node.operation)
-            if not attending:
-                continue
-            args, kwargs = node.arguments.args, node.arguments.kwargs
-            arguments = _keras.arguments_of(node.operation, args, kwargs) | kwargs
-            filled_in = [_keras.get_keras_mask(x) for x in node.input_tensors]  # by Keras
-            masks = (x for name, x in arguments.items() if name.endswith("mask"))
-            if any(hasattr(x, "shape") and not any(x is y for y in filled_in) for x in masks):
-                continue
-            value = arguments.get("value") if adapter_of(node.operation) is not None else None
-            tensor = node.input_tensors[0] if value is None else value
-            lost = lost_mask(tensor)
-            if lost is None and _keras.get_keras_mask(tensor) is not None:
-                lost = taken_before.get(id(tensor))
-            if lost is not None:
-                yield from ((layer, lost) for layer in attending)
-
-
-def _attention_of(operation: Any) -> list[keras.Layer]:
-    is_layer = isinstance(operation, keras.Layer) and not isinstance(operation, keras.Model)
-    return attention(operation) if is_layer else []

@@ -33,3 +33,18 @@ def length_of(spec: MaskSpec, mask_inputs: Mapping[str, Any], side: int) -> int 
             if size > 1 or kind.rank is not None:
                 return size
     return None
+
+
+def marks_padding(name: str) -> bool:
+    """Whether a mask input has a name that says it is true at real tokens.
+
+    KerasHub's names are `padding_mask`, `decoder_padding_mask` and so on, Hugging Face's is
+    `attention_mask`. PyTorch's `key_padding_mask` is true at padding, so its name says nothing.
+    """
+    is_padding = "padding_mask" in name and "key_padding_mask" not in name
+    return is_padding or name == "attention_mask"
+
+
+def padding_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """The names of `inputs` that are true at real tokens: of `(batch, length)`, and named so."""
+    return [name for name, x in inputs.items() if len(x.shape) == 2 and marks_padding(name)]

@@ -76,9 +76,7 @@ def test_a_recipe_by_its_name_alone(name):
 @pytest.mark.parametrize("name", ["caused", "Causal", "foo"])
 def test_a_name_that_is_no_recipe(name):
     assert not hasattr(hm, name)
-    recipes = (
-        r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes\.causal\(\)\)"
-    )
+    recipes = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes\.causal\(\)\)"
     with pytest.raises(ValueError, match=rf"JSON, but .*Received: '{name}'\. {recipes}\.$"):
         hm.apply_head_masks(one_layer(), name)
 

@@ -22,13 +22,13 @@ SEEN_BY = {
         "test_ours_and_stock_share_a_file": "file_weights_under",
     },
     "layers/test_layer": {
-        "test_hooks_of_stock_that_a_subclass_overrides_are_called": (
-            "has_own_softmax MASKED_SOFTMAX"
-        ),
         "test_everything_that_restricts_is_anded": "_compute_attention_mask",
     },
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": "_compute_attention COMPUTE_ATTENTION",
+        "test_a_subclass_that_computes_attention_itself_is_refused": (
+            "has_own_softmax MASKED_SOFTMAX"
+        ),
         "test_a_sequential_model": "Functional functional_of operations",
         "test_a_graph_older_than_the_rule_of_its_layers_takes_none": "is_whole",
         "test_a_whole_mask_is_an_input_with_a_head_axis": "add_to_last_call",

@@ -63,26 +63,6 @@ class Options(NamedTuple):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def refuse_own_code(layer: Any, ours: type, options: Options) -> None:
-    """Raise if the class of a layer computes attention by code of its own and `options` are set.
-
-    `ours` is the public class that it is or inherits from.
-    """
-    overridden = [
-        name
-        for name in (_keras.COMPUTE_ATTENTION, _keras.MASKED_SOFTMAX)
-        if getattr(type(layer), name) is not getattr(ours, name)
-    ]
-    if overridden and options != Options():
-        raise ValueError(
-            "A subclass that overrides how attention is computed cannot take `position_bias`, "
-            "`logits_soft_cap` or `use_sinks`: the arguments of Keras' method do not hold them. "
-            f"`{type(layer).__name__}` overrides `{overridden[0]}`. Received: {options.config()}. "
-            f"Leave them out and change the logits in `{overridden[0]}`, or do not override it. "
-            "To read the probabilities, pass return_attention_scores=True."
-        )
-
-
 def add_weights(layer: Any, options: Options) -> None:
     """The table of a learned bias, and the sinks: float32 under mixed precision, 0 at first."""
     layer.position_bias_table = layer.sinks = None

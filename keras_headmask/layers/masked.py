@@ -10,7 +10,7 @@ from keras import ops
 from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
-from keras_headmask.attention.logits import NONE, Changes
+from keras_headmask.attention.logits import Changes
 from keras_headmask.attention.request import (
     Request,
     all_that_restricts,
@@ -18,7 +18,7 @@ from keras_headmask.attention.request import (
     checked_tiled,
     dropout_of,
 )
-from keras_headmask.layers import changing, loading, own_code
+from keras_headmask.layers import changing, loading
 from keras_headmask.layers.call_checks import (
     checked_call,
     is_zero,
@@ -42,10 +42,18 @@ class MaskedAttention(keras.Layer):
     """
 
     _restricts = _has_unknown_length = False
-    _is_tried = False  # whether it was tried if code of its own obeys the mask
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_rule_by_position(self._ours().__name__, kwargs)
+        ours = self._ours()
+        refuse_rule_by_position(ours.__name__, kwargs)
+        for name in (_keras.COMPUTE_ATTENTION, _keras.MASKED_SOFTMAX):
+            if getattr(type(self), name) is not getattr(ours, name):
+                raise ValueError(
+                    f"A subclass of {ours.__name__} must leave `{name}` as it is: that is where "
+                    f"the rule holds. `{type(self).__name__}` overrides it. To read the "
+                    "probabilities pass return_attention_scores=True; to compute attention "
+                    "differently write a layer of your own, and call `hm.make_mask` in it."
+                )
         super().__init__(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +85,6 @@ class MaskedAttention(keras.Layer):
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)
         options = changing.Options.of(self.num_heads, flash_attention, *changes)
-        changing.refuse_own_code(self, self._ours(), options)
         self.logit_options = options
         self._missed_weights = False  # see `loading`
 
@@ -125,7 +132,6 @@ class MaskedAttention(keras.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         loading.check_is_built(self, store)
-        self._is_tried = False  # other weights may do something else
         super().load_own_variables(store)
 
     def call(
@@ -214,7 +220,6 @@ class MaskedAttention(keras.Layer):
         """Everything that restricts, ANDed: what comes from outside after the spec."""
         merged = None
         if spec is not None:
-            own_code.check_ours(self, self._ours(), spec, is_for_good=True)
             merged = self._mask(spec, mask_inputs, query, value, offset)
         # (A subclass with Keras' own signature does not know the offset.)
         more = outside | {"use_causal_mask": use_causal_mask}
@@ -253,7 +258,7 @@ class MaskedAttention(keras.Layer):
         return attend(request)
 
     def _has_hooks(self) -> bool:
-        """Whether `_compute_attention` must run: for a subclass, a flash kernel or an observer."""
+        """Whether masks are merged by Keras' hooks: for a subclass, a flash kernel, an observer."""
         ours = self._ours()
         special = _keras.flash(self) or observers.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
@@ -290,9 +295,8 @@ class MaskedAttention(keras.Layer):
         fused = attention_mask is None and not wants_scores and self.dropout == 0
         fused = fused and value.shape[-1] == key.shape[-1]
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
-        has_own = _keras.has_own_softmax(self)
-        changes = NONE if has_own else changing.now(self)
-        if has_own or ((fused or observers.uses_flash(self)) and not changes.are_some):
+        changes = changing.now(self)
+        if (fused or observers.uses_flash(self)) and not changes.are_some:
             context, scores = stock(query, key, value, attention_mask, training, wants_scores)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
@@ -376,9 +380,6 @@ class MaskedAttention(keras.Layer):
         reads = arguments["mask_inputs"], arguments["query_offset"]
         checked_call(self, query, value, window, *reads, outside)
         changing.call_changes(self, query, value, arguments["attention_bias"])
-        if self._restricts and self.built:
-            assert self._mask_spec is not None
-            own_code.check_ours(self, self._ours(), self._mask_spec, is_for_good=False)
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)

@@ -24,7 +24,7 @@ _OPERANDS = "query", "key", "value", "attention_mask"
 _DEFAULTS = {"attention_mask": None, "training": None, "return_attention_scores": False}
 
 # Classes whose attention a `Request` describes in full, beside ours.
-_OF_KERAS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+OF_KERAS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
 class Attention:
@@ -82,16 +82,18 @@ class Attention:
         return None
 
     @property
+    def overridden(self) -> str | None:
+        """The method by which a subclass of Keras' attention computes it in code of its own."""
+        ours = getattr(self.layer, "_ours", None)  # (of `layers.masked.MaskedAttention`)
+        classes = (*OF_KERAS, ours()) if ours is not None else OF_KERAS
+        if getattr(type(self.layer), self.hook) not in [getattr(cls, self.hook) for cls in classes]:
+            return self.hook
+        return _keras.MASKED_SOFTMAX if _keras.has_own_softmax(self.layer) else None
+
+    @property
     def has_own_code(self) -> bool:
         """Whether code of the class, or a flash kernel, computes, and gets the rule as a mask."""
-        ours = getattr(self.layer, "_ours", None)  # (of `layers.masked.MaskedAttention`)
-        classes = (*_OF_KERAS, ours()) if ours is not None else _OF_KERAS
-        known = [getattr(cls, self.hook) for cls in classes]
-        return bool(
-            observers.uses_flash(self.layer)
-            or getattr(type(self.layer), self.hook) not in known
-            or _keras.has_own_softmax(self.layer)
-        )
+        return observers.uses_flash(self.layer) or self.overridden is not None
 
     @property
     def dropout_layer(self) -> Any:

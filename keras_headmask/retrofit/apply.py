@@ -7,9 +7,7 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention import observers
-from keras_headmask.layers import own_code
-from keras_headmask.retrofit.adapters import AttentionLayer, adapted, errors_naming, holds
+from keras_headmask.retrofit.adapters import OF_KERAS, AttentionLayer, adapted, errors_naming, holds
 from keras_headmask.retrofit.masked_model import copied, masked, owners_in
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
@@ -83,8 +81,8 @@ def apply_head_masks(
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
             model has a name that the rule reads (unless `add_inputs=True`), there is attention that
             no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
-            unclear whether a layer is self-attention and no regex names it, the own code of a
-            layer was seen not to obey its mask, `existing` or the JSON of a spec is not valid,
+            unclear whether a layer is self-attention and no regex names it, the class of a layer
+            overrides how Keras computes attention, `existing` or the JSON of a spec is not valid,
             copying the model is not possible, a Sequential model has no graph yet, or attention
             runs in a `tf.function` inside the model. With `copy=False`, if a `tf.function` has
             traced the model, or a Sequential model gets a rule that reads inputs.
@@ -221,19 +219,12 @@ def _rule(survey: Survey, entry: AttentionLayer, spec: MaskSpec, existing: str) 
 
 
 def check_obeys(entry: AttentionLayer, spec: MaskSpec) -> None:
-    """Raise if the class of a layer was seen not to obey the mask of a rule."""
+    """Raise if the class of a layer computes attention by code of its own that no adapter knows."""
     adapter = adapted(entry.layer)
-    is_ours = not adapter.has_own_code or adapter.hook == "call"  # (T5's gets no operands)
-    if is_ours or not restricts(spec, adapter.num_heads):
-        return
-    # On a copy of the layer, as its code may set attributes.
-    stand_in = observers.standing_in(entry.layer, {_keras.FLASH: False})
-    method = getattr(type(entry.layer), adapter.hook).__get__(stand_in)
-
-    def compute(query: Any, key: Any, value: Any, mask: Any, training: bool) -> Any:
-        copy = type(adapter)(stand_in)
-        return copy.called(method, copy.arguments(query, key, value, mask, training=training))[0]
-
-    what = f"The attention layer {entry} with its own `{adapter.hook}`"
-    way_out = ", or leave the layer out by `layers=`"
-    own_code.check(compute, entry.layer, spec, adapter.num_heads, adapter.head_dim, what, way_out)
+    is_of_keras = isinstance(entry.layer, OF_KERAS)
+    if is_of_keras and adapter.overridden and restricts(spec, adapter.num_heads):
+        raise ValueError(
+            f"The attention layer {entry} takes no rule: its class overrides "
+            f"`{adapter.overridden}`, where a rule holds. Leave the layer out by `layers=`, or do "
+            "not override that."
+        )

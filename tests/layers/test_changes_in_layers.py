@@ -155,35 +155,6 @@ def test_who_looks_and_a_second_rule_find_them(kind, option):
     assert_close(numpy(both({"x": X})["y"]), wanted, depth=3)
 
 
-@pytest.mark.parametrize("name", ["_compute_attention", "_masked_softmax"])
-@pytest.mark.parametrize(
-    "given", [{"position_bias": hm.alibi(HEADS)}, {"logits_soft_cap": 9.0}, {"use_sinks": True}]
-)
-def test_a_subclass_with_code_of_its_own_is_refused_at_once(kind, name, given):
-    """Also where that code calls ours."""
-
-    def own(self, *args, **kwargs):
-        return getattr(super(Own, self), name)(*args, **kwargs)
-
-    Own = type("Own", (kind.ours,), {name: own})
-    Own(**kind.sizes(HEADS, 4))
-    message = rf"overrides how attention is computed cannot take .*`Own` overrides `{name}`\. "
-    message += rf"Received: {{'{next(iter(given))}'.*Leave them out.* or do not override it"
-    with pytest.raises(ValueError, match=message):
-        Own(**kind.sizes(HEADS, 4), **given)
-
-
-def test_a_bias_that_code_of_a_subclass_does_not_read_is_refused(kind):
-    class Own(kind.ours):
-        def _compute_attention(self, query, key, value, attention_mask=None, *args, **kwargs):
-            return query, None
-
-    own = Own(**kind.sizes(HEADS, 4))
-    with pytest.raises(ValueError, match="`Own` computes attention by code of its own"):
-        own(X, attention_bias=np.ones((HEADS, LENGTH, LENGTH), "float32"))
-    assert own(X).shape == X.shape
-
-
 def test_a_subclass_that_overrides_something_else_takes_them(kind):
     class Named(kind.ours):
         def get_config(self):

@@ -202,19 +202,17 @@ def test_more_attention_axes_work_as_in_stock_keras(axes):
 # ---------------------------------------------------------------- subclasses, LoRA, quantization
 
 
-def test_a_subclass_that_computes_attention_itself_gets_the_merged_mask(kind):
-    class Spy(kind.ours):
-        def _compute_attention(self, query, key, value, attention_mask=None, *args, **kwargs):
-            self.seen = numpy(attention_mask)
-            return super()._compute_attention(query, key, value, attention_mask, *args, **kwargs)
+@pytest.mark.parametrize("name", ["_compute_attention", "_masked_softmax"])
+def test_a_subclass_that_computes_attention_itself_is_refused_at_once(kind, name):
+    """Also where that code calls ours."""
 
-    spy = Spy(**kind.sizes(2, 4), mask_spec=hm.PerHead({1: hm.Window(0, 0)}))
-    spy(normal(3, 5, 8), use_causal_mask=True)
-    causal = np.tri(5, dtype=bool)
-    np.testing.assert_array_equal(spy.seen, np.stack([causal, np.eye(5, dtype=bool)])[None])
-    causal_alone = Spy(**kind.sizes(2, 4))
-    causal_alone(normal(3, 5, 8), use_causal_mask=True)
-    np.testing.assert_array_equal(causal_alone.seen, causal[None, None])
+    def own(self, *args, **kwargs):
+        return getattr(super(Own, self), name)(*args, **kwargs)
+
+    Own = type("Own", (kind.ours,), {name: own})
+    message = f"subclass of {kind.ours.__name__} must leave `{name}` as it is.*`Own` overrides it"
+    with pytest.raises(ValueError, match=message):
+        Own(**kind.sizes(2, 4))
 
 
 @needs("sliding_window")  # and the flag, both since Keras 3.15
@@ -241,13 +239,10 @@ def test_hooks_of_stock_that_a_subclass_overrides_are_called(kind):
             }
             return super()._compute_attention_mask(query, value, **masks)
 
-        def _masked_softmax(self, attention_scores, attention_mask=None):
-            return ops.full_like(attention_scores, 0.25)
-
     x = normal(2, 5, 8)
     layer = Hooked(**kind.sizes(2, 4))
     _, scores = layer(x, use_causal_mask=True, return_attention_scores=True, query_offset=0)
-    np.testing.assert_array_equal(numpy(scores), 0.25)
+    assert (numpy(scores) > 0).all()  # nothing is causal
 
 
 def test_a_thread_of_its_own_does_not_take_a_mask_away(kind):
@@ -255,9 +250,9 @@ def test_a_thread_of_its_own_does_not_take_a_mask_away(kind):
     seen = []
 
     class Looks(kind.ours):
-        def _compute_attention(self, *args, **kwargs):
+        def _compute_attention_mask(self, *args, **kwargs):
             seen.append(keras_mask(x))
-            return super()._compute_attention(*args, **kwargs)
+            return super()._compute_attention_mask(*args, **kwargs)
 
     x = with_mask(normal(3, 5, 8), PADDED)
     Looks(**kind.sizes(2, 4))(x)

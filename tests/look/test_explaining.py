@@ -86,17 +86,15 @@ def test_a_layer_without_a_rule_is_computed_by_keras():
     assert found.groups[-1].heads[-1] == 3
 
 
-def test_code_of_a_class_gets_the_rule_as_a_mask():
-    class Own(hm.PerHeadMaskedMultiHeadAttention):
-        def _compute_attention(self, query, key, value, attention_mask=None, *rest):
-            logits = keras.ops.einsum("bthd,bshd->bhts", query, key)
-            probabilities = keras.ops.softmax(keras.ops.where(attention_mask, logits, -1e9))
-            return keras.ops.einsum("bhts,bshd->bthd", probabilities, value), probabilities
+def test_code_of_a_class_is_named():
+    class Own(keras.layers.MultiHeadAttention):
+        def _compute_attention(self, query, key, value, *rest):
+            return query, None
 
     x = keras.Input((16, 8))
-    model = keras.Model(x, Own(2, 4, mask_spec=hm.Window(3, 0), name="own")(x))
+    model = keras.Model(x, Own(2, 4, name="own")(x, x))
     assert str(hm.explain(model)) == (
-        "own  code of its class\nIt gets the rule as a whole mask, so all logits are computed."
+        "own  code of its class\nNothing restricts it, so all logits are computed."
     )
 
 

@@ -227,7 +227,8 @@ print("  ".join(f"{head}: {change:+.3f}" for head, change in enumerate(changes))
 
 # %% [markdown]
 """
-TEXT
+Eight of the twelve can go, one at a time, at no loss. They may be missed together: measure a rule
+that switches several of them off as a whole.
 
 ## Does what is shipped ignore padding?
 

@@ -57,8 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [case for case in cases if options.against == "dense" or not case.dropout]
     if not cases:
         raise SystemExit(f"No case has {options.only!r} in its name. `--all` prints the names.")
-    from keras_headmask._keras.tensorflow import one_dnn_is_on
-
     start = time.perf_counter()
     verdicts: list[str] = []
     compiled_slowly = 0
@@ -72,9 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
             compiled_slowly += 1
             print(f"{compiled_in:.0f} s to compile {case}", flush=True)
     slower, undecided = verdicts.count(SLOWER), verdicts.count(UNDECIDED)
-    one_dnn = "with" if one_dnn_is_on() else "without"
     print(
-        f"{len(verdicts)} cases {one_dnn} oneDNN: {slower} slower than {options.limit:g} of "
+        f"{len(verdicts)} cases: {slower} slower than {options.limit:g} of "
         f"{options.against} ({undecided} too close to it to say), {compiled_slowly} compiled for "
         f"more than {MOST_SECONDS_TO_COMPILE:g} s; {time.perf_counter() - start:.0f} s in all."
     )

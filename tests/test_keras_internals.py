@@ -7,10 +7,8 @@ change a law of users sees stand in `versions.SEEN_BY`.
 import ast
 import functools
 import inspect
-import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -668,20 +666,6 @@ def test_xla_is_told():
     assert not _keras.tensorflow.in_xla()
     assert not traced(_keras.tensorflow.in_xla)
     assert traced(_keras.tensorflow.in_xla, jit_compile=True)
-
-
-@pytest.mark.tensorflow
-@relies_on("one_dnn_is_on", breaks="`info` and `explain` would not say if oneDNN is on")
-@pytest.mark.long  # (a fresh process for each)
-@pytest.mark.parametrize("on", [True, False])
-def test_one_dnn_is_told(on):
-    """By what TensorFlow itself prints when it is imported with it."""
-    code = "import keras_headmask._keras.tensorflow as k; print(k.one_dnn_is_on())"
-    environment = dict(os.environ, TF_ENABLE_ONEDNN_OPTS=str(int(on)), TF_CPP_MIN_LOG_LEVEL="0")
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(on)]
-    assert ("oneDNN custom operations are on" in done.stderr) == on
 
 
 @pytest.mark.tensorflow

@@ -150,13 +150,6 @@ def checks_numerics() -> bool:
     return getattr(checks._state, "check_numerics_callback", None) is not None
 
 
-def one_dnn_is_on() -> bool:
-    """Whether TensorFlow computes by oneDNN on CPUs; it decides once, when it is imported."""
-    from tensorflow.python.util import _pywrap_util_port
-
-    return _pywrap_util_port.IsMklEnabled()
-
-
 def are_as_long(one: Any, other: Any) -> bool:
     """Whether two tensors of a graph have one batch and one length, as made of one tensor.
 

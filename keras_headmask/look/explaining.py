@@ -14,7 +14,7 @@ from keras import KerasTensor, ops
 from keras_headmask import _keras
 from keras_headmask.attention import choose, head_groups, observers
 from keras_headmask.attention.api import dot_product_attention
-from keras_headmask.attention.device import assuming, is_gpu
+from keras_headmask.attention.device import assuming
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.kernels import (
     ByGroup,
@@ -28,7 +28,6 @@ from keras_headmask.attention.kernels import (
 from keras_headmask.attention.request import Request
 from keras_headmask.attention.tuning import holding
 from keras_headmask.layers.masked import MaskedAttention
-from keras_headmask.look import cpu
 from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.masks import Tensor
 from keras_headmask.retrofit.adapters import adapted
@@ -511,8 +510,3 @@ def _ways(
             yield "`tiled=True` skips what is hidden, whatever the size."
         elif not request.tiled:
             yield "`tiled=False` computes all logits."
-    if is_gpu(request.query):
-        return
-    one_dnn = cpu.one_dnn()
-    if one_dnn is not None:
-        yield str(one_dnn)

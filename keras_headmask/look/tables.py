@@ -1,6 +1,5 @@
-"""Tables of reports: text of 100 columns at most, and HTML for notebooks."""
+"""Tables of reports: text of 100 columns at most."""
 
-import html
 from collections.abc import Iterator, Sequence
 
 from keras_headmask.rules.words import aligned, numbers_in_words
@@ -36,13 +35,9 @@ class Table(list[Row]):
             lines += aligned([row[: self.labels] + row[start:end] for row in rows])
         return lines
 
-    def html(self) -> str:
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self)
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
 
 class Printed:
-    """A value that says what it is in lines and tables: by `str`, `repr`, and in a notebook."""
+    """A value that says what it is in lines and tables."""
 
     def _parts(self) -> Iterator[str | Table]:
         raise NotImplementedError
@@ -53,13 +48,6 @@ class Printed:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str:
-        parts = (
-            f"<pre>{html.escape(part)}</pre>" if isinstance(part, str) else part.html()
-            for part in self._parts()
-        )
-        return "\n".join(parts)
 
 
 def layer_rows(paths: Sequence[str], rows: Sequence[Sequence[Row]]) -> list[Row]:

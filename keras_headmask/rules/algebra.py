@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, reaching, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
-from keras_headmask.rules.positions import Window
-from keras_headmask.rules.protocol import Reach, Sampling, Tiling, Words
+from keras_headmask.rules.protocol import Reach, Sampling, Tiling
 
 
 class Compound(MaskSpec):
@@ -128,35 +127,8 @@ class And(Join):
     _joint = staticmethod(any)
     _decides = False
 
-    def in_words(self) -> Words:
-        """ "A; of these only B, but not C, if D": conditions on the query alone come last."""
-        specs = list(self.specs)
-        causal, wider = Window(after=0), [s for s in specs if isinstance(s, Or) and s.has_window]
-        if causal in specs and wider:  # as in `recipes.streaming`
-            specs = [s for s in specs if s not in (causal, wider[0])]
-            part = words.words(wider[0])
-            phrase = part.inner if ";" in part.phrase else part.phrase
-            if not specs:
-                return Words(f"{phrase}; no token after it", compound=True)
-        parts = words.in_order(tuple(specs))
-        if len(specs) < len(self.specs):
-            parts.insert(0, Words(f"{phrase}; no token after it", compound=True))
-        conditions = [part.condition for part in parts if part.condition.startswith("if ")]
-        unless = [part.condition for part in parts if part.condition.startswith("unless ")]
-        parts = [part for part in parts if not part.condition]
-        nouns = [part for part in parts if not part.hidden]
-        negated = [part.hidden for part in parts if part.hidden]
-        if nouns:
-            phrases = [nouns[0].inner, *(part.those for part in nouns[1:])]
-            text = "; of these only ".join(phrases) + "".join(f", but not {n}" for n in negated)
-        else:
-            text = f"all but {', and not '.join(negated)}" if negated else "every token"
-        if conditions:  # `Full() & ...` has words of its own
-            text += (", but only " if parts else ", ") + " and ".join(conditions)
-        if unless:
-            refused = " or ".join(condition.removeprefix("unless ") for condition in unless)
-            text += (", but not if " if parts else ", unless ") + refused
-        return Words(text, compound=True)
+    def in_words(self) -> str:
+        return words.joined(self.specs, "; of these only ", without=True)
 
 
 @register_spec("or")
@@ -174,22 +146,8 @@ class Or(Join):
         is_local = bool(wide) and all(part.is_local for part in wide)
         return super().tiling._replace(is_local=is_local, gaps=True)
 
-    @property
-    def has_window(self) -> bool:
-        return any(type(spec) is Window for spec in self.specs)
-
-    def in_words(self) -> Words:
-        global_tokens, rest = words.see_and_seen_by_all(self.specs)
-        first = tuple(spec for spec in rest if spec.kind == "keys")
-        others = tuple(spec for spec in rest if spec.kind != "keys")
-        described = words.in_order(first) + words.in_order(others)
-        described = [
-            Words("itself") if part.phrase == "itself alone" else part for part in described
-        ]
-        is_list = len(first) == len(others) == 1 and type(others[0]) is Window
-        is_list = is_list and described[1].inner.startswith(("itself and", "itself, "))
-        text = (", " if is_list else ", plus ").join(part.inner for part in described)
-        return Words("; ".join([text, *global_tokens]), compound=True)
+    def in_words(self) -> str:
+        return words.joined(self.specs, ", plus ", without=False)
 
 
 @register_spec("not")
@@ -219,11 +177,8 @@ class Not(Compound):
     def looks_back(self, hidden: bool = False) -> Reach:
         return self.spec.looks_back(not hidden)
 
-    def in_words(self) -> Words:
-        negated = words.words(self.spec)
-        if negated.condition.startswith("if "):
-            return words.query_condition(f"unless {negated.condition.removeprefix('if ')}")
-        return Words(f"all but {negated.those}", compound=True, hidden=negated.those)
+    def in_words(self) -> str:
+        return f"all but {words.joined([self.spec], '')}"
 
     def __invert__(self) -> MaskSpec:
         return self.spec

@@ -21,7 +21,6 @@ from keras_headmask.rules.protocol import (
     Tensor,
     Tiles,
     Tiling,
-    Words,
 )
 
 T = TypeVar("T")
@@ -193,7 +192,7 @@ class MaskSpec:
         return Sampling(distance=0 if self.inputs else None)
 
     # --- words ---
-    def in_words(self) -> str | Words | None:
+    def in_words(self) -> str | None:
         """The keys that a token sees, as a phrase for `describe`: "the tokens of its speaker".
 
         Returns:
@@ -204,7 +203,7 @@ class MaskSpec:
     def describe(self, num_heads: int | None = None) -> str:
         """This rule in plain English, a sentence for each group of heads that share a rule.
 
-        Equal specs read alike; heads that see everything come last.
+        Heads that see everything come last.
 
         Args:
             num_heads: The number of heads; it names the heads that no rule names, which are "all

@@ -20,7 +20,6 @@ from keras_headmask.rules.protocol import (
     Tensor,
     Tiles,
     Tiling,
-    Words,
 )
 
 
@@ -163,11 +162,9 @@ class _Side(_Reader):
         flags = getattr(inputs[self.input], self._side)
         return Bounds(flags.high > 0, flags.low > 0)
 
-    def in_words(self) -> Words:
+    def in_words(self) -> str:
         condition = f"`{self.input}` is {words.listed(self.sampling.ids or ['set'], 'or')}"
-        if self._side == "query":
-            return words.query_condition(f"if its own {condition}")
-        return Words(f"every token whose {condition}")
+        return f"every token{', if its own' if self._side == 'query' else ' whose'} {condition}"
 
 
 @register_spec("key_flag")
@@ -186,9 +183,9 @@ class KeyFlag(_Side):
     1 1 0
     """
 
-    def in_words(self) -> Words:
+    def in_words(self) -> str:
         if self.input == "padding_mask":  # the name that recipes.padding and KerasHub give it
-            return Words("every token that `padding_mask` does not hide")
+            return "every token that `padding_mask` does not hide"
         return _Side.in_words(self)
 
 

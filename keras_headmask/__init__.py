@@ -99,7 +99,6 @@ __all__ = [
     "testing",
     "to_additive",
     "unmasked",
-    "write_serving_config",
 ]
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
@@ -108,7 +107,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.flex_masks import flex_block_mask
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
-    from keras_headmask.export.tf_serving import write_serving_config
     from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.leak_report import Leak, LeakReport
@@ -141,7 +139,6 @@ _HOMES = {
     "attention.tuning": "dense_scope",
     "attention.biases": "alibi relative_position_bias",
     "export.saved_model": "ExportReport export_saved_model",
-    "export.tf_serving": "write_serving_config",
     "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.leak_report": "Leak LeakReport",

@@ -343,7 +343,7 @@ def test_demo(tmp_path):
     shares = rows(output, r"^ +\d +([\d.]+) +([\d.]+)$")
     assert len(shares) == 2, output  # of two layers
     assert all(before > 0.01 and after == 0 for before, after in shares)
-    differences = re.search(r"model's by (\S+),\n.* by (\S+)\.$", output, re.M).groups()
+    differences = re.search(r"model's by (\S+), .*\n.* by (\S+)\.$", output, re.M).groups()
     assert all(float(difference) < 1e-5 for difference in differences)
     for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
         assert (tmp_path / name).is_file()

@@ -9,7 +9,6 @@ import functools
 import inspect
 import pickle
 import re
-import sys
 import types
 from pathlib import Path
 
@@ -592,15 +591,6 @@ def test_what_the_inputs_of_a_functional_model_take():
         assert _keras.taken_by_inputs(model, [1]) == []
 
 
-@relies_on("set_policy", breaks="`export_saved_model(precision=...)` would compute as before")
-def test_a_policy_is_an_attribute():
-    layer = keras.layers.Dense(2, dtype="float32")
-    layer.build((None, 8))
-    _keras.set_policy(layer, keras.DTypePolicy("mixed_float16"))
-    assert (layer.compute_dtype, layer.dtype_policy.name) == ("float16", "mixed_float16")
-    assert keras.backend.standardize_dtype(layer(X).dtype) == "float16"
-
-
 @relies_on("is_own", breaks="more models would be refused, as if mixing positions")
 def test_classes_of_keras_are_told_by_their_module():
     class Mine(keras.layers.Dense):
@@ -666,14 +656,6 @@ def test_xla_is_told():
     assert not _keras.tensorflow.in_xla()
     assert not traced(_keras.tensorflow.in_xla)
     assert traced(_keras.tensorflow.in_xla, jit_compile=True)
-
-
-@pytest.mark.tensorflow
-@relies_on("PRINT_UNKNOWN_OPS", breaks="an export with ops of a library would pass for servable")
-def test_ops_that_tensorflow_has_not(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["-c", "MatMul", "NoSuchOp"])
-    exec(_keras.tensorflow.PRINT_UNKNOWN_OPS, {})
-    assert capsys.readouterr().out.split() == ["NoSuchOp"]
 
 
 @pytest.mark.tensorflow

@@ -47,7 +47,7 @@ SEEN_BY = {
     "export/test_export_refused": {
         "test_a_graph_that_no_server_runs_is_refused": "XLA_MUST_COMPILE",
     },
-    "export/test_export_loaded": {
+    "export/test_export": {
         "test_the_export_of_keras_holds_the_forward_pass_alone_and_each_loop_once": "NOT_INLINED",
     },
     "heads/test_suggest": {

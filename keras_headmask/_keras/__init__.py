@@ -393,11 +393,6 @@ def set_remat_mode(layer: Any, mode: Any) -> None:
     vars(layer)["_remat_mode"] = mode
 
 
-def set_policy(layer: Any, policy: keras.DTypePolicy) -> None:
-    """Set the dtype policy past the tracker, and past the setter, which fills maps of policies."""
-    vars(layer)["_dtype_policy"] = policy
-
-
 def is_own(operation: Any, *kinds: str) -> bool:
     """Whether its class is one of Keras, of `kinds`: "layers" or "ops" (no public names)."""
     folders = tuple(find(f"keras.src.{kind}").__name__ + "." for kind in kinds)

@@ -13,12 +13,6 @@ from keras_headmask._keras.lookup import find
 # Attributes of a function in a graph: stays one function; XLA compiles it.
 NOT_INLINED = {"_noinline": True}
 XLA_MUST_COMPILE = "_XlaMustCompile"
-# Python code that prints which of the ops named on its command line TensorFlow alone lacks.
-PRINT_UNKNOWN_OPS = """
-import sys, tensorflow
-from tensorflow.python.framework import op_def_registry
-print(*(name for name in sys.argv[1:] if op_def_registry.get(name) is None))
-"""
 
 
 def exempt_from_autograph(package: str) -> None:

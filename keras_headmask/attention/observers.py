@@ -153,12 +153,6 @@ def asking(method: Callable) -> Callable:
     return ask
 
 
-def held(holder: Any, name: str) -> Any:
-    """The attribute `name` of the object itself, not our wrapper around it; else `None`."""
-    attribute = vars(holder).get(name)
-    return attribute.held if isinstance(attribute, _Wrapper) else attribute
-
-
 def attributes(holder: Any) -> dict[str, Any]:
     """All attributes of the object itself, without our wrappers, while other threads may wrap."""
     current = vars(holder).copy()

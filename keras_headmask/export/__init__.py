@@ -1,1 +1,1 @@
-"""A model as a version that TensorFlow Serving can load: signatures, checks, files."""
+"""A model as a version that TensorFlow Serving loads: traced, written, compared, published."""

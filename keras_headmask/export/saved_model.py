@@ -1,37 +1,58 @@
 """`export_saved_model`: a model as a version that TensorFlow Serving loads."""
 
 import contextlib
-import json
+import dataclasses
 import os
+import pathlib
+import tempfile
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.attention.tuning import forward_only
-from keras_headmask.export import checking, signatures, tf_serving, versions
-from keras_headmask.export.fresh_process import milliseconds_since
-from keras_headmask.export.interface import (
-    LENGTHS,
-    Arrays,
-    Interface,
-    answer,
-    as_tensors,
-    interface_of,
-    is_pair,
-    request,
-    size_of,
-)
-from keras_headmask.export.precision import PRECISIONS, computing_in, tolerance_of
-from keras_headmask.export.report import ExportReport, installed_versions
-from keras_headmask.retrofit.adapters import AttentionLayer
-from keras_headmask.retrofit.select import selected
+from keras_headmask.export import checking
+from keras_headmask.export.signature import named_outputs, signature_of, traced
 from keras_headmask.retrofit.survey import Survey
 
-FORMAT_VERSION = 1  # of what `assets.extra/keras_headmask.json` says, and of the signatures
+_PAST = 2**63  # versions are int64
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What was published. `print` it to read it.
+
+    Attributes:
+        path: The folder of the version.
+        version: Its number.
+        signature: `{"inputs": {name: (dtype, shape)}, "outputs": {...}}` of `serving_default`.
+        differences: The largest difference of each output from the model's, in units of its largest
+            element if that is above 1; `None` without a check.
+        seconds: How long it took.
+    """
+
+    path: pathlib.Path
+    version: int
+    signature: dict[str, dict[str, Any]]
+    differences: dict[str, float] | None
+    seconds: float
+
+    def __str__(self) -> str:
+        inputs, outputs = (
+            ", ".join(
+                f"{name} {dtype}[{', '.join('?' if n is None else str(n) for n in shape)}]"
+                for name, (dtype, shape) in self.signature[side].items()
+            )
+            for side in ("inputs", "outputs")
+        )
+        checked = "not checked"
+        if self.differences is not None:
+            checked = (
+                "checked in a process without keras_headmask: differs from the model by at most "
+                f"{max(self.differences.values()):.1e}"
+            )
+        return f"{self.path}, in {self.seconds:.1f} s: {inputs} -> {outputs}\n  {checked}"
 
 
 def export_saved_model(
@@ -39,67 +60,39 @@ def export_saved_model(
     base_path: str | os.PathLike,
     *,
     version: int | None = None,
-    input_signature: Mapping[str, Any] | None = None,
-    padded: bool = True,
-    xla_buckets: Sequence[tuple[int, int]] = (),
-    scores: Any = False,
-    warmup: Sequence[Any] = (),
-    precision: str | None = None,
     check: Any = True,
 ) -> ExportReport:
     """Write `model` as `<base_path>/<version>/`, a SavedModel for TensorFlow Serving.
 
     The rule is in the graph: a client sends what the model takes, never a mask. The version is
-    written beside the others under a hidden name, checked, and appears by one rename; a process
-    killed at any moment leaves nothing that a server would load. In `dense_scope()` the graph has
-    no loops: for OpenVINO, which fails in loops of more than one step. Signatures:
+    written beside the others under a hidden name, compared with the model in a process that cannot
+    import this package, and appears by one rename. In `dense_scope()` the graph has no loops: for
+    OpenVINO, which fails in loops of more than one step.
 
-    - `serving_default`: inputs as the model names them, any batch and, where the model allows it,
-      any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...; never XLA.
-    - `serve_padded`: takes `lengths`, int32 `(batch,)`, too. Positions past an example's length are
-      not attended, and outputs there are 0: for servers that pad (TF Serving fills with each
-      tensor's first element). `lengths` are clipped to the sequence. Left out, with the reason
-      in the report, where anything but attention could see the padding.
-    - `serve_scores`, if asked for: probabilities, float32 `(batch, heads, queries, keys)`.
-    - `serve_xla_<B>x<T>`, if asked for: compiled by XLA for one shape. TF Serving runs it only with
-      its flags for XLA.
-
-    Loaded by `tf.saved_model.load`, it has `serve` too, called as the model itself, as after
-    `model.export`. Keep what `load` returns as long as `serve` is called: it holds the variables.
+    The signature `serving_default` has inputs as the model names them, any batch and, where the
+    model allows it, any length; outputs by the keys of a dict, else `output_0`, `output_1`, ...
+    Loaded by `tf.saved_model.load`, the version has `serve` too, called as the model itself, as
+    after `model.export`. Keep what `load` returns as long as `serve` is called: it holds the
+    variables.
 
     Args:
         model: A model under `apply_head_masks`, one that holds `PerHeadMaskedMultiHeadAttention`,
-            or any Keras model. Other threads may run and export it meanwhile.
+            or any Keras model with named inputs. Other threads may run and export it meanwhile.
         base_path: A folder of versions, or a new one.
         version: A whole number that is not there yet; by default the next free one.
-        input_signature: A dict from names to `keras.InputSpec(shape=..., dtype=...)`, `None` for
-            batch and length. Subclassed models need it; it may fix sizes of others.
-        padded: Whether to add `serve_padded` where it is possible.
-        xla_buckets: Pairs (batch, length).
-        scores: `True` for all attention layers, or which, as `layers` of `apply_head_masks`.
-        warmup: Requests that TF Serving runs on loading, in each signature but those for XLA: dicts
-            of arrays by input name, or pairs (batch, length). Needs tensorflow-serving-api. A
-            request of more rows than the server's `max_batch_size` keeps a server that batches from
-            loading the version: a warning.
-        precision: `"float16"` or `"bfloat16"`: layers compute in it, except those of float64 and,
-            in a model of mixed precision, those of float32. The softmax of attention, `Softmax`
-            layers and layers that end in a softmax compute in float32; `keras.ops.softmax` in a
-            model's own code does not. Weights and the dtypes of inputs and outputs stay; the report
-            has the error.
-        check: Whether to compare the version, before it is published, with the model at three
-            shapes and with its twin without rules, in a fresh process that cannot import this
-            package. Or the requests to compare on, as for `warmup`.
+        check: Whether to compare the answers, on made-up requests of three shapes. Or the requests
+            to compare on: a dict of arrays by input name, or a list of such dicts. Models that take
+            text need these.
 
     Returns:
         An `ExportReport`; `print` it.
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit, a subclassed model without
-            `input_signature`, a base path that is not a folder of versions.
+        TypeError, ValueError: for arguments that do not fit, and a model without named inputs.
         FileExistsError: for a version that exists.
         OSError: where the folder is not writable.
-        RuntimeError: for another backend than TensorFlow, and for an export that fails the check
-            or holds Python code; nothing is published then.
+        RuntimeError: for another backend than TensorFlow, and for a model that a server cannot run,
+            or that answers otherwise there; nothing is published then.
 
     >>> import tempfile
     >>> from keras_headmask import PerHead, PerHeadMaskedMultiHeadAttention, SameSentence
@@ -109,173 +102,126 @@ def export_saved_model(
     >>> model = keras.Model(ids, attention(x, mask_inputs={"token_ids": ids}))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     report = export_saved_model(model, folder, check=False)
-    >>> report.version, sorted(report.signatures)
-    (1, ['serve_padded', 'serving_default'])
+    >>> report.version, report.signature["inputs"]
+    (1, {'token_ids': ('int32', (None, None))})
     """
-    took: dict[str, float] = {}
-    with _timed(took, "total"):
-        warm = _listed("warmup", warmup)
-        check = check if isinstance(check, bool) else _listed("check", check)
-        _check_arguments(model, precision, warm, check, padded)
-        base = versions.checked_base(base_path)
-        versions.checked_version(version, base)
-        survey = Survey(model)
-        interface = interface_of(survey, input_signature)
-        in_buckets = _in_buckets(xla_buckets, interface)
-        entries, left_out = _with_scores(survey, scores)
-        with versions.being_written(base) as folder:
-            extra = folder / tf_serving.EXTRA
-            given = [] if check is False else checking.requests(interface, check)
-            requests = [request(interface, item) for item in warm]
-            largest = max((len(x) for one in requests for x in one.values()), default=0)
-            if largest > (limit := tf_serving.batch_limit(base)):
-                warnings.warn(
-                    f"`warmup` has a request of {largest} rows. A TensorFlow Serving that batches "
-                    f"up to {limit} rows refuses it and the whole version. Use at most {limit}, or "
-                    f"`write_serving_config(..., max_batch_size={largest})`.",
-                    stacklevel=2,
-                )
-            reference = [answer(interface, one) for one in given if precision is not None]
-            interface = signatures.keeping_dtypes(interface, precision)
-            with computing_in(model, precision):
-                signed = signatures.signatures_of(interface, entries, in_buckets)
-                if padded:
-                    length = max((size_of(interface, one)[1] for one in given), default=8)
-                    if reason := signatures.why_not_padded(interface, length):
-                        left_out["serve_padded"] = reason
-                    else:
-                        signed["serve_padded"] = signatures.padded(interface)
-                with _timed(took, "trace"), forward_only():  # signatures share functions
-                    traced = {name: signatures.traced(name, x) for name, x in signed.items()}
-                graphs = checking.scan(traced)
-                with _timed(took, "write"):
-                    signatures.write(interface, traced, folder)
-                extra.mkdir(exist_ok=True)
-                records = _records(interface, requests, signed)
-                if records:
-                    tf_serving.write_records(extra, records)
-                result = None
-                if check is not False:
-                    tolerance = tolerance_of(model, precision)
-                    with _timed(took, "check"):
-                        result = checking.checked(
-                            folder, interface, signed, given, reference, tolerance, graphs
-                        )
-            described = {name: signatures.described(x, traced[name]) for name, x in signed.items()}
-            contents = {
-                "format_version": FORMAT_VERSION,
-                "versions": installed_versions(),
-                "rules": {path: spec.get_config() for path, spec in survey.rules.items()},
-                "precision": precision,
-                "signatures": described,
-                "left_out": left_out,
-            }
-            text = json.dumps(contents, indent=2) + "\n"
-            (extra / "keras_headmask.json").write_text(text, encoding="utf-8")
-            sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-            number = versions.publish(folder, base, version)
-    return ExportReport(
-        path=base / str(number),
-        version=number,
-        signatures=described,
-        left_out=left_out,
-        rules=dict(survey.rules),
-        precision=precision,
-        warmup_records=len(records),
-        bytes={
-            "graph": sizes[folder / "saved_model.pb"],
-            "variables": sum(n for path, n in sizes.items() if path.parent.name == "variables"),
-            "total": sum(sizes.values()),
-        },
-        milliseconds=took,
-        check=result,
-    )
-
-
-@contextlib.contextmanager
-def _timed(took: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
-    yield
-    took[name] = milliseconds_since(start)
-
-
-def _listed(name: str, value: Any) -> list[Any]:
-    """The requests, or pairs, of an argument."""
-    if isinstance(value, Mapping):
-        return [value]
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        also = ", or True or False" if name == "check" else ""
-        raise TypeError(f"`{name}` must be a list{also}. Received: {value!r}.")
-    return list(value)
-
-
-def _check_arguments(model: Any, precision: Any, warm: Any, check: Any, padded: Any) -> None:
     if keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             f"Exports need the TensorFlow backend, and this process runs on "
             f"{keras.backend.backend()}. Save the model as .keras; load and export it in a process "
             "with KERAS_BACKEND=tensorflow."
         )
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a Keras model. Received: {model!r}.")
-    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
+    signature = signature_of(Survey(model))
+    base = _checked_base(base_path)
+    _checked_version(version, base)
+    cases = [] if check is False else checking.cases(signature, check)
+    serve, function = traced(signature)
+    differences = None
+    with _being_written(base) as folder:
+        _write(model, serve, function, folder)
+        if cases:
+            served = checking.run_fresh(folder, [case.request for case in cases])
+            differences = checking.differences(signature, cases, served)
+        number = _publish(folder, base, version)
+    outputs = named_outputs(function.structured_outputs)
+    described = {
+        "inputs": {name: (x.dtype, x.shape) for name, x in signature.inputs.items()},
+        "outputs": {name: (x.dtype.name, tuple(x.shape)) for name, x in outputs.items()},
+    }
+    seconds = time.perf_counter() - start
+    return ExportReport(base / str(number), number, described, differences, seconds)
+
+
+def _write(model: keras.Model, serve: Any, function: Any, folder: pathlib.Path) -> None:
+    """Write a SavedModel with the variables and tables that `function` reads.
+
+    By TensorFlow's own saver: Keras' ExportArchive would trace the model again, and put the
+    functions of `fit` and `predict` aside meanwhile, which another thread may be running.
+    """
+    import tensorflow as tf
+
+    root = tf.Module()
+    root.read = [
+        *function.variables,
+        *(
+            value
+            for layer in _keras.layers_of(model)
+            for value in list(vars(layer).values())  # (another thread may look at the layer)
+            if isinstance(value, tf.saved_model.experimental.TrackableResource)
+        ),
+    ]
+    root.serve = serve
+    try:
+        tf.saved_model.save(root, str(folder), signatures={"serving_default": function})
+    except tf.errors.OpError as error:  # a full disk has many names there
+        raise OSError(error.message) from error
+
+
+# --- Versions -------------------------------------------------------------------------------------
+
+
+def _checked_base(base_path: str | os.PathLike) -> pathlib.Path:
+    """`base_path` as a folder of versions, there already or not."""
+    text = os.fspath(base_path)
+    if not isinstance(text, str) or not text or "://" in text:
         raise ValueError(
-            f"`precision` must be one of {PRECISIONS}, or None for that of the model. "
-            f"Received: {precision!r}."
+            "`base_path` must be a local folder, where a version appears by one rename. Received: "
+            f"{text!r}. Export to a local folder and copy the finished version, its "
+            "saved_model.pb last."
         )
-    if not isinstance(padded, bool):
-        raise TypeError(f"`padded` must be True or False. Received: {padded!r}.")
-    if check == []:
+    base = pathlib.Path(text).expanduser()
+    if (base.exists() and not base.is_dir()) or (base / "saved_model.pb").exists():
         raise ValueError(
-            "`check` holds no request to check with. Pass some, True for three made-up ones, or "
-            "False to leave the check out."
+            "`base_path` must be a folder of versions, <base>/1, <base>/2, ... Received: "
+            f"{text!r}, which is a file or a SavedModel itself."
         )
-    if warm:
-        tf_serving.check_installed()
+    return base
 
 
-def _in_buckets(buckets: Any, interface: Interface) -> dict[str, Arrays]:
-    """A request of each shape that XLA compiles a signature for, by the signature's name."""
-    requests = {}
-    for bucket in _listed("xla_buckets", buckets):
-        if not is_pair(bucket):
-            raise ValueError(
-                f"`xla_buckets` must hold pairs (batch, length), from 1. Received: {bucket!r}."
-            )
-        if any(x.dtype == "string" for x in interface.inputs.values()):
-            raise ValueError("XLA compiles no text: leave `xla_buckets` out.")
-        requests["{}{}x{}".format(signatures.XLA, *bucket)] = request(interface, bucket)
-    return requests
-
-
-def _with_scores(survey: Survey, scores: Any) -> tuple[list[AttentionLayer], dict[str, str]]:
-    """The attention layers whose probabilities are served, and why others are left out."""
-    if scores is False:
-        return [], {}
-    entries = survey.known if scores is True else selected(survey, scores)
-    if not entries:
-        raise ValueError("`scores` asks for attention, and the model has no attention layer.")
-    if flash := [entry for entry in entries if _keras.flash(entry.layer)]:
+def _checked_version(version: int | None, base: pathlib.Path) -> int:
+    """`version`, or the next free one. A name means the number that servers read: "0003" is 3."""
+    names = [path.name for path in base.iterdir()] if base.is_dir() else []
+    taken = {int(name) for name in names if name.isascii() and name.isdigit()}
+    number = max(taken, default=0) + 1 if version is None else version
+    if type(number) is not int or not 0 <= number < _PAST:
         raise ValueError(
-            f"The attention layer {flash[0]} computes by flash attention, which returns no "
-            "probabilities. Leave it out of `scores`, or build it without flash_attention=True."
+            f"`version` must be a whole number from 0 that a server can hold. Received: {number!r}."
         )
-    unknown = survey.unknown if scores is True else ()
-    reason = "its class is not known, so its attention is out of reach"
-    return list(entries), {f"serve_scores of {entry}": reason for entry in unknown}
+    if number in taken:
+        raise FileExistsError(
+            f"Version {version} exists in '{base}', and servers treat a version as final. Pass "
+            "another number, or version=None for the next free one."
+        )
+    return number
 
 
-def _records(
-    interface: Interface, requests: Sequence[Arrays], asked: Iterable[str]
-) -> list[tuple[str, Any]]:
-    """Warm-up for the signatures that run anywhere: a failing one fails the whole version."""
-    records = []
-    for given in requests:
-        answer(interface, given)  # raises what the model refuses
-        tensors = as_tensors(interface, given)
-        batch, length = size_of(interface, given)
-        lengths = {LENGTHS: keras.ops.full((batch,), length, "int32")}
-        for name in asked:
-            if not name.startswith(signatures.XLA):
-                records.append((name, tensors | lengths if name == "serve_padded" else tensors))
-    return records
+@contextlib.contextmanager
+def _being_written(base: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder on the file system of `base`, hidden from servers, gone at the end."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".being-written-", dir=base) as hidden:
+            yield pathlib.Path(hidden) / "version"
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"The export could not be written to '{base}', and nothing was published: {error}"
+        ) from error
+
+
+def _publish(folder: pathlib.Path, base: pathlib.Path, version: int | None) -> int:
+    """Give `folder` its number by one rename, and return the number.
+
+    A rename onto a folder that holds something fails, so two writers never share a version.
+    """
+    while True:
+        number = _checked_version(version, base)
+        try:
+            os.rename(folder, base / str(number))
+            return number
+        except OSError:
+            if not (base / str(number)).exists():
+                raise
+            # Another writer was faster: take the next number, or raise that it exists.

@@ -1,4 +1,4 @@
-"""Contexts in which attention is observed or limited: probabilities, masks, inputs of rules.
+"""Contexts in which attention is observed: probabilities, masks, inputs of rules.
 
 Each holds in the calling thread alone (see `attention/observers.py`), so that other threads may
 run the model meanwhile. Observers get the arguments of `_compute_attention`: many of the observed
@@ -19,7 +19,6 @@ from keras import ops
 
 from keras_headmask import masks
 from keras_headmask.attention import observers
-from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.retrofit.adapters import AttentionLayer, adapted, without_remat
 from keras_headmask.retrofit.call import current_frame, inputs_of, without_rules
 from keras_headmask.retrofit.rule import rules_in_force, spec_of
@@ -214,55 +213,6 @@ def _mask_of_rules(layer: Any, heads: int, queries: Any, keys: Any) -> Any:
         of_rule = evaluation.make_mask(rule.spec, queries, keys, heads, inputs, offset or 0)
         mask = masks.and_masks(mask, of_rule)
     return mask
-
-
-# --- For exports ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def keys_limited(entries: list[AttentionLayer], live: Any) -> Iterator[None]:
-    """Hide from attention layers the keys where `live`, boolean `(batch, length)`, is false."""
-    with contextlib.ExitStack() as stack:
-        for entry in entries:
-            layer = entry.layer
-            if _is_our_own(layer):  # `call` takes a mask of keys, by which it skips tiles
-                override = _limited_call(layer.call, live)
-                stack.enter_context(observers.overriding(layer, "call", override))
-            else:
-                limited = functools.partial(_limited, live)
-                stack.enter_context(_hook_overridden(layer, limited))
-        yield
-
-
-def _is_our_own(layer: keras.Layer) -> bool:
-    is_free = observers.held(layer, adapted(layer).hook) is None
-    ours = isinstance(layer, MaskedAttention) and is_free
-    return ours and "key_mask" in inspect.signature(layer.call).parameters
-
-
-def _limited_call(call: Callable, live: Any) -> Callable:
-    """`call` of our layer with `live` ANDed to its mask of keys."""
-    signature = inspect.signature(call)
-
-    def limited(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        mask = bound.arguments.get("key_mask")
-        both = live if mask is None else ops.logical_and(masks.as_bool(mask), live)
-        bound.arguments["key_mask"] = both
-        return usual(*bound.args, **bound.kwargs)
-
-    return limited
-
-
-def _limited(live: Any, usual: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """The hook with `live` ANDed to `attention_mask`."""
-    mask = arguments["attention_mask"]
-    if mask is not None and len(mask.shape) != 3:
-        both = masks.and_masks(mask, live[:, None, None, :])
-    else:  # a mask of rank 3 is taken for padding, which skips tiles
-        limit = live[:, None, :]
-        both = limit if mask is None else ops.logical_and(masks.as_bool(mask), limit)
-    return usual(arguments | {"attention_mask": both})
 
 
 @dataclasses.dataclass(frozen=True)

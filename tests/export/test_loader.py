@@ -7,7 +7,7 @@ import cpp
 import numpy as np
 import pytest
 from contract import numpy
-from export_models import FULL_STOP, RULE, masked, ours, served, tokens
+from export_models import FULL_STOP, masked, ours, served, tokens
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -29,7 +29,7 @@ def exported(request, tmp_path_factory):
     """The kind, the model and its export."""
     model = ours(tiled=None) if request.param == "layers" else masked()
     folder = tmp_path_factory.mktemp("exported")
-    return request.param, model, hm.export_saved_model(model, folder, scores=True, check=False)
+    return request.param, model, hm.export_saved_model(model, folder, check=False)
 
 
 def test_answers_are_those_of_python_at_any_shape(loader, exported):
@@ -43,18 +43,15 @@ def test_answers_are_those_of_python_at_any_shape(loader, exported):
             )
         inputs = {name: value.astype("int32") for name, value in inputs.items()}
         requests.append(("serving_default", inputs))
-        requests.append(
-            ("serve_padded", inputs | {"lengths": np.full(shape[0], shape[1], "int32")})
-        )
         wanted.append(model(inputs if kind == "masked" else inputs["token_ids"]))
     answers = cpp.run(loader, report.path, requests)
-    for i, (name, inputs) in enumerate(requests):
-        here = served(report, signature=name, **inputs)
+    for i, (_, inputs) in enumerate(requests):
+        here = served(report, **inputs)
         assert answers[i].keys() == here.keys()
-        in_memory = wanted[i // 2]
+        in_memory = wanted[i]
         in_memory = in_memory if isinstance(in_memory, dict) else {"output_0": in_memory}
         for output, value in here.items():
-            label = f"{name} {output} {SHAPES[i // 2]}"
+            label = f"{output} {SHAPES[i]}"
             assert_close(answers[i][output], value, message=label)
             assert_close(answers[i][output], numpy(in_memory[output]), message=label, depth=3)
 
@@ -71,23 +68,19 @@ def test_the_rule_holds_there_and_bad_requests_are_errors(loader, exported):
         "another wrong rank": {"token_ids": ids[..., None]},
         "an input missing": {},
     }
-    requests = [("serve_scores", {"token_ids": x}) for x in (ids, other)]
+    requests = [("serving_default", {"token_ids": x}) for x in (ids, other)]
     requests += [("serving_default", inputs) for inputs in bad.values()]
-    requests += [("serve_padded", {"token_ids": ids}), ("no such signature", {"token_ids": ids})]
-    requests += [("serving_default", {"token_ids": ids})]
-    scores, changed, *errors, good = cpp.run(loader, report.path, requests)
-    for error, name in zip(errors, [*bad, "lengths missing", "no signature"], strict=True):
+    requests += [("no such signature", {"token_ids": ids})]
+    good, changed, *errors = cpp.run(loader, report.path, requests)
+    for error, name in zip(errors, [*bad, "no signature"], strict=True):
         assert isinstance(error, str), name
         assert error.startswith("INVALID_ARGUMENT\n"), f"{name}: {error}"
     assert_close(good["output_0"], served(report, token_ids=ids)["output_0"])
 
-    (scores,), (changed,) = scores.values(), changed.values()
-    allowed = numpy(hm.make_mask(RULE, 12, 12, 2, {"token_ids": ids}))
-    assert scores[~allowed].max() == 0
     assert (ids[:, 2] == FULL_STOP).all()
-    apart = abs(scores - changed).max(axis=(0, 3))
-    assert apart[0, 3:].max() < 1e-6  # head 0: later sentences see nothing of the first
-    assert apart[0, :3].max() > 1e-6
+    apart = abs(good["output_0"] - changed["output_0"]).max(axis=(0, 2))
+    assert apart[3:].max() < 1e-6  # later sentences, beyond the window of the other head
+    assert apart[:3].max() > 1e-6
 
 
 @pytest.mark.parametrize("exported", ["layers"], indirect=True)

@@ -306,7 +306,7 @@ def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
     masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
     assert [kind for _, kind in kinds(masked)] == ["self"]
     mixing, of_stock = (list(map(str, Survey(x).mixing)) for x in (masked, stock))
-    assert mixing == of_stock  # else `serve_padded` is left out for another
+    assert mixing == of_stock
     hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
     for layer in (None, "attention"):
         both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")

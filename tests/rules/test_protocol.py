@@ -13,7 +13,7 @@ from strategies import MANY, cases, specs
 import keras_headmask as hm
 from keras_headmask.attention import choose, planner
 from keras_headmask.attention.request import Request
-from keras_headmask.export.interface import Input
+from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.made_up import made_up
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import config, evaluation, offsets

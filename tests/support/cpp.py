@@ -75,7 +75,7 @@ def run(program, saved_model, requests, calls=0, environment=None):
             read = {}
             for file in folder.glob("*.out"):
                 proto = tensor_pb2.TensorProto.FromString(file.read_bytes())
-                read[file.stem.replace("|", "/")] = tf.make_ndarray(proto)
+                read[file.stem] = tf.make_ndarray(proto)
             answers.append(read)
         if not calls:
             return answers

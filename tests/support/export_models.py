@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import io
 import subprocess
 import sys
 import types
@@ -57,7 +56,7 @@ def masked(rule=RULE, with_padding=True):
 
 
 class Subclassed(keras.Model):
-    """A model whose second argument Keras' own export would drop."""
+    """A model whose second argument Keras' own export drops."""
 
     def __init__(self):
         super().__init__()
@@ -71,11 +70,6 @@ class Subclassed(keras.Model):
         return self.attention(self.embedding(token_ids), mask_inputs=mask_inputs)
 
 
-SIGNATURE = {
-    name: keras.InputSpec(shape=(None, None), dtype="int32") for name in ("token_ids", "segments")
-}
-
-
 def tokens(batch, length, seed=0):
     ids = np.random.default_rng(seed).integers(1, 30, (batch, length)).astype("int32")
     ids[:, 2::4] = FULL_STOP
@@ -83,8 +77,8 @@ def tokens(batch, length, seed=0):
 
 
 def served(report, **inputs):
-    """What a signature gives in this process, `serving_default` or another by `signature=`."""
-    function = load(report.path).signatures[inputs.pop("signature", "serving_default")]
+    """What the export answers in this process."""
+    function = load(report.path).signatures["serving_default"]
     return {k: v.numpy() for k, v in function(**inputs).items()}
 
 
@@ -123,13 +117,11 @@ def server(path):
 def check_in_this_process(monkeypatch):
     """Run the script of the check here: a process of its own takes seconds to start."""
 
-    def run(command, *, cwd, **_):
-        printed = io.StringIO()
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.chdir(cwd)
+    def run(command, **_):
+        with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "keras_headmask", hm)  # put back afterwards
             fresh_process.main(*command[3:])
-        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+        return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(checking, "subprocess", types.SimpleNamespace(run=run))
 
@@ -138,7 +130,7 @@ def nothing_in(folder):
     return not folder.exists() or not any(folder.iterdir())
 
 
-def over(*more, rank3=True):
+def over(*more):
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(30, 8)(ids)
     for layer in more:

@@ -89,10 +89,7 @@ int main(int argc, char** argv) {
     for (size_t k = 0; k < outputs.size(); ++k) {
       tensorflow::TensorProto proto;
       outputs[k].AsProtoTensorContent(&proto);
-      std::string name = request.names[k];
-      for (char& c : name)
-        if (c == '/') c = '|';  // paths of layers, in serve_scores
-      Write(request.folder / (name + ".out"), proto.SerializeAsString());
+      Write(request.folder / (request.names[k] + ".out"), proto.SerializeAsString());
     }
     good.push_back(std::move(request));
   }

@@ -204,6 +204,18 @@ def test_every_goal_that_is_missed_has_its_reason():
     assert sorted(explained) == sorted(missed)
 
 
+@pytest.mark.tensorflow
+def test_the_models_of_a_server_are_written_as_it_reads_them():
+    """Of its three files, the one whose proto is in a package."""
+    protos = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
+    from google.protobuf import text_format
+
+    shown = re.search(r"```protobuf\n(model_config_list.*?)```", PAGES["serving"], re.DOTALL)[1]
+    (model,) = text_format.Parse(shown, protos.ModelServerConfig()).model_config_list.config
+    assert (model.name, model.base_path) == ("tiny", "/models/tiny")
+    assert model.model_platform == "tensorflow"
+
+
 def test_every_finding_is_explained():
     codes = re.search(r"Codes: (.*?)\n\n", hm.lint.__doc__, re.DOTALL)[1]
     page = PAGES["look_and_lint"]

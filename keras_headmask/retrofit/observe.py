@@ -221,12 +221,11 @@ class Seen:
 
     path: str  # of the layer; with [1], [2], ... where it runs more than once
     probabilities: Any  # (B, H, T, S)
-    allowed: Any  # by its rule, boolean (B or 1, H or 1, T, S); None without a rule
     query_mask: Any  # that of Keras, (B, T), or None
 
 
 @contextlib.contextmanager
-def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator[list[Seen]]:
+def watched(entries: list[AttentionLayer]) -> Iterator[list[Seen]]:
     """Fill a list with what the attention layers of `entries` compute, in the order they run."""
     seen: list[Seen] = []
     counts: dict[str, int] = {}
@@ -234,20 +233,7 @@ def watched(entries: list[AttentionLayer], with_rules: bool = False) -> Iterator
     def see(run: Run) -> None:
         count = counts[run.entry.path] = counts.get(run.entry.path, -1) + 1
         path = f"{run.entry.path}[{count}]" if count else run.entry.path
-        allowed = _rules_allow(run) if with_rules else None
-        seen.append(Seen(path, run.probabilities, allowed, run.call.get("query_mask")))
+        seen.append(Seen(path, run.probabilities, run.call.get("query_mask")))
 
     with runs_seen(entries, see):
         yield seen
-
-
-def _rules_allow(run: Run) -> Any:
-    """The mask of all rules that hold in a layer, from what they read in this run."""
-    layer, (queries, keys) = run.entry.layer, ops.shape(run.probabilities)[2:]
-    mask = _mask_of_rules(layer, adapted(layer).num_heads, queries, keys)
-    if getattr(layer, "_restricts", False):
-        offset, inputs = run.call.get("query_offset") or 0, run.call.get("mask_inputs")
-        spec, heads = layer.mask_spec, layer.num_heads
-        own = evaluation.make_mask(spec, queries, keys, heads, inputs, offset)
-        mask = masks.and_masks(mask, own)
-    return mask

@@ -31,7 +31,6 @@ from keras_headmask.retrofit.edges import ARGUMENT, HeadMaskInputs
 from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import restricts
 from keras_headmask.rules.examples import padding_inputs
 
 
@@ -127,14 +126,6 @@ class Survey:
         """All that a layer obeys, as one spec, by the path of each layer that has a rule."""
         specs = {entry.path: spec_of(entry.layer) for entry in self.known}
         return {path: spec for path, spec in specs.items() if spec is not None}
-
-    @functools.cached_property
-    def is_restricted(self) -> bool:
-        """Whether any rule hides any key from any head."""
-        return any(
-            entry.path in self.rules and restricts(self.rules[entry.path], entry.num_heads)
-            for entry in self.known
-        )
 
     # --- Inputs ---
 

@@ -57,5 +57,5 @@ def drawn_by_numpy(model, scale):
     """`randomised` alike on all backends: what a test needs to see then shows on each."""
     for weight in model.weights:
         if len(weight.shape) > 1:  # else the backend drew nothing
-            weight.assign(keras.ops.zeros_like(weight))
+            weight.assign(keras.ops.zeros(weight.shape, weight.dtype))
     return randomised(model, scale)

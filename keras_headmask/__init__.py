@@ -71,7 +71,6 @@ __all__ = [
     "and_masks",
     "apply_head_masks",
     "attention_probabilities",
-    "cache_bytes",
     "dense_scope",
     "dot_product_attention",
     "draw",
@@ -107,7 +106,6 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.flex_masks import flex_block_mask
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
-    from keras_headmask.generation.cache_size import cache_bytes
     from keras_headmask.heads import testing
     from keras_headmask.heads.leak_report import Leak, LeakReport
     from keras_headmask.heads.leaks import find_leaks
@@ -139,7 +137,6 @@ _HOMES = {
     "attention.tuning": "dense_scope",
     "attention.biases": "alibi relative_position_bias",
     "export.saved_model": "ExportReport export_saved_model",
-    "generation.cache_size": "cache_bytes",
     "heads": "testing",
     "heads.leak_report": "Leak LeakReport",
     "heads.leaks": "find_leaks",

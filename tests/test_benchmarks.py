@@ -184,29 +184,6 @@ def named(key, value):
             yield from named(key, part)
 
 
-@long
-def test_generation_is_measured_on_models_that_choose_the_same_tokens(tmp_path):
-    pytest.importorskip("keras_hub")
-    run("benchmarks.generation", "--out", tmp_path / "generation.json")
-    (of_length,) = json.loads((tmp_path / "generation.json").read_text())["lengths"].values()
-    assert not of_length["runs"]["errors"]
-    assert of_length["equal"]["best"] >= of_length["equal"]["tokens"] - 1  # (rounding)
-    assert of_length["bytes"]["cache_ratio"] == pytest.approx((64 + 3 * 8) / (4 * 64))
-
-
-@long
-def test_own_windows_are_measured_with_what_they_save(tmp_path):
-    pytest.importorskip("keras_hub")
-    run("benchmarks.own_windows", "--out", tmp_path / "own_windows.json")
-    models = json.loads((tmp_path / "own_windows.json").read_text())["models"]
-    kept = {"Gemma 2 2B": 3 * 8 + 3 * 64, "Gemma 3 4B": 5 * 8 + 64}  # keys of six layers
-    for name, of_lengths in models.items():
-        (measured,) = of_lengths.values()
-        assert not measured["runs"]["errors"]
-        held = measured["cache_bytes"]
-        assert held["ours"] / held["stock"] == pytest.approx(kept[name] / (6 * 64))
-
-
 def test_bare_tiles_hold_all_that_the_mask_opens_and_are_of_its_heads(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")  # (which the import sets, and this undoes)
     jax_backend = importlib.import_module("benchmarks.jax_backend")
@@ -384,30 +361,6 @@ def test_the_page_says_what_packing_was_measured_to_gain():
     gains = [speed[f"ours, {name}"] / speed["ours, padded"] for name in ("packed", "by length")]
     assert f"Packing gains {gains[0]:.1f} over padding" in page
     assert f"by length gains {gains[1]:.1f}, " in page
-
-
-def test_the_page_says_what_generation_was_measured_to_take():
-    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
-    for length, of_length in figures_of("generation")["lengths"].items():
-        held, seconds = of_length["bytes"], of_length["seconds_per_token"]
-        cells = [f"{int(length):,}", f"{held['cache_ratio']:.2f}"]
-        cells += [f"{1000 * seconds[arm]:.0f} ms" for arm in ("ours", "stock")]
-        cells += [f"{seconds['ratio']:.2f}"]
-        cells += [f"{held['raised'][arm] / 1e6:,.0f} MB" for arm in ("ours", "stock")]
-        assert f"| {' | '.join(cells)} |" in page
-        equal = of_length["equal"]
-        assert equal["best"] == equal["tokens"]
-        assert f"{equal['tokens']} generated tokens" in page
-
-
-def test_the_page_says_what_own_windows_were_measured_to_save():
-    page = (ROOT / "docs/generate.md").read_text(encoding="utf-8")
-    for name, of_lengths in figures_of("own_windows")["models"].items():
-        for length, measured in of_lengths.items():
-            seconds = measured["seconds_per_token"]
-            cells = [f"{1000 * seconds[arm]:.0f} ms" for arm in ("stock", "ours")]
-            row = [name, f"{int(length):,}", *cells, f"{seconds['ratio']:.2f}"]
-            assert f"| {' | '.join(row)} |" in page
 
 
 def test_the_page_says_what_a_corpus_was_measured_to_take():

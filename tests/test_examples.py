@@ -434,16 +434,14 @@ def test_hugging_face(tmp_path):
 def test_streaming_heads(tmp_path, monkeypatch):
     pytest.importorskip("keras_hub")
     output = run("streaming_heads", tmp_path, monkeypatch)
-    ((share,),) = rows(output, r"^total .* ([\d.]+)$")
-    # Of four heads, three keep 2 + 10 of 64 places.
-    assert share == pytest.approx((64 + 3 * 12) / (4 * 64), abs=0.01)
     ((best, written),) = rows(output, r"^(\d+) of (\d+) are the best without a cache")
     assert best >= written - 1  # (rounding)
     assert written == 48
     ((different,),) = rows(output, r"^(\d+) different tokens")
     assert different > 3
-    assert len(rows(output, r"^(?:stock|masked) +([\d.-]+) ms for each token")) == 2
-    assert (tmp_path / "streaming_heads_kept.png").stat().st_size > 1000
+    ((same,),) = rows(output, r"^the stock model writes the same (\d+) tokens, and then another")
+    assert same < written
+    assert (tmp_path / "streaming_heads_seen.png").stat().st_size > 1000
 
 
 def test_longformer_heads(tmp_path, monkeypatch):

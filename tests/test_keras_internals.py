@@ -741,16 +741,6 @@ def test_kinds_of_graphs():
     assert _keras.tensorflow.is_function_graph(seen[-1].outer_graph)
 
 
-@pytest.mark.parametrize("place", [5, 3])
-def test_an_update_past_the_end_is_moved_back_into_the_tensor(place):
-    """`generation/head_cache.py` relies on it for the cache that it gives to a cached layer."""
-    if keras.backend.backend() == "torch":
-        pytest.skip("PyTorch refuses it, and is given places that fit")
-    new = np.ones((1, 2), "float32")
-    got = keras.ops.slice_update(keras.ops.zeros((1, 4)), (0, place), new)
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(got), [[0, 0, 1, 1]])
-
-
 @pytest.mark.tensorflow
 @relies_on("are_as_long", breaks="what is of a sequence is made in each layer, or lengths mixed up")
 def test_projections_of_one_sequence_are_as_long():

@@ -167,13 +167,6 @@ def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
     return ops.split(tensor, edges, axis)
 
 
-def in_order(tensor: Tensor, order: list[int], axis: int) -> Tensor:
-    """The heads of `tensor`, which stand in `order`, each at its place."""
-    if order == sorted(order):
-        return tensor
-    return ops.take(tensor, [order.index(head) for head in range(len(order))], axis=axis)
-
-
 # --- Dropout that does not depend on the tiles ---------------------------------------------------
 
 # Whether a probability is dropped is a hash of the seed, the example, the head, the query and the

@@ -95,11 +95,6 @@ def call_changes(layer: Any, query: Tensor, value: Tensor, attention_bias: Any) 
     )
 
 
-def are_set(layer: Any) -> bool:
-    """Whether the constructor of `layer` was given any."""
-    return vars(layer).get("logit_options", Options()) != Options()
-
-
 # --- By Keras' hooks -----------------------------------------------------------------------------
 
 

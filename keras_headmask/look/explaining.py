@@ -305,12 +305,8 @@ def _model(
 
 def _step_of(model: keras.Model) -> str:
     """The kernel of a step of `generate()`; nothing for a model that generates no text."""
-    if not hasattr(model, "generate_step"):
-        return ""
-    keeps_by_head = getattr(model, "keeps_by_head", None)  # of `generation.HeadMaskedCausalLM`
-    if keeps_by_head is not None and keeps_by_head():
-        return "one query against the keys that each head keeps, all logits of one row"
-    return "one query against KerasHub's cache, which keeps all keys"
+    has_one = hasattr(model, "generate_step")
+    return "one query against KerasHub's cache of all keys" if has_one else ""
 
 
 # --- Requests, and what computes them ------------------------------------------------------------

@@ -28,20 +28,12 @@ OF_KERAS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
 
 
 class Attention:
-    """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`.
-
-    `key_repeats`: how many times each key head is repeated before the hook gets it, so that there
-    are as many as query heads. `caches_in_pairs`: each layer has its own cache (keys, values); else
-    one tensor is the cache of all layers. `shares_keys`: whether it may read another layer's keys.
-    """
+    """`keras.layers.MultiHeadAttention`, and subclasses that compute by `_compute_attention`."""
 
     hook = _keras.COMPUTE_ATTENTION  # the method that is replaced on a layer with a rule
     returns_pair = True  # context and probabilities; else the context alone
     is_self = False  # whether it can attend to its own sequence alone
-    key_repeats = 1
     soft_cap: float | None = None
-    caches_in_pairs = False
-    shares_keys = False
     sinks: Any = None
 
     def __init__(self, layer: Any):
@@ -155,7 +147,6 @@ class GroupQuery(Attention):
 
     num_heads = _held("num_query_heads")
     num_key_heads = _held("num_key_value_heads")
-    key_repeats = _held("num_repeats")
     head_dim = _held("head_dim")
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -177,7 +168,6 @@ class Grouped(Attention):
     is_self = True
     num_heads = _held("num_query_heads", "num_attention_heads", "num_heads")
     num_key_heads = _held("effective_num_kv_heads", "num_key_value_heads", "num_heads")
-    key_repeats = _held("num_key_value_groups")
     scale = _held("inv_norm_factor")
     dropout_layer = None  # the class drops parts of the context instead
     has_own_code = False
@@ -217,7 +207,6 @@ class GptOss(Grouped):
 class Gemma(Grouped):
     """Gemma 1 and 2: grouped inside the hook, with a soft cap."""
 
-    key_repeats = 1
     soft_cap = _held("logit_soft_cap")
     dropout_layer = _held("dropout_layer")
 
@@ -230,8 +219,6 @@ class Gemma(Grouped):
 
 
 class Gemma3(Gemma):
-    caches_in_pairs = True
-
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
         layer = self.layer
         if layer.use_sliding_window_attention and layer.use_bidirectional_attention:
@@ -244,20 +231,17 @@ class Gemma4(Gemma):
     """Its mask comes with the window, beyond which images see each other."""
 
     scale = 1.0
-    shares_keys = _held("is_kv_shared_layer")
 
     def window(self, arguments: Mapping[str, Any]) -> MaskSpec | None:
-        return None if arguments else super().window(arguments)  # (none: of a text in `generate()`)
+        return None
 
 
 class Gemma3n(Grouped):
     """Its operands are (batch, heads, length, features), and its mask comes with the window."""
 
     returns_pair = True
-    key_repeats = 1
     scale = 1.0
     dropout_layer = _held("dropout")
-    shares_keys = True
 
     def arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         swapped = (ops.swapaxes(x, 1, 2) for x in args[:3])  # (by name they come from here)
@@ -271,7 +255,6 @@ class Gemma3n(Grouped):
 class T5Gemma(Gemma):
     """Keys come repeated, and the mask as floats; the decoder's window is in it."""
 
-    key_repeats = _held("num_key_value_groups")
     operands = (*_OPERANDS, "training")
     scale = _held("scaling")
     is_self: Any = property(lambda self: getattr(self.layer, "attention_type", "self") == "self")
@@ -298,7 +281,6 @@ class GPTNeoX(Grouped):
     """As many key heads as query heads."""
 
     head_dim = _held("attn_head_size")
-    key_repeats = 1
     dropout_layer = _held("attn_dropout_layer")
 
 
@@ -306,7 +288,6 @@ class OwnSoftmax(Grouped):
     """Decoders with ALiBi: `call` computes all of attention, by a softmax that takes a mask."""
 
     hook = "call"
-    key_repeats = 1
 
     @property
     def softmax(self) -> str:
@@ -388,7 +369,6 @@ class Deberta(Grouped):
     returns_pair = True
     has_own_code = True
     head_dim = _held("attn_head_size")
-    key_repeats = 1
     scale = _held("scale_factor")
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -545,8 +525,8 @@ class AttentionLayer(NamedTuple):
 # --- The position of the first query --------------------------------------------------------------
 
 # Where KerasHub's layers take the position of the first query, the outermost layer first.
-CACHES = "self_attention_cache", "attention_cache", "cache"
-_OFFSETS = tuple(f"{name}_update_index" for name in CACHES)
+_CACHES = "self_attention_cache", "attention_cache", "cache"
+_OFFSETS = tuple(f"{name}_update_index" for name in _CACHES)
 _OFFSET = "query_offset"  # of our own layers; stock ones under a rule take it, too
 
 
@@ -572,7 +552,7 @@ def offset_of_call(layer: Any, args: Any, kwargs: Any, outer: Any) -> Any:
     arguments = _keras.arguments_of(layer, args, kwargs)
     names = *_OFFSETS, _OFFSET
     offset = next((arguments[name] for name in names if arguments.get(name) is not None), None)
-    for cache, name in zip(CACHES, _OFFSETS, strict=True):
+    for cache, name in zip(_CACHES, _OFFSETS, strict=True):
         cached = arguments.get(cache) is not None and name in _keras.argument_names(layer)
         if cached and offset is None and outer is None:
             raise ValueError(

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -91,30 +91,6 @@ def inputs_of(rule: LayerRule, attention: Any = None) -> Tensors | None:
     return next((tensors for tensors in candidates if set(rule.reads) <= tensors.keys()), None)
 
 
-class Cache(Protocol):
-    """Keeps the keys and values of earlier tokens, in place of the cache of the layers' classes."""
-
-    def called(self, layer: Any, call: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run `call(*args, **kwargs)`, the call of a masked layer."""
-
-    def context(
-        self, adapter: Attention, rules: list[LayerRule], usual: Callable, arguments: Arguments
-    ) -> tuple[Any, Any]:
-        """Context and probabilities of a call of the hook, which `usual(arguments)` computes."""
-
-
-_cache: ContextVar[Cache | None] = ContextVar("cache", default=None)
-
-
-def current_cache() -> Cache | None:
-    return _cache.get()
-
-
-def with_cache(cache: Cache) -> AbstractContextManager[Any]:
-    """Let masked layers that are called inside keep their keys in `cache`."""
-    return holding(_cache, cache)
-
-
 def hook(layer: keras.Layer) -> Callable:
     """A function that replaces `_compute_attention` of `layer`, and applies its rules.
 
@@ -133,9 +109,6 @@ def hook(layer: keras.Layer) -> Callable:
         if in_force:
             attended = _under if adapter.softmax is None else _by_softmax
             compute = functools.partial(attended, adapter, in_force)
-        cache = current_cache()
-        if cache is not None:
-            compute = functools.partial(cache.context, adapter, in_force, compute)
         context, probabilities = compute(arguments)
         return (context, probabilities) if adapter.gives_pair(arguments) else context
 

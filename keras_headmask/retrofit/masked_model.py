@@ -93,8 +93,6 @@ _FILED_AS = "keras_headmask>HeadMaskedModel"
 class HeadMasked(MaskedLayer):
     """Adds rules to the class of a functional model that has a config of its own."""
 
-    masks_all_attention = False  # whether layers without a rule become masked layers, too
-
     def _is_filed_inside(self, rule: LayerRule) -> bool:
         own = any(rule.owner is x for x in _keras.operations(self))
         return not own and is_inside(self, rule.owner)
@@ -150,14 +148,10 @@ def masked(model: keras.Model, planned: list[tuple[keras.Layer, LayerRule]]) -> 
         owner = next(x for x in roots if not any(is_inside(other, x) for other in roots))
         for root in roots:  # several may hold one layer, and each hands it what it reads
             add_rule(root, layer, dataclasses.replace(rule, owner=owner))
-    kind = _kind_for(model)
-    if kind.masks_all_attention:
-        for layer in attention_inside(model):
-            mask(layer)
     if has_edges:
         rewire(model, new)
         if type(model) is not _keras.Functional:  # whose file is its graph
-            mask(model, kind)
+            mask(model, _kind_for(model))
     return model
 
 

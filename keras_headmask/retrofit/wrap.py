@@ -29,7 +29,6 @@ from keras_headmask.retrofit.adapters import (
 )
 from keras_headmask.retrofit.call import (
     Frame,
-    current_cache,
     current_frame,
     hook,
     in_frame,
@@ -84,11 +83,7 @@ class MaskedLayer(_Layer):
                 super().compute_output_spec(*args, **kwargs)
             attach(self)
             self._check_given()
-            cache = current_cache()
-            if cache is None:
-                outputs = super().__call__(*args, **kwargs)
-            else:
-                outputs = cache.called(self, super().__call__, args, kwargs)
+            outputs = super().__call__(*args, **kwargs)
             attach(self, computes)
             if computes:
                 self._check_used(frame)

@@ -282,11 +282,8 @@ def test_a_step_of_generate():
     task = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
     masked = hm.apply_head_masks(task, hm.PerHead({0: hm.Window(3, 0)}))
     said = str(hm.explain(masked, queries=16, batch=1)).splitlines()
-    assert said[-1] == (
-        "A step of `generate()`: one query against the keys that each head keeps, all logits of "
-        "one row."
-    )
-    assert hm.explain(task, queries=16)[0].step.endswith("KerasHub's cache, which keeps all keys")
+    assert said[-1] == "A step of `generate()`: one query against KerasHub's cache of all keys."
+    assert hm.explain(task, queries=16)[0].step.endswith("KerasHub's cache of all keys")
     assert hm.explain(hm.apply_head_masks(backbone, hm.Window(3, 0)), queries=16)[0].step == ""
 
 

@@ -117,7 +117,6 @@ def test_what_an_adapter_says(family):
         assert type(layer).__name__ == family.attention
         assert adapter.num_heads == 4
         assert adapter.num_key_heads == family.key_heads
-        assert adapter.key_repeats == family.key_repeats
         assert adapter.head_dim == family.arguments.get("head_dim", 8)
 
 

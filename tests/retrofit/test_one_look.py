@@ -54,7 +54,6 @@ CALLS = {
         lambda model, _: hm.apply_head_masks(model, RULE, copy=False),
     ),
     "attention_probabilities": (masked, lambda model, _: hm.attention_probabilities(model, IDS)),
-    "cache_bytes": (task, lambda model, _: hm.cache_bytes(model, length=8)),
     "explain": (masked, lambda model, _: hm.explain(model, queries=6)),
     "export_saved_model": (masked, exported),
     "find_leaks": (masked, lambda model, _: hm.find_leaks(model, IDS)),

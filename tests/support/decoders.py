@@ -76,14 +76,11 @@ _EXPERTS = {"num_experts": 2, "top_k": 2, "moe_intermediate_dim": 16}
 
 
 class Family(NamedTuple):
-    """`key_repeats` is how often each key head comes repeated to attention's hook."""
-
     name: str
     backbone: str  # of the class in keras_hub.models
     attention: str  # of the class that computes
     arguments: dict
     key_heads: int = 2
-    key_repeats: int = 2
     keeps: str = "-"  # of what it does by itself
     layers: str | None = None  # that a rule reaches, if the others have no mask
 
@@ -169,14 +166,12 @@ FAMILIES = [
     ),
     Family("Phi-3", "Phi3Backbone", "Phi3Attention", _GROUPED),
     Family("SmolLM 3", "SmolLM3Backbone", "SmolLM3Attention", _SMOLLM_3),
-    Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}, 2, 1),
+    Family("Gemma", "GemmaBackbone", "CachedGemmaAttention", _GROUPED | {"head_dim": 16}),
     Family(
         "Gemma 2",
         "GemmaBackbone",
         "CachedGemmaAttention",
         _GROUPED | _GEMMA_2,
-        2,
-        1,
         keeps="sliding window, soft cap",
     ),
     Family(
@@ -184,8 +179,6 @@ FAMILIES = [
         "Gemma3Backbone",
         "CachedGemma3Attention",
         _GROUPED | _GEMMA_3,
-        2,
-        1,
         keeps="sliding window, soft cap",
     ),
     Family(
@@ -193,8 +186,6 @@ FAMILIES = [
         "Gemma3nBackbone",
         "Gemma3nTextAttention",
         _GEMMA_3N,
-        2,
-        1,
         keeps="sliding window, keys of an earlier layer",
     ),
     Family(
@@ -202,18 +193,15 @@ FAMILIES = [
         "Gemma4Backbone",
         "Gemma4TextAttention",
         _GROUPED | _GEMMA_4,
-        2,
-        1,
         keeps="sliding window, soft cap, keys of an earlier layer",
     ),
-    Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4, 1),
+    Family("GPT-NeoX", "GPTNeoXBackbone", "GPTNeoXAttention", _TEXT | _HEADS, 4),
     Family(
         "Falcon",
         "FalconBackbone",
         "FalconAttention",
         _TEXT | {"num_attention_heads": 4},
         4,
-        1,
         keeps="bias by distance (ALiBi)",
     ),
     Family(
@@ -222,7 +210,6 @@ FAMILIES = [
         "BloomAttention",
         _TEXT | _HEADS,
         4,
-        1,
         keeps="bias by distance (ALiBi)",
     ),
     Family(
@@ -231,7 +218,6 @@ FAMILIES = [
         "DisentangledSelfAttention",
         _TEXT | _HEADS | {"max_sequence_length": 16, "bucket_size": 4},
         4,
-        1,
         keeps="disentangled bias",
     ),
 ]

@@ -22,14 +22,12 @@ from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
     OpenSide,
-    Reach,
     Sampling,
     Sides,
     Span,
     Tiles,
     Tiling,
 )
-from keras_headmask.rules.reaching import reach
 
 __version__ = "0.2.0"
 
@@ -57,7 +55,6 @@ __all__ = [
     "Queries",
     "QueryFlag",
     "QueryIn",
-    "Reach",
     "SameSegment",
     "SameSentence",
     "Sampling",
@@ -89,7 +86,6 @@ __all__ = [
     "or_masks",
     "plot",
     "plot_attention",
-    "reach",
     "recipes",
     "register_spec",
     "relative_position_bias",

@@ -132,8 +132,8 @@ def check_spec(
     """Fail if attention under a spec of your own would be wrong.
 
     Each kind that `spec` is made of is tried: `allowed` for tiles of two sizes, and `coverage`,
-    `constant`, `tiling.opens` and `looks_back`, against the whole mask; and `spec` must come back
-    from its JSON, equal and with an equal hash. Give its fields values other than the defaults.
+    `constant` and `tiling.opens`, against the whole mask; and `spec` must come back from its JSON,
+    equal and with an equal hash. Give its fields values other than the defaults.
 
     Args:
         spec: A `MaskSpec`, of your own kind or made of some.

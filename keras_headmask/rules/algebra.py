@@ -5,9 +5,9 @@ import types
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any
 
-from keras_headmask.rules import config, fields, reaching, words
+from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
-from keras_headmask.rules.protocol import Reach, Sampling, Tiling
+from keras_headmask.rules.protocol import Sampling, Tiling
 
 
 class Compound(MaskSpec):
@@ -45,9 +45,6 @@ class Compound(MaskSpec):
             distance=max(known) if len(known) == len(parts) else None,
             closes=[side for side in sides if self._joint(side in part.closes for part in parts)],
         )
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        return reaching.union(child.looks_back(hidden) for child in self.children)
 
 
 def _is_sparse(tiling: Tiling) -> bool:
@@ -87,11 +84,6 @@ class Join(Compound):
     @property
     def children(self) -> tuple[MaskSpec, ...]:
         return self.specs
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        # `&` allows what all parts allow, and hides what any part hides; `|` the reverse.
-        of_parts = [spec.looks_back(hidden) for spec in self.specs]
-        return (reaching.intersection if hidden is self._decides else reaching.union)(of_parts)
 
     def with_children(self, children: Collection[MaskSpec]) -> MaskSpec:
         return self.of(children)
@@ -173,9 +165,6 @@ class Not(Compound):
     @property
     def sampling(self) -> Sampling:
         return super().sampling._replace(closes=())
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        return self.spec.looks_back(not hidden)
 
     def in_words(self) -> str:
         return f"all but {words.joined([self.spec], '')}"

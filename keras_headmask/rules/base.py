@@ -15,7 +15,6 @@ from keras_headmask.rules import config, fields
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
-    Reach,
     Sampling,
     Sides,
     Tensor,
@@ -173,14 +172,6 @@ class MaskSpec:
     def tiling(self) -> Tiling:
         """How tiles follow it: whether it is local, say. By default, nothing is known."""
         return Tiling(gaps=any(child.tiling.gaps for child in self.children))
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        """The bound on keys up to a query's own position that it may see; unbounded by default.
-
-        Args:
-            hidden: Whether to bound instead the keys that it may not see, for `~`.
-        """
-        return Reach(before=-1) if self.constant is hidden else Reach()
 
     # --- what `lint` and samples look for ---
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.positions import FARTHEST
-from keras_headmask.rules.protocol import Bounds, Reach, Sampling, Tensor, Tiles, Tiling
+from keras_headmask.rules.protocol import Bounds, Sampling, Tensor, Tiles, Tiling
 
 
 @register_spec("chunk")
@@ -44,10 +44,6 @@ class Chunk(MaskSpec):
             (greatest >= -self.before) & (least <= self.after),
             (least >= -self.before) & (greatest <= self.after),
         )
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        # From the end of the query's block to the start of the first one that is open.
-        return Reach() if hidden else Reach(before=self.size * (self.before + 1) - 1)
 
     @property
     def sampling(self) -> Sampling:

@@ -14,7 +14,6 @@ from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.protocol import (
     Bounds,
     OpenSide,
-    Reach,
     Sampling,
     Tensor,
     Tiles,
@@ -138,13 +137,6 @@ class Window(MaskSpec):
     def tiling(self) -> Tiling:
         return Tiling(is_local=None not in (self.before, self.after))
 
-    def looks_back(self, hidden: bool = False) -> Reach:
-        if not hidden and self.before is not None:
-            return Reach(max(-1, self.before // self.step * self.step))
-        if hidden and self.before is None and self.step == 1:  # what is nearer than the window
-            return Reach(max(-1, -(self.after or 0) - 1))
-        return Reach()
-
     @property
     def sampling(self) -> Sampling:
         sides = {"before": self.before, "after": self.after}
@@ -228,15 +220,6 @@ class _Range(MaskSpec):
     @property
     def tiling(self) -> Tiling:
         return Tiling(is_sparse=self.stop is not None)
-
-    def looks_back(self, hidden: bool = False) -> Reach:
-        first, stop = self.start, self.stop
-        if hidden:
-            first, stop = 0, self.start if self.stop is None else None
-        if stop is None:
-            return Reach()
-        # No query below `stop` looks farther back than to position 0.
-        return Reach(stop - 1) if self.reads_query_positions else Reach(-1, ((first, stop),))
 
     @property
     def sampling(self) -> Sampling:

@@ -1,10 +1,7 @@
 """The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
-
-from keras_headmask.rules import fields
 
 Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
 
@@ -160,67 +157,6 @@ class Bounds(NamedTuple):
 
     possible: Tensor
     certain: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Reach:
-    """Where the keys lie that a query may see: close behind it, or at fixed positions.
-
-    Of the keys up to the query's own position, each that is allowed is at most `before` positions
-    behind the query, or lies in one of the ranges `fixed`. Nothing is said of keys ahead of it.
-
-    Args:
-        before: Positions behind the query; `None` is unbounded, -1 holds no key, not even its own.
-        fixed: Ranges `(start, stop)` of key positions, the last one not included. They are kept
-            sorted, joined where they meet, and dropped if `before` is `None`.
-
-    Raises:
-        TypeError: for a number that is not whole, or a range that is not a pair.
-        ValueError: for a `before` below -1, or a range that starts below 0 or runs backwards.
-
-    >>> Reach(before=7, fixed=((4, 6), (0, 4)))
-    Reach(before=7, fixed=((0, 6),))
-    """
-
-    before: int | None = None
-    fixed: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        before, fixed = self.before, _joined(self.fixed)
-        if before is not None:
-            before = fields.whole_number(before, "before", at_least=-1, any_size=True)
-        object.__setattr__(self, "before", before)
-        object.__setattr__(self, "fixed", () if before is None else fixed)
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether it is the same number of keys however long the sequence is."""
-        return self.before is not None
-
-    @property
-    def most_keys(self) -> int | None:
-        """The most keys up to its own position that one query may see; `None` if unbounded."""
-        if self.before is None:
-            return None
-        return self.before + 1 + sum(stop - start for start, stop in self.fixed)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The ranges sorted, joined where they meet or overlap, the empty ones left out."""
-    checked = []
-    for pair in ranges:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            message = f"`fixed` must hold pairs (start, stop). Received: {pair!r}."
-            fields.fail(TypeError, "fixed", message)
-        start = fields.whole_number(pair[0], "start", at_least=0, any_size=True)
-        checked.append((start, fields.whole_number(pair[1], "stop", start, any_size=True)))
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(checked):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
-        elif start < stop:
-            joined.append((start, stop))
-    return tuple(joined)
 
 
 class OpenSide(NamedTuple):

@@ -1,7 +1,7 @@
 """Checks of one spec: each of its answers against its whole mask.
 
-Attention asks a kind for tiles of any size, skips what `coverage` calls empty and forgets what lies
-outside of `looks_back`: a kind that breaks one of these laws gives wrong numbers, and no error.
+Attention asks a kind for tiles of any size, and skips what `coverage` calls empty: a kind that
+breaks one of these laws gives wrong numbers, and no error.
 """
 
 import functools
@@ -99,17 +99,6 @@ def _broken_promises(trial: _Trial) -> Iterator[Broken]:
     if opens and (whole != whole.take([0], {"key": 2, "query": 3}[opens])).any():
         problem = f"has opens={opens!r}, but a {opens} is open to some and not to all."
         yield Broken(trial.says("tiling", problem), "Leave `opens` out.")
-    distance = np.arange(whole.shape[2])[:, None] + trial.offset - np.arange(whole.shape[3])
-    for hidden in (False, True):
-        reach = leaf.looks_back(hidden)
-        inside = (distance < 0) | (distance <= (np.inf if reach.before is None else reach.before))
-        for start, stop in reach.fixed:
-            inside[:, start:stop] = True
-        wrong = (whole != hidden) & ~inside
-        if wrong.any():
-            does = "forbids" if hidden else "allows"
-            problem = f"is {reach!r}, but the rule {does} {_first(wrong)}, which lies outside."
-            yield Broken(trial.says(f"looks_back(hidden={hidden})", problem), "Widen it.")
 
 
 def _broken_pieces(trial: _Trial, tiles: Iterable[tuple[int, int]]) -> Iterator[Broken]:

@@ -123,7 +123,6 @@ def test_a_twin_gets_the_same_plan_and_choice(leaf):
         chosen = [choose.choose(r, choose.part_of_all(r)).name for r in requests]
         assert chosen[0] == chosen[1]
         assert rule.tiling == twin.tiling
-        assert hm.reach(rule) == hm.reach(twin)
 
 
 def drawn(graph):

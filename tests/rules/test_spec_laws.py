@@ -48,7 +48,6 @@ SOUND = {
     "Bounded": {"coverage": bounds(ANY, ALL)},
     "Unsure": {"coverage": bounds(lambda t: t.key_first <= t.key_first, lambda t: t.key_last < 0)},
     "Equal": EQUAL,
-    "Far": {"looks_back": lambda self, hidden=False: hm.Reach(-1 if hidden else None)},
 }
 # (name, members, what is said)
 BROKEN = [
@@ -102,11 +101,6 @@ BROKEN = [
         "Opens",
         {"tiling": hm.Tiling(opens="key")},
         "`Opens.tiling` has opens='key', but a key is open to some and not to all",
-    ),
-    (
-        "Near",
-        {"looks_back": lambda self, hidden=False: hm.Reach() if hidden else hm.Reach(2)},
-        r"`Near.looks_back\(hidden=False\)` is Reach\(before=2.*allows query 3 to see key 0, which",
     ),
     (
         "Drops",

@@ -86,7 +86,7 @@ def semantics(record: Record) -> None:
     """The largest difference from NumPy's answer, and from PyTorch's gradients in float64."""
     for name, question in gpu_semantics.questions(record.quick).items():
         for dtype in ("bfloat16", "float32"):
-            # (So few positions are tiled only if that is asked for: FlexAttention, of halves.)
+            # (So few positions are tiled only if that is asked for.)
             engines = {"all logits": ours(question.spec()), "tiled": ours(question.spec(), True)}
             if ON_CARD and dtype == "bfloat16":
                 tiled = torch.compile(engines["tiled"], dynamic=False)
@@ -223,7 +223,7 @@ def proxies(record: Record) -> None:
             scale = operands[0].shape[3] ** -0.5
             request = Request(*operands, spec, bound, scale=scale, tiled=True)
             part = choose.part_of_all(request)
-            return kernels.Gathered().run(request, part)[0]
+            return kernels.gathered(request, part)[0]
 
         calls = {"all logits": all_logits, "gathered": gathered}
         for name, call in calls.items():

@@ -30,15 +30,7 @@ def pytest_configure(config):
 
         from keras_headmask.attention.tuning import tuned
 
-        tiny = tuned(
-            **ALWAYS,
-            local_tile=2,
-            wide_tile=3,
-            block=2,
-            tensorflow_block=2,
-            wide_block=2,
-            one_flagged_in=2,
-        )
+        tiny = tuned(**ALWAYS, local_tile=2, wide_tile=3, block=2)
         tiny.__enter__()
         config.add_cleanup(lambda: tiny.__exit__(None, None, None))
 

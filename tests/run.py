@@ -20,17 +20,12 @@ _ATTENTION = ("tests/attention", "tests/layers", "tests/rules")
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = (
     *_files("attention/test_laws", "attention/test_attention", "attention/test_choose"),
-    *_files("attention/test_kernels", "attention/test_tiles_torch", "attention/test_flex_torch"),
+    *_files("attention/test_fused", "attention/test_compiled_torch"),
     *_files("layers/test_layer", "test_golden", "test_keras_internals"),
     "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
     *_files("retrofit/test_traced_inside_jax"),
-    *_files("attention/test_planner", "attention/test_jax_loops", "attention/test_jax_symbolic"),
-    *_files(
-        "attention/test_gpu_torch",
-        "attention/test_cudnn_jax",
-        "attention/test_flex_block_mask",
-        "test_hugging_face",
-    ),
+    *_files("attention/test_planner", "attention/test_jax_symbolic"),
+    *_files("attention/test_flex_block_mask", "test_hugging_face"),
 )
 # A worker keeps to its half of the tests, and so to their fixtures, until it has nothing to do.
 _PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "--durations=25")

@@ -374,20 +374,6 @@ def test_the_page_says_what_a_corpus_was_measured_to_take():
         assert f"| {name} | {of_all} | {row['start_seconds']:.0f} s | {without} |" in page
 
 
-def test_the_page_says_what_a_gpu_was_measured_to_take():
-    record = json.loads((RESULTS / "gpu/record.json").read_text(encoding="utf-8"))
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    titles = {goal.ratio.split(" / ")[0]: goal.case for goal in report.GOALS}
-    for name, of_case in record["cases"].items():
-        torch, jax = (of_case[backend].get("seconds") for backend in ("torch", "jax"))
-        cells = [f"{torch['ours'] / torch['sdpa']:.0f}"]
-        for peer in ("jax.nn, xla", "jax.nn, cudnn"):
-            cells.append(f"{jax['ours'] / jax[peer]:.1f}" if jax else "no result in a minute")
-        assert f"| {titles[name]} | {' | '.join(cells)} |" in page
-        assert "ours, compiled" in of_case["torch"]["errors"]
-        assert all(x <= 0.016 for x in of_case["torch"]["differences"].values())
-
-
 # --- The reports of records ----------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from keras import layers
 from tiled_contract import tiles
 
 import keras_headmask as hm
-from keras_headmask.attention.half_precision import half_products
 
 BACKEND = keras.backend.backend()
 SENTENCES = hm.PerHead({0: hm.SameSentence(9)})
@@ -100,19 +99,6 @@ def in_a_function(dense):
         trained(np.ones((2, length, 2, 4)), tokens(length).astype("float32"))
 
 
-def half_by_xla(dense):
-    import tensorflow as tf
-
-    @tf.function(jit_compile=True)
-    def trained(x):
-        with tf.GradientTape() as tape:
-            x = tf.cast(dense(x), tf.bfloat16)
-            loss = tf.reduce_sum(hm.dot_product_attention(x, x, x, None, hm.Window(1, 1)))
-        return tape.gradient(loss, dense.trainable_weights[0].value)
-
-    trained(np.ones((2, 5, 2, 4), "float32"))
-
-
 def second_derivative(model):
     import tensorflow as tf
 
@@ -139,12 +125,8 @@ TENSORFLOW = {
     "second derivative": (ours, second_derivative, tiles),
     "generation": (causal_lm, generate, contextlib.nullcontext),
     "in a function": (projection, in_a_function, contextlib.nullcontext),
-    "half products by XLA": (projection, half_by_xla, half_products),
 }
-LONG = (
-    *("fit, dense, dropout", "half products by XLA", "XLA"),
-    *("second derivative", "in a function"),
-)
+LONG = ("fit, dense, dropout", "XLA", "second derivative", "in a function")
 ALL = [
     pytest.param(
         *route,

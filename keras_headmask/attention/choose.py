@@ -1,22 +1,29 @@
-"""Which kernel computes a request: the first of its backend that does not refuse it.
-
-What each refuses, and the sentence that says why, stands in `kernels`; the numbers are `Tuning`'s.
-"""
+"""Which kernel computes a request: one chain of conditions; the numbers are `Tuning`'s."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keras_headmask.attention import half_precision
+import keras
+
+from keras_headmask._keras.tensorflow import in_vectorized_map, in_xla
+from keras_headmask.attention import fused, gathered, head_groups, kernels
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.kernels import Kernel, first, impossible, kernels_for, without_choice
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.tuning import Held, current_tuning, holding
+from keras_headmask.attention.tuning import (
+    Held,
+    current_tuning,
+    holding,
+    is_compiling,
+    is_dense_scope,
+)
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.positions import Full
 
 _FULL = Full()  # (Made once: `torch.compile` cannot read how a spec is made.)
+_LOG = logging.getLogger("keras_headmask")
 
 # Gets each request, and may return the context in place of a kernel.
 _Watch = Callable[[Request, Part], Tensor | None]
@@ -28,21 +35,65 @@ def watched(watch: _Watch) -> AbstractContextManager[Any]:
     return holding(_watch, watch)
 
 
-def choose(request: Request, part: Part) -> Kernel:
+def choose(request: Request, part: Part) -> kernels.Kernel:
     """The kernel that computes `request`, of which `part` are all heads.
 
     Raises:
         ValueError: for `tiled=True` where nothing can be skipped.
     """
-    reason = None if without_choice(request) else impossible(request)
-    if request.tiled and reason is not None:
-        raise ValueError(f"`tiled=True` is not possible here: {reason}.")
-    chosen = first(kernels_for(request), request, part)
-    assert chosen is not None  # the last refuses nothing
-    return chosen
+    sizes = request.query.shape[1], request.key.shape[1], request.query_offset
+    may_skip = not (request.rule is None or request.mask is not None or 0 in sizes[:2])
+    # A symbolic Keras tensor cannot enter code of the backend's.
+    if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
+        if request.tiled and may_skip and not is_dense_scope():
+            raise _impossible("returned probabilities and symbolic Keras tensors need all logits")
+        return kernels.dense
+    if is_dense_scope():
+        return kernels.dense
+    if may_skip and request.tiled is not False:
+        is_tensorflow = keras.backend.backend() == "tensorflow"
+        if is_tensorflow and in_vectorized_map():
+            if request.tiled:
+                raise _impossible("`tf.vectorized_map` maps no loop over tiles. Leave `tiled` out")
+            return kernels.dense
+        if is_tensorflow and not in_xla():
+            return kernels.loop
+        if all(map(_is_known, sizes)):
+            if request.tiled or _is_worth_it(request, part):
+                return kernels.gathered
+        elif request.tiled:
+            raise _impossible(
+                "outside TensorFlow graphs, and in XLA, tiling needs known lengths and an int "
+                "`query_offset`. Received: queries={}, keys={}, query_offset={!r}".format(*sizes)
+            )
+    return kernels.fused if fused.takes(request) else kernels.dense
 
 
-def attend(request: Request) -> tuple[Tensor, Tensor | None]:
+def _is_known(size: Any) -> bool:
+    """Whether a size is known when code is traced."""
+    if keras.backend.backend() == "torch" and is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        return has_static_value(size)
+    return isinstance(size, int)
+
+
+def _is_worth_it(request: Request, part: Part) -> bool:
+    """Whether a sequence is long, and positions hide enough of it, to gather its tiles."""
+    sizes = request.query.shape[1], request.key.shape[1], request.query_offset
+    # A PyTorch GPU waits for each operation to be launched.
+    fewest = part.tuning.fewest_pairs * (16 if getattr(request.query, "is_cuda", False) else 1)
+    if sizes[0] * sizes[1] < fewest:
+        return False
+    share = head_groups.mean(part, lambda group: gathered.plan_of(group, *sizes).share)
+    return share <= part.tuning.most_computed
+
+
+def _impossible(reason: str) -> ValueError:
+    return ValueError(f"`tiled=True` is not possible here: {reason}.")
+
+
+def attend(request: Request) -> kernels.Result:
     """The context `(B, T, H, Dv)` and the probabilities `(B, H, T, S)` before dropout.
 
     Both have the dtype of the value. The probabilities are `None` where not all logits were
@@ -55,7 +106,11 @@ def attend(request: Request) -> tuple[Tensor, Tensor | None]:
     context = None if watch is None else watch(request, part)
     if context is not None:
         return context, None
-    return choose(request, part).run(request, part)
+    kernel = choose(request, part)
+    if not (keras.backend.backend() == "torch" and is_compiling()):  # (it would split the graph)
+        shapes = tuple(request.query.shape), tuple(request.key.shape)
+        _LOG.debug("Attention of queries %s and keys %s: %s", *shapes, kernel.__name__)
+    return kernel(request, part)
 
 
 def part_of_all(request: Request) -> Part:
@@ -63,7 +118,6 @@ def part_of_all(request: Request) -> Part:
     heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
     if request.tiled:  # not by all logits where there is a choice
         tuning = dataclasses.replace(tuning, most_logits=0)
-    half = half_precision.half_dtype(request.scale, request.query, request.key, request.value)
     rule = _FULL if request.rule is None else request.rule
     rest = request.bound, request.scale, tuning
-    return Part(rule, heads, *rest, sharing=request.sharing, half=half)
+    return Part(rule, heads, *rest, sharing=request.sharing)

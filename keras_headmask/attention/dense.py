@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import half_precision, nonfinite
+from keras_headmask.attention import nonfinite
 from keras_headmask.attention.head_groups import sharing_of
 from keras_headmask.attention.logits import NONE, Changes, Positions
 from keras_headmask.masks import Mask, Tensor
@@ -42,12 +42,12 @@ def attention(
     # (`result_type` would make float64 float32 on JAX and torch.)
     is_double = keras.backend.standardize_dtype(query.dtype) == "float64"
     dtype = "float64" if is_double else "float32"
-    half, value_dtype = half_precision.half_dtype(scale, query, key, value), value.dtype
+    value_dtype = value.dtype
     sharing = sharing_of(query, key)
     if sharing != 1:
         key, value = (ops.repeat(x, sharing, axis=2) for x in (key, value))
     query, key = ops.cast(query, dtype) * scale, ops.cast(key, dtype)
-    if keras.backend.standardize_dtype(value_dtype) in half_precision.HALF:
+    if keras.backend.standardize_dtype(value_dtype) in ("float16", "bfloat16"):
         value = ops.cast(value, dtype)
     operands, changes, zero = (query, key, value), changes.cast(dtype), ops.cast(0.0, dtype)
     if mask is not None or may_branch:  # (else other runtimes would not fuse a bias alone)
@@ -55,7 +55,7 @@ def attention(
     if mask is not None:
         all_finite = nonfinite.are_finite(*operands, may_branch=may_branch)
         query, key, value = nonfinite.repaired(all_finite, nonfinite.replace_nonfinite, *operands)
-    logits = half_precision.product("bthd,bshd->bhts", query, key, half)
+    logits = ops.einsum("bthd,bshd->bhts", query, key)
     if mask is not None and changes.soft_cap is not None:
         # Whose derivative is NaN where a product overflows.
         logits = ops.where(mask, logits, zero)
@@ -85,5 +85,5 @@ def attention(
         probabilities = ops.where(mask, probabilities, zero)
     rounded = ops.cast(probabilities, value_dtype)
     kept = ops.cast(probabilities if drop is None else drop(rounded), value.dtype)
-    context = half_precision.product("bhts,bshd->bthd", kept, value, half)
+    context = ops.einsum("bhts,bshd->bthd", kept, value)
     return ops.cast(context, value_dtype), rounded

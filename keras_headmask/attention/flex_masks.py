@@ -68,7 +68,7 @@ def flex_block_mask(
         )
     import torch
 
-    from keras_headmask.attention.torch.flex import block_mask
+    from keras_headmask.attention.torch.block_masks import block_mask
 
     for name, size in (("queries", queries), ("keys", keys), ("block_size", block_size)):
         whole_number(size, name, at_least=1)
@@ -90,6 +90,6 @@ def flex_block_mask(
     device = torch.device(device)
     bound = bind(spec, mask_inputs, queries, keys, query_offset)
     bound = bound.changed(lambda sides: Sides(*(x if x is None else x.to(device) for x in sides)))
-    tuning = dataclasses.replace(current_tuning(), block=block_size, wide_block=block_size)
+    tuning = dataclasses.replace(current_tuning(), block=block_size)
     part = Part(spec, tuple(range(num_heads)), bound, 1.0, tuning)
-    return block_mask(part, query_offset, queries, keys, device, trains=True)
+    return block_mask(part, query_offset, queries, keys, device)

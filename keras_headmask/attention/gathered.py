@@ -15,9 +15,8 @@ import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import half_precision, nonfinite
+from keras_headmask.attention import nonfinite, planner
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.planner import Plan
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import by_head, mask_at
@@ -44,7 +43,24 @@ class Class(NamedTuple):
         return len(self.blocks[0])
 
 
-def classes_of(plan: Plan) -> list[Class]:
+class Plan(NamedTuple):
+    """The classes of all tiles, and the share of all logits that they compute."""
+
+    tile: int
+    block: int
+    classes: list[Class]
+    share: float
+
+
+def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
+    """The plan of heads that obey one rule, or of all where heads are spread over devices."""
+    made = planner.plan_of(part, queries, keys, query_offset)
+    classes = _classes_of(made)
+    seen = sum(len(each.tiles) * min(each.width * made.block, keys) for each in classes)
+    return Plan(made.tile, made.block, classes, seen / max(keys * len(made.runs), 1))
+
+
+def _classes_of(plan: planner.Plan) -> list[Class]:
     of_tiles = [
         [i for start, stop in runs for i in range(start // plan.block, -(-stop // plan.block))]
         for runs in plan.runs
@@ -77,12 +93,6 @@ def _widths(counts: list[int]) -> list[int]:
     return list(next(widths for computed, widths in best_by_count if computed <= enough))
 
 
-def share(plan: Plan, keys: int) -> float:
-    """The share of all logits that the classes compute."""
-    seen = sum(len(each.tiles) * min(each.width * plan.block, keys) for each in classes_of(plan))
-    return seen / max(keys * len(plan.runs), 1)
-
-
 def compute(
     part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
 ) -> Tensor:
@@ -99,7 +109,7 @@ def compute(
         of_keys = [*nonfinite.replace_nonfinite(*of_keys), marks[1]]
     of_queries = [_split(x, 1, plan.tile) for x in of_queries]
     of_keys = [_split(x, 1, plan.block) for x in of_keys]
-    classes, contexts, is_again = classes_of(plan), [], _is_computed_again(query, key, value)
+    classes, contexts, is_again = plan.classes, [], _is_computed_again(query, key, value)
     for each in classes:
         run = functools.partial(_attended, part, plan, each, lengths)
         run = keras.remat(run) if is_again else run
@@ -163,14 +173,14 @@ def _attended(
     keys, values, *marks = (
         _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in of_keys
     )
-    logits = half_precision.product("bhtd,bhsd->bhts", rows[0], keys, part.half)
+    logits = ops.einsum("bhtd,bhsd->bhts", rows[0], keys)
     for of_keys in marks:  # apart from the product: 0 * NaN is NaN
         logits = logits + rows[1] + ops.transpose(of_keys, (0, 1, 3, 2))
     logits = unfolded(logits, part.sharing)
     at = _At.of(plan, each, lengths)
     probabilities, alive = _probabilities(part, plan, each, at, _reshaped(logits, apart), tensors)
     probabilities = folded(_reshaped(probabilities, together, 2), part.sharing)
-    context = half_precision.product("bhts,bhsd->bhtd", probabilities, values, part.half)
+    context = ops.einsum("bhts,bhsd->bhtd", probabilities, values)
     context = _reshaped(unfolded(context, part.sharing), apart)
     return context if alive is None else ops.where(alive, context, ops.zeros_like(context))
 

@@ -26,7 +26,6 @@ class Part(NamedTuple):
     tuning: Tuning
     dropout: "Dropout | None" = None
     sharing: int = 1  # how many of the heads, side by side, share a key head
-    half: str | None = None  # the dtype of products; `None`: that of the operands
     changes: Changes = NONE  # of the logits of these heads; its tensors are operands
 
     def groups(self) -> list[tuple[MaskSpec, tuple[int, ...]]]:
@@ -60,6 +59,11 @@ def by_rule(part: Part) -> list[Part]:
                 drawn = drawn._replace(rows=select_heads(drawn.rows, heads, axis=1))
             parts.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
     return parts
+
+
+def mean(part: Part, of_group: Callable[[Part], float]) -> float:
+    """The mean over all heads of a number that each head group has."""
+    return sum(len(x.heads) * of_group(x) for x in by_rule(part)) / max(len(part.heads), 1)
 
 
 def sharing_of(query: Tensor, key: Tensor) -> int:

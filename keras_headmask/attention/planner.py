@@ -4,7 +4,7 @@ Queries are cut into tiles and keys into blocks. For each tile and block, `cover
 some pair may be allowed and whether all are. It reads the positions, and the least and greatest
 value of each mask input there. Only this module calls it, with the same code for NumPy and every
 backend. The `Plan` of this module knows lengths and positions alone, for `gathered.py`;
-`tensorflow/plan.py`, `jax/key_blocks.py`, `torch/steps.py` and `torch/flex.py` look at data, too.
+`tensorflow/plan.py` and `torch/block_masks.py` look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,6 @@ import numpy as np
 
 from keras_headmask import masks
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.tuning import Tuning
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.algebra import leaves_under_or
@@ -24,6 +23,8 @@ from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
 _MOST_FLAGGED = 256  # of an example; where there are more, each tile is long
+# So many positions may be flagged to be looked at by themselves, apart from all tiles.
+_ONE_FLAGGED_IN = 8
 
 # The mask inputs of each leaf that reads some: `Sides`, `(B or 1, L or 1)`, or a whole mask.
 LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
@@ -107,9 +108,7 @@ class Flags(NamedTuple):
     by_side: dict[str, Mask]
 
 
-def flags_of(
-    rule: MaskSpec, leaf_inputs: LeafInputs, tuning: Tuning, most_set: Callable[[Mask], Tensor]
-) -> Flags:
+def flags_of(rule: MaskSpec, leaf_inputs: LeafInputs, most_set: Callable[[Mask], Tensor]) -> Flags:
     """The leaves that open whole columns or rows where they are true, and where they are.
 
     A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
@@ -128,7 +127,7 @@ def flags_of(
         (flags,) = read
         count = most_set(flags)
         length = masks.sizes(flags)[1]
-        few = (count <= _MOST_FLAGGED) & (count * tuning.one_flagged_in <= length)
+        few = (count <= _MOST_FLAGGED) & (count * _ONE_FLAGGED_IN <= length)
         leaves[leaf], flags = few, flags & few
         by_side[side] = by_side[side] | flags if side in by_side else flags
     return Flags(leaves, by_side)
@@ -142,19 +141,12 @@ def _extremes(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
     return [across(of.reduceat(values, starts, axis=1), axis) for of in (np.minimum, np.maximum)]
 
 
-def _extremes_together(values: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
-    low, high = _extremes(values, size, axis)
-    return [low.min(0, keepdims=True), high.max(0, keepdims=True)]
-
-
 NUMPY = Arrays(
     starts=lambda length, size: np.arange(0, length, size),
     at_most=np.minimum,
     extremes=_extremes,
     as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
 )
-# The examples of a batch as one, that meets what any of them meets.
-TOGETHER = NUMPY._replace(extremes=_extremes_together)
 
 
 class Plan(NamedTuple):
@@ -195,5 +187,5 @@ def plan(
 
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    block = part.tuning.block
-    return plan(part.rule, queries, keys, query_offset, part.tile, block, len(part.heads))
+    rest = query_offset, part.tile, part.tuning.block, len(part.heads)
+    return plan(part.rule, queries, keys, *rest)

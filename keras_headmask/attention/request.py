@@ -45,7 +45,7 @@ class Request:
     changes: Changes = NONE  # what changes logits beside the mask
     wants_probabilities: bool = False  # whether the caller reads them
     tiled: bool | None = None  # `None` leaves it to size and rule
-    mask: Mask | None = None  # in place of `rule`: all that restricts, boolean of rank 4
+    mask: Mask | None = None  # in place of `rule`: all that restricts, boolean, of rank 2 to 4
 
     @property
     def sharing(self) -> int:

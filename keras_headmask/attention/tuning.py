@@ -66,12 +66,11 @@ def holding(variable: ContextVar[T] | Held[T], value: T) -> Iterator[T]:
 class Tuning:
     """Numbers that decide how attention is computed, never what it gives.
 
-    Measured on a CPU, unless a name says otherwise. Pairs are queries x keys of one head. Each
-    `fewest_...` and `most_...` is inclusive.
+    Measured on a CPU. Pairs are queries x keys of one head. Each `fewest_...` and `most_...` is
+    inclusive.
     """
 
-    # Which implementation.
-    # With fewer, one dense product is faster than any loop; sixteen times that on PyTorch's GPUs.
+    # With fewer, one dense product is faster than any tiles.
     fewest_pairs: int = 2**16
     # Most logits of a batch to compute in one product on TensorFlow; a 16th of it where each query
     # sees few keys.
@@ -80,15 +79,8 @@ class Tuning:
     # Small tiles follow a narrow rule closely, large ones multiply faster.
     local_tile: int = 128  # queries
     wide_tile: int = 256
-    block: int = 64  # keys that are kept or skipped together; FlexAttention's queries, too
-    tensorflow_block: int = 32  # the same, in TensorFlow's loop
-    wide_block: int = 128  # in JAX', which meets them one by one, and on a GPU in FlexAttention
-    # So many positions may be flagged to be looked at by themselves, apart from all tiles.
-    one_flagged_in: int = 8
-    # Most logits of a step of a loop: 4 MB of float32, half of that where JAX takes a run of keys;
-    # and 256 MB on a GPU, which is idle between steps that launch some 20 kernels each.
-    most_logits_of_a_step: int = 2**20
-    most_logits_of_a_step_on_gpu: int = 2**26
+    block: int = 32  # keys that are kept or skipped together
+    most_logits_of_a_step: int = 2**20  # of TensorFlow's loop: 4 MB of float32
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())

@@ -1,4 +1,4 @@
-"""The definition on PyTorch, as a GPU runs it: in what order, and inside `torch.compile`."""
+"""The definition on PyTorch, as a GPU runs it: in what order."""
 
 import keras
 import numpy as np
@@ -7,7 +7,6 @@ from contract import normal
 
 import keras_headmask as hm
 from keras_headmask.attention import nonfinite
-from keras_headmask.attention.half_precision import half_products, product
 
 if keras.backend.backend() != "torch":
     pytest.skip("needs the PyTorch backend", allow_module_level=True)
@@ -57,16 +56,3 @@ def test_marks_lie_as_logits_do():
     wanted[1, 0, 2] = wanted[0, 2, :, 5] = True
     np.testing.assert_array_equal(torch.isnan(marks), wanted)
     assert marks.is_contiguous()
-
-
-def test_products_of_halves_are_compiled_whole():
-    """Found on a GPU: a class was made inside the code that `torch.compile` reads."""
-    left, right = (torch.from_numpy(normal(2, n, 3, 4, seed=n)) for n in (5, 7))
-
-    def of_halves(left, right):
-        return product("bthd,bshd->bhts", left, right, "bfloat16")
-
-    with half_products(True):
-        wanted = of_halves(left, right)
-    got = torch.compile(of_halves, fullgraph=True, backend="eager")(left, right)
-    torch.testing.assert_close(got, wanted)

@@ -37,7 +37,7 @@ def attend(x, rule, tiled, **more):
 
 
 def few_logits_and_tiles():
-    return tuned(local_tile=8, wide_tile=8, tensorflow_block=4, most_logits=0)
+    return tuned(local_tile=8, wide_tile=8, block=4, most_logits=0)
 
 
 CHOICES = {"all logits": at_once, "tiles": few_logits_and_tiles}

@@ -16,7 +16,9 @@ from tiled_contract import BACKEND, attend, operands, tiles, weighted
 
 import keras_headmask as hm
 from keras_headmask.attention import gathered, planner
-from keras_headmask.attention.tuning import tuned
+from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.tuning import Tuning, tuned
+from keras_headmask.rules import evaluation
 
 CAPPED = {"logits_soft_cap": 2.0, "dropout": 0.25, "seed": 0}
 
@@ -42,10 +44,14 @@ def test_classes_compute_about_as_little_as_any_four(counts):
 
 
 def test_a_causal_rule_computes_little_more_than_half():
-    plan = planner.plan(hm.Window(after=0), 4096, 4096, 0, 256, 64)
-    assert plan.share(4096) < gathered.share(plan, 4096) == 5 / 8
-    window = planner.plan(hm.Window(127, 127), 4096, 4096, 0, 128, 64)
-    assert len(gathered.classes_of(window)) == 1
+    met = planner.plan(hm.Window(after=0), 4096, 4096, 0, 256, 32).share(4096)
+    assert met < plan_of(hm.Window(after=0)).share == 5 / 8
+    assert len(plan_of(hm.Window(127, 127)).classes) == 1
+
+
+def plan_of(rule):
+    part = Part(rule, (0,), evaluation.bind(rule, None, 4096, 4096), 1.0, Tuning())
+    return gathered.plan_of(part, 4096, 4096, 0)
 
 
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="its loop takes this")

@@ -146,7 +146,7 @@ def traced(case, lengths, trains, most_logits):
             loss = tf.reduce_sum(context**2)
         return (context, *tape.gradient(loss, [query, key, value])) if trains else (context,)
 
-    with tuned(local_tile=4, wide_tile=4, tensorflow_block=16, most_logits=most_logits):
+    with tuned(local_tile=4, wide_tile=4, block=16, most_logits=most_logits):
         call.get_concrete_function()
     return call, (*operands(1, LENGTH, LENGTH, HEADS, value_size=3), inputs)
 

@@ -10,7 +10,6 @@ from strategies import FEW, cases
 
 import keras_headmask as hm
 from keras_headmask.attention import planner
-from keras_headmask.attention.tuning import current_tuning
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Sides
@@ -23,10 +22,8 @@ def arrays_here():
 
         return _ARRAYS
     if keras.backend.backend() == "jax":
-        from keras_headmask.attention.jax.key_blocks import ARRAYS
-
-        return ARRAYS
-    from keras_headmask.attention.torch.flex import _arrays
+        return planner.NUMPY
+    from keras_headmask.attention.torch.block_masks import _arrays
 
     return _arrays("cpu")
 
@@ -46,18 +43,18 @@ def in_numpy(leaf_inputs):
 @FEW
 @given(cases(), st.integers(1, 4), st.integers(1, 4))
 def test_what_is_not_possible_is_hidden_and_what_is_certain_is_allowed(case, tile, block):
-    """By NumPy, by the backend, and for all examples as one."""
+    """By NumPy, and by the backend."""
     spec, inputs, batch, heads, queries, keys, offset = case
     for rule, members in head_groups(spec, heads):
         read = {name: inputs[name] for name in rule.inputs}
         bound = evaluation.bind(rule, read, queries, keys, offset)
         allowed = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)[:, members[0]]
         arrays_inputs = in_numpy(bound.leaf_inputs)
+        leaf_inputs = arrays_inputs if keras.backend.backend() == "jax" else bound.leaf_inputs
         rest = (queries, keys), (tile, block), offset
         found = {
             "NumPy": planner.bounds_of(rule, arrays_inputs, *rest, planner.NUMPY),
-            "one": planner.bounds_of(rule, arrays_inputs, *rest, planner.TOGETHER),
-            "backend": planner.bounds_of(rule, bound.leaf_inputs, *rest, arrays_here()),
+            "backend": planner.bounds_of(rule, leaf_inputs, *rest, arrays_here()),
         }
         for of in found.values():
             possible, certain = (np.broadcast_to(numpy(x), (batch, *x.shape[1:])) for x in of)
@@ -81,7 +78,7 @@ def test_flags_are_taken_out_where_they_alone_open_and_are_few():
     def flags(rule, **inputs):
         bound = in_numpy(evaluation.bind(rule, inputs, 64, 64).leaf_inputs)
         most_set = lambda x: x.sum(1).max()  # noqa: E731
-        found = planner.flags_of(rule, bound, current_tuning(), most_set)
+        found = planner.flags_of(rule, bound, most_set)
         return {leaf: bool(is_few) for leaf, is_few in found.leaves.items()}, found.by_side
 
     window, flag = hm.Window(2, 2), hm.KeyFlag("few")

@@ -64,7 +64,7 @@ def by_formula(layer, option, x, bias=None, rule=RULE):
 def test_dense_tiled_and_with_probabilities(kind, option, bias):
     layer = layer_of(kind, option, mask_spec=RULE)
     wanted, probabilities = by_formula(layer, option, X, bias)
-    with tuned(**ALWAYS, local_tile=3, tensorflow_block=2, block=2):
+    with tuned(**ALWAYS, local_tile=3, block=2):
         assert_close(numpy(layer(X, attention_bias=bias)), wanted, depth=3)
     output, made = layer(X, attention_bias=bias, return_attention_scores=True)
     assert_close(numpy(output), wanted, depth=3)
@@ -132,7 +132,7 @@ def test_a_layer_trains_the_same_dense_and_tiled(kind):
         layer = kind.layer(HEADS, 4, mask_spec=RULE, tiled=tiled, **OPTIONS["all"])
         model = keras.Model(x, layer(x))
         model.compile(optimizer=keras.optimizers.SGD(0.5), loss="mse")
-        with tuned(local_tile=3, tensorflow_block=2, block=2):
+        with tuned(local_tile=3, block=2):
             model.fit(X, X, epochs=3, verbose=0)
         assert (numpy(layer.sinks) != 0).all()
         assert (numpy(layer.position_bias_table) != 0).any()
@@ -208,7 +208,7 @@ def test_exported_with_all_of_them(tmp_path):
     import tensorflow as tf
 
     model, layer = model_of(GROUPED, "all", True, tiled=True)
-    with tuned(**ALWAYS, local_tile=3, tensorflow_block=2):
+    with tuned(**ALWAYS, local_tile=3, block=2):
         hm.export_saved_model(model, tmp_path / "saved", check=False)
     (version,) = (tmp_path / "saved").iterdir()
     served = tf.saved_model.load(str(version)).signatures["serving_default"]

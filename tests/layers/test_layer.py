@@ -218,10 +218,10 @@ def test_a_subclass_that_computes_attention_itself_is_refused_at_once(kind, name
 @needs("sliding_window")  # and the flag, both since Keras 3.15
 @pytest.mark.parametrize("mask", [None, ~np.eye(5, k=-1, dtype=bool)[None]])
 def test_the_hook_takes_a_causal_flag_as_that_of_stock_does(kind, mask):
-    """By the flag alone, and beside a mask."""
+    """By the flag alone, and beside a mask, whose rank of 3 has no axis of heads."""
     ours, stock = kind.twins(2, 8, 4)
     merged = np.tri(5, dtype=bool)[None] & (True if mask is None else mask)
-    qkv = [ops.convert_to_tensor(normal(1, 5, 2, 4, seed=seed)) for seed in range(3)]
+    qkv = [ops.convert_to_tensor(normal(2, 5, 2, 4, seed=seed)) for seed in range(3)]
     for layer in (ours, stock):
         got, _ = layer._compute_attention(*qkv, attention_mask=mask, use_causal_mask=True)
         wanted, _ = ours._compute_attention(*qkv, attention_mask=merged)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import keras
 import numpy as np
 import pytest
 from small_models import stack
@@ -21,12 +20,10 @@ def reports():
         "measures": hm.measure_heads(model, LONG),
         "suggestion": hm.suggest_rules(model, LONG),
         "leaks": hm.find_leaks(model, LONG, rule=hm.Window(0, 0)),
-        "explanation": hm.explain(hm.PerHead({0: hm.Window(3, 0)}), queries=64),
-        "explanations": hm.explain(model, queries=64),
     }
 
 
-NAMES = ["measures", "suggestion", "leaks", "explanation", "explanations"]
+NAMES = ["measures", "suggestion", "leaks"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,8 +55,6 @@ def test_equal_layers_stand_once(reports):
     )
     starts = [line.split("  ")[0] for line in str(alike).splitlines()]
     assert starts == ["layers 0 to 3 and 5"] * 2 + ["4 layer_4"] * 2
-    found = str(hm.explain(hm.apply_head_masks(stack(6), hm.Window(1, 0)), queries=512))
-    assert found.splitlines()[0].startswith("layers 0 to 5  Heads 0 to 3, ")
 
 
 def test_layers_are_told_apart_where_their_paths_are_cut(reports):
@@ -68,8 +63,3 @@ def test_layers_are_told_apart_where_their_paths_are_cut(reports):
     report = dataclasses.replace(reports["measures"], layers=paths, heads=(4, 4), scores=scores)
     starts = {line[:2] for line in str(report).splitlines() if "..." in line.split("  ")[0]}
     assert starts == {"0 ", "1 "}
-
-
-def test_a_model_without_attention_that_a_rule_reaches():
-    x = keras.Input((4,))
-    assert str(hm.explain(keras.Model(x, x * 2))) == "No attention layer that a rule reaches."

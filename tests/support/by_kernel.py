@@ -1,15 +1,12 @@
 """Each kernel of the backend, called by itself: what `test_laws.py` holds to every law.
 
-A kernel that is added to `KERNELS` has a route here by itself. `MODES` has those that run in
-several modes (eagerly, at unknown lengths, by XLA), or need a tuning of their own.
+`MODES` has the modes in which each is run (eagerly, at unknown lengths, by XLA), and its tuning.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
-from unittest import mock
 
 import keras
 import numpy as np
@@ -22,9 +19,8 @@ from tiled_contract import SCALE, at_once, tiles
 
 import keras_headmask as hm
 from keras_headmask import masks
-from keras_headmask.attention import device, head_groups
+from keras_headmask.attention import fused, kernels
 from keras_headmask.attention.choose import part_of_all
-from keras_headmask.attention.kernels import KERNELS, ByGroup, Kernel
 from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import Request, all_that_restricts
 from keras_headmask.attention.tuning import tuned
@@ -39,9 +35,9 @@ class Route(NamedTuple):
     """A kernel, the numbers under which it runs, and how its code is run."""
 
     name: str
-    kernel: Kernel  # of all heads; one of head groups stands in a `ByGroup` of its own
+    kernel: kernels.Kernel
     setting: object  # makes a context
-    manner: str  # "known" or "unknown" lengths when a graph is traced, "XLA", or "compiled"
+    manner: str  # "known" or "unknown" lengths when a graph is traced, or "XLA"
 
     @property
     def is_traced(self):
@@ -49,90 +45,13 @@ class Route(NamedTuple):
         return self.manner != "known" or BACKEND == "jax"
 
     @property
-    def repeats(self):
-        """Whether it is several kernels, each of which has a route of its own."""
-        return isinstance(self.kernel, ByGroup) and len(self.kernel.kernels) > 1
+    def is_fused(self):
+        """Whether the backend's own code computes it: inf and NaN are as in stock Keras."""
+        return self.kernel is kernels.fused
 
 
 class Refused(Exception):
     """The kernel does not compute the request, and says why."""
-
-
-def _compiling():
-    return mock.patch("torch.compiler.is_compiling", return_value=True)
-
-
-@contextlib.contextmanager
-def _as_if_compiled():
-    """FlexAttention, which is for compiled code, as it is and by its definition."""
-    from torch.nn.attention import flex_attention as module
-
-    by_definition = mock.patch.object(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    with tuned(block=3), _compiling(), by_definition:
-        yield
-
-
-@contextlib.contextmanager
-def _as_if_on_gpu():
-    """What is for a GPU, by the definitions of its engines, also of float32 and tiny heads."""
-    from torch.nn.attention import flex_attention as module
-
-    from keras_headmask.attention import device, kernels
-    from keras_headmask.attention.torch import flex, sdpa
-
-    with contextlib.ExitStack() as stack:
-        for holder, name, value in (
-            (module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
-            (module, "_validate_device", lambda *_: None),  # (a CPU has no gradient)
-            (flex, "_DTYPES", [{"float32"}, {"bfloat16"}, {"float16"}]),
-            (flex, "_LEAST_SIZE", 1),
-            (flex, "one_compiled", lambda compute: compute),
-            (sdpa, "one_compiled", lambda compute: compute),
-            (sdpa, "can_compile", lambda _: True),
-            (kernels, "_may_skip_half", lambda _: True),
-        ):
-            stack.enter_context(mock.patch.object(holder, name, value))
-        stack.enter_context(device.assuming("gpu"))
-        stack.enter_context(tuned(wide_block=3, block=3, fewest_pairs=0))
-        yield
-
-
-@contextlib.contextmanager
-def _on_a_cpu():
-    """cuDNN's code with XLA in its place, which takes any length, and float32.
-
-    (It wants values as large as keys: the smaller get zeros.)
-    """
-    from keras_headmask.attention.jax import cudnn
-
-    fused = cudnn._fused
-
-    def padded(query, key, value, *rest):
-        most = max(query.shape[-1], value.shape[-1])
-        query, key, wider = (
-            ops.pad(x, [(0, 0)] * 3 + [(0, most - x.shape[-1])]) for x in (query, key, value)
-        )
-        return fused(query, key, wider, *rest)[..., : value.shape[-1]]
-
-    def limit(query, *_):
-        return str(query.dtype) if query.dtype in ("float16", "float64") else None
-
-    with (
-        device.assuming("gpu"),
-        mock.patch.object(cudnn, "limit", limit),
-        mock.patch.object(cudnn, "_fused", padded),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _steps_of_each_example():
-    """As of long sequences, and planned in several pieces."""
-    from keras_headmask.attention.torch import steps
-
-    limits = {"_FEWEST_PAIRS": 0, "_MOST_CELLS": 40}
-    with tiles(), mock.patch.multiple(steps, **limits):
-        yield
 
 
 def _many_tiles():
@@ -140,8 +59,7 @@ def _many_tiles():
     return tiles(local=1, wide=2, block=2)
 
 
-# By the name of a kernel, each mode in which it is run: a word, the tuning, how it is traced. All
-# others run in tiny tiles, at lengths that are known.
+# By the name of a kernel, each mode in which it is run: a word, the tuning, how it is traced.
 MODES = {
     "loop": [
         ("all logits", at_once, "known"),
@@ -149,50 +67,30 @@ MODES = {
         ("tiles", tiles, "known"),
         ("tiles, unknown lengths", tiles, "unknown"),
     ],
+    "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
+    "fused": [("", tiles, "known")],
     "dense": [
         ("", tiles, "known"),
         ("exported", hm.dense_scope, "known"),
         ("unknown lengths", tiles, "unknown"),
         ("XLA", tiles, "XLA"),
     ],
-    "SDPA": [("", tiles, "known"), ("steps of each example", _steps_of_each_example, "known")],
-    "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
-    "FlexAttention": [("", _as_if_compiled, "known")],
-    "FlexAttention on CUDA": [("", _as_if_on_gpu, "known")],
-    "SDPA with the mask": [("", _as_if_on_gpu, "known")],
-    "cuDNN": [("", _on_a_cpu, "known")],
 }
 
 
 def _routes():
-    devices, seen = KERNELS[BACKEND], set()
-    for kernel in (*devices["cpu"], *devices["gpu"]):
-        is_of_groups = isinstance(kernel, ByGroup)
-        each = [(x.name, ByGroup(x)) for x in kernel.kernels] if is_of_groups else []
-        for name, of_all_heads in (*each, (kernel.name, kernel)):
-            for word, setting, manner in MODES.get(name, [("", tiles, "known")]):
-                words = f"{name}, {word}" if word else name
-                if words not in seen and (manner == "known" or BACKEND == "tensorflow"):
-                    seen.add(words)
-                    yield Route(words, of_all_heads, setting, manner)
+    (absent,) = {"tensorflow": ("fused",)}.get(BACKEND, ("loop",))
+    for kernel in kernels.FILES:
+        for word, setting, manner in MODES[kernel.__name__]:
+            if kernel.__name__ != absent and (manner == "known" or BACKEND == "tensorflow"):
+                name = f"{kernel.__name__}, {word}" if word else kernel.__name__
+                yield Route(name, kernel, setting, manner)
 
 
 ROUTES = list(_routes())
 
 
-def _compiled_routes():
-    """By PyTorch's compiler, which takes a minute for each call."""
-    of_compiled_code = {"FlexAttention", "gathered", "dense"} if BACKEND == "torch" else {}
-    for route in ROUTES:
-        if route.name in of_compiled_code:
-            name = f"{route.name}, compiled"
-            yield Route(name, route.kernel, contextlib.nullcontext, "compiled")
-
-
-COMPILED = list(_compiled_routes())
-
-
-def routes(fits=lambda route: not route.repeats):
+def routes(fits=lambda route: True):
     """Run a test for each route; those that `fits` leaves out are for the long run."""
     marks = {True: (), False: pytest.mark.long}
     return pytest.mark.parametrize(
@@ -202,12 +100,12 @@ def routes(fits=lambda route: not route.repeats):
 
 def every_day(route):
     """Whether a law that has no names to share out is tried on `route` every day."""
-    return route.manner == "known" and not route.repeats and _is_own(route)
+    return route.manner == "known" and _is_own(route)
 
 
 def _is_own(route):
     """On JAX, which traces each case, its own kernels; what any backend can run, others run."""
-    return BACKEND != "jax" or route.name in ("loop", "cuDNN")
+    return BACKEND != "jax" or route.is_fused
 
 
 def dealt(names, route, share):
@@ -219,22 +117,20 @@ def dealt(names, route, share):
 _turns = itertools.count()
 
 
-def each(names, traced=4, beside=()):
-    """Run a test for each route, and those `beside` them, and each name.
+def each(names, traced=4):
+    """Run a test for each route and each name.
 
     Of a route that traces, one name in three times `traced` is run every day, the others in the
     long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
     elsewhere; and of the loop at unknown lengths, which takes longest to trace, each mode has its
-    turn. Of the routes `beside`, the first is run every day, with the first name.
+    turn.
     """
     modes = [x for x in ROUTES if x.name.startswith("loop") and x.manner == "unknown"]
     turn = next(_turns) % max(len(modes), 1)
 
     def is_long(route, name):
-        if route in beside:
-            return (route, name) != (beside[0], next(iter(names)))
         share = 3 * traced if route.is_traced else 4
-        if route.repeats or route.manner == "XLA" or not _is_own(route):
+        if route.manner == "XLA" or not _is_own(route):
             return True
         if route in modes and modes.index(route) != turn:
             return True
@@ -250,19 +146,27 @@ def each(names, traced=4, beside=()):
                 marks=pytest.mark.long if is_long(route, name) else (),
             )
             for name in names
-            for route in (*ROUTES, *beside)
+            for route in ROUTES
         ],
     )
 
 
-def refusal(kernel, request, part):
-    """Why `kernel`, or the only one of head groups inside it, refuses; `None` if it does not."""
-    reason = kernel.refuses(request, part)
-    if isinstance(kernel, ByGroup) and len(kernel.kernels) == 1 and reason is None:
-        (each,) = kernel.kernels
-        of_groups = (each.refuses(request, group) for group in head_groups.by_rule(part))
-        reason = next(filter(None, of_groups), None)
-    return reason
+def refusal(route, request):
+    """Why the kernel does not compute `request`; `None` if it does."""
+    if route.is_fused:
+        return None if fused.takes(request) else "`fused.takes` says no"
+    is_empty = 0 in (request.query.shape[1], request.key.shape[1])
+    return "nothing to skip" if is_empty and route.kernel is not kernels.dense else None
+
+
+def _of_equal_sizes(route, query, key, value):
+    """The operands, and the size of values; JAX' own attention wants values as large as keys."""
+    size = value.shape[3]
+    if not (route.is_fused and BACKEND == "jax") or size == key.shape[3]:
+        return (query, key, value), size
+    most = max(size, key.shape[3])
+    pads = [[(0, 0)] * 3 + [(0, most - x.shape[3])] for x in (query, key, value)]
+    return tuple(map(ops.pad, (query, key, value), pads)), size
 
 
 def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, changes=None, **rest):
@@ -270,7 +174,7 @@ def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, change
 
     `changes` are arguments of `hm.dot_product_attention`, `rest` are fields of `Request`.
     """
-    query, key, value = map(masks.as_tensor, operands)
+    (query, key, value), size = _of_equal_sizes(route, *map(masks.as_tensor, operands))
     lengths = *query.shape[:1], query.shape[2], query.shape[1], key.shape[1]
     rule, inputs = all_that_restricts(spec, inputs)
     (examples, queries), keys = ops.shape(query)[:2], ops.shape(key)[1]
@@ -279,33 +183,12 @@ def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, change
     request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
     with tuned(fewest_pairs=0, most_computed=1.0):
         part = part_of_all(request)
-    with _compiling() if route.manner == "compiled" else contextlib.nullcontext():
-        reason = refusal(route.kernel, request, part)
-    if reason is not None:
+    if reason := refusal(route, request):
         raise Refused(f"{route.name}: {reason}")
-    run = _run_compiled if route.manner == "compiled" else _run
-    return run(route.kernel, request, part)
+    return route.kernel(request, part)[0][..., :size]
 
 
 # --- How a kernel's code is run ------------------------------------------------------------------
-
-
-def _run(kernel, request, part):
-    return kernel.run(request, part)[0]
-
-
-def _run_compiled(kernel, request, part):
-    """By PyTorch's compiler, which may write operations anew."""
-    import torch
-
-    def run(*operands):
-        query, key, value, *tensors = operands
-        changes = request.changes.with_tensors(tensors)
-        given = dataclasses.replace(request, query=query, key=key, value=value, changes=changes)
-        return _run(kernel, given, part)
-
-    operands = request.query, request.key, request.value, *request.changes.tensors
-    return torch.compile(run)(*operands)
 
 
 def _free(array, keep):

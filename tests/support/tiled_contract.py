@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from keras import ops
 from tolerance import assert_close
 
 import keras_headmask as hm
+from keras_headmask.attention import planner
 from keras_headmask.attention.tuning import current_tuning, tuned
 
 BACKEND = keras.backend.backend()
@@ -26,16 +28,12 @@ ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0, "most_logits": 0}
 @contextlib.contextmanager
 def tiles(local=4, wide=6, block=3):
     """Tiny tiles, so that short sequences have several, and few of them in a step."""
-    with tuned(
-        local_tile=local,
-        wide_tile=wide,
-        block=block,
-        tensorflow_block=block,
-        wide_block=block,
-        most_logits_of_a_step=10 * local * block,
-        one_flagged_in=4,
-        most_logits=0,
-    ) as tuning:
+    step = 10 * local * block
+    numbers = {"local_tile": local, "wide_tile": wide, "block": block}
+    with (
+        mock.patch.object(planner, "_ONE_FLAGGED_IN", 4),
+        tuned(**numbers, most_logits_of_a_step=step, most_logits=0) as tuning,
+    ):
         yield tuning
 
 

@@ -10,6 +10,8 @@ from keras_headmask.attention.planner import Arrays, bounds_of, flags_of
 from keras_headmask.masks import Length, Mask, Tensor, sizes
 from keras_headmask.rules.protocol import leaves_gaps
 
+_MOST_LOGITS_ON_GPU = 2**26  # of a step: 256 MB. A GPU is idle between steps of some 20 kernels.
+
 
 class Plan(NamedTuple):
     """The tiles of all examples, N of b queries each, and the keys that each looks at.
@@ -39,8 +41,8 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     _, queries, keys = map(tf.convert_to_tensor, bound.sizes)
     tiles = -(-queries // part.tile)
     tile = tf.maximum(-(-queries // tf.maximum(tiles, 1)), 1)  # as many in each
-    block, inputs = tuning.tensorflow_block, bound.leaf_inputs
-    flags = flags_of(rule, inputs, tuning, _most_set)
+    block, inputs = tuning.block, bound.leaf_inputs
+    flags = flags_of(rule, inputs, _most_set)
     has_gaps = leaves_gaps(rule, flags.leaves)
     run_of_all = tf.stack([0, keys, keys, keys] if has_gaps else [0, keys])[None, None]
     offset = tf.reduce_min(bound.query_positions)
@@ -103,7 +105,7 @@ def _tiles(
     # (In 64 bits: 64 heads x 256 queries x 131,072 keys are 0 in 32.)
     logits = len(part.heads) * tf.cast(tile, tf.int64) * tf.cast(widest, tf.int64)
     tuning = part.tuning
-    most = tf.maximum(tuning.most_logits_of_a_step, is_gpu * tuning.most_logits_of_a_step_on_gpu)
+    most = tf.maximum(tuning.most_logits_of_a_step, is_gpu * _MOST_LOGITS_ON_GPU)
     fitting = tf.cast(most, tf.int64) // tf.maximum(logits, 1)
     in_step = tf.clip_by_value(tf.cast(fitting, tf.int32), 1, tf.maximum(total, 1))
     wanted = tf.scatter_nd(slots[..., None], tf.ones_like(slots), tf.reshape(total * tile, [1]))

@@ -1,1 +1,1 @@
-"""Kernels of PyTorch, imported when one of them computes: other backends need not have it."""
+"""Code that imports PyTorch: other backends need not have it."""

@@ -1,1 +1,0 @@
-"""Kernels of JAX, imported when one of them computes: other backends need not have it."""

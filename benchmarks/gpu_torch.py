@@ -219,7 +219,7 @@ def proxies(record: Record) -> None:
             return ((logits + hides).softmax(-1) @ value).transpose(1, 2)
 
         def gathered(operands: Any = operands, spec: Any = spec) -> Any:
-            bound, _ = bound_to(spec, {}, *operands[:2], 0)
+            bound, _ = bound_to(spec, {}, *operands, 0)
             scale = operands[0].shape[3] ** -0.5
             request = Request(*operands, spec, bound, scale=scale, tiled=True)
             part = choose.part_of_all(request)

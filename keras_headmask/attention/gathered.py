@@ -17,6 +17,7 @@ from keras import ops
 from keras_headmask import masks
 from keras_headmask.attention import nonfinite, planner
 from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.tuning import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.evaluation import by_head, mask_at
@@ -54,10 +55,43 @@ class Plan(NamedTuple):
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
     """The plan of heads that obey one rule, or of all where heads are spread over devices."""
-    made = planner.plan_of(part, queries, keys, query_offset)
+    tile, block = part.tile, part.tuning.block
+    sizes = queries, keys, query_offset, tile, block, len(part.heads)
+    classes, share = _planned(_taken_apart(part.rule), *sizes)
+    # (To PyTorch's compiler a number in a constant is one once it is asked for.)
+    made = [
+        Class([*map(int, tiles)], [[*map(int, x)] for x in blocks], [*map(int, met)], needs_mask)
+        for tiles, blocks, met, needs_mask in classes
+    ]
+    return Plan(tile, block, made, share)
+
+
+@constant_when_compiled  # (PyTorch's compiler reads no NumPy, and no tuple with names.)
+def _planned(rule: Any, queries: int, keys: int, *sizes: int) -> tuple[list[tuple], float]:
+    made = planner.plan(_put_together(rule), queries, keys, *sizes)
     classes = _classes_of(made)
     seen = sum(len(each.tiles) * min(each.width * made.block, keys) for each in classes)
-    return Plan(made.tile, made.block, classes, seen / max(keys * len(made.runs), 1))
+    return [tuple(each) for each in classes], seen / max(keys * len(made.runs), 1)
+
+
+def _taken_apart(value: Any) -> Any:
+    """A spec as tuples of its class and its fields, which the compiler can hand over."""
+    if isinstance(value, MaskSpec):
+        fields: Any = type(value).__dataclass_fields__  # type: ignore[attr-defined]
+        return type(value), *[(name, _taken_apart(getattr(value, name))) for name in fields]
+    return tuple([_taken_apart(x) for x in value]) if isinstance(value, tuple) else value
+
+
+def _put_together(value: Any) -> Any:
+    """The inverse of `_taken_apart`."""
+    if not isinstance(value, tuple):
+        return value
+    if not (value and isinstance(value[0], type) and issubclass(value[0], MaskSpec)):
+        return tuple(map(_put_together, value))
+    spec = object.__new__(value[0])
+    for name, field in value[1:]:
+        object.__setattr__(spec, name, _put_together(field))
+    return spec
 
 
 def _classes_of(plan: planner.Plan) -> list[Class]:
@@ -130,20 +164,14 @@ def _is_computed_again(*operands: Tensor) -> bool:
         return keras.backend.backend() == "jax"
     import torch
 
-    if torch.compiler.is_exporting() or not torch.is_grad_enabled():
+    # (Compiled code decides by itself what it keeps.)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    return not any(map(is_stand_in, operands))
+    return not any(map(_is_stand_in, operands))
 
 
-def is_stand_in(tensor: Tensor) -> bool:
-    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`.
-
-    (Nor have those of code that is compiled; but they stand for some that have.)
-    """
-    import torch
-
-    if torch.compiler.is_compiling():
-        return False
+def _is_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor of PyTorch's has no memory, as those inside of `torch.func`."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -300,12 +328,13 @@ def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
 
 def _split(tensor: Tensor, axis: int, size: int) -> Tensor:
     """An axis cut into pieces of that size, the last filled up by zeros: two axes."""
-    length = tensor.shape[axis]
+    length, sizes = tensor.shape[axis], masks.sizes(tensor)
     count = -(-length // size)
-    if count * size != length:
-        rest = [[0, 0]] * axis + [[0, count * size - length]]
-        tensor = ops.pad(tensor, rest + [[0, 0]] * (len(tensor.shape) - len(rest)))
-    sizes = masks.sizes(tensor)
+    if (
+        count * size != length
+    ):  # (Not `ops.pad`: it names an object, which PyTorch's compiler sees.)
+        rest = ops.zeros((*sizes[:axis], count * size - length, *sizes[axis + 1 :]), tensor.dtype)
+        tensor = ops.concatenate([tensor, rest], axis)
     return ops.reshape(tensor, (*sizes[:axis], count, size, *sizes[axis + 1 :]))
 
 

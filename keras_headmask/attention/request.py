@@ -26,6 +26,7 @@ _FROM_OUTSIDE: tuple[Any, ...] = (
     KeyFlag("(value_mask)"),
     KeyFlag("(key_mask)"),
 )
+_FROM_OUTSIDE[1] & _FROM_OUTSIDE[2]  # (So that it has seen one made, and can join others.)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any, Generic, TypeVar
@@ -15,6 +15,7 @@ from keras_headmask import _keras
 from keras_headmask.rules.places import narrow
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable)
 _LOCK = threading.Lock()
 
 
@@ -50,6 +51,15 @@ def is_compiling() -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Let PyTorch's compiler run `function` of constants, and take the result for a constant."""
+    if keras.backend.backend() != "torch":
+        return function
+    import torch
+
+    return torch.compiler.assume_constant_result(function)
 
 
 @contextlib.contextmanager

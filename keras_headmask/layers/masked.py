@@ -262,7 +262,7 @@ class MaskedAttention(keras.Layer):
         ours = self._ours()
         special = _keras.flash(self) or observers.is_overridden(self, _keras.COMPUTE_ATTENTION)
         return bool(special) or any(
-            getattr(getattr(self, hook), "__func__", None) is not getattr(ours, hook)
+            hook in vars(self) or getattr(type(self), hook) is not getattr(ours, hook)
             for hook in _keras.ATTENTION_HOOKS
         )
 

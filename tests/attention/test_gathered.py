@@ -54,6 +54,15 @@ def plan_of(rule):
     return gathered.plan_of(part, 4096, 4096, 0)
 
 
+def test_a_plan_is_of_the_rule_that_is_taken_apart():
+    """As PyTorch's compiler hands it over: also fields that are specs, pairs, or nothing."""
+    rule = hm.PerHead(
+        {0: ~hm.Window(2, None), 3: hm.KeyIn("ids", (1, 2))}, hm.Chunk(4) | hm.Keys(1)
+    )
+    apart = gathered._taken_apart(rule)
+    assert gathered._put_together(apart) == rule
+
+
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="its loop takes this")
 @pytest.mark.parametrize(("most", "is_taken"), [(0.6, False), (0.65, True)])
 def test_dense_where_classes_compute_too_much(most, is_taken):

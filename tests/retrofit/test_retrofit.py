@@ -15,7 +15,7 @@ from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import kernels
+from keras_headmask.attention import choose, kernels
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit import call
 
@@ -39,11 +39,12 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.every_day("dense-0.0|tiled-0.5")
 def test_a_rule_is_what_the_loops_say(rule, tiled, dropout, monkeypatch):
-    went, real = [], kernels.Kernel.run  # all but `Dense` have it
-    monkeypatch.setattr(kernels.Kernel, "run", lambda *given: went.append(1) or real(*given))
+    went, real = [], choose.choose
+    monkeypatch.setattr(choose, "choose", lambda *given: went.append(real(*given)) or went[-1])
     with tuned(**ALWAYS) if tiled else hm.dense_scope():
         check_a_rule(rule, dropout)
-    assert bool(went) == tiled
+    assert went
+    assert {kernel is kernels.dense for kernel in went} == {not tiled}
 
 
 def check_a_rule(rule, dropout):

@@ -147,6 +147,7 @@ def test_the_report(decoder):
         ["1", "last", "MultiHeadAttention", "4", "heads", "self"],
     ]
     assert lines[0].endswith("None")
+    assert lines[2].endswith("PerHead({0: Chunk(3)})")
 
 
 def test_layers_with_equal_rules_are_one_row():
@@ -168,4 +169,3 @@ def test_layers_with_equal_rules_are_one_row():
         ["-", "layer_12", name, "2 heads", "cross", "None"],
         ["12", "head", name, "4 heads", "self", "None"],
     ]
-    assert lines[2].endswith("PerHead({0: Chunk(3)})")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from keras_headmask.look.tables import Printed, Table
+from keras_headmask.rules.coverage import Coverage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,15 +117,18 @@ class LeakReport(Printed):
         Raises:
             ImportError: without matplotlib.
         """
-        from keras_headmask.look import panels, plotting
+        from keras_headmask.look import grid, plotting
 
         rows, columns = self.hidden.shape[1:]
-        size = panels.tile_of(rows, columns, None, "hm.plot")
-        of_any: Any = (x.any(0, keepdims=True) for x in (self.hidden, self.change > 0))
-        hidden, leaks = (panels.reduced(np.logical_or, x, size) for x in of_any)
-        drawn = panels.Panels([panels.Panel((0,), hidden[0])], 1, size, (None, None), 0)
-        figures = plotting.figures_module()
-        return figures.leaks_figure(drawn, ~hidden, leaks, self.shown, self._sentences())
+        tile = grid.tile_of(rows, columns, grid.IN_PICTURES)
+        of_any: Any = (x.any(0) for x in (self.hidden, self.change > 0))
+        hidden, leaks = (grid.reduced(np.logical_or, x, tile) for x in of_any)
+        panel = grid.Panel("", np.full(hidden.shape, Coverage.ALL), hidden, leaks)
+        names = {Coverage.ALL: "may matter", "hidden": "must not matter", "crossed": "leaks"}
+        source, output = self.shown
+        axes = f"positions of the output '{output}'", f"positions of the input '{source}'"
+        drawn = grid.Grid([panel], self._sentences(), tile=tile, axes=axes, legend=names)
+        return plotting.figure_of(drawn)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it, a dict without `hidden` and `change`.

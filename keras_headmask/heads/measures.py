@@ -163,7 +163,7 @@ class HeadReport(Printed):
         if measure in _UNITS:
             most, unit = float(np.nanmax(self.scores[measure], initial=1e-9)), _UNITS[measure]
         caption = [str(self).split("\n")[0]]
-        return plotting.figures_module().heads_figure(values, unit, caption, most)
+        return plotting.plot_heads(values, unit, caption, most)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it, a dict; `nan` is null."""

@@ -110,7 +110,7 @@ class Suggestion(Printed):
         if any(self.causal):
             caption.append("Pairs of causal layers: those that do not look ahead")
         values = {"computed": self.computed}
-        return plotting.figures_module().heads_figure(values, "share of pairs", caption)
+        return plotting.plot_heads(values, "share of pairs", caption)
 
     def to_json(self) -> dict[str, Any]:
         """The suggestion as JSON has it; NaN is null.

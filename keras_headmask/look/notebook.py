@@ -12,7 +12,8 @@ from typing import Any
 
 import keras
 
-from keras_headmask.look import drawing, panels
+from keras_headmask.look import drawing
+from keras_headmask.look.grid import grid_of
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import words
 from keras_headmask.rules.base import MaskSpec, leaves
@@ -29,21 +30,20 @@ def _or_none(show: Callable[..., str | None], *values: Any) -> str | None:
 
 def _rule_html(spec: MaskSpec, num_heads: int | None = None) -> str:
     """A rule in words, and drawn if it asks for positions alone."""
+    from keras_headmask.look import plotting
+
     said = _pre(words.sentences(spec, num_heads))
     if spec.inputs:
         return said
     numbers = [n for leaf in leaves(spec) for n in vars(leaf).values() if isinstance(n, int)]
     # So long that the largest number is seen.
     length = min(max(2 * max(map(abs, numbers), default=0) + 2, _SHORTEST), _LONGEST)
-    others = words.enough_heads(spec) - 1 if num_heads is None else None
-    heads = words.enough_heads(spec) if num_heads is None else num_heads
-    drawn = panels.panels_of(spec, length, num_heads=heads, called="hm.plot")
-    drawn = drawn._replace(others=others)
+    drawn = grid_of(spec, length, num_heads=num_heads, called="hm.plot")
+    drawn = drawn._replace(caption=[f"over {length} positions"])
     try:
-        from keras_headmask.look import figures
+        png = plotting.figure_of(drawn).png(dpi=80)
     except ImportError:  # matplotlib is not installed
-        return said + _pre([f"over {length} positions", drawing.text_of(drawn)])
-    png = figures.masks_figure(drawn, [f"over {length} positions"]).png(dpi=80)
+        return said + _pre([*drawn.caption, drawing.text_of(drawn)])
     data = base64.b64encode(png).decode()
     return f'{said}<img alt="{html.escape(repr(spec))}" src="data:image/png;base64,{data}">'
 

@@ -354,7 +354,7 @@ print(f"this package:           {np.abs(convert_to_numpy(ours))[0, 0].max():.3f}
 
 # %% [markdown]
 """
-Better still is to know beforehand. `hm.lint` names the positions and the way out:
+Better still is to know beforehand. `hm.lint` names the queries:
 """
 
 # %%

@@ -21,7 +21,6 @@ from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,
-    OpenSide,
     Sampling,
     Sides,
     Span,
@@ -48,7 +47,6 @@ __all__ = [
     "MaskInput",
     "MaskSpec",
     "Nothing",
-    "OpenSide",
     "PerHead",
     "PerHeadMaskedGroupedQueryAttention",
     "PerHeadMaskedMultiHeadAttention",

@@ -40,11 +40,7 @@ class Compound(MaskSpec):
     def sampling(self) -> Sampling:
         parts = [child.sampling for child in self.children]
         known = [part.distance for part in parts if part.distance is not None]
-        sides = ("before", "after")
-        return Sampling(
-            distance=max(known) if len(known) == len(parts) else None,
-            closes=[side for side in sides if self._joint(side in part.closes for part in parts)],
-        )
+        return Sampling(distance=max(known) if len(known) == len(parts) else None)
 
 
 def _is_sparse(tiling: Tiling) -> bool:
@@ -161,10 +157,6 @@ class Not(Compound):
     @property
     def constant(self) -> bool | None:
         return None if self.spec.constant is None else not self.spec.constant
-
-    @property
-    def sampling(self) -> Sampling:
-        return super().sampling._replace(closes=())
 
     def in_words(self) -> str:
         return f"all but {words.joined([self.spec], '')}"

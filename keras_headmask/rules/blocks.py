@@ -47,8 +47,7 @@ class Chunk(MaskSpec):
 
     @property
     def sampling(self) -> Sampling:
-        distance = self.size * max(1, self.before, self.after)
-        return Sampling(distance, closes=("before", "after"))
+        return Sampling(distance=self.size * max(1, self.before, self.after))
 
     def in_words(self) -> str:
         sides = [(self.before, "before it"), (self.after, "after it")]

@@ -128,17 +128,6 @@ class PerHead(Compound):
         return f"PerHead({{{heads}}}{rest})"
 
 
-def joins(spec: MaskSpec, head: int | None = None) -> Iterator[MaskSpec]:
-    """Every `&` and `|` of `spec` as written, or those that concern `head`."""
-    if spec.kind in ("and", "or"):
-        yield spec
-    children = spec.children
-    if head is not None and isinstance(spec, PerHead):
-        children = (dict(spec.heads).get(head, spec.default),)
-    for child in children:
-        yield from joins(child, head)
-
-
 def _check_nested(spec: MaskSpec, heads: list[int]) -> None:
     """Raise for a `PerHead` in `spec` that names none of the heads it is given to."""
     if isinstance(spec, PerHead) and spec.heads:

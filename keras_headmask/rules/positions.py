@@ -7,13 +7,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any
 
 from keras_headmask.rules import fields, words
 from keras_headmask.rules.base import MaskSpec, register_spec
 from keras_headmask.rules.protocol import (
     Bounds,
-    OpenSide,
     Sampling,
     Tensor,
     Tiles,
@@ -32,7 +30,7 @@ class _Constant(MaskSpec):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(distance=0, closes=() if self.constant else ("before", "after"))
+        return Sampling(distance=0)
 
 
 @register_spec("full")
@@ -139,23 +137,7 @@ class Window(MaskSpec):
 
     @property
     def sampling(self) -> Sampling:
-        sides = {"before": self.before, "after": self.after}
-        return Sampling(
-            distance=max(abs(self.before or 0), abs(self.after or 0), self.step),
-            closes=[side for side, bound in sides.items() if bound is not None],
-            open_side=self._open_side(),
-        )
-
-    def _open_side(self) -> OpenSide | None:
-        """One side alone is bounded and the other is not, the causal windows aside."""
-        before, after = self.before, self.after
-        one_sided = (before is None) != (after is None)
-        if not one_sided or (before or 0) < 0 or (after is not None and after <= 0):
-            return None
-        side, bound = ("after", before) if after is None else ("before", after)
-        sides: list[dict[str, Any]] = [{side: 0}, {side: bound}, {"after": 0}]
-        closed, *meant = (dataclasses.replace(self, **changed) for changed in sides)
-        return OpenSide(side, closed, tuple(dict.fromkeys(meant)))
+        return Sampling(distance=max(abs(self.before or 0), abs(self.after or 0), self.step))
 
     def in_words(self) -> str:
         before, after = self.before, self.after
@@ -223,11 +205,7 @@ class _Range(MaskSpec):
 
     @property
     def sampling(self) -> Sampling:
-        hides_keys = self.stop is not None and not self.reads_query_positions
-        return Sampling(
-            distance=max(self.start, self.stop or 0),
-            closes=("before", "after") if hides_keys else (),
-        )
+        return Sampling(distance=max(self.start, self.stop or 0))
 
 
 @register_spec("keys")

@@ -159,20 +159,6 @@ class Bounds(NamedTuple):
     certain: Tensor
 
 
-class OpenSide(NamedTuple):
-    """A side of the query that a spec may have left open by mistake.
-
-    Args:
-        side: "before" or "after".
-        closed: The spec without that side.
-        meant: Specs that may have been meant.
-    """
-
-    side: str
-    closed: Any
-    meant: tuple[Any, ...]
-
-
 class Tiling(NamedTuple):
     """How tiles follow a spec. Every answer but `opens` affects speed alone.
 
@@ -213,16 +199,12 @@ class Sampling(NamedTuple):
 
     Args:
         distance: The greatest distance or position at which what it allows may change; `None` if
-            unknown. `lint` looks at masks of about three times that length. 0 suits a spec that
+            unknown. `lint` looks at masks of about twice that length. 0 suits a spec that
             reads nothing but inputs, since `lint` tries all that these may say.
-        closes: Where it keeps a query from seeing every token: "before" it, "after" it.
-        open_side: The side that it leaves open though it bounds the other, perhaps by mistake.
-        ids: The ids that it looks for: samples hold them, and `lint` misses them.
+        ids: The ids that it looks for: samples hold them.
         segments: Whether its ids number the parts of a sequence: samples then hold runs of ids.
     """
 
     distance: int | None = None
-    closes: Collection[str] = ()
-    open_side: OpenSide | None = None
     ids: tuple[int, ...] = ()
     segments: bool = False

@@ -35,7 +35,7 @@ def test_measured_and_sealed(family, rule):
     allowed = TEXTS["padding_mask"].astype(bool)[:, None, None]
     if rule is not None:
         codes = {finding.code for finding in hm.lint(model, mask_inputs=texts)}
-        assert "not-checked" not in codes
+        assert "sees-padding" not in codes
         allowed = allowed & keras.ops.convert_to_numpy(hm.make_mask(rule, 10, 10, 4))
         title = hm.plot_attention(model, texts, layer=0).get_suptitle()
         assert "attention outside the mask: 0 pairs" in " ".join(title.split())

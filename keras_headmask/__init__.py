@@ -101,8 +101,7 @@ if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
     from keras_headmask.heads import testing
-    from keras_headmask.heads.leak_report import Leak, LeakReport
-    from keras_headmask.heads.leaks import find_leaks
+    from keras_headmask.heads.leaks import Leak, LeakReport, find_leaks
     from keras_headmask.heads.measures import HeadReport, measure_heads
     from keras_headmask.heads.reading import attention_probabilities
     from keras_headmask.heads.suggest import Suggestion, suggest_rules
@@ -132,8 +131,7 @@ _HOMES = {
     "attention.biases": "alibi relative_position_bias",
     "export.saved_model": "ExportReport export_saved_model",
     "heads": "testing",
-    "heads.leak_report": "Leak LeakReport",
-    "heads.leaks": "find_leaks",
+    "heads.leaks": "Leak LeakReport find_leaks",
     "heads.measures": "HeadReport measure_heads",
     "heads.reading": "attention_probabilities",
     "heads.suggest": "Suggestion suggest_rules",

@@ -1,4 +1,4 @@
-"""Other values for inputs whose leaks are searched, and how far outputs move."""
+"""Other values for inputs, and how far outputs move."""
 
 import numpy as np
 
@@ -7,20 +7,12 @@ from keras_headmask.rules.examples import marks_padding
 Arrays = dict[str, np.ndarray]
 
 
-# --- Other inputs ---------------------------------------------------------------------------------
-
-
-def why_kept(name: str, values: np.ndarray, batch: int) -> str | None:
-    """Why no position of an input is changed; `None` if its positions are."""
-    kind = values.dtype.kind
-    is_mask = kind == "b" or marks_padding(name)
-    has_positions = values.ndim > 1 and len(values) == batch and values.shape[1] > 0
-    is_number = kind not in "OSU" and (values.ndim == 2 or kind not in "iu")
-    if has_positions and is_number and not is_mask and count_others(values):
-        return None
-    if values.size and (values == values.flat[0]).all():
-        return "all its values are equal"
-    return "it is a mask, or holds no numbers by position"
+def has_positions(name: str, values: np.ndarray) -> bool:
+    """Whether there are other values for the positions of an input, which is no mask."""
+    is_number = values.dtype.kind not in "bOSU" and (
+        values.ndim == 2 or values.dtype.kind not in "iu"
+    )
+    return values.ndim > 1 and is_number and not marks_padding(name) and count_others(values) > 0
 
 
 def count_others(values: np.ndarray) -> int:
@@ -51,10 +43,7 @@ def replaced(values: np.ndarray, places: np.ndarray, draw: int) -> np.ndarray:
 
 
 def _moved(values: np.ndarray, draw: int) -> np.ndarray:
-    """Floats of other positions, so that each column holds values that are valid in it.
-
-    Where those are the same, noise as large as the values is added.
-    """
+    """Floats of other positions, valid in their column; noise is added to equal ones."""
     rows = values.astype("float64").reshape((-1, int(np.prod(values.shape[2:]))))
     other = np.roll(rows, 1 + draw % max(len(rows) - 1, 1), 0)
     spread = max(rows.std(), 1e-4 * np.abs(rows).max(initial=0.0)) or 1.0
@@ -63,20 +52,15 @@ def _moved(values: np.ndarray, draw: int) -> np.ndarray:
     return np.where(is_same, rows + noise, other).astype(values.dtype).reshape(values.shape)
 
 
-# --- How far outputs move -------------------------------------------------------------------------
-
-
-def scales(values: np.ndarray, positions: bool) -> np.ndarray:
-    """The size that a change of each output value is compared with.
+def scales(values: np.ndarray) -> np.ndarray:
+    """The size that changes of an output, `(batch, rows, numbers)`, are compared with.
 
     It is the value, or what is typical of its feature (the median over rows) in its row (the median
     over features), since a value near 0 is a rounded sum of larger ones. Medians, so that one huge
     row or feature hides nothing. At least 0.1% of what is typical for a feature that is mostly 0,
     30% for a row.
     """
-    values = np.atleast_1d(values)
-    count = values.shape[-1] if values.ndim > 1 + positions else 1
-    sizes = np.abs(np.where(np.isfinite(values), values, 0)).reshape(-1, count)
+    sizes = np.abs(np.where(np.isfinite(values), values, 0)).reshape(-1, values.shape[-1])
     of_features = _medians(sizes, 0)
     of_features = np.maximum(of_features, 1e-3 * _medians(of_features, None))
     relative = np.divide(sizes, of_features, out=np.zeros_like(sizes), where=of_features > 0)
@@ -89,26 +73,13 @@ def _medians(sizes: np.ndarray, axis: int | None) -> np.ndarray:
     return np.ma.filled(np.ma.median(np.ma.masked_equal(sizes, 0), axis, keepdims=True), 0)
 
 
-def difference(
-    before: np.ndarray, after: np.ndarray, positions: bool, limit: np.ndarray | float = 0.0
-) -> np.ndarray:
-    """How far an output moved at each position, `(batch, T)`; T is 1 for one without positions.
+def difference(before: np.ndarray, after: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """How far an output, `(batch, rows, numbers)`, moved at each row, `(batch, rows)`.
 
     Changes up to `limit`, of each number, count as 0; one to NaN or from NaN is infinite.
-
-    Raises:
-        ValueError: if the shapes differ.
     """
-    if before.shape != after.shape:
-        raise ValueError(
-            f"The shape of an output depends on the values of inputs: {before.shape} and "
-            f"{after.shape}. Leaks are looked for in outputs of one shape."
-        )
-    before, after = np.atleast_1d(before, after)
     with np.errstate(invalid="ignore"):
         moved = np.where(before == after, 0.0, np.abs(after - before))
     moved = np.where(np.isnan(before) & np.isnan(after), 0.0, moved)
     moved = np.where(np.isnan(moved), np.inf, moved)
-    moved = np.where(moved > limit, moved, 0.0)
-    rows = before.shape[1] if positions else 1
-    return moved.reshape(len(before), rows, -1).max(-1, initial=0.0)
+    return np.where(moved > limit, moved, 0.0).max(-1, initial=0.0)

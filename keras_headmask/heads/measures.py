@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_headmask.heads import texts
-from keras_headmask.heads.reading import Batch, Reader, allowed_pairs, real_shares
+from keras_headmask.heads.reading import Batch, allowed_pairs, read, real_shares
 from keras_headmask.look import plotting
 from keras_headmask.look.tables import Printed, Table, layer_rows
 from keras_headmask.rules import fields
@@ -25,7 +24,6 @@ _SHARES = (
     *("self", "previous", "next", "first", "duplicate", "induction"),
     *("sentence", "special", "local"),
 )
-_MOST_LINES = 48  # of heads that are printed
 # The field's words. A head that keeps to the previous token also keeps to what is near, so a role
 # of the second table is only for heads that have none of the first.
 _NARROW = {
@@ -38,7 +36,6 @@ _NARROW = {
     "next": "next token",
 }
 _WIDE = {"sentence": "sentence", "local": "local"}
-_UNITS = {"distance": "positions", "entropy": "nats"}
 
 
 class Roles(dict[str, dict[int, str]]):
@@ -58,16 +55,13 @@ class HeadReport(Printed):
     Attributes:
         layers: The paths of the layers, in the order in which they run.
         heads: The number of heads of each layer.
-        scores: By measure an array `(layers, heads)`: mean shares of attention, `distance` in
-            positions, `entropy` in nats. `nan` where a layer has fewer heads, or where no query
-            of a head sees anything.
-        uniform_baseline: For shares: what a head would have that attends evenly to every token of a
-            text.
-        upper_bound: For shares: what a head could have at most. It is below 1 where some queries
-            have no such key, as a token that stands for the first time has no duplicate.
+        scores: By measure an array `(layers, heads)` of mean shares of attention. `nan` where a
+            layer has fewer heads, or where no query of a head sees anything.
+        uniform_baseline: What a head would have that attends evenly to every token of a text.
+        upper_bound: What a head could have at most. It is below 1 where some queries have no such
+            key, as a token that stands for the first time has no duplicate.
         texts, tokens: How many were measured.
         padding: What marks it, in words.
-        left_out: By measure, why it is not in `scores`.
     """
 
     layers: tuple[str, ...]
@@ -78,25 +72,13 @@ class HeadReport(Printed):
     texts: int
     tokens: int
     padding: str
-    left_out: dict[str, str]
 
     def roles(self, threshold: float = 0.5) -> Roles:
         """The role of each head, in the words of TransformerLens' `detect_head` and others.
 
-        Roles: previous token, duplicate token, induction, sink (the first token), special token,
-        current token, next token; for a head without one of these: local, sentence. A head has the
-        role in which it goes farthest from even attention (`uniform_baseline`, 0) to the most
-        possible (`upper_bound`, 1), if it goes as far as `threshold`. So no head is local where all
-        texts are short.
-
-        Args:
-            threshold: A number from 0 to 1.
-
-        Returns:
-            By the path of the layer, the role of each head that has one.
-
-        Raises:
-            TypeError, ValueError: if `threshold` is not a number from 0 to 1.
+        A head has the role in which it goes farthest from even attention (`uniform_baseline`, 0)
+        to the most possible (`upper_bound`, 1), if it goes as far as `threshold`; local or sentence
+        only without another role. So no head is local where all texts are short.
         """
         threshold = fields.fraction(threshold, "threshold")
         by_layer = Roles()
@@ -124,58 +106,23 @@ class HeadReport(Printed):
         return round((score - even) / (most - even), 5) if most - even > 1e-9 else -math.inf
 
     def _parts(self) -> Iterator[str | Table]:
-        yield f"{texts.counted(self.texts)} of {self.tokens:,} tokens; padding: {self.padding}."
+        texts = f"{self.texts:,} text{'s' * (self.texts != 1)}"
+        yield f"{texts} of {self.tokens:,} tokens; padding: {self.padding}."
         roles, of_heads = self.roles(), []
         for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
             names = [roles.get(path, {}).get(head, "") for head in range(heads)]
             cells = [[f"{x[i, head]:.2f}" for x in self.scores.values()] for head in range(heads)]
             of_heads.append([(f"{j}", names[j], *cells[j]) for j in range(heads)])
         rows = layer_rows(self.layers, of_heads)
-        count = len(rows)
-        if count > _MOST_LINES:
-            rows = [row for row in rows if row[2]][:_MOST_LINES]
         yield Table([("layer", "head", "role", *self.scores), *rows], labels=3)
-        if count > len(rows):
-            yield f"... and {count - len(rows)} more heads: see `scores` and `roles()`."
-        yield from (f"No {name}: {why}" for name, why in self.left_out.items())
 
     def plot(self, measure: str | None = None) -> "Figure":
-        """Layers x heads as a matplotlib figure: dark = much.
-
-        Needs matplotlib: `pip install matplotlib`.
-
-        Args:
-            measure: One of `scores`; by default each that is a share of attention has a panel.
-
-        Returns:
-            A matplotlib figure, with a panel for each measure.
-
-        Raises:
-            ImportError: without matplotlib.
-            ValueError: if `measure` was not measured.
-        """
+        """Layers x heads as a matplotlib figure: dark = much. By default a panel a measure."""
         if measure is not None and measure not in self.scores:
-            why = self.left_out.get(measure, f"measured were {list(self.scores)}.")
-            raise ValueError(f"There is no measure {measure!r}: {why}")
-        measures = list(self.upper_bound) if measure is None else [measure]
-        values = {name: self.scores[name] for name in measures}
-        most, unit = 1.0, "share of attention"
-        if measure in _UNITS:
-            most, unit = float(np.nanmax(self.scores[measure], initial=1e-9)), _UNITS[measure]
+            raise ValueError(f"There is no measure {measure!r}: measured were {list(self.scores)}.")
+        values = {k: x for k, x in self.scores.items() if measure in (None, k)}
         caption = [str(self).split("\n")[0]]
-        return plotting.plot_heads(values, unit, caption, most)
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it, a dict; `nan` is null."""
-        report = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("scores", "uniform_baseline", "upper_bound"):
-            report[name] = {measure: with_null(x) for measure, x in report[name].items()}
-        return report | {"layers": list(self.layers), "heads": list(self.heads)}
-
-
-def with_null(values: np.ndarray) -> list[list[float | None]]:
-    """Rows of JSON, which has no NaN."""
-    return [[None if math.isnan(x) else x for x in row] for row in values.tolist()]
+        return plotting.plot_heads(values, "share of attention", caption, 1.0)
 
 
 def measure_heads(
@@ -184,10 +131,7 @@ def measure_heads(
     end_ids: Any = None,
     special_ids: Any = None,
     layers: Any = None,
-    token_ids: Any = None,
-    padding: Any = None,
     batch_size: int = 32,
-    verbose: int | str = "auto",
 ) -> HeadReport:
     """Measure what each head of self-attention attends to: shares of attention, over many texts.
 
@@ -202,42 +146,29 @@ def measure_heads(
     | `sentence`  | its own sentence, as `SameSentence(end_ids)` counts them                   |
     | `special`   | tokens whose id is in `special_ids`                                        |
     | `local`     | keys at most 8 positions away                                              |
-    | `distance`  | the mean of abs(i - j), in positions                                       |
-    | `entropy`   | its entropy, in nats: 0 for one key                                        |
 
-    All are means over the queries that see something. Padding is neither query nor key: shares are
-    of the attention that goes to real tokens. A query without such a key counts as 0 (`upper_bound`
-    in the report has how many do not), so measure `duplicate` and `induction` on texts that repeat
-    themselves. One batch is held at a time.
+    All are means over the queries that see something. Padding is neither query nor key. A query
+    without such a key counts as 0 (`upper_bound` says how many do not), so measure `duplicate` and
+    `induction` on texts that repeat themselves.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
         inputs: What the model is called on: arrays, in a dict or list where it has several inputs.
-            Or an iterable of such batches: a generator, a `tf.data.Dataset`. As in `fit`, the first
-            of a tuple are the inputs.
-        end_ids: The id, or several, of tokens that end a sentence. Without it there is no
-            `sentence`.
-        special_ids: The id, or several, of special tokens, such as BERT's (101, 102). Without it
-            there is no `special`.
+            Token ids are the input named `token_ids`, `input_ids` or `ids`, or the only one of
+            integers `(batch, length)`; without any, measures that read ids are left out. Tokens
+            are real where an input named `padding_mask` or `attention_mask` is true, or else the
+            Keras mask that reaches the first attention layer; without any, all are.
+        end_ids: The id, or several, of tokens that end a sentence, for `sentence`.
+        special_ids: The id, or several, of special tokens, such as BERT's (101, 102).
         layers: Which layers, as in `apply_head_masks`. By default all self-attention.
-        token_ids: The name of the input with the ids, or an array `(texts, length)` of them. By
-            default the input named `token_ids`, `input_ids` or `ids`, or the only one of integers
-            `(batch, length)`. Without any, measures that read ids are left out.
-        padding: The name of the input that is true at real tokens, or an array `(texts, length)`.
-            By default an input named `padding_mask` or `attention_mask`, or else the Keras mask
-            that reaches the first attention layer. Without any, every position is a token.
-        batch_size: Texts that the model runs on at once, if `inputs` are arrays.
-        verbose: As in Keras, 0 for silence; "auto", 1 and 2 show progress on standard error: a bar
-            in a terminal or notebook, after 3 seconds, and elsewhere a line every 30 seconds.
+        batch_size: Texts that the model runs on at once.
 
     Returns:
-        A `HeadReport`. It prints as a table, and has `roles()`, `plot()` and `to_json()`.
+        A `HeadReport`. It prints as a table, and has `roles()` and `plot()`.
 
     Raises:
-        TypeError: if `model` is not a Keras model, or for `inputs` or ids of another kind.
-        ValueError: if attention is out of reach or not self-attention; if there are no texts, or
-            all have fewer than 2 tokens or the same one; if ids or padding are not found or do
-            not fit.
+        TypeError, ValueError: if attention is out of reach or not self-attention; if there are no
+            texts, floats for ids, or several inputs that may be ids or padding.
 
     Measures: Clark et al. 2019, "What Does BERT Look At?"; Olsson et al. 2022, "In-context Learning
     and Induction Heads"; `detect_head` of TransformerLens, whose shares are these.
@@ -254,97 +185,46 @@ def measure_heads(
     >>> print(report.roles())
     attention  head 0  previous token
     """
-    looked_for = {"end_ids": end_ids, "special_ids": special_ids}
-    reader = Reader(model, inputs, layers, token_ids, padding, batch_size, **looked_for)
     rules = _rules(end_ids, special_ids)
     sums: dict[str, _Sums] = {}  # by the path of the layer
-    for batch in reader.read(verbose):
-        parts: list[_Text] = []
+    texts = tokens = 0
+    for batch in read(model, inputs, layers, batch_size, end_ids=end_ids, special_ids=special_ids):
+        pairs: list[dict[str, np.ndarray]] = []  # of each text, by measure
         for path, probabilities in batch.layers:
-            parts = parts or list(_texts_of(batch, rules))
-            if path not in sums:
-                sums[path] = _Sums(probabilities.shape[1], parts[0].measures)
-            for of_text, text in zip(probabilities, parts, strict=True):
-                sums[path].add(of_text, text)
-    return _report(reader, sums)
-
-
-def _report(reader: Reader, sums: dict[str, "_Sums"]) -> HeadReport:
-    measures = next(iter(sums.values())).measures
-    heads = tuple(len(of_layer.queries) for of_layer in sums.values())
-    no_ids = "no input holds token ids. Pass `token_ids`, the name of an input or an array."
-    why = dict.fromkeys(("duplicate", "induction"), no_ids)
-    why["sentence"] = "pass `end_ids`, the ids of the tokens that end a sentence."
-    why["special"] = "pass `special_ids`, such as BERT's (101, 102)."
-
-    def means(name: str, columns: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """Over queries, `(layers, heads)` by measure; NaN where there is no such head."""
-        values = np.full((len(sums), max(heads), len(columns)), np.nan)
-        for i, of_layer in enumerate(sums.values()):
-            queries = np.where(of_layer.queries > 0, of_layer.queries, np.nan)[:, None]
-            values[i, : len(queries)] = getattr(of_layer, name) / queries
-        return {measure: values[..., k] for k, measure in enumerate(columns)}
-
-    return HeadReport(
-        layers=tuple(sums),
-        heads=heads,
-        scores=means("measured", (*measures, "distance", "entropy")),
-        uniform_baseline=means("baseline", measures),
-        upper_bound=means("bound", measures),
-        texts=reader.texts,
-        tokens=reader.tokens,
-        padding=reader.padding,
-        left_out={name: text for name, text in why.items() if name not in measures},
-    )
-
-
-class _Text:
-    """The pairs of one text that each measure counts, of real tokens alone."""
-
-    def __init__(self, real: np.ndarray, pairs: dict[str, np.ndarray]):
-        self.real, self.measures = real, tuple(pairs)
-        self.pairs = np.stack(list(pairs.values())) & real[:, None] & real
-        self.bound = self.pairs.any(-1).T.astype("float64")  # (queries, measures)
-        self.baseline = self.pairs.sum(-1).T / max(1, real.sum())
-
-    def weights(self) -> np.ndarray:
-        """The measures of each pair, `(pairs, measures + 1)`: 0 or 1, and the distance.
-
-        It is computed for each layer: of a whole batch it would be larger than its probabilities.
-        """
-        i, j = np.ogrid[: len(self.real), : len(self.real)]
-        weights = np.stack([*self.pairs, abs(i - j)], dtype="float64", casting="unsafe")
-        return weights.reshape(len(weights), -1).T
+            pairs = pairs or list(_pairs(batch, rules))
+            layer = sums.setdefault(path, _Sums(probabilities.shape[1], len(pairs[0])))
+            for of_text, counted, real in zip(probabilities, pairs, batch.real, strict=True):
+                layer.add(of_text, np.stack(list(counted.values())), real)
+        texts, tokens = texts + len(batch.real), tokens + int(batch.real.sum())
+    heads = tuple(len(layer.queries) for layer in sums.values())
+    means = np.full((3, len(pairs[0]), len(sums), max(heads)), np.nan)
+    for i, layer in enumerate(sums.values()):
+        queries = np.where(layer.queries > 0, layer.queries, np.nan)
+        means[:, :, i, : len(queries)] = layer.sums / queries
+    scores, baseline, bound = (dict(zip(pairs[0], x, strict=True)) for x in means)
+    return HeadReport(tuple(sums), heads, scores, baseline, bound, texts, tokens, batch.padding)
 
 
 class _Sums:
-    """Sums over queries, for each head of a layer, in float64."""
+    """Sums over queries by head, in float64: what is measured, of even attention, at most."""
 
-    def __init__(self, heads: int, measures: tuple[str, ...]):
-        self.measures, self.queries = measures, np.zeros(heads)
-        self.measured = np.zeros((heads, len(measures) + 2))  # with distance and entropy
-        self.bound, self.baseline = np.zeros((2, heads, len(measures)))
+    def __init__(self, heads: int, measures: int):
+        self.queries, self.sums = np.zeros(heads), np.zeros((3, measures, heads))
 
-    def add(self, probabilities: np.ndarray, text: _Text) -> None:
-        """The probabilities of one text, `(heads, queries, keys)`."""
-        shares, sees = real_shares(probabilities.astype("float64"), text.real)
-        logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
-        entropy = -np.einsum("hts,hts->h", shares, logarithms)
-        self.measured += np.c_[shares.reshape(len(shares), -1) @ text.weights(), entropy]
+    def add(self, probabilities: np.ndarray, pairs: np.ndarray, real: np.ndarray) -> None:
+        """Of one text: probabilities `(heads, T, T)`, and pairs `(measures, T, T)` that count."""
+        shares, sees = real_shares(probabilities.astype("float64"), real)
+        size = real.size**2
+        measured = pairs.reshape(-1, size).astype("float64") @ shares.reshape(-1, size).T
+        even = (pairs.sum(-1) / max(1, real.sum())) @ sees.T
+        self.sums += np.stack([measured, even, pairs.any(-1).astype("float64") @ sees.T])
         self.queries += sees.sum(1)
-        self.bound += sees @ text.bound
-        self.baseline += sees @ text.baseline
 
 
 def _rules(end_ids: Any, special_ids: Any) -> dict[str, MaskSpec]:
     """The measures that are a rule's share of attention."""
-    itself = Window(0, 0)
-    rules: dict[str, MaskSpec] = {
-        "self": itself,
-        "previous": Window(1, 0) & ~itself,
-        "next": Window(0, 1) & ~itself,
-        "local": Window(8, 8),
-    }
+    rules: dict[str, MaskSpec] = {"self": Window(0, 0), "local": Window(8, 8)}
+    rules |= {"previous": Window(1, -1), "next": Window(-1, 1)}
     if end_ids is not None:
         rules["sentence"] = SameSentence(end_ids)
     if special_ids is not None:
@@ -352,7 +232,8 @@ def _rules(end_ids: Any, special_ids: Any) -> dict[str, MaskSpec]:
     return rules
 
 
-def _texts_of(batch: Batch, rules: dict[str, MaskSpec]) -> Iterator[_Text]:
+def _pairs(batch: Batch, rules: dict[str, MaskSpec]) -> Iterator[dict[str, np.ndarray]]:
+    """The pairs of real tokens of each text that each measure counts."""
     for i, allowed in enumerate(allowed_pairs(list(rules.values()), batch)):
         real, pairs = batch.real[i], dict(zip(rules, allowed, strict=True))
         pairs["first"] = np.broadcast_to(np.arange(len(real)) == real.argmax(), allowed[0].shape)
@@ -360,4 +241,4 @@ def _texts_of(batch: Batch, rules: dict[str, MaskSpec]) -> Iterator[_Text]:
             same = (batch.ids[i][:, None] == batch.ids[i]) & real
             pairs["duplicate"] = np.tril(same, -1)
             pairs["induction"] = np.tril(np.pad(same, ((0, 0), (1, 0)))[:, :-1])
-        yield _Text(real, {name: pairs[name] for name in _SHARES if name in pairs})
+        yield {name: pairs[name] & real & real[:, None] for name in _SHARES if name in pairs}

@@ -1,21 +1,23 @@
 """What attention layers attend to: in one forward, and over many texts with ids and padding."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask import masks
+from keras_headmask import _keras, masks
 from keras_headmask.attention import observers
-from keras_headmask.heads import texts
-from keras_headmask.heads.progress import Progress
 from keras_headmask.retrofit.adapters import AttentionLayer, without_remat
 from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.examples import marks_padding, padding_inputs
+
+_IDS = ("token_ids", "input_ids", "ids")
 
 
 def attention_probabilities(
@@ -24,8 +26,7 @@ def attention_probabilities(
     """What every attention layer of `model` attends to, in one forward without dropout.
 
     It needs `batch * heads * queries * keys` numbers for each layer: pass a few texts, and use
-    `measure_heads` for many. Other tools take a list of these arrays, BertViz's `head_view` for
-    one: `[torch.tensor(x) for x in probabilities.values()]`.
+    `measure_heads` for many.
 
     Args:
         model: A model that `apply_head_masks` understands, with or without a rule.
@@ -38,9 +39,8 @@ def attention_probabilities(
         row sums to 1, or to 0 where a query sees nothing.
 
     Raises:
-        TypeError: if `model` is not a Keras model, or for floats where it takes ids.
-        ValueError: if attention is out of reach, does not run, runs inside a `tf.function` or
-            `jit`, or attends over several axes; or if `layers` names no layer.
+        TypeError, ValueError: if attention is out of reach, does not run, runs inside a
+            `tf.function` or `jit`, or attends over several axes; or for floats as ids.
 
     >>> from keras_headmask import Window, apply_head_masks
     >>> x = keras.Input((3, 8))
@@ -51,8 +51,7 @@ def attention_probabilities(
            [0., 1., 0.],
            [0., 0., 1.]], dtype=float32)
     """
-    texts.check_no_strings(model, inputs)
-    texts.check_inputs(model, texts.by_name(model, inputs))
+    check_inputs(model, by_name(model, inputs))
     survey = Survey(model)
     entries = survey.known  # by default all, if none is out of reach
     if layers is not None or not survey.known or survey.unknown:
@@ -108,18 +107,7 @@ def real_shares(probabilities: np.ndarray, real: np.ndarray) -> tuple[np.ndarray
     return shares, sees
 
 
-class Batch(NamedTuple):
-    """One batch: `ids` `(texts, length)` or `None`, `real` boolean of that shape.
-
-    `layers` yields the path of each layer and its probabilities, once, `(texts, heads, T, T)`.
-    """
-
-    ids: np.ndarray | None
-    real: np.ndarray
-    layers: Iterator[tuple[str, np.ndarray]]
-
-
-def allowed_pairs(specs: Sequence[MaskSpec], batch: Batch) -> Iterator[np.ndarray]:
+def allowed_pairs(specs: Sequence[MaskSpec], batch: "Batch") -> Iterator[np.ndarray]:
     """The pairs of real tokens that each of `specs` allows, `(specs, T, T)`, for each text."""
     length = batch.real.shape[1]
     by_spec = []
@@ -131,149 +119,144 @@ def allowed_pairs(specs: Sequence[MaskSpec], batch: Batch) -> Iterator[np.ndarra
         yield np.stack([mask[i] for mask in by_spec]) & real & real[:, None]
 
 
-class Reader:
-    """Runs a model on batches, one held at a time.
+class Batch(NamedTuple):
+    """One batch: `ids` `(texts, length)` or `None`, `real` boolean of that shape.
+
+    `padding` says what marks it. `layers` yields the path of each layer and its probabilities,
+    once, `(texts, heads, T, T)`.
+    """
+
+    ids: np.ndarray | None
+    real: np.ndarray
+    padding: str
+    layers: Iterator[tuple[str, np.ndarray]]
+
+
+def read(
+    model: Any, inputs: Any, layers: Any, batch_size: int, **looked_for: Any
+) -> Iterator[Batch]:
+    """Run a model on batches, one held at a time.
 
     `looked_for`: ids, or `None`, by the argument that passes them. They must stand in the texts.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        inputs: Any,
-        layers: Any,
-        token_ids: Any,
-        padding: Any,
-        batch_size: int,
-        **looked_for: Any,
-    ):
-        fields.whole_number(batch_size, "batch_size", at_least=1)
-        self.model, self.survey = model, Survey(model)
-        self.entries = _self_attention(self.survey, layers)
-        self.looked_for = {
-            name: fields.id_tuple(ids, name) for name, ids in looked_for.items() if ids is not None
-        }
-        arguments = {"token_ids": token_ids, "padding": padding}
-        # An argument is the name of an input, or else an array beside the inputs.
-        self.names = {k: v for k, v in arguments.items() if v is None or isinstance(v, str)}
-        beside = {k: v for k, v in arguments.items() if k not in self.names}
-        texts.check_no_strings(model, inputs)
-        self.batches: Iterable[tuple[Any, Mapping[str, Any]]]
-        self.batches, self.count = texts.in_batches(inputs, beside, batch_size)
-        self.padding = "none known"
-        self.texts = self.tokens = self.longest = 0
-        self._some_ids: set[int] = set()
-
-    def read(self, verbose: Any) -> Iterator[Batch]:
-        """Each batch, with a bar of progress; then raises unless heads can be measured on them."""
-        bar = Progress(self.count, "batches", verbose)
-        absent = dict(self.looked_for)
-        for inputs, beside in self.batches:
-            batch = self._batch(inputs, beside)
-            yield batch
-            bar.step()
-            if absent and batch.ids is not None:
-                stand = batch.ids[batch.real]
-                absent = {k: v for k, v in absent.items() if not np.isin(stand, v).any()}
-        if not self.texts:
-            raise ValueError("`inputs` holds no texts: nothing was measured. Pass some.")
-        count = texts.counted(self.texts)
-        if self.longest < 2:
-            raise ValueError(
-                "Heads are measured on texts of at least 2 tokens. Received: "
-                f"{count}, the longest of {self.longest} (padding: {self.padding}). "
-                "Pass longer ones, or in `padding` what is true at real tokens."
-            )
-        if len(self._some_ids) == 1:
-            raise ValueError(
-                f"All token ids are equal ({self._some_ids.pop()}), so each token repeats all "
-                "others and nothing sets heads apart. Pass texts of several words, or in "
-                "`token_ids` the input that holds the ids."
-            )
-        for name, ids in absent.items():
-            raise ValueError(
-                f"`{name}` must stand in the texts. Received: {ids}, and {count} "
-                "without any of them. Pass the ids of this model's tokenizer, or leave out "
-                f"`{name}`."
-            )
-
-    def _batch(self, inputs: Any, beside: Mapping[str, Any]) -> Batch:
-        texts.check_no_strings(self.model, inputs)
-        count = int(texts.arrays_in(inputs)[0].shape[0])
-        if any(0 in x.shape[:2] for x in texts.arrays_in(inputs)):
-            shapes = keras.tree.map_structure(lambda x: tuple(x.shape), inputs)
-            missing = "tokens" if count else "texts"
-            raise ValueError(f"`inputs` has a batch without {missing}: {shapes}. Leave it out.")
-        ids, real = self._ids_and_padding(inputs, beside, count)
-        runs = _forward(self.model, self.entries, inputs)
-        if real is None and runs[0].query_mask is not None:
-            self.padding = "the Keras mask"
-            real = texts.as_array(runs[0].query_mask, "the Keras mask", count)
-        if real is None:
-            real = np.ones((count, runs[0].probabilities.shape[2]), bool)
-        return Batch(ids, real != 0, self._checked(runs, ids, real != 0))
-
-    def _checked(
-        self, runs: list[Any], ids: np.ndarray | None, real: np.ndarray
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        for number, (path, probabilities) in enumerate(_in_numpy(runs)):
-            _check_fits(path, probabilities, ids, real)
-            if not number:
-                self.texts += len(real)
-                self.tokens += int(real.sum())
-                self.longest = max(self.longest, int(real.sum(1).max()))
-                if ids is not None and len(self._some_ids) < 2:
-                    self._some_ids.update(np.unique(ids[real])[:2].tolist())
-            yield path, probabilities
-
-    def _ids_and_padding(
-        self, inputs: Any, beside: Mapping[str, Any], count: int
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        named = texts.by_name(self.model, inputs)
-        texts.check_inputs(self.model, named)
-        arrays, ids = dict(beside), None
-        if "token_ids" in self.names:
-            ids = texts.named_ids(named, self.names["token_ids"])
-            arrays["token_ids"] = None if ids is None else named[ids]
-        if "padding" in self.names:
-            padding = texts.named_padding(named, self.names["padding"], ids)
-            arrays["padding"] = None if padding is None else named[padding]
-            self.padding = self.padding if padding is None else f"`{padding}`"
-        else:
-            self.padding = "`padding`"
-        if self.looked_for and arrays["token_ids"] is None:
-            raise ValueError(
-                f"{texts.listed(self.looked_for)} must stand among token ids, and no input holds "
-                f"them: {sorted(named)}. Pass `token_ids`, the name of an input or an array."
-            )
-        arrays = {k: None if x is None else texts.as_array(x, k, count) for k, x in arrays.items()}
-        return arrays["token_ids"], arrays["padding"]
-
-
-def _self_attention(survey: Survey, layers: Any) -> list[AttentionLayer]:
-    entries = selected(survey, layers)
+    fields.whole_number(batch_size, "batch_size", at_least=1)
+    entries = selected(Survey(model), layers)
     if others := [entry for entry in entries if entry.kind == "cross"]:
         raise ValueError(
             f"The layer {others[0]} attends to another sequence; heads are measured within one. "
             "Leave it out of `layers`, or use `attention_probabilities`."
         )
-    return entries
-
-
-def _check_fits(
-    path: str, probabilities: np.ndarray, ids: np.ndarray | None, real: np.ndarray
-) -> None:
-    """Raise unless the layer attends within the texts whose ids and padding are known."""
-    count, _, queries, keys = probabilities.shape
-    if queries != keys:
+    named = by_name(model, inputs)
+    check_inputs(model, named)
+    shapes = [tuple(getattr(x, "shape", ())) for x in keras.tree.flatten(inputs)]
+    if () in shapes or len({x[0] for x in shapes}) != 1 or any(0 in x for x in shapes):
         raise ValueError(
-            f"The layer '{path}' attends from {queries} queries to {keys} keys: not within one "
-            "sequence. Name the others in `layers`."
+            "`inputs` must hold arrays, each with as many texts, and no empty ones. Received: "
+            f"{shapes}."
         )
-    for name, array in (("token_ids", ids), ("padding", real)):
-        if array is not None and array.shape != (count, queries):
+    of_ids, of_padding = _ids_and_padding(named)
+    stand = np.zeros(0) if of_ids is None else _as_array(named[of_ids])
+    if stand.size and of_padding is not None:
+        stand = stand[_as_array(named[of_padding]) != 0]
+    for name, wanted in looked_for.items():
+        if wanted is not None and not np.isin(stand, fields.id_tuple(wanted, name)).any():
             raise ValueError(
-                f"`{name}` must have a value for each position of the layer '{path}', shape "
-                f"{(count, queries)}. Received: shape {array.shape}. Pass another input or array "
-                f"in `{name}`, or name other layers in `layers`."
+                f"`{name}` must stand among the token ids of the texts. Received: {wanted}. Pass "
+                "ids of the model's tokenizer, and texts in an input named `token_ids`, or leave "
+                f"out `{name}`."
+            )
+    tokens = 0
+    for start in range(0, shapes[0][0], batch_size):
+        part = slice(start, start + batch_size)
+        ids = None if of_ids is None else _as_array(named[of_ids][part])
+        runs = _forward(model, entries, keras.tree.map_structure(operator.itemgetter(part), inputs))
+        padding, real = "none known", np.ones(runs[0].probabilities.shape[::2], bool)
+        if of_padding is not None:
+            padding, real = f"`{of_padding}`", _as_array(named[of_padding][part])
+        elif runs[0].query_mask is not None:
+            padding, real = "the Keras mask", _as_array(runs[0].query_mask)
+        tokens += int((real != 0).sum())
+        yield Batch(ids, real != 0, padding, _checked(runs, ids, real))
+    if not tokens:
+        raise ValueError(f"`inputs` must hold real tokens. Received: padding alone, by {padding}.")
+
+
+def _ids_and_padding(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The inputs with the token ids and with true at real tokens, if there are such."""
+    whole = [
+        name
+        for name, x in named.items()
+        if len(x.shape) == 2
+        and "int" in keras.backend.standardize_dtype(x.dtype)
+        and not marks_padding(name)
+    ]
+    usual = [x for x in whole if x in _IDS] or [x for x in whole if "token_ids" in x] or whole
+    if len(usual) > 1:
+        raise ValueError(
+            f"Cannot tell which input holds the token ids: {usual}. Pass a model of one such input."
+        )
+    ids, padding = usual[0] if usual else None, padding_inputs(named)
+    if len(padding) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
+        own = [x for x in padding if ids and x == ids.replace("token_ids", "padding_mask")]
+        if not own:
+            raise ValueError(f"Cannot tell which input marks padding. Received: {padding}.")
+        padding = own
+    return ids, padding[0] if padding else None
+
+
+def _as_array(values: Any) -> np.ndarray:
+    return ops.convert_to_numpy(masks.as_tensor(values))
+
+
+def _checked(
+    runs: list[Any], ids: np.ndarray | None, real: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Path and probabilities of each layer; raises unless it attends within the texts."""
+    for path, probabilities in _in_numpy(runs):
+        count, _, queries, keys = probabilities.shape
+        known = [x.shape for x in (real, ids) if x is not None]
+        if {(count, queries), *known} != {(count, keys)}:
+            raise ValueError(
+                f"The layer '{path}' must attend within the texts. Received: {queries} queries and "
+                f"{keys} keys, and padding and ids of the shapes {known}. Name others in `layers`."
+            )
+        yield path, probabilities
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+def by_name(model: Any, inputs: Any) -> dict[str, Any]:
+    """The inputs by the names of the dict, or of the model, if that has a graph."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    values = list(inputs) if is_several(inputs) else [inputs]
+    names = [tensor.name for tensor in getattr(model, "inputs", None) or ()]
+    if len(names) != len(values):
+        names = [f"inputs[{i}]" for i in range(len(values))]
+    return dict(zip(names, values, strict=True))
+
+
+def is_several(inputs: Any) -> bool:
+    """Whether it is a list of arrays, and not one array as a list."""
+    return isinstance(inputs, (list, tuple)) and any(hasattr(x, "shape") for x in inputs)
+
+
+def check_inputs(model: Any, named: Mapping[str, Any]) -> None:
+    """Raise for more arrays than the model has inputs; and for floats, which Keras would cast."""
+    declared = list(getattr(model, "inputs", None) or ())
+    if declared and len(named) > len(declared):
+        raise ValueError(
+            f"The model has the inputs {[x.name for x in declared]}. Received: {len(named)} arrays "
+            "in `inputs`. Pass one array for each input."
+        )
+    by_key = getattr(_keras.functional_of(model), "input", None)
+    names = {x.name: x for x in declared} | dict(by_key if isinstance(by_key, Mapping) else {})
+    for name, x in names.items():
+        dtype = getattr(named.get(name), "dtype", None)
+        if "float" in str(dtype) and "float" not in str(getattr(x, "dtype", "float")):
+            raise TypeError(
+                f"`{name}` must be integer or boolean. Received dtype "
+                f'{keras.backend.standardize_dtype(dtype)}. Pass ids of dtype="int32": a cast '
+                "would change them."
             )

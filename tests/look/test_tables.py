@@ -37,7 +37,7 @@ def test_reports_of_long_names_stay_narrow(reports, name):
     path, rule = "backbone/" * 12 + "attention", hm.Chunk(3) | hm.Window(100, 100) | hm.Keys(0, 1)
     report = reports[name]
     if name == "leaks":
-        leak = dataclasses.replace(report.leaks[0], input=path, output=path)
+        leak = report.leaks[0]._replace(input=path, output=path)
         report = dataclasses.replace(report, leaks=(leak,))
     elif name == "measures":
         report = dataclasses.replace(report, layers=(path, "b"))

@@ -31,10 +31,6 @@ def masked():
     return hm.apply_head_masks(stock(), RULE)
 
 
-def metric(model):
-    return float(np.mean(model.predict(IDS, verbose=0)))
-
-
 def task():
     hub = pytest.importorskip("keras_hub").models
     sizes = {"num_layers": 1, "num_heads": 2, "hidden_dim": 8, "intermediate_dim": 8}
@@ -56,12 +52,11 @@ CALLS = {
     "attention_probabilities": (masked, lambda model, _: hm.attention_probabilities(model, IDS)),
     "explain": (masked, lambda model, _: hm.explain(model, queries=6)),
     "export_saved_model": (masked, exported),
-    "find_leaks": (masked, lambda model, _: hm.find_leaks(model, IDS)),
     "lint": (masked, lambda model, _: hm.lint(model)),
     "mask_specs": (masked, lambda model, _: hm.mask_specs(model)),
-    "measure_heads": (masked, lambda model, _: hm.measure_heads(model, IDS, verbose=0)),
+    "measure_heads": (masked, lambda model, _: hm.measure_heads(model, IDS)),
     "plot_attention": (masked, lambda model, _: hm.plot_attention(model, IDS)),
-    "suggest_rules": (stock, lambda model, _: hm.suggest_rules(model, IDS, metric=metric)),
+    "suggest_rules": (stock, lambda model, _: hm.suggest_rules(model, IDS)),
     "summary_masks": (masked, lambda model, _: hm.summary_masks(model, lambda _: None)),
     "unmasked": (masked, lambda model, _: hm.unmasked(model)),
 }

@@ -591,7 +591,7 @@ def test_what_the_inputs_of_a_functional_model_take():
         assert _keras.taken_by_inputs(model, [1]) == []
 
 
-@relies_on("is_own", breaks="more models would be refused, as if mixing positions")
+@relies_on("is_own", breaks="more models would be refused, as if they attended")
 def test_classes_of_keras_are_told_by_their_module():
     class Mine(keras.layers.Dense):
         pass

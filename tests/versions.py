@@ -50,9 +50,6 @@ SEEN_BY = {
     "export/test_export": {
         "test_the_export_of_keras_holds_the_forward_pass_alone_and_each_loop_once": "NOT_INLINED",
     },
-    "heads/test_suggest": {
-        "test_copies_that_a_metric_gets_are_compiled_as_the_model_is": "compile_alike",
-    },
 }
 # What fails here explains what fails after it.
 FIRST = (

@@ -352,22 +352,6 @@ def run_anew(graph: keras.Model, call: Any) -> Any:
     return outputs
 
 
-def compile_alike(model: keras.Model, other: keras.Model) -> None:
-    """Compile `other` as `model` is, if that is; with the same losses and metrics.
-
-    (Public is the config alone, and no function is read back from it that is not registered.)
-    """
-    if not model.compiled:
-        return
-    if type(model).compile_from_config is not keras.Model.compile_from_config:
-        other.compile_from_config(model.get_compile_config())
-        return
-    arguments = dict(model._compile_config.config)
-    if (optimizer := arguments["optimizer"]) is not None:  # its variables stand for those of one
-        arguments["optimizer"] = type(optimizer).from_config(optimizer.get_config())
-    keras.Model.compile(other, **arguments)
-
-
 def uncompile(model: keras.Model, source: keras.Model) -> None:
     """Undo `compile`, which KerasHub's tasks call when they are made; the sampler is `source`'s."""
     find("keras.src.models.model.Trainer").__init__(model)

@@ -31,8 +31,10 @@ _size = operator.attrgetter("change")
 class Leak(NamedTuple):
     """An input position that changed an output that must not depend on it.
 
-    `position` is `None` where all of an example was changed, `output_position` for an output
-    without positions. `change` is the largest of a number there; infinite for one to or from NaN.
+    Attributes:
+        input, example, position: What was changed; without a position, all of the example.
+        output, output_example, output_position: What moved; `None` for one without positions.
+        change: The largest change of a number there; infinite for one to or from NaN.
     """
 
     input: str

@@ -79,6 +79,9 @@ class HeadReport(Printed):
         A head has the role in which it goes farthest from even attention (`uniform_baseline`, 0)
         to the most possible (`upper_bound`, 1), if it goes as far as `threshold`; local or sentence
         only without another role. So no head is local where all texts are short.
+
+        Args:
+            threshold: A number from 0 to 1.
         """
         threshold = fields.fraction(threshold, "threshold")
         by_layer = Roles()
@@ -117,7 +120,17 @@ class HeadReport(Printed):
         yield Table([("layer", "head", "role", *self.scores), *rows], labels=3)
 
     def plot(self, measure: str | None = None) -> "Figure":
-        """Layers x heads as a matplotlib figure: dark = much. By default a panel a measure."""
+        """The measures, layers x heads, as a matplotlib figure: dark = much.
+
+        Args:
+            measure: One of `scores`; by default each has a panel.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ValueError: if `measure` was not measured.
+        """
         if measure is not None and measure not in self.scores:
             raise ValueError(f"There is no measure {measure!r}: measured were {list(self.scores)}.")
         values = {k: x for k, x in self.scores.items() if measure in (None, k)}

@@ -24,15 +24,11 @@ def assert_no_leaks(
 ) -> None:
     """Fail if `hm.find_leaks` finds a leak, or can try no hidden pair at all.
 
-    Arguments and errors are those of `hm.find_leaks`; the `AssertionError` has the report as its
-    text.
+    Args:
+        what, ..., tolerance: As for `hm.find_leaks`.
 
-    >>> import keras, numpy as np
-    >>> from keras_headmask import recipes
-    >>> x = keras.Input((6, 4))
-    >>> attention = keras.layers.MultiHeadAttention(2, 4)
-    >>> model = keras.Model(x, attention(x, x, use_causal_mask=True))
-    >>> assert_no_leaks(model, np.random.rand(2, 6, 4), rule=recipes.causal())
+    Raises:
+        AssertionError: with the report as its text.
     """
     __tracebackhide__ = True
     report = find_leaks(what, inputs, rule, real, tolerance)

@@ -65,30 +65,6 @@ def observe(survey: Survey, inputs: Any, layer: Any, call: int) -> Observed:
     return Observed(entry, spec, probabilities, np.broadcast_to(allowed, probabilities.shape))
 
 
-def masks_in_force(
-    model: keras.Model, entries: list[AttentionLayer], inputs: Any
-) -> list[tuple[keras.Layer, np.ndarray]]:
-    """Each run of the layers of `entries`, and what it allows, `(B or 1, H or 1, T, S)`.
-
-    `model` runs once on `inputs`, as in inference. A layer whose kind is unclear must attend to its
-    own sequence in this run.
-    """
-    masks_of_runs: list[tuple[keras.Layer, np.ndarray]] = []
-    on_two: list[AttentionLayer] = []
-
-    def keep(run: Run) -> None:
-        query, value = run.call.get("query"), run.call.get("value")
-        is_own = value is None or query is value or query is run.call.get("key")
-        if run.entry.kind == "unclear" and not is_own:
-            on_two.append(run.entry)
-        masks_of_runs.append((run.entry.layer, _allowed(run)))
-
-    _run_once(model, entries, inputs, keep)
-    if on_two:
-        raise ValueError(f"The attention layer {on_two[0]} attends to another sequence.")
-    return masks_of_runs
-
-
 def _run_once(
     model: keras.Model, entries: list[AttentionLayer], inputs: Any, keep: Callable[["Run"], None]
 ) -> None:

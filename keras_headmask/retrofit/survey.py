@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import keras
-from keras import layers
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
@@ -27,7 +26,7 @@ from keras_headmask.retrofit.adapters import (
     walk,
     without_remat,
 )
-from keras_headmask.retrofit.edges import ARGUMENT, HeadMaskInputs
+from keras_headmask.retrofit.edges import ARGUMENT
 from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
@@ -176,13 +175,6 @@ class Survey:
         """The most positions, if layers have a limit, as KerasHub's position embeddings."""
         sizes = [getattr(x, "sequence_length", None) for x in _keras.layers_of(self.model)]
         return min((size for size in sizes if isinstance(size, int)), default=None)
-
-    # --- Positions ---
-
-    @functools.cached_property
-    def mixing(self) -> list["Mixing"]:
-        """The operations beside attention that mix positions, or may, in forward order."""
-        return list(_mixing(self.model, {id(entry.layer) for entry in self.known}))
 
 
 # --- A forward pass -------------------------------------------------------------------------------
@@ -396,82 +388,6 @@ def _is_named_for_attention(layer: Any) -> bool:
     name = name.replace("deltanet", "attention")  # linear attention, which has no mask
     _, found, rest = name.partition("attention")
     return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
-
-
-# --- Which operations mix positions ---------------------------------------------------------------
-
-
-class Mixing(NamedTuple):
-    """An operation that carries something from one position to another.
-
-    `is_certain`: its class is known to do so. Else nothing is known of it.
-    """
-
-    operation: Any
-    is_certain: bool
-
-    def __str__(self) -> str:
-        named = f"'{self.operation.name}' ({type(self.operation).__name__})"
-        return f"{named} mixes positions" if self.is_certain else f"{named} may mix positions"
-
-
-# fmt: off
-# Each position by itself, exactly these classes: a subclass may do what it likes.
-_APART = {
-    layers.InputLayer, layers.Embedding, layers.Dense, layers.Dropout, layers.GaussianDropout,
-    layers.GaussianNoise, layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU,
-    layers.ELU, layers.Identity, layers.Masking, layers.Rescaling, layers.Add, layers.Subtract,
-    layers.Multiply, layers.Average, layers.Maximum, layers.Minimum, HeadMaskInputs,
-}
-# Along the last axis alone, if that is the one they were given.
-_ALONG_AN_AXIS = {
-    layers.LayerNormalization, layers.RMSNormalization, layers.BatchNormalization,
-    layers.Softmax, layers.Concatenate,
-}
-# Functions of `keras.ops` as they stand in a graph, by class name. A running sum looks back only,
-# and padding comes last.
-_OPS = {
-    "Absolute", "Add", "Cast", "Clip", "Cumsum", "Divide", "Elu", "Equal", "Exp", "Gelu",
-    "Greater", "GreaterEqual", "Less", "LessEqual", "Log", "LogicalAnd", "LogicalNot",
-    "LogicalOr", "Maximum", "Minimum", "Multiply", "Negative", "NotEqual", "Power", "Relu",
-    "Rsqrt", "Sigmoid", "Sign", "Silu", "Softplus", "Sqrt", "Square", "Subtract", "Tanh",
-    "TrueDivide", "Where",
-}
-# fmt: on
-# Folders of Keras whose layers carry something from one position to another.
-_MIXING = {"convolutional", "pooling", "rnn"}
-
-
-def _mixing(model: Any, attention_ids: Set[int]) -> Iterator[Mixing]:
-    """The operations that mix positions in the graph of `model`; without a graph, known layers."""
-    if not isinstance(model, (_keras.Functional, keras.Sequential)):
-        yield from (Mixing(x, True) for x in _keras.layers_of(model) if _certainly_mixes(x))
-        return
-    for operation in _keras.operations(model):
-        if isinstance(operation, (_keras.Functional, keras.Sequential)):
-            yield from _mixing(operation, attention_ids)
-        elif id(operation) not in attention_ids and not _keeps_apart(operation):
-            is_layer = isinstance(operation, keras.Layer)
-            inside = _keras.layers_of(operation) if is_layer else ()
-            certain = next(filter(_certainly_mixes, inside), None)
-            yield Mixing(operation if certain is None else certain, certain is not None)
-
-
-def _certainly_mixes(layer: Any) -> bool:
-    folders = {part for cls in type(layer).__mro__ for part in cls.__module__.split(".")}
-    return bool(folders & _MIXING) and not isinstance(layer, keras.layers.TimeDistributed)
-
-
-def _keeps_apart(operation: keras.Operation) -> bool:
-    cls = type(operation)
-    if cls in _ALONG_AN_AXIS:
-        axis = operation.axis
-        rank = len(_keras.calls_of(operation)[0].input_tensors[0].shape)
-        last = [axis] if isinstance(axis, int) else list(axis)
-        return rank > 2 and all(a in (-1, rank - 1) for a in last)
-    if isinstance(operation, keras.Layer):
-        return cls in _APART
-    return _keras.is_own(operation, "ops") and cls.__name__ in _OPS
 
 
 # --- Which embeddings read an input ---------------------------------------------------------------

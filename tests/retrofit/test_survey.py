@@ -305,8 +305,6 @@ def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
     stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
     masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
     assert [kind for _, kind in kinds(masked)] == ["self"]
-    mixing, of_stock = (list(map(str, Survey(x).mixing)) for x in (masked, stock))
-    assert mixing == of_stock
     hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
     for layer in (None, "attention"):
         both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")
@@ -359,35 +357,3 @@ def test_a_residual_sum_goes_on_with_one_sequence():
     y = x + shared(x, x)
     model = keras.Model(ids, x + shared(y, y))
     assert hm.mask_specs(hm.apply_head_masks(model, hm.SameSentence(9)))
-
-
-# --- What beside attention mixes positions --------------------------------------------------------
-
-
-class Opaque(layers.Layer):
-    def __init__(self, inner, **kwargs):
-        super().__init__(**kwargs)
-        self.inner = inner
-
-    def call(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.tensorflow  # a graph says the same on every backend
-@pytest.mark.parametrize(
-    ("then", "mixing"),
-    [
-        (layers.Dense(3), []),
-        (layers.LayerNormalization(), []),
-        (layers.Softmax(axis=1), ["may mix positions"]),
-        (lambda x: ops.roll(x, 1, 1), ["may mix positions"]),
-        (Opaque(layers.Dense(3)), ["may mix positions"]),
-        (layers.Conv1D(3, 3), ["mixes positions"]),
-        (Opaque(layers.GRU(3)), ["mixes positions"]),
-        (layers.GlobalAveragePooling1D(), ["mixes positions"]),
-    ],
-)
-def test_what_mixes_positions_for_certain_or_perhaps(then, mixing):
-    x = keras.Input((None, 8))
-    seen = Survey(keras.Model(x, then(attention()(x, x)))).mixing
-    assert [str(one).partition(") ")[2] for one in seen] == mixing

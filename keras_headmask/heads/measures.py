@@ -135,7 +135,7 @@ class HeadReport(Printed):
             raise ValueError(f"There is no measure {measure!r}: measured were {list(self.scores)}.")
         values = {k: x for k, x in self.scores.items() if measure in (None, k)}
         caption = [str(self).split("\n")[0]]
-        return plotting.plot_heads(values, "share of attention", caption, 1.0)
+        return plotting.plot_heads(values, "share of attention", caption)
 
 
 def measure_heads(

@@ -119,7 +119,7 @@ def _constant(value: Any) -> Tensor:
 def operand_checks(query: Tensor, key: Tensor, value: Tensor) -> list[Any]:
     """The operation that raises where sizes of the operands `(B, L, H, size)` do not fit.
 
-    There is none for operands of known sizes, or made of one tensor.
+    Operands of known sizes, or made of one tensor, need no check.
     """
     import tensorflow as tf
 

@@ -58,7 +58,7 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
 
 @one_function
 def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    """By the only one of three ways whose condition holds.
+    """By the only one of three implementations whose condition holds.
 
     TensorFlow keeps what the gradients of two branches need side by side, and logs an "invalid
     graph" where the types differ: each branch stands beside one that computes nothing.

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import operator
-import re
 
 import keras
 import numpy as np
@@ -68,13 +67,12 @@ def test_the_order_of_writing_is_kept_for_the_reader():
 
 
 @pytest.mark.parametrize("spec", [A, A & B, ~B, hm.PerHead({0: A})], ids=repr)
-@pytest.mark.parametrize("use", [bool, lambda s: s and B, lambda s: not s, lambda s: 1 if s else 0])
-def test_no_truth_value(spec, use):
+def test_no_truth_value(spec):
     with pytest.raises(TypeError, match=r"no truth value. Combine specs with & \| ~.*`is None`"):
-        use(spec)
+        bool(spec)
 
 
-@pytest.mark.parametrize("join", [lambda a, b: a & b, lambda a, b: b & a, lambda a, b: a | b])
+@pytest.mark.parametrize("join", [operator.and_, operator.or_], ids=["&", "|"])
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -82,24 +80,16 @@ def test_no_truth_value(spec, use):
         (1, "unsupported operand type"),
         (True, r"joins mask specs. Received: True. Write Full\(\) for True"),
         ({"kind": "full"}, "joins mask specs.*`MaskSpec.from_config`"),
-        ({0: B}, r"joins mask specs.*Wrap rules by head in PerHead: .*hm.PerHead\(\{0: ...\}\)"),
         ([B], "joins mask specs.*Combine specs by & or"),
-        ("causal", r"joins mask specs. Received: 'causal'. Call it: .*hm.recipes.causal\(\)"),
-        (hm.Full, r"joins mask specs.*Call it: .*hm.Full\(\)"),
+        ("Window", r"joins mask specs.*Call it: \.\.\. [&|] hm.Window\(before=8, after=8\)\.$"),
+        (hm.Keys, r"joins mask specs.*Call it: \.\.\. [&|] hm.Keys\(start\)\.$"),
     ],
 )
 def test_only_specs_are_joined(join, other, message):
     with pytest.raises(TypeError, match=message):
         join(A, other)
-
-
-def test_the_hint_of_a_join_stands_where_the_spec_was_meant():
-    with pytest.raises(
-        TypeError, match=r"`\|` joins.*Call it: hm.Window\(before=8, after=8\) \| \.\.\.\.$"
-    ):
-        "Window" | A
-    with pytest.raises(TypeError, match=r"`&` joins.*Call it: \.\.\. & hm.Keys\(start\)\.$"):
-        A & hm.Keys
+    with pytest.raises(TypeError, match=message.partition(r"\.\.\. ")[0]):
+        join(other, A)
 
 
 @pytest.mark.parametrize("join", [operator.and_, operator.or_], ids=["&", "|"])
@@ -116,16 +106,16 @@ def test_a_tensor_is_refused_as_a_whole(join):
             join(mask, A)
 
 
-@pytest.mark.parametrize(
-    ("spec", "field"), [(A, "after"), (A & B, "specs"), (~B, "spec"), (hm.PerHead({0: A}), "heads")]
-)
-def test_specs_are_immutable(spec, field):
-    before = hash(spec)
-    with pytest.raises(dataclasses.FrozenInstanceError, match=field):
-        setattr(spec, field, None)
-    with pytest.raises(dataclasses.FrozenInstanceError, match=field):
-        delattr(spec, field)
-    assert hash(spec) == before
+def test_specs_are_immutable():
+    for spec, field in (
+        (A, "after"),
+        (A & B, "specs"),
+        (~B, "spec"),
+        (hm.PerHead({0: A}), "heads"),
+    ):
+        for change in (lambda spec, field: setattr(spec, field, None), delattr):
+            with pytest.raises(dataclasses.FrozenInstanceError, match=field):
+                change(spec, field)
 
 
 # --- PerHead ---
@@ -152,10 +142,6 @@ def test_head_keys(key, heads):
     assert all(spec.for_head(h) == B for h in range(9) if h not in heads)
 
 
-def test_heads_named_in_any_order():
-    assert hm.PerHead({2: A, 0: B}) == hm.PerHead({0: B, 2: A})
-
-
 NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received: "
 
 
@@ -164,39 +150,23 @@ NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received:
     [
         ({0: A, "0-1": B}, ValueError, "Head 0 has two rules; name it once"),
         ({1: A, (0, 1): A}, ValueError, "Head 1 has two rules"),
-        ({"1,1": A}, ValueError, "Head 1 has two rules"),
         ({"1-3,2": A}, ValueError, "Head 2 has two rules"),
         ({"\u0663": A}, ValueError, NAMED),  # a digit, though not an ASCII one
         ({"3-1": A}, ValueError, "The range '3-1' of heads runs backwards"),
-        ({"": A}, ValueError, f"{NAMED}''"),
-        ({"1-": A}, ValueError, f"{NAMED}'1-'"),
-        ({"-1": A}, ValueError, f"{NAMED}'-1'"),
-        ({"1-2-3": A}, ValueError, f"{NAMED}'1-2-3'"),
-        ({"1,,2": A}, ValueError, f"{NAMED}'1,,2'"),
-        ({"first": A}, ValueError, f"{NAMED}'first'"),
+        *(({key: A}, ValueError, f"{NAMED}'{key}'") for key in ("", "1-", "-1", "1-2-3", "1,,2")),
         ({-1: A}, ValueError, "Heads are counted from 0. Received: head -1"),
         ({(1, -2): A}, ValueError, "Heads are counted from 0. Received: head -2"),
-        ({True: A}, TypeError, r"Heads are named 3, .* Received: True"),
-        ({1.0: A}, TypeError, r"Heads are named 3, .* Received: 1.0"),
-        ({None: A}, TypeError, r"Heads are named 3, .* Received: None"),
+        *(({key: A}, TypeError, f"{NAMED}{key}") for key in (True, 1.0, None)),
         ([A], TypeError, "`heads` must map head numbers to specs"),
         ({0: True}, TypeError, r"`heads.0` must be a mask spec. Received: True.*Write Full\(\)"),
-        ({0: {"kind": "full"}}, TypeError, "becomes a spec by `MaskSpec.from_config`"),
         ({0: np.ones((2, 2))}, TypeError, r"A mask tensor enters a spec by MaskInput\(name\)"),
     ],
 )
 def test_heads_refused(heads, error, message):
     with pytest.raises(error, match=message):
         hm.PerHead(heads)
-
-
-@pytest.mark.parametrize("default", [None, False, "full"])
-def test_default_refused(default):
-    with pytest.raises(TypeError, match=f"`default` must be a mask spec. Received: {default!r}"):
-        hm.PerHead({0: A}, default=default)
-
-
-def test_not_of_no_spec():
+    with pytest.raises(TypeError, match="`default` must be a mask spec. Received: 'full'"):
+        hm.PerHead({0: A}, default="full")
     with pytest.raises(TypeError, match=r"`spec` must be a mask spec. Received: 3"):
         type(~A)(3)
 
@@ -334,38 +304,37 @@ def test_a_rule_of_ones_own_joins_the_language():
     assert oracle.picture(mask[0, 1]) == "1001 0100 0010 1001"
 
 
-def test_a_field_may_not_hide_what_every_spec_has():
-    with pytest.raises(TypeError, match=r"A field named `sampling` would hide.*Rename it in Far"):
-
-        @hm.register_spec("test_specs_far")
-        @dataclasses.dataclass(frozen=True)
-        class Far(hm.MaskSpec):
-            sampling: int
+def own(*fields, kind="test_specs_own", eq=True, frozen=True):
+    """A kind of a user's own."""
+    made = dataclasses.make_dataclass("Own", fields, bases=(hm.MaskSpec,), frozen=frozen, eq=eq)
+    return hm.register_spec(kind)(made)
 
 
-def test_registering_what_is_no_spec():
-    @dataclasses.dataclass
-    class Thawed:
-        pass
-
-    with pytest.raises(TypeError, match="must be a frozen dataclass that subclasses MaskSpec"):
-        hm.register_spec("test_specs_thawed")(Thawed)
-    with pytest.raises(TypeError, match="frozen dataclass"):  # inherits the marks of a dataclass
-        hm.register_spec("test_specs_heir")(type("Heir", (hm.Full,), {}))
-    with pytest.raises(TypeError, match="frozen dataclass"):
-        hm.register_spec("test_specs_plain")(lambda: None)
+LOOSE = ("length", int, dataclasses.field(default=1, compare=False))
 
 
-@pytest.mark.parametrize("kind", ["", "same speaker", "my.kind", 3])
-def test_registering_under_a_bad_name(kind):
-    with pytest.raises(ValueError, match=f"A kind is a name such as .* Received: {kind!r}"):
-        hm.register_spec(kind)(SameRest)
-
-
-@pytest.mark.parametrize("kind", ["window", "test_specs_earlier_date"])
-def test_registering_a_name_twice(kind):
-    with pytest.raises(ValueError, match=f"{kind!r} already names .*; saved rules rely on it"):
-        hm.register_spec(kind)(SameRest)
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: own(("sampling", int)), TypeError, "`sampling` would hide.*Rename it in Own"),
+        (lambda: own(LOOSE), TypeError, r"compare=False on \['length'\].*Leave `compare` out"),
+        (lambda: own(eq=False), TypeError, "Own has eq=False and no `__eq__`"),
+        (lambda: hm.register_spec("x")(int), TypeError, "must be a frozen dataclass"),
+        # It inherits the marks of a dataclass.
+        (
+            lambda: hm.register_spec("x")(type("Heir", (hm.Full,), {})),
+            TypeError,
+            "frozen dataclass",
+        ),
+        (lambda: own(kind="same speaker"), ValueError, "A kind is a name such as .*'same speaker'"),
+        (lambda: own(kind=3), ValueError, "A kind is a name such as .* Received: 3"),
+        (lambda: own(kind="window"), ValueError, "'window' already names .*; saved rules rely on"),
+        (lambda: own(kind="test_specs_earlier_date"), ValueError, "_date' already names"),
+    ],
+)
+def test_registering_what_is_no_kind(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_the_same_class_defined_again_takes_its_place():
@@ -395,37 +364,31 @@ def _returning(result):
     return Wrong()
 
 
+RETURNED = "`Wrong.allowed` must return a boolean tensor. Received: "
+OF_SHAPE = "`Wrong.allowed` must return .*of 2 queries and 3 keys. Received: shape "
+
+
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("result", "error", "message"),
     [
-        (_returning(lambda q, k: True), "`Wrong.allowed` must return a boolean tensor.*True"),
-        (_returning(lambda q, k: k - q), "must return a boolean tensor. Received: dtype int"),
+        (lambda q, k: True, TypeError, f"{RETURNED}True"),
+        (lambda q, k: k - q, TypeError, f"{RETURNED}dtype int"),
+        (lambda q, k: np.ones((2, 2), object), TypeError, f"{RETURNED}dtype object"),
+        (lambda q, k: (q <= k)[None], ValueError, rf"{OF_SHAPE}\(1, 2, 3\)"),  # examples, or heads?
+        (lambda q, k: (k >= 0)[0], ValueError, rf"{OF_SHAPE}\(3,\)"),
+        (lambda q, k: np.True_, ValueError, rf"{OF_SHAPE}\(\)"),
+        (lambda q, k: (q <= k)[:, :-1], ValueError, rf"{OF_SHAPE}\(2, 2\)"),
+        (lambda q, k: ops.transpose(q <= k), ValueError, rf"{OF_SHAPE}\(3, 2\)"),
         (
-            _returning(lambda q, k: np.ones((2, 2), object)),
-            "`Wrong.allowed` must return a boolean tensor. Received: dtype object",
+            lambda q, k: ops.repeat((q <= k)[None, None], 2, 1),
+            ValueError,
+            rf"{OF_SHAPE}\(1, 2, 2, 3\)",
         ),
-        (hm.MaskSpec(), "MaskSpec must define `allowed`"),
     ],
 )
-def test_a_rule_of_ones_own_that_is_wrong(spec, message):
-    with pytest.raises(TypeError, match=message):
-        hm.make_mask(spec, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("result", "shape"),
-    [
-        (lambda q, k: (q <= k)[None], (1, 2, 3)),  # examples, or heads?
-        (lambda q, k: (k >= 0)[0], (3,)),
-        (lambda q, k: np.True_, ()),
-        (lambda q, k: (q <= k)[:, :-1], (2, 2)),
-        (lambda q, k: keras.ops.transpose(q <= k), (3, 2)),
-        (lambda q, k: (q <= k)[None, None, None], (1, 1, 1, 2, 3)),
-        (lambda q, k: keras.ops.repeat((q <= k)[None, None], 2, 1), (1, 2, 2, 3)),
-    ],
-)
-@pytest.mark.parametrize("joined", [lambda spec: spec, lambda spec: spec & hm.Window(1, 1)])
-def test_an_answer_of_another_shape_than_the_tile_names_its_kind(result, shape, joined):
-    received = re.escape(f"of 2 queries and 3 keys. Received: shape {shape}")
-    with pytest.raises(ValueError, match=f"`Wrong.allowed` must return .*{received}"):
-        hm.make_mask(joined(_returning(result)), 2, 3)
+def test_a_rule_of_ones_own_that_is_wrong(result, error, message):
+    for joined in (lambda spec: spec, lambda spec: spec & hm.Window(1, 1)):
+        with pytest.raises(error, match=message):
+            hm.make_mask(joined(_returning(result)), 2, 3)
+    with pytest.raises(TypeError, match="MaskSpec must define `allowed`"):
+        hm.make_mask(hm.MaskSpec(), 2, 2)

@@ -94,11 +94,6 @@ MOST_LINES = {
 }
 
 
-def test_few_entries_meet_the_eye():
-    names = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
-    assert {name.removesuffix(".py") for name in names if not name.startswith("__")} == set(ARROWS)
-
-
 @pytest.mark.parametrize("name", ARROWS)
 def test_no_folder_grows(name):
     lines = {m: len(FILES[m].read_text("utf-8").splitlines()) for m in FILES if folder(m) == name}
@@ -167,28 +162,16 @@ def test_outside_of_rules_specs_are_made_and_never_asked_for_by_kind(module):
         assert not of_kind or not constants & set(config.KINDS), ast.unparse(compare)
 
 
-def test_only_tiling_inside_a_function_imports_code_of_a_backend():
-    """So that the package can be imported where there is another backend."""
+def test_code_of_a_backend_and_matplotlib_are_imported_inside_of_functions():
+    """So that the package can be imported where there is another backend, and no matplotlib."""
     folders = tuple(f"attention.{name}." for name in ("tensorflow", "jax", "torch"))
-    of_backends = {module for module in MODULES if module.startswith(folders)}
-    for module in set(MODULES) - of_backends:
+    apart = {module for module in MODULES if module.startswith((*folders, "look.figures"))}
+    for module in set(MODULES) - apart:
         names = set(imported(at_import_time(tree(module))))
+        names -= {"matplotlib.figure", "matplotlib.figure.Figure"}  # under TYPE_CHECKING
         roots = {name.split(".")[0] for name in names}
-        assert not roots & {"tensorflow", "jax", "torch"}, module
-        assert not ours(names) & of_backends, module
-
-
-def test_only_figures_imports_matplotlib_and_nothing_imports_figures_at_once():
-    """So that the package can be imported without it."""
-    for module in MODULES:
-        names = set(imported(at_import_time(tree(module))))
-        assert "look.figures" not in ours(names), module
-        if module != "look.figures":
-            names = set(imported(ast.walk(tree(module))))
-            assert "pyplot" not in " ".join(names), module
-            of_types = {"matplotlib.figure", "matplotlib.figure.Figure"}  # under TYPE_CHECKING
-            assert {name for name in names if name.startswith("matplotlib")} <= of_types, module
-    assert not any("pyplot" in name for name in imported(ast.walk(tree("look.figures"))))
+        assert not roots & {"tensorflow", "jax", "torch", "matplotlib"}, module
+        assert not ours(names) & apart, module
 
 
 # --- Private names -------------------------------------------------------------------------------
@@ -263,18 +246,6 @@ def test_private_names_of_keras_are_looked_for_by_one_function(module):
     found = {id(part) for call in calls for part in ast.walk(call)}
     named = [x for x in nodes if isinstance(x, ast.Constant) and "keras.src" in str(x.value)]
     assert [x.value for x in named if id(x) not in found] == []
-
-
-def test_no_module_is_named_like_a_public_function():
-    names = {module.split(".")[-1] for module in MODULES}
-    assert names & set(hm.__all__) <= {
-        "hugging_face",
-        "recipes",
-        "testing",
-    }  # which are the modules themselves
-    assert hm.hugging_face.__name__ == "keras_headmask.retrofit.hugging_face"
-    assert hm.recipes.__name__ == "keras_headmask.rules.recipes"
-    assert hm.testing.__name__ == "keras_headmask.heads.testing"
 
 
 def test_public_names_exist_once_each_and_sorted():

@@ -47,21 +47,12 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("near", "hint", "written"), NEAR, ids=lambda value: str(value)[:20])
-@pytest.mark.parametrize("call", CALLED, ids=CALLED.values())
-def test_a_hint_shows_the_call(call, near, hint, written):
-    wanted = CALLED[call].format(written)
-    with pytest.raises(TypeError, match=f"must be a mask spec.*{hint.format(wanted)}"):
-        call(near)
-
-
-@pytest.mark.parametrize(
-    "near", [[hm.Full()], hm.Full, hm.recipes.causal], ids=["list", "class", "function"]
-)
-def test_a_hint_shows_apply_head_masks(near):
-    with pytest.raises(
-        TypeError, match=r"must be a mask spec.*: hm\.apply_head_masks\(model, hm\."
-    ):
-        hm.apply_head_masks(one_layer(), near)
+def test_a_hint_shows_the_call(near, hint, written):
+    for call, shown in CALLED.items():
+        with pytest.raises(
+            TypeError, match=f"must be a mask spec.*{hint.format(shown.format(written))}"
+        ):
+            call(near)
 
 
 @pytest.mark.parametrize("name", ["causal", "padding", "sentences", "streaming"])
@@ -73,74 +64,75 @@ def test_a_recipe_by_its_name_alone(name):
         getattr(hm, name)
 
 
-@pytest.mark.parametrize("name", ["caused", "Causal", "foo"])
-def test_a_name_that_is_no_recipe(name):
-    assert not hasattr(hm, name)
-    recipes = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes\.causal\(\)\)"
-    with pytest.raises(ValueError, match=rf"JSON, but .*Received: '{name}'\. {recipes}\.$"):
-        hm.apply_head_masks(one_layer(), name)
-
-
-def test_broken_json_is_no_name_of_a_recipe():
-    with pytest.raises(ValueError, match=r"but fails to parse: .*Received: '{\"kind\": '\.$"):
-        hm.apply_head_masks(one_layer(), '{"kind": ')
+READS, IDS = hm.SameSegment("ids"), np.ones((1, 3), "int32")
+LAYER = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(0, 0))
+MASKED = hm.apply_head_masks(one_layer(), hm.PerHead({0: hm.Window(0, 0)}))
+RECIPES = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes\.causal\(\)\)\.$"
 
 
 @pytest.mark.parametrize(
-    ("heads", "written"),
+    ("call", "error", "message"),
     [
-        ("causal", "hm.PerHead({0: hm.recipes.causal()})."),
-        (hm.Full, "hm.PerHead({0: hm.Full()})."),
-        (hm.recipes.causal, "hm.PerHead({0: hm.recipes.causal()})."),
-        ("foo", "hm.PerHead({0: ...})."),
-        (hm.Full(), "hm.PerHead({0: ...})."),
-        ([hm.Full()], "hm.PerHead({0: ...}), or of a list: hm.PerHead(dict(enumerate(rules)))."),
+        (lambda: hm.apply_head_masks(one_layer(), "foo"), ValueError, rf"JSON, but .*{RECIPES}"),
+        (
+            lambda: hm.apply_head_masks(one_layer(), '{"kind": '),
+            ValueError,
+            r"but fails to parse: .*Received: '{\"kind\": '\.$",
+        ),
+        (lambda: hm.PerHead("causal"), TypeError, r": hm.PerHead\({0: hm.recipes.causal\(\)}\)\.$"),
+        (lambda: hm.PerHead(hm.Full), TypeError, r": hm.PerHead\({0: hm.Full\(\)}\)\.$"),
+        (lambda: hm.PerHead(hm.Full()), TypeError, r": hm.PerHead\({0: \.\.\.}\)\.$"),
+        (lambda: hm.PerHead([READS]), TypeError, r"list: hm.PerHead\(dict\(enumerate\(rules\)\)\)"),
+        (
+            lambda: hm.plot(MASKED, 3),
+            TypeError,
+            r"by layer: hm\.plot\(hm.mask_specs\(model\)\[path\], .*hm\.plot_attention\(model, in",
+        ),
+        (lambda: hm.draw(LAYER, 3), TypeError, r"`layer.mask_spec`: hm\.draw\(layer.mask_spec, "),
+        (lambda: hm.lint(LAYER), TypeError, r"`layer\.mask_spec`: hm\.lint\(layer\.mask_spec\)\."),
+        (
+            lambda: hm.make_mask(one_layer(), 3, 3),
+            TypeError,
+            r"gets a rule by hm\.apply_head_masks",
+        ),
+        (
+            lambda: hm.MaskSpec.from_config({"0": {"kind": "full"}}),
+            ValueError,
+            '"kind": "per_head", "heads"',
+        ),
+        (
+            lambda: hm.draw(hm.MaskInput("m"), 3),
+            ValueError,
+            r"Pass a boolean tensor of shape \(batch or 1, heads or 1",
+        ),
+        (lambda: hm.Window(befor=2), TypeError, "no field `befor`. Did you mean 'before'. Its"),
+        (lambda: hm.Window(x=2), TypeError, "no field `x`. Its fields: before, after, step"),
+        (lambda: hm.Full(x=2), TypeError, "Full has no field `x`. Its fields: none"),
+        *(
+            (
+                lambda kind=kind: kind(np.ones((3, 3), bool)),
+                TypeError,
+                r"the name under which .*ndarray of shape \(3, 3\)\. Give a name here, .*mask_inputs=",
+            )
+            for kind in (hm.MaskInput, hm.SameSegment, hm.KeyFlag)
+        ),
+        (
+            lambda: hm.make_mask(READS, 3, 3, mask_inputs={"idx": IDS}),
+            ValueError,
+            r"missing.*The mask spec reads 'ids', not 'idx'",
+        ),
+        (
+            lambda: hm.make_mask(READS, 3, 3, mask_inputs={"ids": IDS, "idx": IDS}),
+            ValueError,
+            r"does not read\. It reads: .*Did you mean 'ids'",
+        ),
     ],
-    ids=lambda x: getattr(x, "__name__", repr(x)),
 )
-def test_rules_without_the_number_of_a_head(heads, written):
-    message = rf"must map head numbers to specs.*Received: .*: {re.escape(written)}$"
-    with pytest.raises(TypeError, match=message):
-        hm.PerHead(heads)
+def test_what_a_call_says(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
-CALLS_OF_KERAS = {
-    "hm.plot({}, ...)": hm.plot,
-    "hm.draw({}, ...)": hm.draw,
-    "hm.make_mask({}, queries, keys)": lambda value: hm.make_mask(value, 3, 3),
-}
-
-
-@pytest.mark.parametrize("call", CALLS_OF_KERAS)
-def test_a_model_or_a_layer_in_place_of_a_rule(call):
-    masked = hm.apply_head_masks(one_layer(), hm.PerHead({0: hm.Window(0, 0)}))
-    of_rules = re.escape(f"by layer: {call.format('hm.mask_specs(model)[path]')}.")
-    attention = "" if "make_mask" in call else r".* hm\.plot_attention\(model, inputs\)"
-    with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rules}{attention}"):
-        CALLS_OF_KERAS[call](masked)
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(0, 0))
-    of_rule = re.escape(f"`layer.mask_spec`: {call.format('layer.mask_spec')}.")
-    with pytest.raises(TypeError, match=f"must be a mask spec.*{of_rule}{attention}"):
-        CALLS_OF_KERAS[call](layer)
-    for plain in one_layer(), masked.layers[-1]:
-        with pytest.raises(
-            TypeError, match=rf"gets a rule by hm\.apply_head_masks\(model.*{attention}"
-        ):
-            CALLS_OF_KERAS[call](plain)
-
-
-def test_a_layer_is_linted_by_its_rule():
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(0, 0))
-    with pytest.raises(TypeError, match=r"`layer\.mask_spec`: hm\.lint\(layer\.mask_spec\)\."):
-        hm.lint(layer)
-
-
-def test_rules_by_head_in_json():
-    with pytest.raises(ValueError, match='"kind": "per_head", "heads"'):
-        hm.MaskSpec.from_config({"0": {"kind": "full"}})
-
-
-READS = hm.SameSegment("ids")
 READERS = {
     "hm.make_mask(spec, queries, keys, mask_inputs={'ids': ...})": lambda: hm.make_mask(
         READS, 3, 3
@@ -161,44 +153,6 @@ def test_missing_mask_inputs_name_the_call(written):
     with pytest.raises(ValueError, match=re.escape(written)) as raised:
         READERS[written]()
     assert ("Sequential" in str(raised.value)) == ("Sequential" in written)
-
-
-def test_a_missing_whole_mask_is_described_as_one():
-    with pytest.raises(
-        ValueError, match=r"Pass a boolean tensor of shape \(batch or 1, heads or 1"
-    ):
-        hm.draw(hm.MaskInput("m"), 3)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: hm.Window(befor=2), "Window has no field `befor`. Did you mean 'before'? Its"),
-        (lambda: hm.Window(x=2), "Window has no field `x`. Its fields: before, after, step."),
-        (lambda: hm.Full(x=2), "Full has no field `x`. Its fields: none."),
-        (lambda: hm.PerHead({}, defaul=hm.Full()), "PerHead has no field `defaul`. Did you mean"),
-    ],
-)
-def test_unknown_fields_list_the_known_ones(make, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        make()
-
-
-@pytest.mark.parametrize("kind", [hm.MaskInput, hm.SameSegment, hm.KeyFlag])
-def test_a_tensor_where_its_name_is_expected(kind):
-    way_out = r"ndarray of shape \(3, 3\)\. Give a name here, .*mask_inputs=\{'sentence_ids'"
-    with pytest.raises(TypeError, match=f"the name under which the tensor is passed.*{way_out}"):
-        kind(np.ones((3, 3), bool))
-
-
-IDS = np.ones((1, 3), "int32")
-
-
-def test_names_of_mask_inputs_that_are_misspelled():
-    with pytest.raises(ValueError, match=r"missing.*The mask spec reads 'ids', not 'idx'"):
-        hm.make_mask(READS, 3, 3, mask_inputs={"idx": IDS})
-    with pytest.raises(ValueError, match=r"does not read\. It reads: .*Did you mean 'ids'"):
-        hm.make_mask(READS, 3, 3, mask_inputs={"ids": IDS, "idx": IDS})
 
 
 @pytest.mark.parametrize("spec", [READS, hm.MaskInput("ids")], ids=repr)

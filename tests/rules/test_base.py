@@ -298,6 +298,8 @@ def test_a_rule_of_ones_own_joins_the_language():
     loaded = hm.MaskSpec.from_config(config)
     assert loaded == spec
     assert eval(repr(spec), NAMES | {"SameRest": SameRest, "EarlierDate": EarlierDate}) == spec
+    assert EarlierDate("day").counts  # by default: it prepares
+    assert not SameRest(2).counts
     day = np.array([[0, 2, 5, 9]])
     mask = ops.convert_to_numpy(hm.make_mask(loaded, 4, 4, num_heads=2, mask_inputs={"day": day}))
     assert oracle.picture(mask[0, 0]) == "1010 0101 0010 0001"

@@ -1,6 +1,5 @@
 """Coverage of tiles: exact for leaves, never in contradiction to the dense mask for any rule."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
 from strategies import (
-    FEW,
     MANY,
     id_sets,
     mask_inputs,
@@ -20,17 +18,8 @@ from strategies import (
 
 import keras_headmask as hm
 from keras_headmask.rules.base import leaves
-from keras_headmask.rules.coverage import Coverage, bounds, coverage, runs, tile_grid
-from keras_headmask.rules.protocol import Bounds, Sides, Span, Tiles
-
-
-@hm.register_spec("test_coverage_silent")
-@dataclasses.dataclass(frozen=True)
-class Silent(hm.MaskSpec):
-    """A spec of a user's own that says nothing of tiles."""
-
-    def allowed(self, query_positions, key_positions, inputs):
-        return query_positions >= key_positions
+from keras_headmask.rules.coverage import bounds, coverage, runs, tile_grid
+from keras_headmask.rules.protocol import Sides, Span
 
 
 @st.composite
@@ -78,15 +67,6 @@ def test_and_is_min_or_is_max_not_is_2_minus(a, b, grid):
     np.testing.assert_array_equal(coverage(a & b, *grid), np.minimum(of_a, of_b))
     np.testing.assert_array_equal(coverage(a | b, *grid), np.maximum(of_a, of_b))
     np.testing.assert_array_equal(coverage(~(a & b), *grid), 2 - np.minimum(of_a, of_b))
-
-
-@FEW
-@given(grids())
-def test_a_spec_that_says_nothing_is_some_everywhere(grid):
-    for rule in (Silent(), ~Silent(), hm.MaskInput("m"), hm.SameSegment("ids")):
-        assert (coverage(rule, *grid) == Coverage.SOME).all()
-    assert (coverage(Silent() & hm.Nothing(), *grid) == Coverage.NONE).all()
-    assert (coverage(Silent() | hm.Full(), *grid) == Coverage.ALL).all()
 
 
 # ---------------------------------------------------------------- runs
@@ -172,25 +152,3 @@ def test_spans_of_flags_are_exact_and_of_sorted_ids_too(data, leaf, grid):
             assert certain[row, column] == tile.all()
             if not is_ids:
                 assert possible[row, column] == tile.any()
-
-
-def test_negative_ids_are_never_possible():
-    ids = np.array([[-1, -1, 0, 0]])
-    rule = hm.SameSegment("ids")
-    spans = {rule: spans_of(rule, {"ids": (ids, ids)}, 2, 2)}
-    possible, certain = bounds(rule, tile_grid(4, 4, 2, 2), spans)
-    assert possible[0].tolist() == certain[0].tolist() == [[False, False], [False, True]]
-
-
-def test_a_user_spec_can_say_what_it_knows_of_tiles():
-    @hm.register_spec("test_coverage_even")
-    @dataclasses.dataclass(frozen=True)
-    class Past(hm.MaskSpec):
-        def allowed(self, query_positions, key_positions, inputs):
-            return key_positions < query_positions
-
-        def coverage(self, tiles: Tiles, inputs):
-            return Bounds(tiles.key_first < tiles.query_last, tiles.key_last < tiles.query_first)
-
-    assert coverage(Past(), 4, 4, 2, 2).tolist() == [[1, 0], [2, 1]]
-    assert coverage(~Past(), 4, 4, 2, 2).tolist() == [[1, 2], [0, 1]]

@@ -76,11 +76,6 @@ def test_equal_operations_on_equal_tensors_are_equal_and_no_others_are():
     assert len(set(first.values())) == len(pairs)
 
 
-def test_two_inputs_are_two():
-    ids = (None, 3), "int32"
-    assert traced(lambda x, y: numbers_of(x, y, x + 1, y + 1, x), ids, ids) == [0, 1, 2, 3, 0]
-
-
 def test_what_waits_for_another_operation_or_stands_on_another_device_is_another():
     import tensorflow as tf
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import warnings
 
 import keras
 import numpy as np
@@ -88,11 +89,6 @@ def rules_with(leaf):
     return [leaf, ~leaf, leaf | NEAR, leaf & CAUSAL, (leaf & hm.Keys(1)) | NEAR]
 
 
-def shown(value):
-    """A result as text, in which a twin has the name of the spec that it stands for."""
-    return str(value).replace("Twin", "")
-
-
 def inputs_of(spec, length):
     rng = np.random.default_rng(0)
     ids = np.sort(rng.integers(0, 5, (2, length)), axis=1).astype("int32")
@@ -101,28 +97,39 @@ def inputs_of(spec, length):
     return {name: given[name] for name in spec.inputs}
 
 
-every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=repr)
-
-
-def test_every_kind_of_leaf_is_here():
+@pytest.mark.parametrize("leaf", LEAVES, ids=repr)
+def test_a_twin_is_treated_alike(leaf):
+    """Plan, kernel, findings, words, made-up samples, and the warning of a forgotten offset."""
     assert {type(leaf) for leaf in LEAVES} == OURS == set(TWINS)
-    assert not any(isinstance(twins(leaf), tuple(OURS)) for leaf in LEAVES)
-
-
-@every_leaf
-def test_a_twin_gets_the_same_plan_and_choice(leaf):
+    warns = not leaf.inputs and not isinstance(leaf, (hm.Full, hm.Nothing, hm.Keys))
+    inputs = {name: Input((None, None), "int32") for name in leaf.inputs}
     for rule in rules_with(leaf):
-        twin = twins(rule)
-        plans = [planner.plan(r, LENGTH, LENGTH + 9, 3, 64, 64) for r in (rule, twin)]
-        assert plans[0] == plans[1]
-        x = keras.ops.zeros((2, LENGTH, 2, 1))
-        sizes = LENGTH, LENGTH, 0
-        bounds = [evaluation.bind(r, inputs_of(r, LENGTH), *sizes, batch=2) for r in (rule, twin)]
-        both = zip((rule, twin), bounds, strict=True)
-        requests = [Request(x, x, x, r, bound, scale=1.0) for r, bound in both]
-        chosen = [choose.choose(r, choose.part_of_all(r)).name for r in requests]
-        assert chosen[0] == chosen[1]
-        assert rule.tiling == twin.tiling
+        both = rule, twins(rule)
+        of_both = []
+        for one in both:
+            x, survey = keras.ops.zeros((2, LENGTH, 2, 1)), Survey(keras.Model())
+            bound = evaluation.bind(one, inputs_of(one, LENGTH), LENGTH, LENGTH, 0, batch=2)
+            request = Request(x, x, x, one, bound, scale=1.0)
+            made = made_up(survey, [one], 2, 16, inputs=inputs)
+            found = [hm.lint(one, mask_inputs=x) for x in (None, inputs_of(one, 24) or None)]
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always", UserWarning)
+                assert offsets.checked_or_default_offset(None, one, 1, 4) == 0
+            of_both.append(
+                (
+                    planner.plan(one, LENGTH, LENGTH + 9, 3, 64, 64),
+                    choose.choose(request, choose.part_of_all(request)).name,
+                    one.tiling,
+                    str(found).replace("Twin", ""),
+                    {name: numpy(ids).tolist() for name, ids in made.items()},
+                    len(said),
+                    one.describe() if not one.children else "",
+                )
+            )
+        assert of_both[0] == of_both[1]
+        if rule is leaf:
+            assert len(said) == warns
+            assert all(np.isin(leaf.sampling.ids, ids).all() for ids in made.values())
 
 
 def drawn(graph):
@@ -157,41 +164,6 @@ def test_a_twin_is_computed_by_the_same_graph(leaf):
         return attend.get_concrete_function().graph.as_graph_def()
 
     assert drawn(graph(twins(rule))) == drawn(graph(rule))
-
-
-@every_leaf
-@pytest.mark.parametrize("with_data", [False, True], ids=["blind", "with data"])
-def test_a_twin_gets_the_same_findings_and_words(leaf, with_data):
-    for rule in rules_with(leaf):
-        twin = twins(rule)
-        given = inputs_of(rule, 24) if with_data else None
-        found, of_twin = (hm.lint(r, mask_inputs=given or None) for r in (rule, twin))
-        assert shown(of_twin) == shown(found)
-        if not rule.children:
-            assert twin.describe() == rule.describe()
-
-
-@every_leaf
-def test_a_twin_gets_the_same_samples(leaf):
-    inputs = {name: Input((None, None), "int32") for name in leaf.inputs}
-    survey = Survey(keras.Model())
-    made, of_twin = (made_up(survey, [rule], 2, 16, inputs=inputs) for rule in (leaf, twins(leaf)))
-    assert made.keys() == of_twin.keys()
-    for name, ids in made.items():
-        np.testing.assert_array_equal(of_twin[name], ids)
-        if leaf.sampling.ids:
-            assert np.isin(leaf.sampling.ids, ids).all()
-
-
-@every_leaf
-def test_a_twin_warns_where_an_offset_may_be_forgotten(leaf):
-    warns = not leaf.inputs and not isinstance(leaf, (hm.Full, hm.Nothing, hm.Keys))
-    for rule in (leaf, twins(leaf)):
-        if warns:
-            with pytest.warns(UserWarning, match="depends on the positions of the queries"):
-                offsets.checked_or_default_offset(None, rule, 1, 4)
-        else:
-            assert offsets.checked_or_default_offset(None, rule, 1, 4) == 0
 
 
 # --- what the answers promise ---

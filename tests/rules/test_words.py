@@ -109,13 +109,6 @@ def test_heads():
     )
 
 
-def test_heads_that_do_not_exist():
-    with pytest.raises(ValueError, match="names head 4, but there are 4 heads, numbered 0 to 3"):
-        hm.PerHead({4: W()}).describe(4)
-    with pytest.raises(TypeError, match="`num_heads` must be a whole number"):
-        W().describe("4")
-
-
 def test_every_kind_has_words():
     ours = {
         kind for kind, cls in config.KINDS.items() if cls.__module__.startswith("keras_headmask.")
@@ -140,12 +133,3 @@ def test_a_spec_of_ones_own():
     assert Silent(5).describe().endswith("Silent(seconds=5) allows.")
     assert (~Speaking(5)).describe() == "A token sees all but the tokens spoken within 5 seconds."
     assert Odd(1, 0).describe() == "A token sees what Odd(before=1, after=0) allows."
-
-
-def test_rules_by_head_are_joined_head_by_head():
-    a, b = hm.PerHead({0: W(2, 2)}), hm.PerHead({1: W(0, 0)})
-    assert (a | b).describe() == "A token sees every token."
-    assert (a & b).describe(4) == (
-        "Head 0: a token sees itself and 2 tokens on each side. Head 1: itself alone. "
-        "Heads 2 and 3: every token."
-    )

@@ -302,6 +302,25 @@ def test_what_a_graph_is_made_of():
 
 
 @relies_on(
+    "nodes made_by made_of calls_of",
+    breaks="self- and cross-attention, and their order, would not be told apart",
+)
+def test_a_graph_shows_its_calls():
+    model = graph()
+    nodes = [node for node in _keras.nodes(model) if node.input_tensors]
+    first, relu, second = (node.operation for node in nodes)
+    assert (first.name, second.name) == ("first", "second")
+    assert nodes[0].arguments.args == (model.input,)
+    assert nodes[-1].outputs == [model.output]
+    assert _keras.made_by(model.output) == (second, nodes[1].outputs)
+    assert _keras.calls_of(relu)[0].input_tensors == nodes[0].outputs
+    assert isinstance(_keras.made_by(model.input)[0], keras.layers.InputLayer)
+    assert _keras.made_by(keras.KerasTensor((2,))) == (None, [])
+    made_of = [id(x) for x in _keras.made_of([model.output])]
+    assert made_of == [id(x) for x in (model.input, *(node.outputs[0] for node in nodes))]
+
+
+@relies_on(
     "_default_save_signature", breaks="a model that holds a masked one could not be exported"
 )
 def test_tensorflow_asks_each_model_for_a_signature():
@@ -443,6 +462,19 @@ def test_pickles_call_one_function():
 
 
 # --- TensorFlow and PyTorch ----------------------------------------------------------------------
+
+
+@pytest.mark.tensorflow
+@relies_on("in_xla", breaks="`jit_compile=True` would fail for rules at unknown lengths")
+def test_xla_is_told():
+    import tensorflow as tf
+
+    seen = []
+    for jit_compile in (False, True):
+        note = lambda: seen.append(_keras.tensorflow.in_xla())  # noqa: E731
+        tf.function(note, autograph=False, jit_compile=jit_compile)()
+    assert seen == [False, True]
+    assert not _keras.tensorflow.in_xla()
 
 
 @pytest.mark.tensorflow

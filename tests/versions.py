@@ -20,26 +20,23 @@ SEEN_BY = {
         "test_nothing_is_logged_that_stock_layers_do_not_log": "for_branches _with_gradient",
     },
     "layers/test_parity": {
-        "test_outputs_and_scores": (
-            "gate is_grouped projections scale sliding_window wants_scores want_scores"
-        ),
+        "test_outputs_and_scores": "gate is_grouped projections scale sliding_window",
         "test_dropout_is_seeded_as_in_stock": "dropout_layer",
         "test_ours_and_stock_share_a_file": "file_weights_under",
     },
-    "layers/test_routes": {"test_every_route_gives_what_the_loops_give": "in_xla"},
     "rules/test_autograph": {
         "test_autograph_rewrites_the_users_function_alone": "exempt_from_autograph"
     },
     "layers/test_layer": {
         "test_everything_that_restricts_is_anded": "_compute_attention_mask",
+        "test_the_hook_takes_a_causal_flag_as_that_of_stock_does": "wants_scores want_scores",
         "test_one_tensor_feeds_two_layers_and_keeps_its_mask": "get_keras_mask set_keras_mask",
     },
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": (
-            "_compute_attention COMPUTE_ATTENTION arguments_of argument_names nodes calls_of made_by "
+            "_compute_attention COMPUTE_ATTENTION arguments_of argument_names "
             "run_anew track is_own layers_of file_under filed_name GLOBAL_CUSTOM_NAMES"
         ),
-        "test_nested_models_and_shared_layers": "made_of",
         "test_an_input_that_the_model_lacks": "untrack",
         "test_a_subclass_that_computes_attention_itself_is_refused": (
             "has_own_softmax MASKED_SOFTMAX"

@@ -8,6 +8,7 @@ import pytest
 from contract import by_hand, normal, numpy
 from keras import ops
 from keras_versions import needs
+from tiled_contract import close
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -124,11 +125,6 @@ def test_one_tensor_alone_is_self_attention_with_its_mask(kind):
     merged = PADDED[:, None, None, :] & PADDED[:, None, :, None]
     assert_close(numpy(alone), by_hand(layer, x, mask=merged)[0])
     np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
-
-
-def test_a_rule_that_reads_inputs_says_that_sequential_cannot_hold_it(kind):
-    with pytest.raises(ValueError, match=r"\['ids'\] missing.*keras.Sequential cannot pass them"):
-        keras.Sequential([keras.Input((4, 8)), kind.layer(2, 4, mask_spec=hm.SameSegment("ids"))])
 
 
 # ---------------------------------------------------------------- dead rows and hidden keys
@@ -259,16 +255,6 @@ def test_a_thread_of_its_own_does_not_take_a_mask_away(kind):
     assert seen[0] is not None
 
 
-def test_summaries_and_files_show_the_true_name(kind):
-    x = keras.Input((4, 8))
-    model = keras.Model(x, kind.layer(3, 4)(x))
-    lines = []
-    model.summary(line_length=120, print_fn=lines.append)
-    assert f"({kind.ours.__name__})" in "".join(lines)
-    filed = keras.saving.serialize_keras_object(model.layers[-1])
-    assert filed["class_name"] == kind.ours.__name__  # as an error names it
-
-
 def test_lora_and_int8_quantization_come_with_it(kind):
     x = keras.Input((5, 8))
     model = keras.Model(x, kind.layer(2, 4, mask_spec=hm.Window(1, 1), name="attention")(x))
@@ -316,30 +302,6 @@ def test_bad_calls_of_a_layer_without_a_rule(kind, error, message, call):
     x = normal(2, 5, 8)
     with pytest.raises(error, match=message):
         kind.built(4)(x, x, **call)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, r"\['ids'\] missing", {}),
-        (ValueError, r"\['ids'\] missing. Received: \['idz'\]", {"idz": np.zeros((2, 5), int)}),
-        (TypeError, r"float32.*dtype=\"int32\".*255 and 256", {"ids": np.zeros((2, 5), "f")}),
-        (ValueError, r"must have shape \(batch, length\)", {"ids": np.zeros((2, 5, 1), int)}),
-        (ValueError, "length 4 where the attention has 5", {"ids": np.zeros((2, 4), int)}),
-        (ValueError, "3 examples where the batch has 2", {"ids": np.zeros((3, 5), int)}),
-    ],
-)
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_bad_mask_inputs_are_told_at_once_eager_and_symbolic(kind, error, message, call, symbolic):
-    x = normal(2, 5, 8)
-    if symbolic:
-        x = keras.Input(batch_shape=(2, 5, 8))
-        call = {
-            k: keras.Input(batch_shape=v.shape, dtype=str(v.dtype).replace("64", "32"))
-            for k, v in call.items()
-        }
-    with pytest.raises(error, match=message):
-        kind.built(4, mask_spec=hm.SameSegment("ids"))(x, x, mask_inputs=call)
 
 
 BAD_WINDOW = {"kind": "window", "before": "1"}
@@ -416,3 +378,42 @@ def test_precisions_with_and_without_scores_and_with_idle_dropout(kind, dtype, d
     ):
         for got in made:
             assert_close(numpy(got), wanted, dtype, stock=beside)
+
+
+# ---------------------------------------------------------------- tiles
+
+
+def test_the_argument_is_saved_only_where_set(kind):
+    assert "tiled" not in kind.layer(4, 4).get_config()
+    for tiled in (True, False):
+        saved = keras.saving.serialize_keras_object(kind.layer(4, 4, tiled=tiled))
+        again = keras.saving.deserialize_keras_object(saved)
+        assert again.get_config()["tiled"] is saved["config"]["tiled"] is tiled
+    with pytest.raises(TypeError, match=r"`tiled` must be True, False or None\. Received: "):
+        kind.layer(4, 4, tiled=2)
+
+
+@pytest.mark.every_day("by tiles")
+def test_the_layer_drops_in_training_alone_and_anew_each_time(tiny):
+    """What is kept of the others' probabilities, and how often, is held in `test_laws.py`."""
+    layer = hm.PerHeadMaskedMultiHeadAttention(
+        2, 4, mask_spec=hm.Window(2, 2), dropout=0.5, tiled=True
+    )
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype("float32")
+    plain, first, second = numpy(layer(x)), *(numpy(layer(x, training=True)) for _ in range(2))
+    close(layer(x), plain)
+    for one, other in ((plain, first), (first, second)):
+        assert not np.allclose(one, other)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("query_mask", 1), ("value_mask", 2), ("key_mask", 1)])
+@pytest.mark.every_day("by tiles")
+def test_a_keras_mask_of_length_1_serves_all_positions(tiny, name, batch):
+    x = np.random.default_rng(0).normal(size=(2, 11, 8)).astype("float32")
+    mask = np.array([[True], [False]])[-batch:]
+    outs = []
+    for tiled in (True, False):
+        keras.utils.set_random_seed(0)
+        layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2), tiled=tiled)
+        outs.append(layer(x, **{name: mask}))
+    close(*outs)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from keras_headmask.rules import config, recipes
 from keras_headmask.rules.base import MaskSpec, register_spec
-from keras_headmask.rules.blocks import Chunk
 from keras_headmask.rules.inputs import (
     KeyFlag,
     KeyIn,
@@ -17,7 +16,7 @@ from keras_headmask.rules.inputs import (
     SameSentence,
 )
 from keras_headmask.rules.per_head import PerHead
-from keras_headmask.rules.positions import Full, Keys, Nothing, Queries, Window
+from keras_headmask.rules.positions import Chunk, Full, Keys, Nothing, Queries, Window
 from keras_headmask.rules.protocol import (
     Bounds,
     InputType,

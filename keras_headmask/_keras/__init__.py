@@ -49,8 +49,6 @@ def for_shapes_alone() -> bool:
     return in_symbolic_scope() and not traces_function()
 
 
-# --- Methods that our classes override -----------------------------------------------------------
-
 # A subclass must use Keras' own name for them, so these stand outside this file, too.
 OVERRIDDEN = {
     "_compute_attention": "attention computes by it, in our layer and under a model's rule",
@@ -58,20 +56,14 @@ OVERRIDDEN = {
     "_default_save_signature": "TensorFlow would trace a masked model inside another by itself",
 }
 
-# --- Attention -----------------------------------------------------------------------------------
-
 COMPUTE_ATTENTION, MASKED_SOFTMAX = "_compute_attention", "_masked_softmax"
 FLASH = "_flash_attention"  # set to False on a stand-in for a layer whose probabilities are asked
 # What a subclass may override to mask or to attend by itself (the last since Keras 3.15).
 ATTENTION_HOOKS = tuple(
     name
-    for name in (
-        COMPUTE_ATTENTION,
-        MASKED_SOFTMAX,
-        "_compute_attention_mask",
-        "_compute_causal_mask",
-        "_compute_sliding_window_mask",
-    )
+    for name in f"""
+        {COMPUTE_ATTENTION} {MASKED_SOFTMAX} _compute_attention_mask _compute_causal_mask
+        _compute_sliding_window_mask""".split()
     if hasattr(keras.layers.MultiHeadAttention, name)
 )
 
@@ -109,8 +101,8 @@ def flash(layer: Any) -> bool:
 
 def has_own_softmax(layer: Any) -> bool:
     """Whether a subclass computes the softmax itself, so that we must leave it to that."""
-    grouped, multi_head = keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention
-    stock = grouped if is_grouped(layer) else multi_head
+    layers = keras.layers
+    stock = layers.GroupQueryAttention if is_grouped(layer) else layers.MultiHeadAttention
     return type(layer)._masked_softmax is not stock._masked_softmax
 
 
@@ -172,8 +164,6 @@ def is_assisted(task: Any) -> bool:
     """Whether another model of KerasHub's drafts tokens from the keys that `task` keeps."""
     return getattr(task, "_assistant_model", None) is not None
 
-
-# --- Layers and graphs ---------------------------------------------------------------------------
 
 # What a layer runs in place of `call` under a RematScope.
 REMATERIALIZED_CALL = "rematerialized_call"
@@ -307,15 +297,16 @@ def copy_values(source: Any, target: Any) -> None:
     KerasHub's Gemma 3n multiplies by its table as it was when the graph was made.
     """
 
-    def values(node: Any) -> list[Any]:
+    def values(node: Any) -> dict[int, Any]:
         arguments = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
-        return [x for x in arguments if keras.ops.is_tensor(x)]
+        return {id(x): x for x in arguments if keras.ops.is_tensor(x)}
 
     graphs = [x for x in map(functional_of, (source, target)) if isinstance(x, Functional)]
     calls = [[x for x in nodes(graph) if values(x)] for graph in graphs]
     for old, new in zip(*calls, strict=False) if len(calls) == 2 else ():
-        by_id = dict(zip(map(id, values(new)), values(old), strict=False))
-        if [x.shape for x in by_id.values()] == [x.shape for x in values(new)]:
+        mine, theirs = values(new), values(old)
+        if [x.shape for x in mine.values()] == [x.shape for x in theirs.values()]:
+            by_id = dict(zip(mine, theirs.values(), strict=True))
             args, kwargs = new.arguments.convert(lambda x, by_id=by_id: by_id.get(id(x), x))
             new.arguments = type(new.arguments)(*args, **kwargs)
 
@@ -325,28 +316,23 @@ def run_anew(graph: keras.Model, call: Any) -> Any:
 
     A new call takes the place of the old one, so that `layer.output` is the new tensor.
     """
-    places: dict[int, list[tuple[Any, int]]] = {}
+    old: dict[int, tuple[list[Any], list[Any], int]] = {}  # all calls, those replaced, how many
     for node in nodes(graph):
         if not node.is_input:
             calls = node.operation._inbound_nodes
-            places.setdefault(id(node.operation), []).append((node, calls.index(node)))
-    before = {
-        key: len(old_calls[0][0].operation._inbound_nodes) for key, old_calls in places.items()
-    }
-
-    def operation_fn(operation: Any) -> Any:
-        return lambda *args, **kwargs: call(operation, args, kwargs)
-
-    outputs = graph._run_through_graph(graph.inputs, operation_fn=operation_fn)
-    for key, old_calls in places.items():
-        calls = old_calls[0][0].operation._inbound_nodes
-        made = calls[before[key] :]
-        del calls[before[key] :]
-        for (old, place), new in zip(old_calls, made, strict=True):
+            old.setdefault(id(node.operation), (calls, [], len(calls)))[1].append(node)
+    outputs = graph._run_through_graph(
+        graph.inputs,
+        operation_fn=lambda operation: lambda *args, **kwargs: call(operation, args, kwargs),
+    )
+    for calls, replaced, count in old.values():
+        made, calls[count:] = calls[count:], []
+        for node, new in zip(replaced, made, strict=True):
+            place = calls.index(node)
             calls[place] = new
-            for tensor in old.input_tensors:
+            for tensor in node.input_tensors:
                 outbound = made_by(tensor)[0]._outbound_nodes
-                outbound[:] = [node for node in outbound if node is not old]
+                outbound[:] = [x for x in outbound if x is not node]
             for tensor in new.outputs:
                 tensor._keras_history = tensor._keras_history._replace(node_index=place)
     return outputs

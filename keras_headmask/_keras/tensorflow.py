@@ -190,9 +190,7 @@ def is_of_trainer(function: Any) -> bool:
 
 def is_function_graph(graph: Any) -> bool:
     """Whether a graph is a `tf.function`'s; loops and branches have classes of their own."""
-    import tensorflow as tf
-
-    return type(graph) is tf.__internal__.FuncGraph
+    return type(graph).__name__ == "FuncGraph"
 
 
 def infers_shapes(graph: Any) -> bool:

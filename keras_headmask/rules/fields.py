@@ -89,20 +89,19 @@ def whole_number(
     return number
 
 
-def fraction(value: Any, field: str) -> float:
+def not_negative(value: Any, field: str, most: float = math.inf) -> float:
+    """`value` as a finite number from 0 to `most`."""
+    is_open = most == math.inf
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        fail(TypeError, field, f"`{field}` must be a number from 0 to 1. Received: {value!r}.")
-    if not 0 <= float(value) <= 1:
-        fail(ValueError, field, f"`{field}` must lie between 0 and 1. Received: {value!r}.")
+        to = "on" if is_open else f"to {most}"
+        fail(TypeError, field, f"`{field}` must be a number from 0 {to}. Received: {value!r}.")
+    if not 0 <= float(value) <= most or math.isinf(value):
+        limits = "be finite and from 0 on" if is_open else f"lie between 0 and {most}"
+        fail(ValueError, field, f"`{field}` must {limits}. Received: {value!r}.")
     return float(value)
 
 
-def not_negative(value: Any, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        fail(TypeError, field, f"`{field}` must be a number from 0 on. Received: {value!r}.")
-    if not 0 <= float(value) < math.inf:
-        fail(ValueError, field, f"`{field}` must be finite and from 0 on. Received: {value!r}.")
-    return float(value)
+fraction = functools.partial(not_negative, most=1)
 
 
 def input_name(value: Any, field: str) -> str:

@@ -164,22 +164,22 @@ def checks(
     of the queries are cut out of longer ones. There are no operations if all sizes are known.
     (What is wrong with flags beside the rule, TensorFlow says where they are broadcast.)
     """
-    place, has = f"`mask_inputs[{name!r}]` has", "where the attention has"
     if not isinstance(mask_input, Sides):
         return [] if is_outside(name) and heads is None else _whole(name, mask_input, sizes, heads)
     if is_outside(name):
         return []
-    operations = []
+    place, operations = f"`mask_inputs[{name!r}]` has", []
     for side, plural, length in (("key", "keys", sizes.keys), ("query", "queries", sizes.queries)):
         tensor = getattr(mask_input, side) if side in read else None
         if tensor is None:
             continue
         is_seen = side == "query" and "key" in read and tensor is mask_input.key
         if not is_seen and _is_open(tensor, 0, sizes.batch):
-            between = "examples where the batch has"
-            operations.append(_check(name, tensor, 0, sizes.batch, place, between, hint=REPEAT))
+            texts = place, "examples where the batch has", "Received: shape", REPEAT
+            operations.append(_check(name, tensor, 0, sizes.batch, *texts))
         if not (is_cut and side == "query") and _is_open(tensor, 1, length):
-            operations.append(_check(name, tensor, 1, length, f"{place} length", has, plural))
+            texts = f"{place} length", "where the attention has", f"{plural}. Received: shape"
+            operations.append(_check(name, tensor, 1, length, *texts))
     return operations
 
 
@@ -325,25 +325,15 @@ def _is_open(tensor: Tensor, axis: int, wanted: Length | None) -> bool:
     return wanted is not None and (tensor.shape[axis] is None or not isinstance(wanted, int))
 
 
-def _check(
-    name: str,
-    tensor: Tensor,
-    axis: int,
-    wanted: Length | None,
-    before: str,
-    between: str,
-    behind: str = "",
-    hint: str = "",
-) -> Any:
+def _check(name: str, tensor: Tensor, axis: int, wanted: Length | None, *texts: str) -> Any:
     """An operation that raises, with both sizes, if the size of `axis` is not `wanted`."""
     import tensorflow as tf
 
     shape, sizes = _shape_and_sizes(name, tensor)
-    size = sizes[axis]
-    fits = tf.equal(size, wanted)
-    received = f"{behind}. Received: shape".removeprefix(". ")
-    data = [before, size, between, wanted, received, shape, *([hint] if hint else [])]
+    before, between, received, *hint = texts
+    data = [before, sizes[axis], between, wanted, received, shape, *hint]
     data = [_constant(x) if isinstance(x, str) else x for x in data]
+    fits = tf.equal(sizes[axis], wanted)
     return tf.raw_ops.Assert(condition=fits, data=data, summarize=len(tensor.shape))
 
 

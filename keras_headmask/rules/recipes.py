@@ -44,9 +44,6 @@ def padding(input: str = "padding_mask") -> MaskSpec:
     Args:
         input: The name of that mask input.
 
-    Raises:
-        TypeError: if `input` is not a name.
-
     >>> padding()
     KeyFlag('padding_mask')
     """
@@ -59,10 +56,6 @@ def prefix_lm(length: int) -> MaskSpec:
 
     Args:
         length: The length of the prefix, in positions, at least 1.
-
-    Raises:
-        TypeError: if `length` is not a whole number.
-        ValueError: for a `length` below 1.
 
     >>> prefix_lm(4)
     Keys(0, stop=4) | Window(after=0)
@@ -79,10 +72,6 @@ def longformer(each_side: int, global_input: str) -> MaskSpec:
     Args:
         each_side: Positions on each side of the query, at least 0.
         global_input: The name of the mask input with the flags, `(batch, length)`.
-
-    Raises:
-        TypeError: if `each_side` is not a whole number, or `global_input` is not a name.
-        ValueError: for a negative `each_side`.
 
     >>> longformer(2, "is_global")
     Window(before=2, after=2) | QueryFlag('is_global') | KeyFlag('is_global')
@@ -103,10 +92,6 @@ def sentences(end_ids: _Ids, special_ids: _Ids, input: str = "token_ids") -> Mas
         end_ids: The id, or several, of tokens that end a sentence and belong to it.
         special_ids: The id, or several, of tokens such as `[CLS]` and `[SEP]`.
         input: The name of the mask input with the token ids, `(batch, length)`.
-
-    Raises:
-        TypeError: if an id is not a whole number, or `input` is not a name.
-        ValueError: without any id, or for one that does not fit 32 bits.
 
     >>> sentences(end_ids=1012, special_ids=(101, 102))  # BERT's full stop, [CLS] and [SEP]
     SameSentence((1012,)) | QueryIn('token_ids', (101, 102)) | KeyIn('token_ids', (101, 102))
@@ -137,10 +122,6 @@ def streaming(sinks: int, window: int) -> MaskSpec:
         sinks: How many first keys are always open, at least 0.
         window: How many last keys are open, at least 1.
 
-    Raises:
-        TypeError: if a number is not whole.
-        ValueError: for a negative `sinks`, or a `window` below 1.
-
     >>> streaming(sinks=4, window=256)
     Window(after=0) & (Keys(0, stop=4) | Window(before=255))
     """
@@ -165,10 +146,6 @@ def separate_documents(documents: str, shared: _Ids = 0) -> MaskSpec:
         shared: The number, or several, of tokens in no document: instructions, the question, what
             is generated.
 
-    Raises:
-        TypeError: if `documents` is not a name, or a number in `shared` is not whole.
-        ValueError: without any number in `shared`, or for one that does not fit 32 bits.
-
     >>> from keras_headmask import draw
     >>> documents = [[0, 1, 1, 2, 2, 0]]  # an instruction, two documents, a question
     >>> rule = separate_documents("documents")
@@ -191,10 +168,6 @@ def sparse_transformer(stride: int) -> MaskSpec:
 
     Args:
         stride: In positions, at least 1.
-
-    Raises:
-        TypeError: if `stride` is not a whole number.
-        ValueError: for a `stride` below 1.
 
     >>> sparse_transformer(8)
     Window(after=0) & (Window(before=7) | Window(step=8))

@@ -112,7 +112,7 @@ RECIPES = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes
             (
                 lambda kind=kind: kind(np.ones((3, 3), bool)),
                 TypeError,
-                r"the name under which .*ndarray of shape \(3, 3\)\. Give a name here, .*mask_inputs=",
+                r"the name under which .*ndarray of shape \(3, 3\)\. Give a name here, .*mask_",
             )
             for kind in (hm.MaskInput, hm.SameSegment, hm.KeyFlag)
         ),

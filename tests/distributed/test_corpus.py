@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -194,80 +193,3 @@ def test_a_part_of_another_file_or_model_is_refused(corpus, exported, tmp_path):
     for key in ("bytes", "model"):
         with pytest.raises(ValueError, match=rf"from one file and one model.* in \['{key}'\]"):
             score_corpus.is_done(str(tmp_path), parts["b.txt"] | {key: "other"})
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A model as far as a run looks at it before it starts, and files of bad names."""
-    (tmp_path / "model" / "1").mkdir(parents=True)
-    (tmp_path / "model" / "1" / "fingerprint.pb").touch()
-    (tmp_path / "model" / "tokenizer.json").touch()
-    (tmp_path / "none" / "1").mkdir(parents=True)
-    (tmp_path / "none" / "1" / "fingerprint.pb").touch()
-    (tmp_path / "twice").mkdir()
-    for name in ("a.csv", "a.gz", "a[1].txt", "b.txt", "twice/b.txt"):
-        (tmp_path / name).touch()
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("inputs", "model", "message"),
-    [
-        (["nothing*"], "model", r"must name files\. Received: .*nothing\*"),
-        (["b.txt", "twice/b.txt"], "model", r"names must differ.*Rename one"),
-        (["a.csv"], "model", r"must end with \.jsonl.*Received: a\.csv"),
-        (["a.gz"], "model", r"must end with \.jsonl.*Received: a\.gz"),
-        (["a?1*.txt"], "model", r"none of \* \? \[.*Received: a\[1\]\.txt"),  # as of `a1.txt`
-        (["b.txt"], "none", r"`--model` must name .*lacks .*tokenizer\.json"),
-    ],
-)
-def test_what_makes_no_parts_is_refused(inputs, model, message, folder):
-    with pytest.raises(ValueError, match=message):
-        score_corpus.parts_of([str(folder / name) for name in inputs], str(folder / model))
-
-
-def test_an_output_that_no_run_could_read_back_is_refused():
-    with pytest.raises(ValueError, match=r"Received: `--out gs://b/out` without `--input`"):
-        score_corpus.main(["--out", "gs://b/out", "--model", "model"])
-    with pytest.raises(ValueError, match=r"`--out` must hold none of \* \? \[. Received: a\[b"):
-        score_corpus.score([], "", "a[b")
-
-
-def test_another_tokenizer_is_another_model(folder):
-    before = score_corpus.fingerprint_of(str(folder / "model"))
-    (folder / "model" / "tokenizer.json").write_text("{}")
-    assert score_corpus.fingerprint_of(str(folder / "model")) != before
-
-
-def test_a_worker_that_ends_ends_the_run(monkeypatch, capsys):
-    """By the name that Beam gives the thread which waits for it."""
-    ended = []
-    monkeypatch.setattr(score_corpus.os, "_exit", ended.append)
-    monkeypatch.setattr(threading, "excepthook", score_corpus.end_with_worker)
-    for name, expected in (("another", []), ("run_worker", [1])):
-        thread = threading.Thread(name=name, target=lambda: 1 / 0)
-        thread.start()
-        thread.join()
-        assert ended == expected
-    assert "A worker process has ended" in capsys.readouterr().out
-
-
-def test_arguments_that_nobody_knows_are_refused(capsys):
-    """Else the default texts would be scored in place of the files that were meant."""
-    for arguments in (["news/a.jsonl"], ["--inputs", "a.jsonl"]):
-        with pytest.raises(SystemExit):
-            score_corpus.parsed(arguments)
-        assert f"unknown arguments: {arguments[0]}." in capsys.readouterr().err
-    elsewhere = ["--runner", "FlinkRunner", "--of_that_runner", "3"]
-    assert score_corpus.parsed(elsewhere)[0].input is None
-
-
-@pytest.mark.long
-def test_the_benchmark_records_every_run_and_their_vectors_are_equal(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.corpus", "--quick", "--out", tmp_path / "c.json"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
-    record = json.loads((tmp_path / "c.json").read_text())
-    assert all(row["records_per_second"] > 0 for row in record["runs"].values())
-    assert set(record["differences"]) == set(record["runs"])
-    assert max(record["differences"].values()) < 1e-5
-    assert 0 <= record["padding"]["length"] < record["padding"]["arrival"] < 1

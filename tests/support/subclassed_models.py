@@ -19,24 +19,6 @@ def attention():
 
 
 @registered
-class OfADict(keras.Model):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.embedding, self.norm = layers.Embedding(12, 8), layers.LayerNormalization()
-        self.attention, self.head = attention(), layers.Dense(3)
-
-    def call(self, inputs):
-        x = self.norm(self.embedding(inputs["token_ids"]) + inputs["x"])
-        x = self.attention(
-            x,
-            mask_inputs={"token_ids": inputs["token_ids"]},
-            attention_mask=inputs["mask"],
-            query_offset=inputs["offset"],
-        )
-        return self.head(x)
-
-
-@registered
 class OfAList(keras.Model):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -99,26 +81,6 @@ class Nested(keras.Model):
 
 
 @registered
-class OfFunctions(keras.Model):
-    """Masks made in `call`, for a stock layer."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.dense, self.head = layers.Dense(8), layers.Dense(3)
-        self.attention = layers.MultiHeadAttention(2, 4)
-
-    def call(self, inputs):
-        x, given = self.dense(inputs["x"]), {"token_ids": inputs["token_ids"]}
-        length = keras.ops.shape(x)[1]
-        of_rule = hm.make_mask(RULE, length, length, 2, given)
-        of_bias = hm.from_additive(inputs["bias"])
-        x = self.attention(x, x, attention_mask=hm.and_masks(of_rule, of_bias, inputs["mask"]))
-        heads = keras.ops.reshape(x, (-1, length, 2, 4))
-        heads = hm.dot_product_attention(heads, heads, heads, mask_spec=RULE, mask_inputs=given)
-        return self.head(keras.ops.reshape(heads, (-1, length, 8)))
-
-
-@registered
 class OfAnArgument(keras.Model):
     """The mask inputs are an argument of their own, of which Keras files no shape."""
 
@@ -148,15 +110,11 @@ class Unbuildable(OfAnArgument):
         return super().call(x, {"token_ids": mask_inputs["token_ids"]})
 
 
-MASK = np.tril(np.ones((7, 7), bool), 3)
-NAMED = {"x": X, "token_ids": IDS, "mask": MASK}
 SHAPES = {
-    OfADict: [NAMED | {"offset": keras.ops.convert_to_tensor(0)}],
     OfAList: [[X, IDS]],
     OfBlocks: [IDS],
-    OverABackbone: [{"token_ids": IDS, "mask": np.broadcast_to(MASK, (2, 2, 7, 7))}],
+    OverABackbone: [{"token_ids": IDS, "mask": np.tril(np.ones((2, 2, 7, 7), bool), 3)}],
     Nested: [[X, IDS]],
-    OfFunctions: [NAMED | {"bias": np.zeros((7, 7), "float32")}],
     OfAnArgument: [X, {"token_ids": IDS}],
     OfAnOption: [X, IDS],
 }

@@ -175,10 +175,10 @@ def checks(
             continue
         is_seen = side == "query" and "key" in read and tensor is mask_input.key
         if not is_seen and _is_open(tensor, 0, sizes.batch):
-            texts = place, "examples where the batch has", "Received: shape", REPEAT
+            texts = [place, "examples where the batch has", "Received: shape", REPEAT]
             operations.append(_check(name, tensor, 0, sizes.batch, *texts))
         if not (is_cut and side == "query") and _is_open(tensor, 1, length):
-            texts = f"{place} length", "where the attention has", f"{plural}. Received: shape"
+            texts = [f"{place} length", "where the attention has", f"{plural}. Received: shape"]
             operations.append(_check(name, tensor, 1, length, *texts))
     return operations
 

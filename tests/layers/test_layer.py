@@ -278,68 +278,50 @@ def ones(*shape):
     return np.ones(shape, bool)
 
 
+@dataclass(frozen=True)
+class Unregistered(hm.Window):
+    pass
+
+
+BAD_WINDOW = {"kind": "per_head", "heads": {"0": {"kind": "window", "before": "1"}}}
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
         (TypeError, r"float.*from_additive.*cast to bool", {"attention_mask": ones(5, 5) * 1.0}),
         (ValueError, r"add the batch axis.*\(1, heads", {"attention_mask": ones(4, 5, 5)}),
         (TypeError, r"`mask_inputs` must be a dict", {"mask_inputs": ones(2, 5)}),
-        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": np.float32(1.0)}),
-        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": np.array([0, 1])}),
-        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": 1.5}),
-        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": 2**40}),
-        (ValueError, r"`query_offset` must be .* scalar", {"query_offset": True}),
-        (
-            ValueError,
-            r"`value_mask` must have shape.*\(2, 5\).*\(2, 4\)",
-            {"value_mask": ones(2, 4)},
+        *(
+            (ValueError, r"`query_offset` must be .* scalar", {"query_offset": offset})
+            for offset in (np.float32(1.0), np.array([0, 1]), 1.5, 2**40, True)
         ),
+        (ValueError, r"`value_mask` must .*\(2, 5\).*\(2, 4\)", {"value_mask": ones(2, 4)}),
         (ValueError, r"`query_mask` must have shape.*\(3, 5\)", {"query_mask": ones(3, 5)}),
         (ValueError, r"`key_mask` must .*an `attention_mask`", {"key_mask": ones(2, 1, 5)}),
-    ],
-)
-def test_bad_calls_of_a_layer_without_a_rule(kind, error, message, call):
-    x = normal(2, 5, 8)
-    with pytest.raises(error, match=message):
-        kind.built(4)(x, x, **call)
-
-
-BAD_WINDOW = {"kind": "window", "before": "1"}
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "spec"),
-    [
         (ValueError, r"names head 4, but there are 4 (query )?heads", hm.PerHead({4: hm.Full()})),
-        (ValueError, r"names head 9", hm.Full() & hm.PerHead({9: hm.Window(1, 1)})),
         (TypeError, r"`mask_spec` must be a mask spec.*MaskInput", ones(5, 5)),
-        (ValueError, r"`heads.0.before`.*whole", {"kind": "per_head", "heads": {"0": BAD_WINDOW}}),
+        (ValueError, r"`heads.0.before`.*whole", BAD_WINDOW),
+        (TypeError, r"Unregistered has no kind.*@register_spec", Unregistered(1, 1)),
     ],
 )
-def test_bad_rules_are_told_at_construction(kind, error, message, spec):
+def test_bad_calls_and_rules(kind, error, message, call):
+    def run():
+        if not isinstance(call, dict) or "kind" in call:
+            return kind.layer(4, 4, mask_spec=call)
+        return kind.built(4)(normal(2, 5, 8), **call)
+
     with pytest.raises(error, match=message):
-        kind.layer(4, 4, mask_spec=spec)
+        run()
 
 
-@pytest.mark.parametrize("call", [{"query_offset": 1}, {"mask_inputs": {"ids": ones(2, 3)}}])
-def test_offset_and_mask_inputs_need_one_axis_of_queries(call):
-    with pytest.raises(ValueError, match=r"one axis of queries and one of keys"):
-        Layer(2, 4)(normal(2, 3, 4, 8), **call)
-
-
-def test_a_rule_that_could_not_be_saved_is_told_at_construction(kind):
-    @dataclass(frozen=True)
-    class Unregistered(hm.Window):
-        pass
-
-    with pytest.raises(TypeError, match=r"Unregistered has no kind.*@register_spec"):
-        kind.layer(2, 4, mask_spec=hm.PerHead({0: Unregistered(1, 1)}))
-
-
-def test_a_rule_with_more_attention_axes_is_an_error():
-    layer = Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))
-    with pytest.raises(ValueError, match=r"one axis of queries and one of keys.*Flatten"):
-        layer(normal(2, 3, 4, 8))
+def test_rules_need_one_axis_of_queries():
+    x, message = normal(2, 3, 4, 8), r"one axis of queries and one of keys"
+    for call in ({"query_offset": 1}, {"mask_inputs": {"ids": ones(2, 3)}}):
+        with pytest.raises(ValueError, match=message):
+            Layer(2, 4)(x, **call)
+    with pytest.raises(ValueError, match=f"{message}.*Flatten"):
+        Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))(x)
 
 
 @pytest.mark.tensorflow

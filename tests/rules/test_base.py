@@ -165,7 +165,7 @@ NAMED = r"Heads are named 3, '1-3' \(inclusive\), '0,4-7' or \(4, 7\). Received:
 def test_heads_refused(heads, error, message):
     with pytest.raises(error, match=message):
         hm.PerHead(heads)
-    with pytest.raises(TypeError, match="`default` must be a mask spec. Received: 'full'"):
+    with pytest.raises(TypeError, match=r"`default` must be a mask spec. Received: 'full'"):
         hm.PerHead({0: A}, default="full")
     with pytest.raises(TypeError, match=r"`spec` must be a mask spec. Received: 3"):
         type(~A)(3)

@@ -107,13 +107,6 @@ def test_what_may_be_left_out_or_shortened_in_a_file():
     assert len(flat.children) == 3
 
 
-def test_loading_leaves_the_config_alone():
-    config = json.loads(FOREVER["per_head"][0])
-    before = json.dumps(config)
-    load(config)
-    assert json.dumps(config) == before
-
-
 def heads(config):
     return {"kind": "per_head", "heads": config}
 

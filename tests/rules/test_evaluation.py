@@ -166,14 +166,14 @@ def test_a_mask_input_that_does_not_fit(error, spec, value, sizes, message):
 
 
 def test_names_that_do_not_fit():
-    for given, error, message in (
+    for inputs, error, message in (
         (None, ValueError, r"\['x'\] missing. Received: \[\].*mask_inputs=\{'x': ...\}\)"),
         ({"y": ONES}, ValueError, r"\['x'\] missing. Received: \['y'\]"),
         ({"x": ONES, "y": ONES}, ValueError, r"holds \['y'\], which .* It reads: \['x'\]"),
         (ONES, TypeError, "must be a dict .* Received: ndarray"),
     ):
         with pytest.raises(error, match=message):
-            hm.make_mask(SEGMENT, 3, 3, mask_inputs=given)
+            hm.make_mask(SEGMENT, 3, 3, mask_inputs=inputs)
     with pytest.raises(ValueError, match="`num_heads`"):
         hm.make_mask(hm.Full(), 3, 3, num_heads=0)
 

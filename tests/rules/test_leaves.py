@@ -163,43 +163,27 @@ def test_mask_input_ranks(shape, per_example, per_head):
 
 WHOLE = "must be a whole number. Received: "
 NAME = "is the name under which the tensor is passed"
-REFUSED = [
+REFUSED = [  # (and what `test_config.py` says of fields)
     (lambda: hm.Window(before=1.0), TypeError, f"`before` {WHOLE}1.0"),
-    (lambda: hm.Window(after=True), TypeError, f"`after` {WHOLE}True"),
-    (lambda: hm.Window(after="0"), TypeError, f"`after` {WHOLE}'0'"),
     (lambda: hm.Window(step=0), ValueError, "`step` must be at least 1. Received: 0"),
     (lambda: hm.Window(step=None), TypeError, f"`step` {WHOLE}None"),
     (lambda: hm.Window(1, -2), ValueError, r"No distance lies from -1 to -2.*Write Nothing\(\)"),
     (lambda: hm.Window(-3, 2), ValueError, "No distance lies from 3 to 2"),
     (lambda: hm.Chunk(0), ValueError, "`size` must be at least 1. Received: 0"),
-    (lambda: hm.Chunk(2.5), TypeError, f"`size` {WHOLE}2.5"),
     (lambda: hm.Chunk(2, before=-1), ValueError, "`before` must be at least 0. Received: -1"),
     (lambda: hm.Chunk(2, after=-1), ValueError, "`after` must be at least 0. Received: -1"),
     (lambda: hm.Keys(-1), ValueError, "`start` must be at least 0. Received: -1"),
     (lambda: hm.Keys(2, 2), ValueError, r"no position lies in \[2, 2\). Write Nothing\(\)"),
-    (lambda: hm.Queries(3, 1), ValueError, r"no position lies in \[3, 1\). Write Nothing\(\)"),
     (lambda: hm.Queries(None), TypeError, f"`start` {WHOLE}None"),
     (lambda: hm.Queries(0, 1.5), TypeError, f"`stop` {WHOLE}1.5"),
     (lambda: hm.SameSentence(()), ValueError, "`end_ids` must hold at least one id"),
-    (lambda: hm.SameSentence("."), TypeError, "`end_ids` must be ids"),
-    (lambda: hm.SameSentence([1.5]), TypeError, f"`end_ids` {WHOLE}1.5"),
-    (lambda: hm.SameSentence(None), TypeError, "`end_ids` must be ids"),
-    (lambda: hm.SameSentence({9: 1}), TypeError, "`end_ids` must be ids"),
-    (lambda: hm.KeyIn("x", ()), ValueError, "`ids` must hold at least one id"),
+    *((lambda x=x: hm.SameSentence(x), TypeError, "`end_ids` must be ids") for x in (".", {9: 1})),
     (lambda: hm.QueryIn("x", [True]), TypeError, f"`ids` {WHOLE}True"),
-    *[
-        (make, TypeError, f"`input` {NAME}.*Received: {shown}")
-        for make, shown in [
-            (lambda: hm.SameSegment(3), "3"),
-            (lambda: hm.SameSegment(""), "''"),
-            (lambda: hm.SameSentence(9, None), "None"),
-            (lambda: hm.KeyFlag(["x"]), r"\['x'\]"),
-            (lambda: hm.QueryFlag(0), "0"),
-            (lambda: hm.KeyIn(9, "x"), "9"),
-            (lambda: hm.QueryIn((1,), 2), r"\(1,\)"),
-            (lambda: hm.MaskInput(np.ones((1, 1))), "ndarray of shape"),
-        ]
-    ],
+    (lambda: hm.SameSegment(3), TypeError, f"`input` {NAME}.*Received: 3"),
+    (lambda: hm.SameSegment(""), TypeError, f"`input` {NAME}.*Received: ''"),
+    (lambda: hm.KeyIn(9, "x"), TypeError, f"`input` {NAME}.*Received: 9"),
+    (lambda: hm.SameSentence(9, None), TypeError, f"`input` {NAME}.*Received: None"),
+    (lambda: hm.MaskInput(np.ones((1, 1))), TypeError, f"`input` {NAME}.*ndarray of shape"),
 ]
 
 

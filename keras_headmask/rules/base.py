@@ -378,20 +378,6 @@ def register_spec(kind: str) -> Callable[[_Class], _Class]:
             )
         config.register(kind, cls)
         cls.kind = kind
-        if params.init and "__init__" in vars(cls):
-            cls.__init__ = _with_checked_names(cls.__init__)
         return cls
 
     return decorate
-
-
-def _with_checked_names(init: Callable) -> Callable:
-    """The constructor that `dataclass` wrote, with an error that lists the fields."""
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs:
-            config.check_keywords(type(self), kwargs)
-        init(self, *args, **kwargs)
-
-    return checked

@@ -139,12 +139,6 @@ def did_you_mean(name: Any, known: Collection[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def misspelled(missing: str, names: Collection[Any]) -> str:
-    """A hint that one of the names given was meant to be `missing`."""
-    near = difflib.get_close_matches(missing, [x for x in names if isinstance(x, str)], n=1)
-    return f" The mask spec reads {missing!r}, not {near[0]!r}." if near else ""
-
-
 def to_json(value: Any) -> Any:
     if hasattr(value, "get_config"):
         return value.get_config()
@@ -214,16 +208,6 @@ def check_field_names(
         raise bad_place(join_path(path, str(strange[0])), problem)
     if missing := sorted(set(required) - fields.keys()):
         raise bad_place(path, f"the field `{missing[0]}` is missing.")
-
-
-def check_keywords(cls: Any, names: Collection[str]) -> None:
-    """Refuse arguments that `cls`, a spec whose constructor takes its fields, does not have."""
-    known = [field.name for field in dataclasses.fields(cls) if field.init]
-    if strange := [name for name in names if name not in known]:
-        raise TypeError(
-            f"{cls.__name__} has no field `{strange[0]}`.{did_you_mean(strange[0], known)} Its "
-            f"fields: {', '.join(known) or 'none'}."
-        )
 
 
 def located(make: Callable[[], Any], path: str) -> Any:

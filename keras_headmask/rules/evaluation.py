@@ -17,7 +17,7 @@ from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import graph_shapes
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.config import did_you_mean, misspelled
+from keras_headmask.rules.config import did_you_mean
 from keras_headmask.rules.fields import whole_number
 from keras_headmask.rules.offsets import check_counted, checked_offset
 from keras_headmask.rules.once import made_once
@@ -120,7 +120,7 @@ def check_inputs(
             call += ". keras.Sequential cannot pass them on: use a functional or subclassed model"
         raise ValueError(
             f"`mask_inputs` must hold every input the mask spec reads; {missing} missing. "
-            f"Received: {sorted(inputs)}.{misspelled(missing[0], inputs)} Pass {expected}: {call}."
+            f"Received: {sorted(inputs)}. Pass {expected}: {call}."
         )
     if unknown := sorted(inputs.keys() - wanted.keys()):
         raise ValueError(

@@ -12,33 +12,25 @@ from keras_headmask.rules.by_head import head_groups, named_heads
 
 
 def sentences(spec: Any, num_heads: int | None = None) -> list[str]:
-    """A sentence for each group of heads that obey one rule."""
-    groups, others = ordered_groups(spec, num_heads)
-    seen = [phrase(rule) for rule, _ in groups]
-    if len(groups) == 1:
-        return [f"A token sees {seen[0]}."]
-    titles = ["All other heads" if others in of else heads_in_words(of) for _, of in groups]
-    seen[0] = f"a token sees {seen[0]}"
-    return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
+    """A sentence for each group of heads that obey one rule; those that see everything last.
 
-
-def ordered_groups(
-    spec: Any, num_heads: int | None
-) -> tuple[list[tuple[Any, tuple[int, ...]]], int | None]:
-    """Each rule with the heads that obey it; those that see everything last.
-
-    Without `num_heads` one head stands for all that `spec` does not name: it is returned, too, and
-    its group comes last.
+    Without `num_heads` one head stands for all that `spec` does not name.
     """
-    others = enough_heads(spec) - 1 if num_heads is None else None
+    heads = enough_heads(spec) if num_heads is None else num_heads
+    others = heads - 1 if num_heads is None else None
     by_rule: dict[Any, list[int]] = {}
-    for rule, heads in head_groups(spec, enough_heads(spec) if num_heads is None else num_heads):
+    for rule, of in head_groups(spec, heads):
         if rule.constant is not None:
             rule = config.KINDS["full" if rule.constant else "nothing"]()
-        by_rule.setdefault(rule, []).extend(heads)
-    groups = [(rule, tuple(sorted(heads))) for rule, heads in by_rule.items()]
-    groups.sort(key=lambda group: (others in group[1], sees_everything(group[0])))
-    return groups, others
+        by_rule.setdefault(rule, []).extend(of)
+    groups = [(others in of, sees_everything(rule), rule, of) for rule, of in by_rule.items()]
+    groups.sort(key=lambda group: group[:2])
+    seen = [phrase(rule) for *_, rule, _ in groups]
+    if len(groups) == 1:
+        return [f"A token sees {seen[0]}."]
+    titles = ["All other heads" if rest else heads_in_words(sorted(of)) for rest, *_, of in groups]
+    seen[0] = f"a token sees {seen[0]}"
+    return [f"{title}: {said}." for title, said in zip(titles, seen, strict=True)]
 
 
 def enough_heads(spec: Any) -> int:

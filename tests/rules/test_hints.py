@@ -105,9 +105,6 @@ RECIPES = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes
             ValueError,
             r"Pass a boolean tensor of shape \(batch or 1, heads or 1",
         ),
-        (lambda: hm.Window(befor=2), TypeError, "no field `befor`. Did you mean 'before'. Its"),
-        (lambda: hm.Window(x=2), TypeError, "no field `x`. Its fields: before, after, step"),
-        (lambda: hm.Full(x=2), TypeError, "Full has no field `x`. Its fields: none"),
         *(
             (
                 lambda kind=kind: kind(np.ones((3, 3), bool)),
@@ -119,7 +116,7 @@ RECIPES = r"The recipes are causal, .*: hm\.apply_head_masks\(model, hm\.recipes
         (
             lambda: hm.make_mask(READS, 3, 3, mask_inputs={"idx": IDS}),
             ValueError,
-            r"missing.*The mask spec reads 'ids', not 'idx'",
+            r"\['ids'\] missing. Received: \['idx'\]",
         ),
         (
             lambda: hm.make_mask(READS, 3, 3, mask_inputs={"ids": IDS, "idx": IDS}),

@@ -80,12 +80,7 @@ def coverage(
     tile_keys: int,
     query_offset: int = 0,
 ) -> np.ndarray:
-    """`Coverage` of every tile, `(ceil(queries / tile_queries), ceil(keys / tile_keys))`.
-
-    >>> from keras_headmask import Window
-    >>> coverage(Window(after=0), queries=6, keys=6, tile_queries=2, tile_keys=2).tolist()
-    [[1, 0, 0], [2, 1, 0], [2, 2, 1]]
-    """
+    """`Coverage` of every tile, `(ceil(queries / tile_queries), ceil(keys / tile_keys))`."""
     tiles = tile_grid(queries, keys, tile_queries, tile_keys, query_offset)
     possible, certain = bounds(rule, tiles)
     shape = (len(tiles.query_first), tiles.key_first.shape[1])

@@ -362,10 +362,7 @@ def _answers(
     def leaf_mask(leaf: MaskSpec) -> Tensor:
         prepared = bound.leaf_inputs.get(leaf, {})
         inputs = {name: at(value) for name, value in prepared.items()}
-        allowed = leaf.allowed
-        if keras.backend.backend() == "tensorflow":
-            allowed = functools.partial(_allowed_on_tensorflow, leaf)
-        result = checked_answer(leaf, allowed(*positions, inputs))
+        result = checked_answer(leaf, leaf.allowed(*positions, inputs))
         shape = tuple(result.shape)
         if len(shape) not in (2, 4) or not all(map(masks.fits, shape, sizes[-len(shape) :])):
             raise ValueError(
@@ -379,20 +376,6 @@ def _answers(
 
     # Not & and |: a JAX array on their left cannot meet a symbolic Keras tensor.
     return masks.lift(rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not))
-
-
-def _allowed_on_tensorflow(leaf: MaskSpec, query_positions: Tensor, *rest: Any) -> Tensor:
-    """`leaf.allowed`; a note on an error in it says which integers positions are."""
-    try:
-        return leaf.allowed(query_positions, *rest)
-    except Exception as error:
-        dtype = keras.backend.standardize_dtype(query_positions.dtype)
-        error.add_note(
-            f"`{type(leaf).__name__}.allowed` got positions in {dtype}. (They, and ids, are int64 "
-            "here, and int32 in XLA and in `hm.dense_scope()`: cast what is compared with them to "
-            "`query_positions.dtype`.)"
-        )
-        raise
 
 
 def heads_are_spread() -> bool:

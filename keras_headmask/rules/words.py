@@ -44,10 +44,7 @@ def sees_everything(rule: Any) -> bool:
 
 
 def heads_in_words(heads: Sequence[int]) -> str:
-    """
-    >>> heads_in_words([0, 2, 3, 4])
-    'Heads 0 and 2 to 4'
-    """
+    """ "Heads 0 and 2 to 4"."""
     return f"Head{'s' if len(heads) > 1 else ''} {numbers_in_words(heads)}"
 
 
@@ -60,11 +57,7 @@ def numbers_in_words(numbers: Iterable[int]) -> str:
 
 
 def runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Whole numbers in rising order, cut wherever one is left out.
-
-    >>> runs([0, 2, 3, 4])
-    [[0], [2, 3, 4]]
-    """
+    """Whole numbers in rising order, cut wherever one is left out: [0], [2, 3, 4]."""
     folded: list[list[int]] = []
     for number in numbers:
         if not folded or folded[-1][-1] != number - 1:

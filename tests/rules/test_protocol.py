@@ -118,7 +118,7 @@ def test_a_twin_is_treated_alike(leaf):
             of_both.append(
                 (
                     planner.plan(one, LENGTH, LENGTH + 9, 3, 64, 64),
-                    choose.choose(request, choose.part_of_all(request)).name,
+                    choose.choose(request, choose.part_of_all(request)),
                     one.tiling,
                     str(found).replace("Twin", ""),
                     {name: numpy(ids).tolist() for name, ids in made.items()},

@@ -18,26 +18,16 @@ def main(arguments: list[str] | None = None) -> None:
         workers.serve(json.loads(options.worker), options.json)
         return
     record_file = options.out / "record.json"
-    if options.page:
-        report.update_page(options.page, json.loads(record_file.read_text()))
-        return
     if options.report:
         report.write(json.loads(record_file.read_text()), options.out)
-        return
-    if options.long:
-        task = {"framework": "keras", "long": options.length, **_common(options)}
-        print(json.dumps(workers.run(task), indent=2))
         return
     known = [*cases.all_cases(), *_LAYERS, *_BY_LENGTH]
     names = options.only.split(",") if options.only else known
     if unknown := sorted(set(names) - set(known)):
         raise SystemExit(f"--only knows {', '.join(known)}. Received: {', '.join(unknown)}.")
     record = measure_all(names, options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.only and record_file.exists():  # a part measured again
-        record = _merged(json.loads(record_file.read_text()), record)
     record["ratios"] = report.ratios(record)
-    record_file.write_text(json.dumps(record, indent=2) + "\n")
+    machine.write(record_file, record)
     report.write(record, options.out)
     print(report.goal_table(record))
 
@@ -46,11 +36,9 @@ def measure_all(names: list[str], options: argparse.Namespace) -> dict[str, Any]
     """The whole record but its ratios."""
     common = _common(options)
     record: dict[str, Any] = {
-        **machine.describe(),
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        **machine.describe("benchmarks", options.quick),
         "threads": options.threads,
         "dtype": options.dtype,
-        "quick": options.quick,
         "onednn": options.onednn,
         "cases": {},
     }
@@ -94,16 +82,12 @@ def _by_length(names: list[str], options: argparse.Namespace) -> dict[str, list[
     jobs_of = {"memory": scaling.memory_jobs, "scaling": scaling.scaling_jobs}
     jobs = [(name, job) for name in names for job in jobs_of[name](options.quick)]
     rows: dict[str, list[dict]] = {name: [] for name in names}
-    for framework in options.peers.split(","):
-        of_it = [(n, job) for n, job in jobs if scaling.needs_torch(job) == (framework == "torch")]
-        for group in [of_it] if options.quick else [[pair] for pair in of_it]:
-            if not group:
-                continue
-            _tell(", ".join(f"{name}: {job.peer} {job.step} {job.length}" for name, job in group))
-            task = {"framework": framework, "jobs": [job for _, job in group], **_common(options)}
-            results = workers.run(task)["rows"]
-            for (name, _), row in zip(group, results, strict=True):
-                rows[name].append(row)
+    for group in filter(None, [jobs] if options.quick else [[pair] for pair in jobs]):
+        _tell(", ".join(f"{name}: {job.peer} {job.step} {job.length}" for name, job in group))
+        task = {"framework": "keras", "jobs": [job for _, job in group], **_common(options)}
+        results = workers.run(task)["rows"]
+        for (name, _), row in zip(group, results, strict=True):
+            rows[name].append(row)
     return rows
 
 
@@ -116,21 +100,6 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The older record with what was measured again; what the older one says of itself is kept."""
-    for field in ("dtype", "threads", "quick", "machine", "versions"):
-        if before[field] != now[field]:
-            raise SystemExit(
-                f"The record in --out has another {field}: {before[field]}, not {now[field]}. "
-                "Give another --out."
-            )
-    merged = {**before, **{k: v for k, v in now.items() if k not in ("cases", "command", "date")}}
-    merged["cases"] = {**before["cases"], **now["cases"]}
-    again = {"date": now["date"], "command": now["command"]}
-    merged["measured_again"] = [*before.get("measured_again", []), again]
-    return merged
-
-
 def _tell(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
@@ -140,17 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     here = Path(__file__).parent
     add = parser.add_argument
     add("--quick", action="store_true", help="tiny sizes, 2 repetitions: does it run?")
-    add("--only", default="", help="cases, comma-separated; merged into the record in --out")
-    add("--out", type=Path, default=here / "results", help="folder of record, report and plots")
+    add("--only", default="", help="cases, comma-separated")
+    add("--out", type=Path, default=here / "results", help="folder of record and report")
     add("--peers", default="keras,torch", help="frameworks, comma-separated")
     add("--onednn", default="on,off", choices=("on,off", "on", "off"), help="of the cases")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--repetitions", type=int, help="at least 7 for a record; 9 by default")
     add("--threads", type=int, default=2)
-    add("--long", action="store_true", help="one layer, forward and a training step")
-    add("--length", type=int, default=65536, help="positions for --long")
     add("--report", action="store_true", help="write the report again from the record in --out")
-    add("--page", type=Path, help="put the goal table into this page, docs/measurements.md")
     add("--worker", help=argparse.SUPPRESS)
     add("--json", help=argparse.SUPPRESS)
     return parser

@@ -16,19 +16,17 @@ class Case:
     """One attention: its sizes, and which rule its heads obey.
 
     `reach` is the window on each side, `part` the mean length of a sentence or document, both in
-    positions; `flagged` counts the global tokens.
+    positions.
     """
 
     name: str
     rule: str
-    title: str
     batch: int = 1
     length: int = 4096
     heads: int = 16
     size: int = 64
     reach: int = 255
     part: int = 200
-    flagged: int = 16
 
     @property
     def reads_data(self) -> bool:
@@ -58,12 +56,6 @@ class Case:
             lengths = self.length - np.arange(self.batch) * self.length // 8
             padding_mask = np.arange(self.length) < lengths[:, None]
             return {"token_ids": token_ids.astype("int32"), "padding_mask": padding_mask}
-        if self.rule in ("longformer", "longformer-scattered"):
-            is_global = np.zeros(self.shape[:2], bool)
-            first = np.arange(self.flagged)
-            scattered = rng.choice(self.length, self.flagged, replace=False)
-            is_global[:, scattered if self.rule == "longformer-scattered" else first] = True
-            return {"is_global": is_global}
         return {}
 
     def spec(self) -> Any:
@@ -78,9 +70,10 @@ class Case:
             return hm.SameSegment("documents") & causal
         if self.rule == "bert":
             return hm.PerHead({0: hm.SameSentence(_END)}) & hm.KeyFlag("padding_mask")
-        if self.rule == "mixed":
-            return hm.PerHead({"0-11": hm.Window(self.reach + 1, self.reach), "12-13": causal})
-        return hm.recipes.longformer(self.reach, "is_global")
+        assert self.rule == "mixed"
+        near, back = self.heads * 3 // 4, self.heads * 7 // 8
+        uneven = hm.Window(self.reach + 1, self.reach)
+        return hm.PerHead({f"0-{near - 1}": uneven, f"{near}-{back - 1}": causal})
 
     def mask(self, data: dict[str, np.ndarray]) -> np.ndarray:
         """The rule as a boolean mask, `(B or 1, H or 1, T, T)`."""
@@ -95,14 +88,12 @@ class Case:
             return mask
         if self.rule == "mixed":
             mask = np.ones((1, self.heads, self.length, self.length), bool)
-            mask[:, :12] = (distance >= -self.reach - 1) & (distance <= self.reach)
-            mask[:, 12:14] = distance <= 0
+            near, back = self.heads * 3 // 4, self.heads * 7 // 8
+            mask[:, :near] = (distance >= -self.reach - 1) & (distance <= self.reach)
+            mask[:, near:back] = distance <= 0
             return mask
-        near = np.abs(distance) <= self.reach
-        if self.rule == "window":
-            return near
-        flags = data["is_global"]
-        return near | flags[:, None, :, None] | flags[:, None, None]
+        assert self.rule == "window"
+        return np.abs(distance) <= self.reach
 
 
 def sentences(data: dict[str, np.ndarray]) -> np.ndarray:
@@ -112,25 +103,21 @@ def sentences(data: dict[str, np.ndarray]) -> np.ndarray:
 
 def all_cases(quick: bool = False) -> dict[str, Case]:
     """Every case by name; tiny ones with `quick`."""
-    long = {"length": 256, "reach": 31, "part": 20, "flagged": 4} if quick else {}
+    long = {"length": 256, "reach": 31, "part": 20} if quick else {}
     bert = {"batch": 2, "length": 256} if quick else {"batch": 4, "length": 512}
     mixed = {"length": 256, "reach": 15} if quick else {"length": 2048, "reach": 63}
     cases = (
-        Case("bert", "bert", "BERT-large layer", **bert, part=25),
-        Case("window", "window", "window", **long),
-        Case("documents", "documents", "packed documents", **long),
-        Case("mixed", "mixed", "mixed heads", **mixed),
-        Case("longformer", "longformer", "Longformer, first tokens global", **long),
-        Case(
-            "longformer-scattered", "longformer-scattered", "Longformer, scattered globals", **long
-        ),
+        Case("bert", "bert", **bert, part=25),
+        Case("window", "window", **long),
+        Case("documents", "documents", **long),
+        Case("mixed", "mixed", **mixed),
     )
     return {case.name: case for case in cases}
 
 
 def window_case(length: int, quick: bool = False) -> Case:
     """The window rule at another length."""
-    return Case("window", "window", "window", length=length, reach=31 if quick else 255)
+    return Case("window", "window", length=length, reach=31 if quick else 255)
 
 
 def _cuts(rng: np.random.Generator, case: Case) -> np.ndarray:

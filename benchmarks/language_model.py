@@ -3,28 +3,35 @@
 A small decoder reads rows of 2,048 tokens of Python's standard library. Its arms have the same
 layers and the same initial weights; only the rules of their heads differ. By default the training
 steps are timed, stock Keras beside them. `--train` trains the arms from several seeds instead, on
-equal batches, and records their loss on held-out modules. It goes on where it was interrupted, and
-several may run at once, each with seeds of its own.
+equal batches, and records their loss on held-out modules.
 """
 
 import argparse
-import json
+import collections
+import itertools
 import os
-import statistics
+import re
+import string
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import machine, measure, report
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import numpy as np
+
+from benchmarks import machine, measure
 
 FULL, WINDOWS = "all heads causal", "all heads a window"
 MIXTURE, REPEATS = "windows, 1 head causal", "windows, 1 head repeats"
 STOCK, STOCK_XLA = "stock Keras, causal", "stock Keras, causal, XLA"
 RESULTS = Path(__file__).parent / "results"
 LOSS, TIME = "language_model_loss.json", "language_model_time.json"
-START, END = "<!-- language model:start -->", "<!-- language model:end -->"
 
 
 class Sizes(NamedTuple):
@@ -50,27 +57,23 @@ QUICK = Sizes(length=64, width=16, heads=4, layers=1, window=16, steps=1, held_o
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.language_model", description=__doc__.split("\n\n")[1]
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--train", action="store_true", help="train, and measure the loss in place of the time")
     add("--seeds", default="0,1,2", help="comma-separated, for --train")
     add("--repetitions", type=int, default=15, help="training steps that are timed, of each arm")
     add("--threads", type=int, default=os.cpu_count())
     add("--out", type=Path, default=RESULTS, help="folder of the two records")
-    add("--page", type=Path, help="put the table into this page, docs/measurements.md")
     add("--quick", action="store_true", help="tiny: the figures say nothing")
     options = parser.parse_args(arguments)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is imported
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if options.page:
-        report.put_between(options.page, START, END, table(options.out))
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    (train if options.train else timed)(options)
-    print(table(options.out))
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(options.threads)
+    sizes = QUICK if options.quick else Sizes()
+    record = machine.describe("benchmarks.language_model", options.quick)
+    record |= {"threads": options.threads, "sizes": sizes._asdict()}
+    record |= (trained if options.train else timed)(options, sizes)
+    machine.write(options.out / (LOSS if options.train else TIME), record)
 
 
 def rules(sizes: Sizes) -> dict[str, Any]:
@@ -151,13 +154,11 @@ def build(rule: Any, sizes: Sizes, seed: int, jit_compile: bool = False) -> Any:
     return model
 
 
-def timed(options: argparse.Namespace) -> dict[str, Any]:
-    """The record of the time: every arm's step in turns, in one process."""
-    pin_threads(options.threads)
-    sizes = QUICK if options.quick else Sizes()
+def timed(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+    """Every arm's step in turns, in one process."""
     models = {STOCK: build(None, sizes, 0), STOCK_XLA: build(None, sizes, 0, jit_compile=True)}
     models |= {name: build(rule, sizes, 0) for name, rule in rules(sizes).items()}
-    row = _rows(sizes).train[:1]
+    row = source_code(sizes.length, sizes.vocabulary)[0][:1]
 
     def step(model: Any) -> Callable[[], float]:
         return lambda: model.train_on_batch(row[:, :-1], row[:, 1:])
@@ -168,75 +169,60 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     result = measure.interleaved(steps, 2 if options.quick else options.repetitions)
     seconds = result["seconds"]
     stock = min(seconds[name] for name in (STOCK, STOCK_XLA) if name in seconds)
-    record = _origin(options, sizes) | result
-    record |= {
-        "first_losses": first,
-        "ratios": {name: seconds[name] / stock for name in seconds},  # to the faster stock
-    }
-    _write(options.out / TIME, record)
-    return record
+    ratios = {name: seconds[name] / stock for name in seconds}  # to the faster stock
+    return result | {"first_losses": first, "ratios": ratios}
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """The record of the losses; what it holds already is not trained again."""
-    pin_threads(options.threads)
-    sizes = QUICK if options.quick else Sizes()
-    rows = _rows(sizes)
-    record = _origin(options, sizes) | {"text": rows.digest, "runs": []}
-    file = options.out / LOSS
-    if before := _read(file):
-        for field in ("sizes", "text", "versions"):
-            if before[field] != record[field]:
-                raise SystemExit(
-                    f"The record in --out has another {field}: {before[field]}, not "
-                    f"{record[field]}. Give another --out."
-                )
-        record = before
-    done = {(run["arm"], run["seed"]) for run in record["runs"]}
+def trained(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+    """The held-out losses: the same seed has the same initial weights and rows in each arm."""
+    rows, others = source_code(sizes.length, sizes.vocabulary)
+    held_out = others[np.linspace(0, len(others) - 1, sizes.held_out).astype(int)]
+    runs = []
     for seed in map(int, options.seeds.split(",")):
         for name, rule in rules(sizes).items():
-            if (name, seed) not in done:
-                run = _trained(name, rule, sizes, seed, rows)
-                others = _read(file).get("runs", [])  # by another process, meanwhile
-                record["runs"] = [*others, run]
-                _write(file, record)
-    return record
-
-
-def _trained(name: str, rule: Any, sizes: Sizes, seed: int, rows: Any) -> dict[str, Any]:
-    """One run: the same seed has the same initial weights and rows in each arm."""
-    import numpy as np
-
-    model = build(rule, sizes, seed)
-    start = time.process_time()
-    order = np.random.default_rng(seed).permutation(len(rows.train))
-    for step in range(sizes.steps):
-        row = rows.train[order[step % len(order)]][None]
-        loss = model.train_on_batch(row[:, :-1], row[:, 1:])
-        if step % 50 == 49:
-            print(f"{name}, seed {seed}, step {step + 1}: {loss:.3f}", file=sys.stderr, flush=True)
-            model.reset_metrics()
-    seconds = time.process_time() - start
-    held_out = np.linspace(0, len(rows.held_out) - 1, sizes.held_out).astype(int)
-    losses = [_losses(model, row) for row in rows.held_out[held_out]]
-    by_token = np.mean(losses, 0)
-    half = sizes.length // 2
-    return {
-        "arm": name,
-        "seed": seed,
-        "loss": float(by_token.mean()),
-        "loss_of_second_half": float(by_token[half:].mean()),
-        "cpu_seconds": round(seconds, 1),
-    }
+            model, start = build(rule, sizes, seed), time.process_time()
+            order = np.random.default_rng(seed).permutation(len(rows))
+            for step in range(sizes.steps):
+                row = rows[order[step % len(order)]][None]
+                model.train_on_batch(row[:, :-1], row[:, 1:])
+            seconds = round(time.process_time() - start, 1)
+            loss = float(np.mean([_losses(model, row) for row in held_out]))
+            print(f"{name}, seed {seed}: {loss:.3f}", file=sys.stderr, flush=True)
+            runs.append({"arm": name, "seed": seed, "loss": loss, "cpu_seconds": seconds})
+    return {"runs": runs}
 
 
 def _losses(model: Any, row: Any) -> Any:
     """Nats of each token of a row, `(length,)`."""
-    import numpy as np
-
     logits = model.predict_on_batch(row[None, :-1])[0].astype("float64")
     logits -= logits.max(-1, keepdims=True)
     return np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), row[1:]]
+
+
+def source_code(length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows `(rows, length + 1)` of token ids, to train on and held out, from Python's own modules.
+
+    A token is a frequent word, line break or sign; what is not frequent is spelled. Each row
+    predicts its successors, and holds text of one module; each tenth module is held out.
+    """
+    piece = re.compile(r"\w+|\n *|\W")
+    folder = Path(sysconfig.get_path("stdlib"))
+    modules = [piece.findall(x.read_text(encoding="utf-8")) for x in sorted(folder.glob("*.py"))]
+    train = [x for i, x in enumerate(modules) if i % 10 != 9]
+    frequent = collections.Counter(itertools.chain.from_iterable(train)).most_common(vocabulary)
+    pieces = list(dict.fromkeys([*string.printable, *(word for word, _ in frequent)]))
+    ids = {word: number for number, word in enumerate(pieces[: vocabulary - 1], 1)}
+
+    def cut(texts: list[list[str]]) -> np.ndarray:
+        found = []
+        for text in texts:
+            parts = ([ids[x]] if x in ids else [ids.get(char, 0) for char in x] for x in text)
+            tokens = list(itertools.chain.from_iterable(parts))
+            starts = range(0, len(tokens) - length, length)
+            found += [tokens[start : start + length + 1] for start in starts]
+        return np.array(found, "int32")
+
+    return cut(train), cut(modules[9::10])
 
 
 def losses_of(record: dict[str, Any]) -> dict[str, list[float]]:
@@ -245,55 +231,6 @@ def losses_of(record: dict[str, Any]) -> dict[str, list[float]]:
     for run in sorted(record["runs"], key=lambda run: run["seed"]):
         found.setdefault(run["arm"], []).append(run["loss"])
     return found
-
-
-def table(folder: Path) -> str:
-    """Both records in one Markdown table; `-` for what is not measured."""
-    losses, times = (_read(folder / name) for name in (LOSS, TIME))
-    of_arm, ratios = losses_of(losses) if losses else {}, times.get("ratios", {})
-    lines = ["| heads | held-out loss | by seed | time of a step |", "|---|---|---|---|"]
-    for name in (STOCK, STOCK_XLA, FULL, WINDOWS, MIXTURE, REPEATS):
-        cells = ["-", "-"]
-        if name in of_arm:
-            by_seed = ", ".join(f"{loss:.3f}" for loss in of_arm[name])
-            cells = [f"{statistics.mean(of_arm[name]):.3f}", by_seed]
-        ratio = f"{ratios[name]:.2f}" if name in ratios else "-"
-        lines.append(f"| {' | '.join([name, *cells, ratio])} |")
-    origins = [
-        f"{what}: {report.where(record)}; {record['date']}; `{record['command']}`."
-        for what, record in (("Loss", losses), ("Time", times))
-        if record
-    ]
-    return "\n\n".join(["\n".join(lines), *origins])
-
-
-def pin_threads(threads: int) -> None:
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-
-
-def _rows(sizes: Sizes) -> Any:
-    from benchmarks import source_code
-
-    return source_code.rows(sizes.length, sizes.vocabulary)
-
-
-def _origin(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
-    return machine.describe() | {
-        "threads": options.threads,
-        "command": " ".join(["python -m benchmarks.language_model", *sys.argv[1:]]),
-        "quick": options.quick,
-        "sizes": sizes._asdict(),
-    }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
-
-
-def _write(file: Path, record: dict[str, Any]) -> None:
-    file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-
-from benchmarks import probe
+import sys
+from pathlib import Path
+from typing import Any
 
 _LIMITS = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
 _PACKAGES = ("keras", "tensorflow", "torch", "jax", "numpy")
 
 
-def describe() -> dict:
-    """Processor, cores, memory, versions, the date, and how fast the machine is just now.
+def describe(module: str = "benchmarks", quick: bool = False) -> dict[str, Any]:
+    """How a record begins: processor, cores, memory, versions, the date, and the command.
 
     Nothing names a user or a folder. `onednn` is what TensorFlow reads, where it is set.
     """
     return {
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+        "quick": quick,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": {
             "processor": _processor(),
@@ -27,9 +31,13 @@ def describe() -> dict:
             "accelerator": _accelerator(),
         },
         "versions": {"python": platform.python_version(), **_versions()},
-        "probe_gflops": probe.gigaflops(),
         "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
     }
+
+
+def write(file: Path, record: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def _versions() -> dict[str, str]:

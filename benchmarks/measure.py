@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import probe
-
 
 def interleaved(
     functions: dict[str, Callable[[], Any]], repetitions: int, warm_up: int = 2
 ) -> dict[str, Any]:
     """Median seconds of each function, called in turns so that a busy moment meets all alike.
 
-    A function that fails is left out, its message under `errors`. `probe_gflops` is the machine's
-    own speed before and after.
+    A function that fails is left out, its message under `errors`.
     """
     errors: dict[str, str] = {}
     for name, function in functions.items():
@@ -30,7 +27,6 @@ def interleaved(
             errors[name] = message(error)
     running = {name: function for name, function in functions.items() if name not in errors}
     seconds: dict[str, list[float]] = {name: [] for name in running}
-    before = probe.gigaflops()
     gc.collect()
     for _ in range(repetitions):
         for name, function in running.items():
@@ -42,7 +38,6 @@ def interleaved(
         "seconds": {name: statistics.median(times) for name, times in seconds.items()},
         "least_seconds": {name: min(times) for name, times in seconds.items()},
         "repetitions": repetitions,
-        "probe_gflops": [before, probe.gigaflops()],
         "errors": errors,
     }
 
@@ -81,7 +76,3 @@ def _forget_peak() -> None:
 def _peak() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def peak_of_process_mib() -> float:
-    return _peak() / 2**20

@@ -10,8 +10,6 @@ import tensorflow as tf
 import keras_headmask as hm
 from benchmarks import cases, measure
 
-_EXTRA = ("training", "layer", "layer-window")
-
 
 def pin_threads(threads: int) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -60,12 +58,6 @@ def stock(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
     return keras.ops.dot_product_attention(query, key, value, mask=mask)
 
 
-@tf.function
-def _floor(query: Any, key: Any, value: Any) -> Any:
-    """Two products and a softmax, heads first, nothing else."""
-    return tf.matmul(tf.nn.softmax(tf.matmul(query, key, transpose_b=True)), value)
-
-
 def attention(case: cases.Case, dtype: str, repetitions: int) -> dict[str, Any]:
     """Attention alone, forward."""
     data = case.data()
@@ -74,17 +66,13 @@ def attention(case: cases.Case, dtype: str, repetitions: int) -> dict[str, Any]:
     inputs = {name: tf.constant(array) for name, array in data.items()}
     batch, length, heads, _ = case.shape
     mask = tf.broadcast_to(tf.constant(allowed), (batch, heads, length, length))
-    heads_first = [tf.transpose(x, (0, 2, 1, 3)) for x in operands]
     static, unknown = ours(case, dtype, length), ours(case, dtype, None)
-    tiles_only = _two_products(_runs(case, allowed))
     result = measure.interleaved(
         {
             "ours": lambda: static(*operands, inputs),
             "ours, unknown T": lambda: unknown(*operands, inputs),
             "stock": lambda: stock(*operands, mask),
             "stock, no mask": lambda: stock(*operands),
-            "floor, no mask": lambda: _floor(*heads_first),
-            "floor, two products of allowed tiles": lambda: tiles_only(*heads_first),
         },
         repetitions,
     )
@@ -106,7 +94,8 @@ def training(case: cases.Case, dtype: str, repetitions: int) -> dict[str, Any]:
     mask = tf.broadcast_to(tf.constant(case.mask(case.data())), shape)
     static = step(ours(case, dtype, case.length), case.shape, dtype)
     unknown = step(ours(case, dtype, None), (case.batch, None, *case.shape[2:]), dtype)
-    stock_step = step(lambda q, k, v, mask: stock(q, k, v, mask), case.shape, dtype, shape)
+    of_mask = tf.TensorSpec(shape, "bool")
+    stock_step = step(lambda q, k, v, mask: stock(q, k, v, mask), case.shape, dtype, of_mask)
     result = measure.interleaved(
         {
             "ours": lambda: static(*operands, upstream, {}),
@@ -124,10 +113,12 @@ def training(case: cases.Case, dtype: str, repetitions: int) -> dict[str, Any]:
     return result
 
 
-def step(attend: Callable, shape: tuple, dtype: str, mask_shape: tuple | None = None) -> Callable:
-    """`attend` as a training step: the context and the gradients of query, key and value."""
-    operand = tf.TensorSpec(shape, dtype)
-    last = {} if mask_shape is None else tf.TensorSpec(mask_shape, "bool")
+def step(attend: Callable, shape: tuple, dtype: str, last: Any = ()) -> Callable:
+    """`attend` as a training step: the context and the gradients of query, key and value.
+
+    `last` is the signature of what `attend` takes beside them: mask inputs, or the mask.
+    """
+    operand, last = tf.TensorSpec(shape, dtype), last or {}
 
     @tf.function(input_signature=[operand] * 4 + [last])
     def forward_and_gradient(query: Any, key: Any, value: Any, upstream: Any, last: Any) -> Any:
@@ -183,41 +174,3 @@ def _layers(
     outputs = [tf.cast(function(), "float32").numpy() for function in functions.values()]
     result["difference"] = max(float(np.abs(other - outputs[0]).max()) for other in outputs[1:])
     return result
-
-
-# ---------------------------------------------------------------- the floor of allowed tiles
-
-
-def _runs(case: cases.Case, allowed: np.ndarray, tile: int = 128, block: int = 32) -> list:
-    """For each group of heads with one mask: the heads, and for each tile of queries its runs."""
-    from keras_headmask.rules import coverage
-    from keras_headmask.rules.by_head import head_groups
-
-    groups = []
-    for _, heads in head_groups(case.spec(), case.heads):
-        mask = allowed[:, min(heads[0], allowed.shape[1] - 1)].any(0)
-        starts = np.arange(0, case.length, tile)
-        possible = np.logical_or.reduceat(mask, starts, 0)
-        possible = np.logical_or.reduceat(possible, np.arange(0, case.length, block), 1)
-        groups.append((heads[0], heads[-1] + 1, coverage.runs(possible, block, case.length)))
-    return [(a, b, tile, runs) for a, b, runs in groups]
-
-
-def _two_products(groups: list) -> Callable:
-    """Query times key and scores times value, of the tiles that may be allowed, and no more."""
-
-    @tf.function
-    def products(query: Any, key: Any, value: Any) -> list:
-        results = []
-        for first, last, tile, tiles in groups:
-            q, k, v = (x[:, first:last] for x in (query, key, value))
-            for number, runs in enumerate(tiles):
-                rows = q[:, :, number * tile : (number + 1) * tile]
-                keys, values = (
-                    tf.concat([x[:, :, a:b] for a, b in runs], 2) if runs else x[:, :, :0]
-                    for x in (k, v)
-                )
-                results.append(tf.matmul(tf.matmul(rows, keys, transpose_b=True), values))
-        return results
-
-    return products

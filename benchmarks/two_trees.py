@@ -2,12 +2,13 @@
 
 FOLDER is a checkout of another commit (`git worktree add FOLDER COMMIT`). Three processes take
 turns: one with the package of this tree, two with that of FOLDER; the ratio of the two says what
-noise is. Attention under each rule of `benchmarks.cliffs` on the backend of Keras, forward and with
+noise is. Attention of the cases of `benchmarks.cases` on the backend of Keras, forward and with
 gradients, compiled where the backend compiles, and a model of four stock layers under a rule, which
 predicts and is fitted. Ratios are medians of calls side by side.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -38,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=15, help="runs of each process, in turns")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases in whose name it is")
-    parser.add_argument("--out", type=Path, help="a JSON file, to which this backend is added")
     parser.add_argument("--quick", action="store_true", help="a tiny case: does it run?")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -51,7 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     workers = [Worker(tree) for tree in (HERE, folder, folder)]
     ratios: list[float] = []
     noise: list[float] = []
-    found: dict[str, Any] = {}
     wanted = [name for name in names() if re.search(options.only, name)]
     for name in ("quick",) if options.quick else wanted:
         calls = max(worker.ask(["make", name]) for worker in workers)
@@ -63,9 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
         ratios.append(statistics.median(new / old for new, old, _ in runs))
         noise.append(statistics.median(again / old for _, old, again in runs))
         ms = 1000 * statistics.median(old for _, old, _ in runs) / calls
-        found[name] = {"ratio": ratios[-1], "noise": noise[-1], "milliseconds": ms}
-        if options.out:
-            _record(options.out, folder, found)
         print(f"{ratios[-1]:.3f}  noise {noise[-1]:.3f}  {ms:8.2f} ms  {name}", flush=True)
     if not ratios:
         raise SystemExit(f"{options.only!r} is in the name of no case: {', '.join(names())}.")
@@ -76,24 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _record(file: Path, before: Path, cases: dict[str, Any]) -> None:
-    """Write what is known so far: a run that is cut off loses nothing."""
-    from benchmarks import machine
-
-    record = json.loads(file.read_text()) if file.exists() else {}
-    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    about = machine.describe() | {"commit": _commit(HERE), "before": _commit(before)}
-    record[backend] = about | {"cases": cases}
-    file.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _commit(tree: Path) -> str:
-    said = subprocess.run(
-        ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return said.stdout.strip()
-
-
 def _turned(things: list, by: int) -> list:
     """Each is first once in so many turns."""
     by %= len(things)
@@ -101,14 +79,13 @@ def _turned(things: list, by: int) -> list:
 
 
 def names() -> list[str]:
-    from benchmarks.cliff_cases import OF_ALL_HEADS  # (a worker has another path when it starts)
+    from benchmarks import cases  # (a worker has another path when it starts)
 
-    rules = *OF_ALL_HEADS, "sentence head", "4 head groups"
     of_attention = [
-        f"{rule}, {size}, {step}"
+        f"{name}, {size}, {step}"
         for size in SIZES
         for step in ("forward", "gradient")
-        for rule in rules
+        for name in cases.all_cases()
     ]
     return [*of_attention, f"{MODEL}, predict", f"{MODEL}, fit"]
 
@@ -175,55 +152,38 @@ def _seconds(call: Callable[[], Any], times: int) -> float:
 
 def made(name: str) -> Callable[[], Any]:
     """What the case `name` runs."""
-    from benchmarks.cliff_cases import Case
+    from benchmarks import cases
 
     if name.startswith(MODEL):
         return _of_model(name.endswith("fit"))
     if name == "quick":
-        return _of_attention(Case("window", 2, 40, 40, 4, 8, "gradient", "known"))
-    rule, size, step = name.rsplit(", ", 2)
+        return _of_attention(cases.all_cases(quick=True)["window"], "gradient")
+    case, size, step = name.rsplit(", ", 2)
     batch, length = SIZES[size]
-    return _of_attention(Case(rule, batch, length, length, 8, 64, step, "known"))
+    of_sizes = {"batch": batch, "length": length, "heads": 8, "reach": 31}
+    return _of_attention(dataclasses.replace(cases.all_cases()[case], **of_sizes), step)
 
 
-def _of_attention(case: Any) -> Callable[[], Any]:
+def _of_attention(case: Any, step: str) -> Callable[[], Any]:
     import keras
-    from keras import ops
 
-    import keras_headmask as hm
+    if keras.backend.backend() != "tensorflow":
+        from benchmarks import backends
 
-    backend = keras.backend.backend()
-    spec, data, arrays = case.spec(), case.data(), case.operands()
-    if backend == "tensorflow":  # at lengths that are not known
-        from benchmarks import cliffs
+        return backends.arms(case, step)["ours"]
+    import tensorflow as tf
 
-        ((_, (ours, _), _),) = cliffs.compiled([case._replace(lengths="unknown")])
-        return ours
-    inputs = {key: ops.convert_to_tensor(x) for key, x in data.items()}
-    *operands, upstream = map(ops.convert_to_tensor, arrays)
+    from benchmarks import peers_keras
 
-    def attend(*qkv: Any) -> Any:
-        return hm.dot_product_attention(*qkv, mask_spec=spec, mask_inputs=inputs or None)
-
-    if backend == "jax":
-        import jax
-
-        def gradients(*qkv: Any) -> Any:
-            context, pull = jax.vjp(attend, *qkv)
-            return context, pull(upstream)
-
-        function = jax.jit(attend if case.step == "forward" else gradients)
-        return lambda: jax.block_until_ready(function(*operands))
-    import torch
-
-    def run() -> Any:
-        if case.step == "forward":
-            with torch.no_grad():
-                return attend(*operands)
-        qkv = [x.clone().requires_grad_() for x in operands]
-        return torch.autograd.grad(attend(*qkv), qkv, upstream)
-
-    return run
+    function = peers_keras.ours(case, "float32", None)  # at lengths that are not known
+    given = [*map(tf.constant, case.operands())]
+    inputs = {name: tf.constant(x) for name, x in case.data().items()}
+    if step == "forward":
+        return lambda: function(*given, inputs).numpy()
+    shape = (case.batch, None, case.heads, case.size)
+    specs = {name: tf.TensorSpec((case.batch, None), x.dtype) for name, x in inputs.items()}
+    function = peers_keras.step(function, shape, "float32", specs)
+    return lambda: [x.numpy() for x in function(*given, given[0], inputs)]
 
 
 def _of_model(fits: bool) -> Callable[[], Any]:

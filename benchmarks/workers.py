@@ -18,7 +18,7 @@ from typing import Any
 _ROOT = Path(__file__).parents[1]
 
 
-def run(task: dict[str, Any], module: str = "benchmarks", **variables: str) -> dict[str, Any]:
+def run(task: dict[str, Any], **variables: str) -> dict[str, Any]:
     """The results of `task`, or `errors` where the process died (of too little memory, say)."""
     threads = str(task["threads"])
     environment = {
@@ -34,7 +34,8 @@ def run(task: dict[str, Any], module: str = "benchmarks", **variables: str) -> d
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        command = [sys.executable, "-m", module, "--worker", json.dumps(task), "--json", str(file)]
+        command = [sys.executable, "-m", "benchmarks", "--worker", json.dumps(task)]
+        command += ["--json", str(file)]
         done = subprocess.run(
             command, cwd=_ROOT, env=environment, stdout=sys.stderr, stderr=subprocess.PIPE
         )
@@ -70,9 +71,6 @@ def serve(task: dict[str, Any], file: str) -> None:
     else:
         from benchmarks import scaling
 
-        if "long" in task:
-            results = scaling.long(task["long"], dtype)
-        else:
-            jobs = [scaling.Job(*job) for job in task["jobs"]]
-            results = {"rows": [scaling.measured(job, dtype, quick, repetitions) for job in jobs]}
+        jobs = [scaling.Job(*job) for job in task["jobs"]]
+        results = {"rows": [scaling.measured(job, dtype, quick, repetitions) for job in jobs]}
     Path(file).write_text(json.dumps(results))

@@ -23,7 +23,6 @@ LINKED = (
     "CONTRIBUTING.md",
     "benchmarks/results/**/*.md",
     "benchmarks/results/**/*.json",
-    "benchmarks/results/**/*.png",
     "docs/images/*.png",
     "examples/*.py",
     "tests/serving/older_tensorflow.json",

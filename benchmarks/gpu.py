@@ -68,9 +68,9 @@ def _run(part: str, options: argparse.Namespace) -> dict[str, Any]:
 def measured(name: str, quick: bool) -> dict[str, Any]:
     """Of a case: milliseconds by step and arm. Of `ANSWERS`: differences from the backend's own."""
     if name == ANSWERS:
-        small = cases.all_cases(quick=True).values()
+        small = [*cases.all_cases(quick=True).values(), cases.window_case(1024, quick=True)]
         return {
-            f"{case.name}, {step}, {dtype}": _differences(case, step, dtype)
+            f"{case.name} {case.length}, {step}, {dtype}": _differences(case, step, dtype)
             for case in small
             for step in backends.STEPS
             for dtype in ("float32", "bfloat16")

@@ -23,13 +23,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 _LEAST_SECONDS = 0.02  # of a run; a shorter call is repeated within it
 SIZES = {  # batch and positions
-    "long": (1, 1024),
     "short": (8, 128),
     "middle": (4, 512),
     "2,048": (1, 2048),
     "4,096": (1, 4096),
     "16,384": (1, 16384),
-    "65,536": (1, 65536),
 }
 MODEL = "a retrofitted model"
 

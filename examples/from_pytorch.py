@@ -5,12 +5,10 @@
 Attention is the same formula everywhere; masks are not. `nn.MultiheadAttention`,
 `scaled_dot_product_attention` and Hugging Face's models each have their own polarity, shape and
 dtype, and a mask in the wrong one mostly runs. Here the weights and the masks of each are brought
-over in a few lines, outputs are compared, and the traps are walked into, with the number that shows
-it.
+over in a few lines, and outputs are compared.
 
     pip install -e ".[examples]"
     python examples/from_pytorch.py                    # up to 1 CPU minute, most of it imports
-    jupytext --to notebook examples/from_pytorch.py    # the same as a notebook
 """
 
 # %%
@@ -25,31 +23,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from keras.ops import convert_to_numpy
-from matplotlib.patches import Patch
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertAttention
 
 import keras_headmask as hm
 
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+options = argparse.ArgumentParser()
 options.add_argument("--quick", action="store_true", help="nothing is left out: it takes seconds")
-options.add_argument(
-    "--out",
-    type=pathlib.Path,
-    default=pathlib.Path("saved_models/from_pytorch"),
-    help="for pictures",
-)
+options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/from_pytorch"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
-
-
-def show(figure, name):
-    """Save the picture; as the last line of a notebook's cell, show it too."""
-    figure.savefig(options.out / f"from_pytorch_{name}.png")
-    plt.close(figure)
-    return figure
 
 
 def compare(name, ours, theirs):
@@ -63,7 +46,7 @@ def compare(name, ours, theirs):
 """
 ## One mask, four notations
 
-A look-ahead mask over three tokens, as each library wants to have it:
+A look-ahead mask over three tokens, as each library wants to have it (dark: may attend):
 """
 
 # %%
@@ -76,7 +59,6 @@ notations = {
     "Hugging Face, 4-D\n(float)": np.where(allowed, 0, np.finfo("float32").min),
 }
 figure, panels = plt.subplots(1, 4, figsize=(10, 3.6), layout="constrained")
-figure.get_layout_engine().set(h_pad=0.12)  # inches
 for panel, (name, mask) in zip(panels, notations.items(), strict=True):
     panel.imshow(np.where(allowed[..., None], (0.04, 0.24, 0.42), (0.96, 0.95, 0.91)))
     for (query, key), value in np.ndenumerate(mask):
@@ -86,16 +68,7 @@ for panel, (name, mask) in zip(panels, notations.items(), strict=True):
     panel.set_title(name, fontsize=9)
     panel.set(xticks=range(3), yticks=range(3), xlabel="key")
 panels[0].set_ylabel("query")
-figure.legend(
-    handles=[
-        Patch(facecolor="#0b3d6b", edgecolor="0.4", label="may attend"),
-        Patch(facecolor="#f4f1e8", edgecolor="0.4", label="hidden"),
-    ],
-    loc="outside lower left",
-    ncols=2,
-    frameon=False,
-)
-show(figure, "notations")
+figure.savefig(options.out / "from_pytorch_notations.png")
 
 # %% [markdown]
 """
@@ -124,9 +97,7 @@ attn_mask = hidden.reshape(batch * heads, length, length)  # example by example,
 theirs = torch.nn.MultiheadAttention(width, heads, batch_first=True).eval()
 for parameter in theirs.parameters():
     torch.nn.init.normal_(parameter, std=0.2)  # its biases are 0 at first, which would hide errors
-expected, expected_weights = theirs(
-    x, x, x, attn_mask=attn_mask, key_padding_mask=is_padding, average_attn_weights=False
-)
+expected, _ = theirs(x, x, x, attn_mask=attn_mask, key_padding_mask=is_padding)
 
 # %% [markdown]
 """
@@ -166,12 +137,9 @@ carries with it.
 # %%
 mask = hm.from_torch(attn_mask, num_heads=heads)  # (2, 4, 6, 6), True = may attend
 is_word = ~is_padding.numpy()
-ours, weights = layer(
-    x.numpy(), attention_mask=mask, value_mask=is_word, return_attention_scores=True
-)
+ours = layer(x.numpy(), attention_mask=mask, value_mask=is_word)
 print(f"{'nn.MultiheadAttention: largest difference':52}")
 compare("masks converted", ours, expected)
-compare("   its weights", weights, expected_weights)
 
 rule = hm.PerHead({0: hm.SameSegment("sentence_ids"), 1: hm.recipes.causal()})
 with_rule = layer_of(*moved, mask_spec=rule)
@@ -191,64 +159,11 @@ wrong_order = attn_mask.reshape(heads, batch, length, length).transpose(0, 1)
 wrong_order = hm.not_mask(wrong_order.numpy())
 print(f"{'traps: largest difference':52}")
 compare("attn_mask not inverted", layer(x.numpy(), attention_mask=as_it_is), expected)
-compare(
-    "key_padding_mask not inverted",
-    layer(x.numpy(), attention_mask=mask, value_mask=~is_word),
-    expected,
-)
-compare(
-    "batch * heads taken apart as heads * batch",
-    layer(x.numpy(), attention_mask=wrong_order, value_mask=is_word),
-    expected,
-)
+not_inverted = layer(x.numpy(), attention_mask=mask, value_mask=~is_word)
+compare("key_padding_mask not inverted", not_inverted, expected)
+swapped = layer(x.numpy(), attention_mask=wrong_order, value_mask=is_word)
+compare("batch * heads taken apart as heads * batch", swapped, expected)
 compare("key_padding_mask forgotten", layer(x.numpy(), attention_mask=mask), expected)
-
-# %% [markdown]
-"""
-This one does not run, since rank 3 is (batch, queries, keys) in Keras and sizes are checked:
-"""
-
-# %%
-by_head = x.reshape(batch, length, heads, width // heads).numpy()
-try:
-    hm.dot_product_attention(by_head, by_head, by_head, mask=~attn_mask.numpy())
-except ValueError as error:
-    print(f"ValueError: {error}")
-
-# %% [markdown]
-"""
-### The row that sees nothing
-
-Give padding a sentence of its own, as is often done (-1 here). Then head 0 of a padded query may
-attend to padding alone, which `key_padding_mask` hides: nothing is left. In PyTorch this is NaN,
-not for the head but for the token, and in the next layer for the whole text.
-"""
-
-# %%
-with_negative = sentence_ids.masked_fill(is_padding, -1)
-hidden[:, 0] = with_negative[:, :, None] != with_negative[:, None, :]
-attn_mask = hidden.reshape(batch * heads, length, length)
-masks = {"attn_mask": attn_mask, "key_padding_mask": is_padding}
-
-
-def count_nan(name, output):
-    rows = np.isnan(convert_to_numpy(output)).any(axis=-1)
-    print(f"{name:52}{rows.sum(axis=1).tolist()} tokens of {length} are NaN")
-
-
-with torch.no_grad():
-    once, _ = theirs(x, x, x, **masks)
-    twice, _ = theirs(once, once, once)
-count_nan("PyTorch, one layer", once)
-count_nan("PyTorch, and one more layer, without masks", twice)
-
-mask = hm.from_torch(attn_mask, num_heads=heads)
-ours = layer(x.numpy(), attention_mask=mask, value_mask=is_word)
-count_nan("here, one layer", ours)
-count_nan("here, and one more layer, without masks", layer(ours))
-is_fine = ~once.isnan()
-ours = convert_to_numpy(ours)[is_fine.numpy()]
-compare("difference where PyTorch has a number", ours, once[is_fine])
 
 # %% [markdown]
 """
@@ -279,52 +194,6 @@ compare("is_causal=True, as a rule", look_ahead, sdpa(None, is_causal=True))
 
 # %% [markdown]
 """
-### Traps
-
-To see where the attention goes, let each value be its own position as a one-hot vector: the output
-is then the weights themselves.
-"""
-
-# %%
-one_hot = torch.eye(length).expand(batch, heads, length, length)
-
-
-def weights_of(mask):
-    return F.scaled_dot_product_attention(query, key, one_hot, mask)
-
-
-def on_hidden_keys(name, weights):
-    share = weights.masked_fill(allowed, 0).sum() / weights.sum()
-    print(f"{name:52}{share:.3f}")
-
-
-print("PyTorch: share of all attention that hidden keys get")
-on_hidden_keys("the mask, bool", weights_of(allowed))
-on_hidden_keys("no mask", weights_of(None))
-on_hidden_keys("the mask of nn.MultiheadAttention as it is", weights_of(~allowed))
-on_hidden_keys("the mask as floats 1 and 0, which are added", weights_of(allowed.float()))
-try:
-    hm.dot_product_attention(q, k, v, mask=bias.numpy())
-except TypeError as error:
-    print(f"a float mask as it is, here: TypeError: {error}")
-
-# %% [markdown]
-"""
-Some more attention for what is allowed is no mask: added 1 and 0 hide nothing. Here a float mask is
-refused, since read as booleans an additive one would be inverted (0 allows!).
-
-And `is_causal` with fewer queries than keys, as in decoding with a cache, takes query 0 for
-position 0. Here `query_offset` says where the queries stand:
-"""
-
-# %%
-last_two = F.scaled_dot_product_attention(query[:, :, -2:], key, one_hot, is_causal=True)
-print(f"PyTorch, the last 2 of 6 queries see {(last_two[0, 0] > 0).sum(dim=-1).tolist()} keys")
-mask = hm.make_mask(hm.recipes.causal(), queries=2, keys=6, query_offset=4)
-print(f"query_offset=4, they see {convert_to_numpy(mask)[0, 0].sum(axis=-1).tolist()} keys")
-
-# %% [markdown]
-"""
 ## Hugging Face: additive masks of rank 4
 
 A tokenizer's `attention_mask` is (batch, keys), 1 = word. With
@@ -345,9 +214,8 @@ layer = layer_of(*((linear.weight, linear.bias) for linear in projections))
 
 
 def hugging_face(mask):
-    """What `BertAttention` computes before its skip connection and LayerNorm, and its weights."""
-    context, weights = bert.self(x, mask)
-    return bert.output.dense(context), weights
+    """What `BertAttention` computes before its skip connection and LayerNorm."""
+    return bert.output.dense(bert.self(x, mask)[0])
 
 
 lowest = torch.finfo(torch.float32).min
@@ -356,38 +224,16 @@ rank_4 = (1 - tokenizer_mask)[:, None, None, :] * lowest  # (batch, 1, 1, keys)
 per_head = torch.zeros(allowed.shape).masked_fill(~allowed, lowest)  # (batch, heads, queries, keys)
 
 print("Hugging Face: largest difference")
-expected, _ = hugging_face(rank_4)
+expected = hugging_face(rank_4)
 compare("a tokenizer's mask", layer(x.numpy(), value_mask=tokenizer_mask.numpy()), expected)
 ours = layer(x.numpy(), attention_mask=hm.from_additive(rank_4.numpy()))
 compare("(batch, 1, 1, keys), by from_additive", ours, expected)
 ours = layer(x.numpy(), attention_mask=hm.from_additive(per_head.numpy()))
-compare("(batch, heads, queries, keys), by from_additive", ours, hugging_face(per_head)[0])
-
+compare("(batch, heads, queries, keys), by from_additive", ours, hugging_face(per_head))
 # The other way: what a rule says, handed to Hugging Face.
 mask = hm.make_mask(rule, length, length, num_heads=heads, mask_inputs=mask_inputs)
-expected, _ = hugging_face(torch.tensor(convert_to_numpy(hm.to_additive(mask))))
+expected = hugging_face(torch.tensor(convert_to_numpy(hm.to_additive(mask))))
 compare("a rule, by to_additive", layer(x.numpy(), attention_mask=mask), expected)
-
-# %% [markdown]
-"""
-### Traps
-
-Eager attention adds whatever it gets. Booleans are added as 1 and 0, and hide nothing. Two masks of
-the lowest number, added up, are -inf, and a row of nothing else is NaN; hence the advice to merge
-booleans first.
-"""
-
-# %%
-print("Hugging Face: share of all attention that hidden keys get")
-on_hidden_keys("the mask, additive", hugging_face(per_head)[1])
-on_hidden_keys("no mask", hugging_face(None)[1])
-on_hidden_keys("the mask, bool", hugging_face(allowed)[1])
-
-everything = torch.full((batch, 1, length, length), lowest)
-count_nan("all hidden by one mask", hugging_face(everything)[0].detach())
-count_nan("all hidden by two masks, added up", hugging_face(everything + everything)[0].detach())
-ours = layer(x.numpy(), attention_mask=hm.from_additive(everything.numpy()))
-count_nan("all hidden, here", ours)
 
 # %% [markdown]
 """
@@ -401,6 +247,4 @@ count_nan("all hidden, here", ours)
 | `scaled_dot_product_attention`: float 0 / -inf | `hm.from_additive(mask)` |
 | Hugging Face: a tokenizer's `attention_mask` | `value_mask=attention_mask` |
 | Hugging Face: 4-D additive | `hm.from_additive(mask)`; back: `hm.to_additive(mask)` |
-
-A mask that follows from tokens or positions is better said as a rule: `PerHead({0: ...})`.
 """

@@ -12,10 +12,8 @@ The document is a chapter of Python's own manual, which comes with every Python.
 the global tokens: what stands under a heading can look up to it, and the heading reads the chapter.
 
     pip install -e ".[examples]"
-    python examples/longformer_heads.py            # 2 to 5 CPU minutes; 4 GiB of memory
+    python examples/longformer_heads.py            # up to 1 CPU minute; 4 GiB of memory
     python examples/longformer_heads.py --quick    # seconds: a short text, a narrow layer
-
-Without transformers all runs but the comparison with it.
 """
 
 # %%
@@ -23,9 +21,6 @@ import argparse
 import os
 import pathlib
 import re
-import statistics
-import subprocess
-import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -33,23 +28,15 @@ from pydoc_data.topics import topics
 
 import keras
 import numpy as np
+import torch
+from transformers import LongformerConfig
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 import keras_headmask as hm
 
-try:
-    import torch
-    from transformers import LongformerConfig
-    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
-except ImportError:
-    torch = None
-
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+options = argparse.ArgumentParser()
 options.add_argument("--quick", action="store_true", help="a short text and a narrow layer")
-options.add_argument(
-    "--out", type=pathlib.Path, default=pathlib.Path("saved_models/longformer_heads")
-)
+options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/longformer"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
 
@@ -57,13 +44,6 @@ NUM_HEADS = 12
 LENGTH, DIM, NARROW, MIDDLE, WIDE = 63 * 64, 768, 32, 128, 256  # as in longformer-base
 if options.quick:
     LENGTH, DIM, NARROW, MIDDLE, WIDE = 7 * 64, 96, 4, 8, 16
-
-
-def show(figure, name):
-    """Save a picture; as the last line of a notebook's cell, show it too."""
-    figure.savefig(options.out / f"longformer_heads_{name}.png")
-    return figure
-
 
 # %% [markdown]
 """
@@ -97,29 +77,14 @@ print(" ".join(tokens[:24]))
 ## The rule
 
 `hm.recipes.longformer(each_side, "is_global")` is Longformer's pattern: a window, or the query is
-global, or the key is. The flags are an input of the model, one for each token. Over a few tokens,
-with a window of two to each side:
+global, or the key is. The flags are an input of the model, one for each token.
 """
 
 # %%
 one_window = hm.recipes.longformer(WIDE, "is_global")
-print(one_window)
-
-first = slice(0, 20)
-show(
-    hm.plot(
-        hm.recipes.longformer(2, "is_global"),
-        tokens=tokens[first],
-        mask_inputs={"is_global": is_global[:, first]},
-    ),
-    "pattern",
-)
 
 # %% [markdown]
 """
-![Twenty tokens: a band along the diagonal, and dark rows and columns for the three words of the
-heading](../docs/images/longformer_heads_pattern.png)
-
 Now a window for each head. Four heads look at the near neighbourhood, four farther, two as far as
 Longformer's own window; the last two look farther still, but at each fourth token only: a *dilated*
 window, which the paper has and transformers has not.
@@ -148,20 +113,14 @@ like one without gaps.)
 """
 
 # %%
-show(
-    hm.plot(window_per_head, LENGTH, num_heads=NUM_HEADS, mask_inputs={"is_global": is_global}),
-    "tiles",
-)
+given = {"is_global": is_global}
+figure = hm.plot(window_per_head, LENGTH, num_heads=NUM_HEADS, mask_inputs=given)
+figure.savefig(options.out / "longformer_heads_tiles.png")
 
 # %%
-mask = np.array(
-    hm.make_mask(
-        window_per_head, LENGTH, LENGTH, num_heads=NUM_HEADS, mask_inputs={"is_global": is_global}
-    )
-)
-print(
-    f"\nThe whole mask, {mask.shape}, has {mask.nbytes / 2**20:.0f} MiB. Of its pairs, and tiles:"
-)
+mask = hm.make_mask(window_per_head, LENGTH, LENGTH, num_heads=NUM_HEADS, mask_inputs=given)
+mask = np.array(mask)
+print(f"The whole mask, {mask.shape}, has {mask.nbytes / 2**20:.0f} MiB. Of its pairs, and tiles:")
 for name, head in (("0-3", 0), ("4-7", 4), ("8-9", 8), ("10-11", 10)):
     tiles = mask[0, head].reshape(LENGTH // 64, 64, LENGTH // 64, 64).any((1, 3))
     print(
@@ -191,37 +150,26 @@ def embed(tokens):
     return table[[numbers[token] for token in tokens]][None].astype("float32")
 
 
-def build(rule, weights=None):
-    """A model of one layer: ours under `rule`; stock's, fed the whole mask, if `rule` is None."""
-    inputs = {"x": keras.Input((None, DIM), name="x")}
-    if rule is None:
-        inputs["mask"] = keras.Input((NUM_HEADS, None, None), dtype="bool", name="mask")
-        layer = keras.layers.MultiHeadAttention(NUM_HEADS, DIM // NUM_HEADS)
-        output = layer(inputs["x"], inputs["x"], attention_mask=inputs["mask"])
-    else:
-        inputs["is_global"] = keras.Input((None,), dtype="bool", name="is_global")
-        layer = hm.PerHeadMaskedMultiHeadAttention(NUM_HEADS, DIM // NUM_HEADS, mask_spec=rule)
-        output = layer(inputs["x"], mask_inputs={"is_global": inputs["is_global"]})
-    identity = np.eye(DIM, dtype="float32").reshape(NUM_HEADS, -1, DIM)
-    layer.set_weights(weights or [*layer.get_weights()[:-2], identity, np.zeros(DIM, "float32")])
-    return keras.Model(inputs, output)
-
-
 keras.utils.set_random_seed(0)
 x = embed(tokens)
-ours = build(window_per_head)
-weights = ours.get_weights()
-one = build(one_window, weights)
-stock = build(None, weights)
+sizes = NUM_HEADS, DIM // NUM_HEADS
+ours = hm.PerHeadMaskedMultiHeadAttention(*sizes, mask_spec=window_per_head)
+one = hm.PerHeadMaskedMultiHeadAttention(*sizes, mask_spec=one_window)
+stock = keras.layers.MultiHeadAttention(*sizes)
+for layer in (ours, one, stock):
+    layer.build(x.shape, x.shape)
+identity = np.eye(DIM, dtype="float32").reshape(NUM_HEADS, -1, DIM)
+weights = [*ours.get_weights()[:-2], identity, np.zeros(DIM, "float32")]
+for layer in (ours, one, stock):
+    layer.set_weights(weights)
 
 
 def difference(a, b):
     return np.abs(keras.ops.convert_to_numpy(a) - keras.ops.convert_to_numpy(b)).max()
 
 
-given = {"x": x, "is_global": is_global}
-outputs, one_outputs = ours(given), one(given)
-largest = difference(outputs, stock({"x": x, "mask": mask}))
+outputs, one_outputs = ours(x, mask_inputs=given), one(x, mask_inputs=given)
+largest = difference(outputs, stock(x, x, attention_mask=mask))
 print(f"\nLargest difference from stock Keras, a window for each head: {largest:.1e}")
 print(f"With one window for all heads instead: {difference(outputs, one_outputs):.1e}")
 
@@ -277,11 +225,8 @@ def run_hugging_face(each_side):
         return attention(**as_hugging_face(x, is_global, each_side))[0][:, : len(tokens)].numpy()
 
 
-if torch is None:
-    print("\nNo comparison with transformers: it is not installed, or torch is not.")
-else:
-    largest = difference(one_outputs, run_hugging_face(WIDE))
-    print(f"\nLargest difference from transformers, one window for all heads: {largest:.1e}")
+largest = difference(one_outputs, run_hugging_face(WIDE))
+print(f"\nLargest difference from transformers, one window for all heads: {largest:.1e}")
 
 # %% [markdown]
 """
@@ -291,123 +236,11 @@ layer here:
 """
 
 # %%
-if torch is not None:
-    by_head = keras.ops.reshape(outputs, (1, len(tokens), NUM_HEADS, -1))
-    for name, heads, each_side in (
-        ("0-3", slice(0, 4), NARROW),
-        ("4-7", slice(4, 8), MIDDLE),
-        ("8-9", slice(8, 10), WIDE),
-    ):
-        theirs = run_hugging_face(each_side).reshape(by_head.shape)
-        largest = difference(by_head[:, :, heads], theirs[:, :, heads])
-        print(f"heads {name}: largest difference from a run with {2 * each_side}: {largest:.1e}")
-
-# %% [markdown]
-"""
-## Time and memory
-
-Each layer runs in a process of its own, so that each peak of memory is its own, and the processes
-take turns, so that a busy moment of the machine meets all alike. The time is the median; memory is
-what the peak exceeds what the process held before its first run. (It is read from `/proc`, which
-Linux has; elsewhere it is left out.)
-"""
-
-# %%
-WORKER = """
-import sys, time, numpy as np
-
-def mib(field):
-    try:
-        with open("/proc/self/status") as file:
-            return int(dict(line.split(":") for line in file)[field].split()[0]) / 1024
-    except OSError:
-        return float("nan")
-
-if sys.argv[1].endswith(".keras"):
-    import keras, keras_headmask  # the latter makes the layer known; the rule is in the file
-    model = keras.saving.load_model(sys.argv[1], compile=False)
-    model.compile(jit_compile=False)  # on a CPU, XLA compiles for seconds and then runs no faster
-    given = dict(np.load(sys.argv[2]))
-    def run():
-        model.predict_on_batch(given)
-else:
-    import torch
-    attention, given = torch.load(sys.argv[1], weights_only=False)
-    def run():
-        with torch.no_grad():
-            attention(**given)
-before = mib("VmRSS")
-run()
-print("ready", flush=True)
-for line in sys.stdin:
-    start = time.perf_counter()
-    run()
-    print(time.perf_counter() - start, flush=True)
-print(mib("VmHWM") - before)
-"""
-
-
-def measure(cases, repetitions):
-    """Seconds and MiB of each case: a name, and the files that its worker reads."""
-    seconds = {name: [] for name in cases}
-    workers = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", WORKER, *(options.out / file for file in files)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name, files in cases.items()
-    }
-    try:
-        for name, worker in workers.items():
-            if worker.stdout.readline() != "ready\n":
-                raise RuntimeError(f"The worker of {name!r} ended; its error stands above.")
-        for _ in range(repetitions):
-            for name, worker in workers.items():
-                print("run", file=worker.stdin, flush=True)
-                seconds[name].append(float(worker.stdout.readline()))
-        peaks = {name: worker.communicate()[0] for name, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    return {name: (statistics.median(seconds[name]), float(peaks[name])) for name in cases}
-
-
-stock.save(options.out / "stock.keras")
-one.save(options.out / "one_window.keras")
-ours.save(options.out / "window_per_head.keras")
-np.savez(options.out / "with_mask.npz", x=x, mask=mask)
-np.savez(options.out / "with_flags.npz", **given)
-np.savez(options.out / "chapter.npz", x=embed(chapter), is_global=chapter_global[None])
-
-cases = {"a window for each head": ("window_per_head.keras", "with_flags.npz")}
-if not options.quick:  # each process takes seconds to start
-    cases["stock Keras, whole mask"] = ("stock.keras", "with_mask.npz")
-    cases["one window for all heads"] = ("one_window.keras", "with_flags.npz")
-    if torch is not None:
-        theirs = to_hugging_face(weights, WIDE), as_hugging_face(x, is_global, WIDE)
-        torch.save(theirs, options.out / "transformers.pt")
-        cases["transformers, one window"] = ("transformers.pt",)
-
-
-def report(length, cases):
-    print(f"\n{f'{length} tokens':28}{'seconds':>9}{'MiB':>9}")
-    for name, (seconds, peak) in measure(cases, repetitions=3 if options.quick else 7).items():
-        print(f"{name:28}{seconds:9.3f}{peak:9.0f}")
-
-
-report(len(tokens), cases)
-
-# %% [markdown]
-"""
-And the whole chapter. Full attention has no line there: see what its scores alone would take.
-"""
-
-# %%
-if not options.quick:
-    report(len(chapter), {"a window for each head": ("window_per_head.keras", "chapter.npz")})
-print(f"{'scores of full attention':37}{NUM_HEADS * len(chapter) ** 2 * 4 / 2**20:9.0f}")
+by_head = keras.ops.reshape(outputs, (1, len(tokens), NUM_HEADS, -1))
+for first, stop, each_side in ((0, 4, NARROW), (4, 8, MIDDLE), (8, 10, WIDE)):
+    theirs = run_hugging_face(each_side).reshape(by_head.shape)
+    largest = difference(by_head[:, :, first:stop], theirs[:, :, first:stop])
+    print(f"heads {first}-{stop - 1}: largest difference from {2 * each_side}: {largest:.1e}")
 
 # %% [markdown]
 """

@@ -18,31 +18,16 @@ import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
-import matplotlib.pyplot as plt
 import numpy as np
 from keras.ops import convert_to_numpy
-from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch
 
 import keras_headmask as hm
 
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+options = argparse.ArgumentParser()
 options.add_argument("--quick", action="store_true", help="nothing is left out: it takes seconds")
-options.add_argument(
-    "--out", type=pathlib.Path, default=pathlib.Path("saved_models/masks_101"), help="for pictures"
-)
+options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/masks_101"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
-
-
-def show(figure, name):
-    """Save the picture; as the last line of a notebook's cell, show it too."""
-    figure.savefig(options.out / f"masks_101_{name}.png")
-    plt.close(figure)
-    return figure
 
 
 # %% [markdown]
@@ -73,15 +58,15 @@ for name, mask in zip(("padding", "look-ahead", "both"), masks, strict=True):
     print(f"{name:12}{mask.sum():3}")
 
 # %%
-show(hm.plot(rule, num_heads=3, mask_inputs=inputs, tokens=tokens), "three_masks")
+figure = hm.plot(rule, num_heads=3, mask_inputs=inputs, tokens=tokens)
+figure.savefig(options.out / "masks_101_three_masks.png")
 
 # %% [markdown]
 """
 ![The padding mask hides two columns, the look-ahead mask the upper right triangle, and their
 combination hides both](../docs/images/masks_101_three_masks.png)
 
-Padding hides *columns*. The rows of [PAD] are left: whatever these queries compute is thrown away
-later, by the loss or the pooling.
+Padding hides *columns*: what queries of [PAD] compute is thrown away later.
 
 ## Polarity: what does `True` mean?
 
@@ -153,49 +138,6 @@ for name, way in ways.items():
 - **Multiplied before**: a score of 0 is no "no": e^0 = 1. The hidden key keeps 8 %.
 - **Added before**: e^(-1e9) = 0 exactly; the others share what there is.
 
-And the hidden key is not even silent. Let its score alone change, from 7 to 0, and look at the
-weight of the first key:
-"""
-
-# %%
-lower = np.array([2.0, 1.0, 0.5, 0.0])
-print("Weight of the first key while the hidden score goes from 7 to 0")
-for name in ("multiplied after", "added before"):
-    print(f"{name:19}{ways[name](scores)[0]:6.3f} ->{ways[name](lower)[0]:6.3f}")
-
-# To divide by the sum again looks like a repair. It is one until the sum is 0:
-high = np.array([2.0, 1.0, 0.5, 120.0], "float32")
-product = ways["multiplied after"](high)
-with np.errstate(invalid="ignore"):
-    repaired = product / product.sum()
-print(f"Multiplied after, then divided by the sum {product.sum():g}: {repaired}")
-added = ways["added before"](high)
-print(f"Added before, same scores: {added.round(3)}")
-
-# %%
-figure, panels = plt.subplots(1, 3, figsize=(9, 3.1), sharey=True, layout="constrained")
-for panel, name in zip(panels, ("no mask", "multiplied after", "added before"), strict=True):
-    weights = ways[name](scores)
-    bars = panel.bar(range(4), weights, color=["#0b3d6b"] * 3 + ["#e69f00"], edgecolor="black")
-    bars[3].set_hatch("//")
-    panel.bar_label(bars, fmt="%.3f", padding=2)
-    panel.set(title=f"{name}: sum {weights.sum():.3f}", xticks=range(4), ylim=(0, 1.15))
-    panel.set_xticklabels([f"score\n{score:g}" for score in scores])
-panels[0].set_ylabel("weight")
-panels[0].legend(
-    handles=[
-        Patch(facecolor="#0b3d6b", edgecolor="black", label="allowed key"),
-        Patch(facecolor="#e69f00", edgecolor="black", hatch="//", label="hidden key"),
-    ],
-    loc="upper left",
-)
-show(figure, "before_or_after")
-
-# %% [markdown]
-"""
-![Bars: without a mask the hidden key has 0.989 of the weight; multiplied after, the rest stays as
-small as it was; added before, the rest shares 1](../docs/images/masks_101_before_or_after.png)
-
 ## Combining masks: the maximum that is no AND
 
 A tokenizer says 1 = *word*, an upper triangle says 1 = *hidden*. Both are arrays of 0 and 1, and an
@@ -212,7 +154,6 @@ right = (is_word == 1) & (is_future == 0)
 combined = {
     "maximum, both 1 = hidden": np.maximum(1 - is_word, is_future) == 0,
     "minimum, both 1 = may attend": np.minimum(is_word, 1 - is_future) == 1,
-    "maximum, both 1 = may attend": np.maximum(is_word, 1 - is_future) == 1,
     "maximum of one of each, read as 1 = hidden": np.maximum(is_word, is_future) == 0,
     "maximum of one of each, read as 1 = may attend": np.maximum(is_word, is_future) == 1,
 }
@@ -220,43 +161,8 @@ print(f"{'':48}{'wrongly open':>13}{'wrongly hidden':>16}")
 for name, mask in combined.items():
     print(f"{name:48}{(mask & ~right).sum():13}{(right & ~mask).sum():16}")
 
-# %%
-colours = {
-    "allowed": "#0b3d6b",
-    "hidden": "#f4f1e8",
-    "wrongly open (x)": "#e69f00",
-    "wrongly hidden (o)": "#8fc7e8",
-}
-titles = {"as it should be": right}
-for name in list(combined)[-2:]:
-    titles[name.replace(", read", ",\nread")] = combined[name]
-figure, panels = plt.subplots(1, 3, figsize=(10, 4.7), sharey=True, layout="constrained")
-figure.get_layout_engine().set(h_pad=0.12)  # inches
-for panel, (title, mask) in zip(panels, titles.items(), strict=True):
-    kind = np.select([mask & right, ~mask & ~right, mask & ~right], [0, 1, 2], default=3)
-    pixels = np.array([to_rgb(colour) for colour in colours.values()])[kind]
-    panel.imshow(pixels)
-    for sign, which in (("x", 2), ("o", 3)):
-        rows, columns = np.nonzero(kind == which)
-        panel.plot(columns, rows, sign, color="black", fillstyle="none")
-    panel.set_title(title, fontsize=10)
-    panel.set(xticks=range(7), yticks=range(7), xlabel="keys")
-    panel.set_xticklabels(tokens, rotation=90)
-    panel.set_yticklabels(tokens)
-panels[0].set_ylabel("queries")
-figure.legend(
-    handles=[Patch(facecolor=c, edgecolor="0.4", label=name) for name, c in colours.items()],
-    loc="outside lower left",
-    ncols=4,
-    frameon=False,
-)
-show(figure, "maximum")
-
 # %% [markdown]
 """
-![Beside the right mask: the maximum of one of each, read as 1 = hidden, closes all that should be
-open; read as 1 = may attend, it opens the future](../docs/images/masks_101_maximum.png)
-
 So: bring every mask to one polarity and to one rank, *then* combine. `hm.and_masks` does it for
 arrays and tensors; in a rule it is `padding & look_ahead`, where no array can be taken for another.
 """
@@ -282,8 +188,7 @@ with np.errstate(over="ignore", invalid="ignore"):
     print(f"-1e9 in float16: {np.float16(-1e9)}")
     row = softmax(np.full(3, -1e9).astype("float16"))
     print(f"a row of it, after the softmax: {row}")
-    three = np.float16(-3e4) + np.float16(-3e4) + np.float16(-3e4)
-    print(f"-3e4 from three masks, added up in float16: {three}")
+    print(f"-3e4 from three masks, added up in float16: {3 * np.float16(-3e4)}")
 additive = convert_to_numpy(hm.to_additive(np.array([True, False]), "float16"))
 print(f"to_additive in float16: {additive[0]:g} for allowed, {additive[1]:g} for hidden")
 swallowed = np.float32(-1e9) + np.float32(3.7) == np.float32(-1e9)
@@ -291,23 +196,8 @@ print(f"-1e9 + 3.7 == -1e9 in float32: {swallowed}")
 
 # %% [markdown]
 """
-The last line matters below: float32 has steps of 64 up there, so -1e9 swallows the score it is
-added to. The layer of this package computes scores and softmax in at least float32, whatever the
-dtype around it. With a rule that hides all keys of a row, in float16:
-"""
+float32 has steps of 64 up there, so -1e9 swallows the score it is added to.
 
-# %%
-x = generator.normal(size=(1, 7, 16)).astype("float32")
-behind = hm.Window(after=-1)  # only keys before the query: the first query has none
-half = hm.PerHeadMaskedMultiHeadAttention(2, 8, mask_spec=behind, dtype="float16")
-output, weights = half(x, return_attention_scores=True)
-output, weights = convert_to_numpy(output), convert_to_numpy(weights)
-hidden = ~np.tri(7, k=-1, dtype=bool)
-print(f"layer in {output.dtype}: {np.isnan(output).sum()} NaN in the output,")
-print(f"largest weight on a hidden key {weights[..., hidden].max():g}")
-
-# %% [markdown]
-"""
 ## The row that sees nothing
 
 `Window(after=-1)`, keys strictly before the query, sounds harmless. The first query has no such
@@ -315,6 +205,9 @@ key. What should its weights be? Libraries differ:
 """
 
 # %%
+behind = hm.Window(after=-1)  # only keys before the query: the first query has none
+hidden = ~np.tri(7, k=-1, dtype=bool)
+x = generator.normal(size=(1, 7, 16)).astype("float32")
 scores = generator.normal(size=(7, 7)).astype("float32")
 with np.errstate(invalid="ignore"):
     infinite = softmax(np.where(hidden, -np.inf, scores))
@@ -324,7 +217,7 @@ print(f"{'-inf':20}{infinite[0].round(3)}")
 print(f"{'-1e9, once':20}{finite[0].round(3)}")
 
 rule_layer = hm.PerHeadMaskedMultiHeadAttention(2, 8, mask_spec=behind)
-ours, weights = rule_layer(x, return_attention_scores=True)
+_, weights = rule_layer(x, return_attention_scores=True)
 print(f"{'this package':20}{convert_to_numpy(weights)[0, 0, 0].round(3)}")
 
 next_layer = softmax(scores) @ (infinite @ x[0])  # no mask in it at all
@@ -333,27 +226,8 @@ print(f"-inf, one layer on: {np.isnan(next_layer).all(axis=-1).sum()} of 7 posit
 # %% [markdown]
 """
 One row of NaN is the whole sequence a layer later. With -1e9 the row looks healthy, and attends to
-*every* key alike, though all of them are hidden. Here it is 0: no key, no message. Stock Keras
-averages over all values, unless scores are asked for:
-"""
+*every* key alike, though all of them are hidden. Here it is 0: no key, no message.
 
-# %%
-stock = keras.layers.MultiHeadAttention(2, 8)
-stock.build(x.shape, x.shape)
-stock.set_weights(rule_layer.get_weights())
-first = convert_to_numpy(stock(x, x, attention_mask=~hidden[None]))[0, 0]
-average = convert_to_numpy(stock(x, x.mean(axis=1, keepdims=True)))[
-    0, 0
-]  # one key: the mean of all
-asked, _ = stock(x, x, attention_mask=~hidden[None], return_attention_scores=True)
-print("Largest output of the query that sees nothing")
-print(f"stock Keras:            {np.abs(first).max():.3f}")
-print(f"   - average of all:    {np.abs(first - average).max():.0e}")
-print(f"stock Keras, scores:    {np.abs(convert_to_numpy(asked))[0, 0].max():.3f}")
-print(f"this package:           {np.abs(convert_to_numpy(ours))[0, 0].max():.3f}")
-
-# %% [markdown]
-"""
 Better still is to know beforehand. `hm.lint` names the queries:
 """
 

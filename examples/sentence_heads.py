@@ -4,9 +4,8 @@
 
 A small BERT-like model learns to fill in masked words. In every layer, head 0 may attend only
 within the sentence of the query; the other fifteen heads see the whole text. Beside it a twin, the
-same model without that rule, is trained on the same data. Then: both on held-out text, the model
-saved, reloaded and exported, and where "We" looks in "Drums, drums in the deep. We cannot get out.
-They are coming."
+same model without that rule, is trained on the same data. Then: both on held-out text, and where
+"We" looks in "Drums, drums in the deep. We cannot get out. They are coming."
 
     pip install -e ".[examples]"
     python examples/sentence_heads.py            # 6 to 10 CPU minutes
@@ -19,12 +18,9 @@ import os
 import pathlib
 import re
 import string
-import subprocess
-import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("KERAS_BACKEND", "tensorflow")  # the export below is TensorFlow's
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 from pydoc_data.topics import topics
 
@@ -36,30 +32,19 @@ from keras import layers, ops
 
 import keras_headmask as hm
 
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+options = argparse.ArgumentParser()
 options.add_argument("--quick", action="store_true", help="a tiny run that shows it works")
-options.add_argument(
-    "--out", type=pathlib.Path, default=pathlib.Path("saved_models/sentence_heads")
-)
+options.add_argument("--out", type=pathlib.Path, default=pathlib.Path("saved_models/sentences"))
 options, _ = options.parse_known_args()  # a notebook has arguments of its own
 options.out.mkdir(parents=True, exist_ok=True)
 
-start = time.perf_counter()
 NUM_LAYERS, NUM_HEADS = 2, 16
 vocabulary_size, length, dim, copies = 2000, 96, 128, 10
 if options.quick:
     vocabulary_size, length, dim, copies = 1000, 48, 32, 1
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # their ids are 0 to 4
-PAD, UNK, CLS, SEP, MASK = range(5)
+PAD, _, CLS, SEP, MASK = range(5)
 DRUMS = "Drums, drums in the deep. We cannot get out. They are coming."
-
-
-def show(figure, name):
-    """Save a picture; as the last line of a notebook's cell, show it too."""
-    figure.savefig(options.out / f"sentence_heads_{name}.png")
-    return figure
 
 
 # %% [markdown]
@@ -67,10 +52,9 @@ def show(figure, name):
 ## The rule
 
 Head 0 reads the sentence of each token from a mask input, `sentence_ids`. Here pysbd finds the
-sentences: it knows that "e.g." and "3.11" end none. `hm.SameSentence(end_ids)` would count them in
-the graph from the token ids, one more after each full stop: coarser, but it needs no further input,
-so it suits an exported model that must run without a sentence splitter beside it. The rule says
-nothing of padding: the layer ANDs it with the Keras mask of `mask_zero=True` below.
+sentences. (`hm.SameSentence(end_ids)` would count them in the graph from the token ids, one more
+after each full stop: coarser, but without a further input.) The rule says nothing of padding: the
+layer ANDs it with the Keras mask of `mask_zero=True` below.
 """
 
 # %%
@@ -88,16 +72,15 @@ Python's own help texts are in English, and come with every Python.
 # %%
 def read_sentences():
     """The sentences of the paragraphs that are prose."""
+    found = (x for topic in topics.values() for x in re.split(r"\n\s*\n", topic))
     paragraphs = {}  # a dict for its keys: some paragraphs stand under several topics
-    for topic in topics.values():
-        for paragraph in re.split(r"\n\s*\n", topic):
-            text = re.sub(r"^(\*|\d+\.) ", "", " ".join(paragraph.split()))  # no bullets
-            is_prose = text[:1].isupper() and text[-1:] in ".:" and len(text.split()) >= 6
-            is_markup = re.search(r"::=|>>>|\| |---|\*\*\*|===", text)  # grammar, tables, titles
-            if is_prose and not is_markup:
-                paragraphs[text] = None
-    if options.quick:
-        paragraphs = list(paragraphs)[:50]
+    for paragraph in found:
+        text = re.sub(r"^(\*|\d+\.) ", "", " ".join(paragraph.split()))  # no bullets
+        is_prose = text[:1].isupper() and text[-1:] in ".:" and len(text.split()) >= 6
+        is_markup = re.search(r"::=|>>>|\| |---|\*\*\*|===", text)  # grammar, tables, titles
+        if is_prose and not is_markup:
+            paragraphs[text] = None
+    paragraphs = list(paragraphs)[: 50 if options.quick else None]
     return [sentence for text in paragraphs for sentence in split_sentences(text)]
 
 
@@ -105,23 +88,12 @@ def split_sentences(text):
     return [s.strip() for s in pysbd.Segmenter(language="en", clean=False).segment(text)]
 
 
-def hold_out(sentences):
-    """Sentences to train on, and every tenth block of twenty, kept for the evaluation."""
-    parts = [], []
-    for n, sentence in enumerate(sentences):
-        parts[n // 20 % 10 == 9].append(sentence)
-    return parts
-
-
-# %%
 def train_tokenizer(sentences, vocabulary_size):
     """A WordPiece tokenizer, as BERT's; every punctuation mark is a token of its own."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    # In the doubled alphabet each letter also stands inside a word ("##a"), so that any plain
-    # English word can be spelled, whatever the corpus lacks.
-    letters = string.ascii_lowercase + string.digits
+    letters = string.ascii_lowercase + string.digits  # twice: each also inside a word ("##a")
     trainer = tokenizers.trainers.WordPieceTrainer(
         vocab_size=vocabulary_size,
         min_frequency=2,
@@ -134,11 +106,7 @@ def train_tokenizer(sentences, vocabulary_size):
 
 
 def pack(sentences, tokenizer, length):
-    """Whole sentences, in order, as rows `[CLS] s1 s2 ... [SEP]`: `token_ids` and `sentence_ids`.
-
-    [CLS] belongs to the first sentence of its row and [SEP] to the last. Padding has sentence -1,
-    which matches nothing, and is hidden by the padding mask in any case.
-    """
+    """Rows `[CLS] s1 s2 ... [SEP]` of whole sentences; padding has sentence -1."""
     rows, row = [], []
     for encoding in tokenizer.encode_batch(sentences):
         sentence = encoding.ids[: length - 2]
@@ -147,7 +115,6 @@ def pack(sentences, tokenizer, length):
             row = []
         row.append(sentence)
     rows.append(row)
-
     token_ids = np.full((len(rows), length), PAD, "int32")
     sentence_ids = np.full((len(rows), length), -1, "int32")
     for i, row in enumerate(rows):
@@ -159,56 +126,22 @@ def pack(sentences, tokenizer, length):
 
 
 sentences = read_sentences()[: 100 if options.quick else None]
-train_sentences, test_sentences = hold_out(sentences)
+is_held_out = [n // 20 % 10 == 9 for n in range(len(sentences))]  # every tenth block of twenty
+test_sentences = [text for text, is_out in zip(sentences, is_held_out, strict=True) if is_out]
+train_sentences = [text for text, is_out in zip(sentences, is_held_out, strict=True) if not is_out]
 tokenizer = train_tokenizer(train_sentences, vocabulary_size)
 vocabulary_size = tokenizer.get_vocab_size()
-train_rows, test_rows, drums = (
-    pack(part, tokenizer, length)
-    for part in (train_sentences, test_sentences, split_sentences(DRUMS))
-)
-assert UNK not in drums["token_ids"]
-counts = [len(rows["token_ids"]) for rows in (train_rows, test_rows)]
-print(f"{counts[0]} rows of {length} tokens to train on, {counts[1]} held out")
+parts = train_sentences, test_sentences, split_sentences(DRUMS)
+train_rows, test_rows, drums = (pack(part, tokenizer, length) for part in parts)
+in_train, in_test = (len(rows["token_ids"]) for rows in (train_rows, test_rows))
+print(f"{in_train} rows of {length} tokens to train on, {in_test} held out")
 
-# %% [markdown]
-"""
-The rule over two texts that are not among them, as text and as a picture. (Padding, which the rule
-leaves to Keras, is cut off.)
-"""
-
-
-# %%
-def labelled(row):
-    """The only row of `row` without its padding: token ids, the rule's mask inputs, and tokens."""
-    row = {name: ids[:, : np.sum(row["token_ids"] != PAD)] for name, ids in row.items()}
-    tokens = [tokenizer.id_to_token(i) for i in row["token_ids"][0]]
-    return row, {"sentence_ids": row["sentence_ids"]}, tokens
-
-
-_, ids, tokens = labelled(pack(["Names are bound.", "Values are not."], tokenizer, length))
-print(f"\n{RULE}\non: {' '.join(tokens)}")
-print(hm.draw(RULE, num_heads=NUM_HEADS, tokens=tokens, mask_inputs=ids))
-
-drums, drums_ids, drums_tokens = labelled(drums)
-show(hm.plot(RULE, num_heads=NUM_HEADS, tokens=drums_tokens, mask_inputs=drums_ids), "rule")
-
-# %% [markdown]
-"""
-![Two panels over the words of a text of three sentences. Head 0: three dark squares along the
-diagonal, one for each sentence. Heads 1-15: all dark](../docs/images/sentence_heads_rule.png)
-
-## The task
-"""
+drums = {name: ids[:, : np.sum(drums["token_ids"] != PAD)] for name, ids in drums.items()}
 
 
 # %%
 def mask_words(data, vocabulary_size, copies, seed):
-    """BERT's task (Devlin et al. 2019) on every row, as `x, y, sample_weight`.
-
-    15 % of the tokens are to be found (weight 1, the others 0): of these 80 % are shown as [MASK],
-    10 % as a random token, 10 % as they are. Each of the `copies` of a row is masked anew: the same
-    holes in every epoch would soon be learnt by heart.
-    """
+    """BERT's task (Devlin et al. 2019) on copies of every row, as `x, y, sample_weight`."""
     rng = np.random.default_rng(seed)
     x = {name: np.tile(ids, (copies, 1)) for name, ids in data.items()}
     y = x["token_ids"]
@@ -220,73 +153,46 @@ def mask_words(data, vocabulary_size, copies, seed):
     return x, y, chosen.astype("float32")
 
 
-# %% [markdown]
-"""
-## Model
-
-Blocks of attention and a feed-forward network, normalised before each, as small as will train in
-minutes.
-"""
-
-
 # %%
 def build_model(rule, vocabulary_size, length, dim):
-    """A masked-language model for texts of up to `length` tokens, and a second model of the same
-    layers that gives their attention."""
-    token_ids = keras.Input((None,), dtype="int32", name="token_ids")
-    sentence_ids = keras.Input((None,), dtype="int32", name="sentence_ids")
-
-    # Positions count from 1 and are 0 at padding, so that both embeddings carry the padding mask:
-    # `Add` drops the mask silently if one of its inputs has none.
+    """A masked-language model, and a second model of the same layers that gives their attention."""
+    names = "token_ids", "sentence_ids"
+    token_ids, sentence_ids = (keras.Input((None,), dtype="int32", name=name) for name in names)
+    # Both embeddings carry the padding mask: `Add` drops it if one of its inputs has none.
     is_token = ops.cast(ops.not_equal(token_ids, PAD), "int32")
     positions = ops.cumsum(is_token, axis=1) * is_token
     token_vectors = layers.Embedding(vocabulary_size, dim, mask_zero=True)(token_ids)
     position_vectors = layers.Embedding(length + 1, dim, mask_zero=True)(positions)
     x = layers.Add()([token_vectors, position_vectors])
-    # A layer takes just the mask inputs that its rule reads; the twin's has no rule.
     mask_inputs = {} if rule is None else {"sentence_ids": sentence_ids}
     all_scores = []
     for _ in range(NUM_LAYERS):
-        attention = hm.PerHeadMaskedMultiHeadAttention(
-            num_heads=NUM_HEADS, key_dim=dim // NUM_HEADS, mask_spec=rule
-        )
-        attended, scores = attention(
-            layers.LayerNormalization()(x), mask_inputs=mask_inputs, return_attention_scores=True
-        )
+        attention = hm.PerHeadMaskedMultiHeadAttention(NUM_HEADS, dim // NUM_HEADS, mask_spec=rule)
+        given = {"mask_inputs": mask_inputs, "return_attention_scores": True}
+        attended, scores = attention(layers.LayerNormalization()(x), **given)
         all_scores.append(scores)
         x = layers.Add()([x, attended])
         hidden = layers.Dense(4 * dim, activation="gelu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(dim)(hidden)])
     logits = layers.Dense(vocabulary_size)(layers.LayerNormalization()(x))
-
     inputs = {"token_ids": token_ids, "sentence_ids": sentence_ids}
     return keras.Model(inputs, logits), keras.Model(inputs, all_scores)
 
 
 def train(model, x, y, weight):
-    # The mean over the masked words, not over all tokens.
-    loss = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="mean_with_sample_weight"
-    )
-    # On a CPU, XLA compiles for seconds and then runs these steps slower: hence no `jit_compile`.
+    loss = keras.losses.SparseCategoricalCrossentropy(True, reduction="mean_with_sample_weight")
     adam = keras.optimizers.Adam(1e-3)
-    model.compile(
-        adam,
-        loss,
-        weighted_metrics=["accuracy"],
-        jit_compile=False,
-        run_eagerly=options.quick,  # a few steps take less time than to make a graph of them
-    )
+    # (A few steps take less time than to make a graph of them, and XLA gains nothing on a CPU.)
+    quick = {"run_eagerly": options.quick, "jit_compile": False}
+    model.compile(adam, loss, weighted_metrics=["accuracy"], **quick)
     model.fit(x, y, sample_weight=weight, batch_size=16)
 
 
 def attention_inside(scores_model, data, query, head):
     """How much of the attention of token `query` stays in its sentence, for each layer."""
     inside = data["sentence_ids"][0] == data["sentence_ids"][0, query]
-    all_scores = scores_model(data)  # of each layer: (batch, heads, queries, keys)
-    return [
-        float(ops.convert_to_numpy(scores)[0, head, query, inside].sum()) for scores in all_scores
-    ]
+    of_layers = map(ops.convert_to_numpy, scores_model(data))  # (batch, heads, queries, keys) each
+    return [float(scores[0, head, query, inside].sum()) for scores in of_layers]
 
 
 # %% [markdown]
@@ -328,13 +234,10 @@ print(f"{'':23}{'head 0':>8}{'head 1':>8}")
 for name, heads in inside.items():
     for layer, (head_0, head_1) in enumerate(zip(*heads, strict=True)):
         print(f"{name:15}{f'layer {layer}':8}{head_0:8.3f}{head_1:8.3f}")
-last = NUM_LAYERS - 1
-show(
-    hm.plot_attention(
-        models["with the rule"], drums, layer=last, heads=(0, 1), tokens=drums_tokens
-    ),
-    "attention",
-)
+words = [tokenizer.id_to_token(i) for i in drums["token_ids"][0]]
+where = {"layer": NUM_LAYERS - 1, "heads": (0, 1), "tokens": words}
+figure = hm.plot_attention(models["with the rule"], drums, **where)
+figure.savefig(options.out / "sentence_heads_attention.png")
 
 # %% [markdown]
 """
@@ -342,46 +245,6 @@ show(
 is hatched; head 1 has them everywhere](../docs/images/sentence_heads_attention.png)
 
 The picture is drawn from what the trained model computes; hatched is what the rule hides. Head 1
-looks into all three sentences: so could head 0, if it were not for the rule.
-
-## Save, reload, export
-
-Each file is read in a fresh Python process, which has nothing of this one but the file.
+looks into all three sentences: so could head 0, if it were not for the rule. `serve_bert.py`
+exports a model with such a rule.
 """
-
-# %%
-CHECK_KERAS_FILE = """
-import sys, keras, numpy as np
-import keras_headmask  # makes the layer known to Keras; the rule itself is in the file
-given = dict(np.load(sys.argv[2]))
-model = keras.saving.load_model(sys.argv[1])
-logits = model({name: given[name] for name in ("token_ids", "sentence_ids")})
-print(np.abs(logits - given["logits"]).max())
-"""
-CHECK_SAVED_MODEL = """
-import sys, numpy as np, tensorflow as tf
-given = dict(np.load(sys.argv[2]))
-model = tf.saved_model.load(sys.argv[1])  # to be kept in a variable while it is called
-logits = model.serve({name: tf.constant(given[name]) for name in ("token_ids", "sentence_ids")})
-assert "keras_headmask" not in sys.modules
-print(np.abs(logits.numpy() - given["logits"]).max())
-"""
-
-
-def save_and_check(model, data, folder):
-    """Write the model both ways; the largest difference of each from the model in memory."""
-    model.save(folder / "model.keras")
-    model.export(folder / "saved_model", verbose=False)
-    np.savez(folder / "expected.npz", **data, logits=ops.convert_to_numpy(model(data)))
-    differences = {}
-    for name, program in (("model.keras", CHECK_KERAS_FILE), ("saved_model", CHECK_SAVED_MODEL)):
-        command = [sys.executable, "-c", program, folder / name, folder / "expected.npz"]
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        differences[name] = float(result.stdout.split()[-1])
-    return differences
-
-
-print("\nLargest difference of the logits, read from the file in a fresh process")
-for name, difference in save_and_check(models["with the rule"], drums, options.out).items():
-    print(f"{name:15}{difference:8.1e}")
-print(f"\nSaved in {options.out}. Total time: {time.perf_counter() - start:.0f} s")

@@ -8,8 +8,7 @@ what they return is concatenated. With a rule per head one wide model can hold b
 the one beside the heads of the other, equal outputs, half as many calls.
 
     pip install -e ".[examples]"
-    python examples/two_berts.py                    # up to 1 CPU minute
-    python examples/two_berts.py --quick            # times taken of fewer runs
+    python examples/two_berts.py                    # seconds
     jupytext --to notebook examples/two_berts.py    # the same as a notebook
 """
 
@@ -17,8 +16,6 @@ the one beside the heads of the other, equal outputs, half as many calls.
 import argparse
 import os
 import pathlib
-import statistics
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -30,10 +27,8 @@ from keras.ops import convert_to_numpy
 
 import keras_headmask as hm
 
-options = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-options.add_argument("--quick", action="store_true", help="times are taken of fewer runs")
+options = argparse.ArgumentParser()
+options.add_argument("--quick", action="store_true", help="nothing is left out: it takes seconds")
 options.add_argument(
     "--out", type=pathlib.Path, default=pathlib.Path("saved_models/two_berts"), help="for pictures"
 )
@@ -221,18 +216,7 @@ for name, model in (("without the rule", no_rule), ("with one LayerNorm over bot
 
 # %% [markdown]
 """
-The heads side by side: head 0 came from `sentence`, head 4 from `text`.
-"""
-
-# %%
-show(hm.plot_attention(wide, token_ids, heads=(0, 4), tokens=texts[0].split()), "heads")
-
-# %% [markdown]
-"""
-![Attention of head 0 stays in three blocks, one a sentence; that of head 4 goes
-everywhere](../docs/images/two_berts_heads.png)
-
-## Fewer calls, and their price
+## Fewer calls
 
 Half as many layers are called. In exchange the kernels have twice the numbers of the two narrow
 models together, half of them zeros that are multiplied like any other. (The attention itself,
@@ -261,39 +245,6 @@ for name in two:
 
 # %% [markdown]
 """
-Which of the two weighs more is a matter of size and machine, so here it is measured, in turns, as
-the median of several runs: a call has a price whatever the size, zeros cost by the token.
-"""
-
-
-# %%
-def milliseconds(call):
-    start = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - start)
-
-
-def measure(batch, length, runs):
-    """Medians of both ways, taken in turns so that a busy machine slows both."""
-    ids = generator.integers(FULL_STOP, VOCABULARY, (batch, length)).astype("int32")
-    ways = (
-        lambda: [model.predict_on_batch(ids) for model in narrow.values()],
-        lambda: wide.predict_on_batch(ids),
-    )
-    for way in ways:
-        way()  # the first call of a shape compiles
-    times = [[milliseconds(way) for way in ways] for _ in range(runs)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
-
-
-print(f"{'milliseconds':30}{'two narrow':>12}{'one wide':>12}{'ratio':>8}")
-for batch, length in ((1, 16), (16, 128)):
-    before, after = measure(batch, length, runs=3 if options.quick else 50)
-    sizes = f"{batch} x {length} tokens"
-    print(f"{sizes:30}{before:12.2f}{after:12.2f}{after / before:8.2f}")
-
-# %% [markdown]
-"""
-Whatever the times: it is one file, one export and one server, and a model that can be trained on as
+It is one file, one export and one server, and a model that can be trained on as
 a whole, in which the zeros are weights like any other.
 """

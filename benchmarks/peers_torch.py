@@ -62,7 +62,7 @@ def mask_mod(case: cases.Case, device: str = "cpu") -> Callable:
 
 
 def block_mask(case: cases.Case, device: str = "cpu") -> Any:
-    """The block mask of a case, with an axis for examples or heads only where they differ."""
+    """With an axis for examples or heads only where they differ."""
     batch = case.batch if case.reads_data else None
     heads = case.heads if case.differs_by_head else None
     sizes = batch, heads, case.length, case.length

@@ -87,7 +87,6 @@ def goal_table(record: dict[str, Any]) -> str:
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
-    """`RESULTS.md`."""
     parts = [
         "# Benchmarks",
         _INTRODUCTION.format(dtype=record["dtype"]),

@@ -40,7 +40,6 @@ def measured(job: Job, dtype: str, quick: bool, repetitions: int) -> dict[str, A
         result["first_peak_mib"] = measure.peak_mib(function)
         first = time.perf_counter() - start
         result["peak_mib"] = measure.peak_mib(function)
-        # No less than 3, and about a minute at most.
         repetitions = max(2 if quick else 3, min(repetitions, int(60 / max(first, 1e-3))))
         timed = measure.interleaved({"time": function}, repetitions, warm_up=0)
         result["seconds"] = timed["seconds"]["time"]

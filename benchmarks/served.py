@@ -54,7 +54,6 @@ def main(arguments: list[str] | None = None) -> None:
     for name in filter(figures.get, GOALS):  # quick has other sizes
         verdict = "met" if figures[name] <= GOALS[name] else "missed"
         print(f"{name}: {round(figures[name], 3)}, goal {GOALS[name]} {verdict}")
-    print(f"nodes of stock: {record['nodes']['stock']}")
 
 
 def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -71,7 +71,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _turned(things: list, by: int) -> list:
-    """Each is first once in so many turns."""
     by %= len(things)
     return things[by:] + things[:by]
 

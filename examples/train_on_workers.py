@@ -17,7 +17,6 @@ import os
 import pathlib
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from pydoc_data.topics import topics
 
 import keras
 import numpy as np
-from keras import layers
 
 import keras_headmask as hm
 
@@ -79,11 +77,11 @@ def build_model(full_stop):
     own = hm.PerHead({0: hm.SameSentence(full_stop)}, default=hm.SameSegment("paragraph_ids"))
     rule = own & hm.Window(after=0)
     inputs = {name: keras.Input((None,), dtype="int32", name=name) for name in NAMES}
-    x = layers.Embedding(VOCABULARY, 32)(inputs["token_ids"])
+    x = keras.layers.Embedding(VOCABULARY, 32)(inputs["token_ids"])
     for _ in range(2):
         attention = hm.PerHeadMaskedMultiHeadAttention(num_heads=4, key_dim=8, mask_spec=rule)
-        x = layers.Add()([x, attention(layers.LayerNormalization()(x), mask_inputs=inputs)])
-    model = keras.Model(inputs, layers.Dense(VOCABULARY)(layers.LayerNormalization()(x)))
+        x = keras.layers.LayerNormalization()(x + attention(x, mask_inputs=inputs))
+    model = keras.Model(inputs, keras.layers.Dense(VOCABULARY)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-3, epsilon=1e-6), loss)
     return model
@@ -91,24 +89,25 @@ def build_model(full_stop):
 
 def train(options, out, worker=0, number=1):
     """Train as one of `number` workers, from the last checkpoint if there is one."""
-    length, batch, steps = (16, 8, 5) if options.quick else (64, 32, 20)
     out.mkdir(parents=True, exist_ok=True)
-    rows, full_stop = read_rows(length)
-    shard = Shard(rows, batch, steps, worker, number)
+    rows, full_stop = read_rows(length=16 if options.quick else 64)
+    shard = Shard(rows, 8 if options.quick else 32, 5 if options.quick else 20, worker, number)
     if number > 1:
         keras.distribution.initialize()  # reads the three variables
-        data_parallel = keras.distribution.DataParallel(auto_shard_dataset=False)
-        keras.distribution.set_distribution(data_parallel)
+        split = keras.distribution.DataParallel(auto_shard_dataset=False)
+        keras.distribution.set_distribution(split)
 
     def die(step, logs):
         if options.die and worker == 1 and shard.epoch == 1 and step == len(shard) // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), 9)  # by no handler
 
     model, folder = build_model(full_stop), out.absolute() / "checkpoints"
     model.optimizer.build(model.trainable_variables)
     if any(folder.glob("*/commit_success.txt")):
         model.load_weights(folder)  # the newest; with the optimizer's variables
-    first = int(model.optimizer.iterations.numpy()) // len(shard)
+    first, more = divmod(int(model.optimizer.iterations.numpy()), len(shard))
+    if more:
+        raise ValueError(f"{folder} holds no whole epochs of {len(shard)} steps. Remove it.")
     checkpoint = keras.callbacks.OrbaxCheckpoint(folder, save_on_background=False)
     starts = {"on_epoch_begin": lambda epoch, _: setattr(shard, "epoch", epoch)}
     epochs = keras.callbacks.LambdaCallback(**starts, on_train_batch_end=die)

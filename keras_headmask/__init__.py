@@ -61,7 +61,6 @@ __all__ = [
     "Tiles",
     "Tiling",
     "Window",
-    "alibi",
     "and_masks",
     "apply_head_masks",
     "attention_probabilities",
@@ -85,7 +84,6 @@ __all__ = [
     "plot_attention",
     "recipes",
     "register_spec",
-    "relative_position_bias",
     "suggest_rules",
     "summary_masks",
     "testing",
@@ -95,7 +93,6 @@ __all__ = [
 
 if TYPE_CHECKING:  # at run time `__getattr__` imports them on first use
     from keras_headmask.attention.api import dot_product_attention
-    from keras_headmask.attention.biases import alibi, relative_position_bias
     from keras_headmask.attention.flex_masks import flex_block_mask
     from keras_headmask.attention.tuning import dense_scope
     from keras_headmask.export.saved_model import ExportReport, export_saved_model
@@ -127,7 +124,6 @@ _HOMES = {
     "attention.api": "dot_product_attention",
     "attention.flex_masks": "flex_block_mask",
     "attention.tuning": "dense_scope",
-    "attention.biases": "alibi relative_position_bias",
     "export.saved_model": "ExportReport export_saved_model",
     "heads": "testing",
     "heads.leaks": "Leak LeakReport find_leaks",

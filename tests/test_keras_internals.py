@@ -570,6 +570,34 @@ def test_forward_mode_and_maps_are_seen():
     assert seen[3:] == [(True, False)] * 2
 
 
+@relies_on("is_seeded", breaks="what is computed again for a gradient would drop something else")
+def test_keras_takes_a_seed_that_is_drawn():
+    seeds = [None, 3, keras.random.SeedGenerator(), keras.random.SeedGenerator(3)]
+    assert [_keras.is_seeded(seed) for seed in seeds] == [False, True, False, True]
+    dtype = "uint32" if keras.backend.backend() == "jax" else "int32"
+    drawn = _keras.DrawnSeed(ops.convert_to_tensor([1, 2], dtype))
+    one, again = (keras.random.dropout(ops.ones(99), 0.5, seed=drawn) for _ in range(2))
+    np.testing.assert_array_equal(ops.convert_to_numpy(one), ops.convert_to_numpy(again))
+
+
+@pytest.mark.tensorflow
+@relies_on("for_branches _with_gradient", breaks="gradients of the branch that did not run add up")
+def test_the_gradient_is_that_of_the_branch_that_ran():
+    import tensorflow as tf
+
+    @tf.function
+    def gradient(x, is_first):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            (first,), (second,) = _keras.tensorflow.for_branches(is_first, [x])
+            y = tf.cond(is_first, lambda: 3 * first, lambda: x[:0])
+            y = tf.cond(is_first, lambda: y, lambda: 5 * second)
+        return tape.gradient(y, x)
+
+    made = [gradient(tf.ones([2]), tf.constant(is_first)).numpy() for is_first in (True, False)]
+    np.testing.assert_array_equal(made, [[3, 3], [5, 5]])
+
+
 @pytest.mark.tensorflow
 @relies_on("custom_gradient outermost_graph", breaks="models that are gone would keep their memory")
 def test_a_custom_gradient_goes_with_its_graph():

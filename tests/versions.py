@@ -16,9 +16,6 @@ RELEASES = "3.13.2", "3.14.1", "3.15.1"
 NIGHTLY = "--pre", "keras-nightly", "keras-hub-nightly"  # (KerasHub reads private names of Keras)
 # By file, then by test, the private names of `_keras/` whose change it sees.
 SEEN_BY = {
-    "attention/test_log": {
-        "test_nothing_is_logged_that_stock_layers_do_not_log": "for_branches _with_gradient",
-    },
     "layers/test_parity": {
         "test_outputs_and_scores": "gate is_grouped projections scale sliding_window",
         "test_dropout_is_seeded_as_in_stock": "dropout_layer",

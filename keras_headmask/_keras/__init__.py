@@ -143,6 +143,24 @@ def dropout_layer(layer: Any) -> Any:
     return layer._dropout_layer
 
 
+def is_seeded(seed: Any) -> bool:
+    """Whether an int, or a generator made of one, says what is drawn."""
+    return getattr(seed, "_initial_seed", seed) is not None
+
+
+class DrawnSeed(keras.random.SeedGenerator):
+    """A seed that is drawn already, for Keras to take as the next one of a generator.
+
+    Without one PyTorch draws by its own state.
+    """
+
+    def __init__(self, seed: Any) -> None:
+        self.seed, self._initial_seed = seed, None if seed is None else 0
+
+    def next(self, ordered: bool = True) -> Any:
+        return self.seed
+
+
 # What a subclass of KerasHub's attention may override, to attend differently.
 KERAS_HUB_HOOKS = (
     f"call {COMPUTE_ATTENTION} _masked_softmax _use_fused_attention_op _mask_sliding_window "

@@ -62,28 +62,21 @@ def _with_gradient(name: str, tensors: list[Any], gradients: Callable) -> list[A
     return identities
 
 
-def for_branches(conditions: Sequence[Any], tensors: Sequence[Any]) -> list[list[Any]]:
-    """`tensors` for each of several branches, of which the one runs whose condition holds.
+def for_branches(condition: Any, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """`tensors` for each of two branches, of which the second runs where `condition` is false.
 
-    Their gradient is what that branch gives: TensorFlow would add the zeros of the others.
+    Their gradient is what that branch gives: TensorFlow would add the zeros of the other.
     """
     import tensorflow as tf
 
-    if tf.executing_eagerly():
-        return [list(tensors)] * len(conditions)
-    count, copies = len(tensors), list(tensors) * len(conditions)
+    count = len(tensors)
 
     def gradients(*upstream: Any) -> list[Any]:
-        def chosen(first: int) -> Any:
-            of_branch = list(upstream[first * count :][:count])
-            if first == len(conditions) - 1:
-                return of_branch
-            return tf.cond(conditions[first], lambda: of_branch, lambda: chosen(first + 1))
+        first, second = upstream[:count], upstream[count : 2 * count]
+        return [*tf.cond(condition, lambda: first, lambda: second), *[None] * count]
 
-        return [*chosen(0), *[None] * (len(copies) - count)]
-
-    copies = _with_gradient("for_branches", copies, gradients)
-    return [copies[first : first + count] for first in range(0, len(copies), count)]
+    copies = _with_gradient("for_branches", [*tensors, *tensors], gradients)
+    return copies[:count], copies[count:]
 
 
 def unrecorded() -> AbstractContextManager[None]:

@@ -22,7 +22,6 @@ from keras_headmask.attention.tuning import adapt_exports
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec, check_spec
-from keras_headmask.rules.positions import Window
 
 _CALLED = "hm.dot_product_attention(query, key, value, ...)"
 
@@ -51,7 +50,6 @@ def dot_product_attention(
     bias: Tensor | None = None,
     seed: Any = None,
     tiled: bool | None = None,
-    position_bias: Any = None,
     logits_soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Any:
@@ -74,14 +72,13 @@ def dot_product_attention(
             above 0, so pass 0 at inference.
         return_scores: Whether to return the probabilities, before dropout, too.
         bias: Float tensor added to the logits, broadcastable to `(B, H, T, S)`. It grades the
-            allowed keys; no bias can open a hidden one, and -inf hides as `mask` does.
+            allowed keys; no bias can open a hidden one. It needs all logits.
         seed: For `dropout`: an int or a `keras.random.SeedGenerator`.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`). By default the faster of the two, by size and rule. Returned probabilities
-            need all logits, and so do symbolic Keras tensors; where nothing restricts there is
-            nothing to skip. Dense and tiled attention draw different dropouts from one seed.
-        position_bias: `hm.alibi(H)`, or for a learned one a pair of the value and its table:
-            `(hm.relative_position_bias(H), table)`. Made by tile, at the positions of the rule.
+            need all logits, and so do a `bias` and symbolic Keras tensors; where nothing restricts
+            there is nothing to skip. Dense and tiled attention draw different dropouts from one
+            seed.
         logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
         sinks: `(H,)`, a logit for each head that joins the softmax's sum and has no value, so that
             the probabilities of a row sum to less than 1.
@@ -118,11 +115,8 @@ def dot_product_attention(
         masks.warn_of_heads(as_given, "mask", batch, heads)
     if mask_spec is not None:
         check_spec(mask_spec, "mask_spec", _CALLED.replace("...", "mask_spec=SPEC"))
-    changed = checked_changes(lengths, bias, position_bias, logits_soft_cap, sinks)
-    positional = mask_spec if changed.position_bias is None else Window(after=0)
-    query_offset = offsets.checked_or_default_offset(
-        query_offset, positional, queries, lengths.keys
-    )
+    changed = checked_changes(lengths, bias, logits_soft_cap, sinks)
+    query_offset = offsets.checked_or_default_offset(query_offset, mask_spec, queries, lengths.keys)
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)

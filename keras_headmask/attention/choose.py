@@ -44,9 +44,12 @@ def choose(request: Request, part: Part) -> kernels.Kernel:
     sizes = request.query.shape[1], request.key.shape[1], request.query_offset
     may_skip = not (request.rule is None or request.mask is not None or 0 in sizes[:2])
     # A symbolic Keras tensor cannot enter code of the backend's.
-    if request.wants_probabilities or keras.backend.is_keras_tensor(request.query):
+    is_symbolic = keras.backend.is_keras_tensor(request.query)
+    if request.wants_probabilities or request.changes.bias is not None or is_symbolic:
         if request.tiled and may_skip and not is_dense_scope():
-            raise _impossible("returned probabilities and symbolic Keras tensors need all logits")
+            raise _impossible(
+                "returned probabilities, a bias and symbolic Keras tensors need all logits"
+            )
         return kernels.dense
     if is_dense_scope():
         return kernels.dense

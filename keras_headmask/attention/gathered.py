@@ -7,16 +7,15 @@ keys and computes one product, one softmax and one product. The gradient is the 
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from keras_headmask import masks
-from keras_headmask.attention import nonfinite, planner
+from keras_headmask.attention import planner
 from keras_headmask.attention.head_groups import Part, folded, unfolded
+from keras_headmask.attention.logits import capped, hidden_logit, with_sinks
 from keras_headmask.attention.tuning import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
@@ -128,26 +127,20 @@ def _widths(counts: list[int]) -> list[int]:
 
 
 def compute(
-    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *changes: Tensor
+    part: Part, plan: Plan, query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor
 ) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
-    H = `part.sharing` * Hk. `changes` are the tensors of `part.changes`.
+    H = `part.sharing` * Hk.
     """
     lengths = query.shape[1], key.shape[1]
-    query = query * part.scale
-    of_queries, of_keys = [query], [key, value]
-    if nonfinite.are_finite(query, key, value) is not True:
-        marks = nonfinite.nan_marks(query), nonfinite.nan_marks(key, value)
-        of_queries = [*nonfinite.replace_nonfinite(*of_queries), marks[0]]
-        of_keys = [*nonfinite.replace_nonfinite(*of_keys), marks[1]]
-    of_queries = [_split(x, 1, plan.tile) for x in of_queries]
-    of_keys = [_split(x, 1, plan.block) for x in of_keys]
+    of_keys = (_split(x, 1, plan.block) for x in (key, value))
+    operands = [_split(query * part.scale, 1, plan.tile), *of_keys, *sinks]
     classes, contexts, is_again = plan.classes, [], _is_computed_again(query, key, value)
     for each in classes:
         run = functools.partial(_attended, part, plan, each, lengths)
         run = keras.remat(run) if is_again else run
-        contexts.append(run(of_queries, of_keys, list(changes)))
+        contexts.append(run(operands))
     order = [i for each in classes for i in each.tiles]
     context = contexts[0] if len(contexts) == 1 else ops.concatenate(contexts, axis=1)
     context = _taken(context, [order.index(i) for i in range(len(order))], 1)
@@ -184,40 +177,48 @@ def _attended(
     plan: Plan,
     each: Class,
     lengths: tuple[int, int],
-    of_queries: list[Tensor],
-    of_keys: list[Tensor],
-    tensors: list[Tensor],
+    operands: list[Tensor],
 ) -> Tensor:
     """The context of a class, `(B, n, H, tile, Dv)`.
 
-    `of_queries` holds the queries cut into tiles, `(B, tiles, tile, H, D)`, `of_keys` the keys and
-    values cut into blocks; each ends with the marks of NaN and inf if there may be some.
+    The queries are cut into tiles, `(B, tiles, tile, H, D)`, keys and values into blocks; sinks may
+    follow.
     """
-    batch, count = masks.sizes(of_queries[0])[0], len(each.tiles)
+    query, key, value, *sinks = operands
+    batch, count = masks.sizes(query)[0], len(each.tiles)
     # Examples and tiles are one axis in products, and two where only examples differ.
     together, apart = (batch * count,), (batch, count)
-    rows = [_heads_first(_taken(x, each.tiles, 1), together) for x in of_queries]
-    rows = [folded(x, part.sharing) for x in rows]
-    keys, values, *marks = (
-        _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in of_keys
+    rows = folded(_heads_first(_taken(query, each.tiles, 1), together), part.sharing)
+    keys, values = (
+        _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in (key, value)
     )
-    logits = ops.einsum("bhtd,bhsd->bhts", rows[0], keys)
-    for of_keys in marks:  # apart from the product: 0 * NaN is NaN
-        logits = logits + rows[1] + ops.transpose(of_keys, (0, 1, 3, 2))
-    logits = unfolded(logits, part.sharing)
-    at = _At.of(plan, each, lengths)
-    probabilities, alive = _probabilities(part, plan, each, at, _reshaped(logits, apart), tensors)
+    logits = unfolded(ops.einsum("bhtd,bhsd->bhts", rows, keys), part.sharing)
+    logits = capped(_reshaped(logits, apart), part.soft_cap)
+    allowed = _allowed(part, plan, each, lengths, batch)
+    if allowed is not None:
+        dtype = keras.backend.standardize_dtype(logits.dtype)
+        logits = ops.where(allowed, logits, ops.cast(hidden_logit(dtype), dtype))
+    if sinks:
+        of_heads = ops.reshape(sinks[0], (-1, 1, 1))
+        probabilities = ops.softmax(with_sinks(logits, of_heads), axis=-1)[..., :-1]
+    else:
+        probabilities = ops.softmax(logits, axis=-1)
+    if part.dropout is not None:
+        probabilities = part.dropout.of(probabilities, part, each.tiles[0])
     probabilities = folded(_reshaped(probabilities, together, 2), part.sharing)
     context = ops.einsum("bhts,bhsd->bhtd", probabilities, values)
     context = _reshaped(unfolded(context, part.sharing), apart)
-    return context if alive is None else ops.where(alive, context, ops.zeros_like(context))
+    if allowed is None:
+        return context
+    alive = ops.any(allowed, axis=-1, keepdims=True)
+    return ops.where(alive, context, ops.zeros_like(context))
 
 
 class _At(NamedTuple):
     """Positions of the queries `(n, tile)` and keys `(n, width * block)` of a class.
 
-    Positions beyond the end are clipped. `are_there` `(n, tile, width * block)` is false for these,
-    and for repeated blocks; `None`: nothing is clipped or repeated.
+    Positions beyond the end are clipped. `are_there` `(n, 1, width * block)` is false for such keys
+    and for repeated blocks; `None`: no key is clipped or repeated.
     """
 
     queries: Tensor
@@ -231,57 +232,26 @@ class _At(NamedTuple):
         queries = tiles[:, None] * plan.tile + ops.arange(plan.tile, dtype="int32")
         keys = blocks[:, :, None] * plan.block + ops.arange(plan.block, dtype="int32")
         keys = ops.reshape(keys, (len(each.tiles), each.width * plan.block))
-        last = (max(each.tiles) + 1) * plan.tile, (max(map(max, each.blocks)) + 1) * plan.block
+        last = (max(map(max, each.blocks)) + 1) * plan.block
         are_there = None
-        if last[0] > lengths[0] or last[1] > lengths[1] or min(each.met) < each.width:
-            are_keys = ops.logical_and(number < met[:, None] * plan.block, keys < lengths[1])
-            # (A query that is not there could see what is not finite, where a bias hides that.)
-            are_there = ops.logical_and((queries < lengths[0])[:, :, None], are_keys[:, None])
+        if last > lengths[1] or min(each.met) < each.width:
+            are_there = ops.logical_and(number < met[:, None] * plan.block, keys < lengths[1])
+            are_there = are_there[:, None]
         queries, keys = ops.minimum(queries, lengths[0] - 1), ops.minimum(keys, lengths[1] - 1)
         return cls(queries, keys, are_there)
 
 
-def _probabilities(
-    part: Part, plan: Plan, each: Class, at: _At, logits: Tensor, tensors: Sequence[Tensor]
-) -> tuple[Tensor, Mask | None]:
-    """The probabilities `(B, n, H, tile, keys)` after dropout; and which rows see a key."""
-    changes, bound = part.changes.with_tensors(tensors), part.bound
-    if changes.bias is not None:
-        changes = changes._replace(bias=_bias_at(changes.bias, plan, each))
-    allowed = _allowed(part, at, masks.sizes(logits)[0]) if each.needs_mask else None
-    if at.are_there is not None:
-        are_there = at.are_there[:, None]
-        allowed = are_there if allowed is None else ops.logical_and(allowed, are_there)
-    if allowed is not None and changes.soft_cap is not None:
-        # Where a hidden logit is NaN, so is the derivative of its cap.
-        logits = ops.where(allowed, logits, ops.zeros_like(logits))
-    positions = tuple(map(_taken, bound[:2], at[:2])) if changes.position_bias is not None else None
-    logits = changes.apply(logits, part.heads, positions)
-    allowed, alive = changes.allowed(allowed), None
-    if allowed is not None:
-        alive = ops.any(allowed, axis=-1, keepdims=True)
-        hidden = ops.cast(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-        logits = ops.where(allowed, logits, ops.where(alive, hidden, ops.zeros_like(hidden)))
-    probabilities = ops.softmax(logits, axis=-1)
-    if changes.sinks is not None:
-        log_sum = ops.logsumexp(logits, axis=-1, keepdims=True)
-        of_keys, _ = changes.share_of_keys(ops.transpose(log_sum, (0, 2, 1, 3, 4)))
-        probabilities = probabilities * ops.transpose(of_keys, (0, 2, 1, 3, 4))
-    if allowed is not None:  # a row of NaN must leave hidden keys alone
-        probabilities = ops.where(allowed, probabilities, ops.zeros_like(probabilities))
-    if part.dropout is not None:
-        rows = _bias_at(part.dropout.rows[..., None], plan, each)[..., 0]
-        columns = _taken(part.dropout.columns, at.keys)[:, None, None, :]
-        drawn = part.dropout._replace(rows=rows, columns=columns)
-        probabilities = drawn.of(probabilities)
-    return probabilities, alive
+def _allowed(
+    part: Part, plan: Plan, each: Class, lengths: tuple[int, int], batch: Length
+) -> Mask | None:
+    """Which pairs of a class are there and allowed, broadcastable to `(B, n, H, tile, keys)`.
 
-
-def _allowed(part: Part, at: _At, batch: Length) -> Mask:
-    """What the rules of the heads allow, broadcastable to `(B, n, H, tile, keys)`.
-
-    Nothing is cut or joined along the axis of heads, which may be spread over devices.
+    `None`: all. Nothing is cut or joined along the axis of heads, which may be spread over devices.
     """
+    at = _At.of(plan, each, lengths)
+    are_there = None if at.are_there is None else at.are_there[:, None]
+    if not each.needs_mask:
+        return are_there
 
     def leaf_mask(leaf: MaskSpec) -> Mask:
         apart = (batch if leaf.inputs else 1, at.queries.shape[0])
@@ -302,25 +272,8 @@ def _allowed(part: Part, at: _At, batch: Length) -> Mask:
         return rule.fold(leaf_mask, ops.logical_and, ops.logical_or, ops.logical_not)
 
     groups = part.groups()
-    return by_head(groups, len(part.heads), [rule_mask(rule) for rule, _ in groups])
-
-
-def _bias_at(bias: Tensor, plan: Plan, each: Class) -> Tensor:
-    """A bias `(B, H, T or 1, S or 1)` cut out for a class: `(B, n, H, tile or 1, keys or 1)`."""
-    tiles, blocks = np.array(each.tiles)[:, None], np.array(each.blocks)
-    tile, block = plan.tile, plan.block
-    if bias.shape[2] == 1:
-        tile, tiles = 1, tiles * 0
-    if bias.shape[3] == 1:
-        block, blocks = 1, tiles * 0
-    cells = _split(_split(bias, 3, block), 2, tile)  # (B, H, tiles, tile, blocks, block)
-    batch, heads, rows, _, columns, _ = masks.sizes(cells)
-    cells = ops.transpose(cells, (0, 2, 4, 1, 3, 5))
-    cells = ops.reshape(cells, (batch, rows * columns, heads, tile, block))
-    biases = ops.transpose(
-        _taken(cells, (tiles * columns + blocks).tolist(), 1), (0, 1, 3, 4, 2, 5)
-    )
-    return ops.reshape(biases, (batch, *blocks.shape[:1], heads, tile, blocks.shape[1] * block))
+    allowed = by_head(groups, len(part.heads), [rule_mask(rule) for rule, _ in groups])
+    return allowed if are_there is None else ops.logical_and(allowed, are_there)
 
 
 # --- Cutting, and putting together ---------------------------------------------------------------

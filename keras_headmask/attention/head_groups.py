@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from keras_headmask.attention.logits import NONE, Changes, select_heads
+from keras_headmask import _keras
+from keras_headmask.attention.logits import select_heads
 from keras_headmask.attention.tuning import Tuning
-from keras_headmask.masks import Length, Tensor
+from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.places import pairs_at
-from keras_headmask.rules.protocol import Bound, Places
+from keras_headmask.rules.protocol import Bound
 
 
 class Part(NamedTuple):
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     tuning: Tuning
     dropout: "Dropout | None" = None
     sharing: int = 1  # how many of the heads, side by side, share a key head
-    changes: Changes = NONE  # of the logits of these heads; its tensors are operands
+    soft_cap: float | None = None  # of the logits
 
     def groups(self) -> list[tuple[MaskSpec, tuple[int, ...]]]:
         """Each rule that some of the heads obey, with the places of these among them."""
@@ -36,12 +36,6 @@ class Part(NamedTuple):
     def tile(self) -> int:
         """How many queries make a tile."""
         return self.tuning.local_tile if self.rule.tiling.is_local else self.tuning.wide_tile
-
-    def positions_at(self, places: Places) -> tuple[Tensor, Tensor]:
-        """Positions of the queries `(n, queries)` and keys `(n, keys)` of several tiles."""
-        queries = places.take(self.bound.query_positions, places.queries)
-        keys = places.take(self.bound.key_positions, places.keys)
-        return queries[:, 0, :, 0], keys[:, 0, 0]
 
 
 def by_rule(part: Part) -> list[Part]:
@@ -54,10 +48,7 @@ def by_rule(part: Part) -> list[Part]:
     for rule, of_rule in groups:
         for heads in split_by_sharing(of_rule, part.sharing):
             sharing = len(heads) // len(key_heads(heads, part.sharing))
-            drawn = part.dropout
-            if drawn is not None:
-                drawn = drawn._replace(rows=select_heads(drawn.rows, heads, axis=1))
-            parts.append(part._replace(rule=rule, heads=heads, sharing=sharing, dropout=drawn))
+            parts.append(part._replace(rule=rule, heads=heads, sharing=sharing))
     return parts
 
 
@@ -128,19 +119,15 @@ def cut_into(tensor: Tensor, sets: list[tuple[int, ...]], axis: int) -> list[Ten
 def by_group(compute: Callable[..., Tensor], part: Part, *operands: Tensor) -> Tensor:
     """The context of all heads, by `compute(group, *operands)` of each head group, in order.
 
-    Operands: query, key, value, tensors of `part.changes`.
+    Operands: query, key, value, and sinks if there are some.
     """
     groups = by_rule(part)
     sets = [group.heads for group in groups]
     of_keys = [key_heads(heads, part.sharing) for heads in sets]
     pairs = zip(operands[:3], (sets, of_keys, of_keys), strict=True)
     cuts = [cut_into(x, of_tensor, 2) for x, of_tensor in pairs]
-    changes = part.changes.with_tensors(operands[3:])
-    tensors = [changes.of_heads(heads).tensors for heads in sets]
-    contexts = [
-        compute(group, *of_group, *more)
-        for group, *of_group, more in zip(groups, *cuts, tensors, strict=True)
-    ]
+    cuts += [[select_heads(sinks, heads, 0) for heads in sets] for sinks in operands[3:]]
+    contexts = [compute(*of_group) for of_group in zip(groups, *cuts, strict=True)]
     return joined(contexts, sets, 2)
 
 
@@ -171,98 +158,34 @@ def _split(tensor: Tensor, edges: list[int], axis: int) -> list[Tensor]:
     return ops.split(tensor, edges, axis)
 
 
-# --- Dropout that does not depend on the tiles ---------------------------------------------------
-
-# Whether a probability is dropped is a hash of the seed, the example, the head, the query and the
-# key, so that the backward pass finds it again in any tile, in any order.
-# Odd numbers whose products mix well (Wellons 2018, "prospecting for hash functions": lowbias32).
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+# --- Dropout -------------------------------------------------------------------------------------
 
 
 class Dropout(NamedTuple):
     """Sets a share `rate` of probabilities to 0 and scales the others up.
 
-    `rows` is a number for each example, head and query, `(B, H, T)`; `columns` one for each key,
-    `(S,)`.
+    `seed` `(2,)` is drawn once for a call of attention, so that what is computed again for the
+    gradient drops the same. On PyTorch it is `None` where its own state, which is put back then,
+    draws.
     """
 
     rate: float
-    rows: Tensor
-    columns: Tensor
+    seed: Tensor | None
 
-    def of(self, probabilities: Tensor) -> Tensor:
-        """`probabilities` `(B, H, T, S)` after the dropout."""
-        rows, dtype = self.rows[..., None], probabilities.dtype
-        return probabilities * self._factors(rows, self.columns, dtype)
-
-    def factors_at(self, dtype: Any, places: Places) -> Tensor:
-        """The factors of several tiles, `(n, H, queries, keys)`: 0, or 1 / (1 - rate)."""
-        rows = pairs_at(self.rows[..., None], places)
-        return self._factors(rows, places.take(self.columns, places.keys), dtype)
-
-    def _factors(self, rows: Tensor, columns: Tensor, dtype: Any) -> Tensor:
-        number = _mixed(_bits(rows) + _bits(columns), is_compared=True)
-        share = int(self.rate * 2**32)  # (of uint32 as many lie below it, of int32 below the other)
-        kept = number + 2**31 >= share if _is_unsigned(number) else number >= share - 2**31
-        scale = ops.cast(1 / (1 - self.rate), dtype)
-        return ops.where(kept, scale, ops.zeros_like(scale))
+    def of(self, probabilities: Tensor, part: Part, number: Any = 0) -> Tensor:
+        """`probabilities` after the dropout; `number` tells tensors of one head group apart."""
+        seed = self.seed
+        if seed is not None:
+            seed = seed + ops.cast(ops.stack([0, part.heads[0] * 2**20 + number]), seed.dtype)
+        drawn = _keras.DrawnSeed(seed)
+        return keras.random.dropout(probabilities, self.rate, seed=drawn)
 
 
-def dropout(rate: float, seed: object, batch: Length, heads: int, bound: Bound) -> Dropout:
+def dropout(rate: float, seed: Any) -> Dropout | None:
     """A dropout drawn by `seed`: an int, a `keras.random.SeedGenerator`, or `None` for any."""
-    drawn = keras.random.randint((2,), -(2**31), 2**31 - 1, dtype="int32", seed=seed)
-    positions = (ops.cast(x, "int32") for x in (bound.query_positions, bound.key_positions))
-    place = drawn, ops.arange(batch, dtype="int32"), *positions
-    if keras.backend.backend() != "tensorflow":
-        return Dropout(rate, *_numbers(heads, *place))
-    from keras_headmask.attention.tensorflow.graph import for_equal_shapes
-
-    return Dropout(rate, *for_equal_shapes(_numbers, heads)(*place))  # its 100 nodes once
-
-
-def _numbers(
-    heads: int, drawn: Tensor, examples: Tensor, queries: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The rows and columns of a `Dropout`."""
-    of_head = ops.arange(heads, dtype="int32")[None, :, None]
-    rows, columns = _bits(drawn[0]), _bits(drawn[1])
-    for number in (examples[:, None, None], of_head, queries):
-        rows = _mixed(rows + _bits(number))
-    return _bits(rows, "int32"), _bits(_mixed(columns + _bits(keys)), "int32")
-
-
-def _bits(number: Tensor, dtype: str = "uint32") -> Tensor:
-    """On TensorFlow these 32 bits as uint32, which it computes on a GPU, and int32 on the host."""
-    if keras.backend.backend() != "tensorflow":
-        return number
-    import tensorflow as tf
-
-    return tf.bitcast(number, dtype)
-
-
-def _mixed(number: Tensor, is_compared: bool = False) -> Tensor:
-    """A permutation of the 32-bit integers after which neighbours have nothing in common.
-
-    Of a number that is only compared the lower half, which the last step mixes, says nothing.
-    """
-    for bits, factor in ((16, _FIRST), (15, _SECOND), *([] if is_compared else [(16, None)])):
-        number = ops.bitwise_xor(number, _shifted(number, bits))
-        if factor is not None:
-            number = number * (factor if _is_unsigned(number) else _signed(factor))
-    return number
-
-
-def _shifted(number: Tensor, bits: int) -> Tensor:
-    """Shifted right, zeros shifted in."""
-    if not _is_unsigned(number):
-        return ops.bitwise_and(ops.right_shift(number, bits), 2 ** (32 - bits) - 1)
-    return ops.right_shift(number, ops.convert_to_tensor(bits, "uint32"))
-
-
-def _is_unsigned(number: Tensor) -> bool:
-    return keras.backend.standardize_dtype(number.dtype) == "uint32"
-
-
-def _signed(number: int) -> int:
-    """The int32 of the same bits."""
-    return (number + 2**31) % 2**32 - 2**31
+    if not rate:
+        return None
+    if keras.backend.backend() == "torch" and not _keras.is_seeded(seed):
+        return Dropout(rate, None)
+    dtype = "uint32" if keras.backend.backend() == "jax" else "int32"
+    return Dropout(rate, keras.random.randint((2,), 0, 2**30, dtype=dtype, seed=seed))

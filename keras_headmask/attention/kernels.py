@@ -15,9 +15,7 @@ from keras_headmask.attention import fused as backends
 from keras_headmask.attention import gathered as tiles
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.logits import for_tiles
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Mask, Tensor
 from keras_headmask.rules import evaluation
 
@@ -56,12 +54,9 @@ def dense(request: Request, part: Part) -> Result:
     drop = None
     if request.dropout:
         drop = functools.partial(keras.random.dropout, rate=request.dropout, seed=request.seed)
-    operands, changes = (request.query, request.key, request.value), request.changes
-    positions = None if changes.position_bias is None else request.positions
-    mask, may_branch = _whole_mask(request), not is_dense_scope()
-    return definition.attention(
-        *operands, mask, request.scale, changes, positions, drop, may_branch
-    )
+    operands = request.query, request.key, request.value
+    mask = _whole_mask(request)
+    return definition.attention(*operands, mask, request.scale, request.changes, drop)
 
 
 # Where the code of each is.
@@ -81,16 +76,10 @@ def _whole_mask(request: Request) -> Mask | None:
 
 
 def _for_tiles(request: Request, part: Part) -> tuple[Part, list[Tensor]]:
-    """The operands in at least float32: query, key, value, and the tensors of `part.changes`."""
-    tensors = request.query, request.key, request.value
+    """The operands in at least float32: query, key, value, and sinks if there are some."""
+    changes, tensors = request.changes, [request.query, request.key, request.value]
     is_double = keras.backend.standardize_dtype(request.query.dtype) == "float64"
+    tensors += [] if changes.sinks is None else [changes.sinks]
     operands = [ops.cast(x, "float64" if is_double else "float32") for x in tensors]
-    changes = request.changes
-    if changes.are_some or request.dropout:
-        sizes = masks.sizes(request.query)[0], request.query.shape[2], *request.lengths
-        changes = for_tiles(changes, operands[0].dtype, *sizes)
-    part = part._replace(changes=changes.without_tensors())
-    if request.dropout:
-        drawn = head_groups.dropout(request.dropout, request.seed, *sizes[:2], request.bound)
-        part = part._replace(dropout=drawn)
-    return part, [*operands, *changes.tensors]
+    dropout = head_groups.dropout(request.dropout, request.seed)
+    return part._replace(soft_cap=changes.soft_cap, dropout=dropout), operands

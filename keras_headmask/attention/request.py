@@ -10,13 +10,12 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import head_groups
-from keras_headmask.attention.logits import NONE, Changes, Positions
+from keras_headmask.attention.logits import NONE, Changes
 from keras_headmask.attention.tuning import is_dense_scope
 from keras_headmask.masks import Length, Mask, Tensor, as_mask_input, sizes
 from keras_headmask.rules import evaluation, graph_shapes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyFlag, MaskInput, QueryFlag
-from keras_headmask.rules.positions import Full
 from keras_headmask.rules.protocol import Bound, Sides, Sizes
 
 # (Made once: `torch.compile` cannot read how a spec is made.)
@@ -52,17 +51,6 @@ class Request:
     def sharing(self) -> int:
         """How many query heads share a key head."""
         return head_groups.sharing_of(self.query, self.key)
-
-    @property
-    def positions(self) -> Positions:
-        """The positions of the queries and of the keys."""
-        bound = self.bound or evaluation.bind(Full(), None, *self.lengths, self.query_offset)
-        return bound.query_positions, bound.key_positions
-
-    @property
-    def lengths(self) -> tuple[Length, Length]:
-        """How many queries and keys there are."""
-        return sizes(self.query)[1], sizes(self.key)[1]
 
 
 def bound_to(

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from keras_headmask import masks
+from keras_headmask.attention.logits import checked_bias
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules import evaluation, offsets
 from keras_headmask.rules.base import MaskSpec
@@ -96,6 +97,17 @@ def checked_call(
         masks.warn_of_heads(attention_mask, "attention_mask", lengths.batch, layer.num_heads)
     evaluation.check_inputs(spec, mask_inputs, lengths, offset)
     return offset
+
+
+def checked_attention_bias(layer: Any, query: Tensor, value: Tensor, bias: Any) -> Tensor | None:
+    """`bias` as a tensor of rank 4, if its dtype and static shape fit the call."""
+    if bias is not None and len(query.shape) != 3:
+        raise ValueError(
+            "`attention_bias` speaks of one axis of queries and one of keys: the inputs must have "
+            f"shape (batch, length, size). Received: query.shape={tuple(query.shape)}."
+        )
+    lengths = query.shape[0], layer.num_heads, query.shape[1], value.shape[1]
+    return checked_bias(bias, "attention_bias", *lengths)
 
 
 def is_zero(offset: Length) -> bool:

@@ -8,7 +8,6 @@ from keras import ops
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.biases import PositionBias
 from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
@@ -36,11 +35,6 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
             for no rule. `PerHead` names query heads, 0 to H - 1.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`); by default the faster of the two. Returned probabilities need all logits.
-        position_bias: A bias by position, `hm.alibi(H)` or `hm.relative_position_bias(H)`, or its
-            config. The table of the second is a weight, `position_bias_table`.
-        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
-        use_sinks: Whether each head learns a logit that joins the softmax's sum and has no value:
-            a weight, `sinks`, `(H,)`.
         dropout, ..., seed: As in `keras.layers.GroupQueryAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -93,16 +87,12 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         seed: int | None = None,
         mask_spec: MaskSpec | Mapping[str, Any] | None = None,
         tiled: bool | None = None,
-        position_bias: PositionBias | Mapping[str, Any] | None = None,
-        logits_soft_cap: float | None = None,
-        use_sinks: bool = False,
         **kwargs: Any,
     ):
         stock = keras.layers.GroupQueryAttention
         super().__init__(**_keras.stock_arguments(stock, locals()), **kwargs)
-        changes = position_bias, logits_soft_cap, use_sinks
         loading.change_keras("PerHeadMaskedGroupedQueryAttention", "GroupedQueryAttention")
-        self._obey(mask_spec, tiled, flash_attention, *changes)
+        self._obey(mask_spec, tiled, flash_attention)
 
     @property
     def num_heads(self) -> int:
@@ -110,21 +100,16 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         return self.num_query_heads
 
     def _by_hook(
-        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
+        self,
+        operands: list[Tensor],
+        mask: Mask | None,
+        training: bool | None,
+        wants_scores: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         query, *of_keys = operands
         every = [ops.repeat(x, self.num_repeats, axis=2) for x in of_keys]
-        return self._attend_all_heads([query, *every], mask, training, wants_scores)
-
-    def _attend_all_heads(
-        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        _keras.want_scores(self, wants_scores)  # where a subclass looks for it
-        # A subclass may know Keras' arguments alone. Ours has one more: the attribute is shared.
-        hook = getattr(self._compute_attention, "__func__", None)
-        is_ours = hook is getattr(self._ours(), _keras.COMPUTE_ATTENTION)
-        more = {"return_attention_scores": wants_scores} if is_ours else {}
-        return self._compute_attention(*operands, attention_mask=mask, training=training, **more)
+        return super()._by_hook([query, *every], mask, training, wants_scores, bias)
 
     @observers.asking
     def _compute_attention(
@@ -136,6 +121,7 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
         training: bool | None = None,
         use_causal_mask: bool = False,
         return_attention_scores: bool | None = None,
+        attention_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         seen, wants_scores = observers.as_seen(self), return_attention_scores
         wants_scores = _keras.wants_scores(self) if wants_scores is None else wants_scores
@@ -147,4 +133,5 @@ class PerHeadMaskedGroupedQueryAttention(MaskedAttention, keras.layers.GroupQuer
             _keras.want_scores(seen, wanted)
             return super(PerHeadMaskedGroupedQueryAttention, seen)._compute_attention(*others)
 
-        return self._by_mask(stock, query, key, value, attention_mask, training, wants_scores)
+        rest = training, wants_scores, attention_bias
+        return self._by_mask(stock, query, key, value, attention_mask, *rest)

@@ -18,8 +18,9 @@ from keras_headmask.attention.request import (
     checked_tiled,
     dropout_of,
 )
-from keras_headmask.layers import changing, loading
+from keras_headmask.layers import loading
 from keras_headmask.layers.call_checks import (
+    checked_attention_bias,
     checked_call,
     is_zero,
     refuse_rule_and_ids,
@@ -65,12 +66,8 @@ class MaskedAttention(keras.Layer):
         mask_spec: MaskSpec | Mapping[str, Any] | None,
         tiled: bool | None,
         flash_attention: bool | None,
-        *changes: Any,
     ) -> None:
-        """Keep what the constructor takes beside what Keras' class keeps.
-
-        `changes`: of the logits, see `changing.Options.of`.
-        """
+        """Keep what the constructor takes beside what Keras' class keeps."""
         # Keras folds the global default into its attribute and leaves it out of its config.
         self._flash_attention_argument = flash_attention
         if isinstance(mask_spec, Mapping) and not config.names_heads(mask_spec):
@@ -84,8 +81,6 @@ class MaskedAttention(keras.Layer):
             mask_spec.get_config()  # raises for a spec that could not be saved
         self._mask_spec = mask_spec
         self._tiled = checked_tiled(tiled)
-        options = changing.Options.of(self.num_heads, flash_attention, *changes)
-        self.logit_options = options
         self._missed_weights = False  # see `loading`
 
     @classmethod
@@ -117,13 +112,11 @@ class MaskedAttention(keras.Layer):
             "flash_attention": self._flash_attention_argument,
             "mask_spec": None if self._mask_spec is None else self._mask_spec.get_config(),
         }
-        fields |= self.logit_options.config()
         return fields if self._tiled is None else fields | {"tiled": self._tiled}
 
     def build(self, query_shape: Any, value_shape: Any = None, key_shape: Any = None) -> None:
         value_shape = query_shape if value_shape is None else value_shape
         super().build(query_shape, value_shape, key_shape)
-        changing.add_weights(self, self.logit_options)
         self._has_unknown_length = None in (*query_shape[1:-1], *value_shape[1:-1])
         # Or they would warn that they destroy the Keras mask of their input; the layer sees to it.
         *projections, _ = _keras.projections(self)
@@ -162,7 +155,7 @@ class MaskedAttention(keras.Layer):
         outside = dict(zip(_MASKS, (attention_mask, query_mask, value_mask, key_mask), strict=True))
         window = self._window(use_causal_mask)
         offset = checked_call(self, query, value, window, mask_inputs, query_offset, outside)
-        changes = changing.call_changes(self, query, value, attention_bias)
+        bias = checked_attention_bias(self, query, value, attention_bias)
         how = training, return_attention_scores
         if len(query.shape) != 3:
             return self._over_several_axes(query, value, key, outside, *how, use_causal_mask)
@@ -171,11 +164,10 @@ class MaskedAttention(keras.Layer):
         spec = None if observers.are_rules_off() or not self._restricts else self._mask_spec
         if self._has_hooks():
             merged = self._merged(spec, mask_inputs, query, value, offset, use_causal_mask, outside)
-            with changing.by_hook(self, changes, query, value, offset):
-                context, scores = self._by_hook(operands, merged, *how)
+            context, scores = self._by_hook(operands, merged, *how, bias)
         else:
             rule, inputs = all_that_restricts(spec, mask_inputs, **outside, window=window)
-            context, scores = self._by_kernel(operands, rule, inputs, offset, changes, *how)
+            context, scores = self._by_kernel(operands, rule, inputs, offset, bias, *how)
         output = self._output(context, query, query_mask)
         return (output, scores) if return_attention_scores else output
 
@@ -232,12 +224,12 @@ class MaskedAttention(keras.Layer):
         rule: MaskSpec | None,
         mask_inputs: dict[str, Any],
         offset: Length,
-        changes: Changes,
+        bias: Tensor | None,
         training: bool | None,
         wants_scores: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Context and probabilities, by the code that suits `rule`, all that restricts."""
-        if rule is None and not changes.are_some:  # Keras' own may be a fused kernel
+        if rule is None and bias is None:  # Keras' own may be a fused kernel
             return self._by_hook(operands, None, training, wants_scores)
         bound, (query, key, value) = None, operands
         if rule is not None:
@@ -250,9 +242,9 @@ class MaskedAttention(keras.Layer):
             bound,
             scale=_keras.scale(self),
             query_offset=offset,
-            changes=changes,
+            changes=Changes(bias=bias),
             wants_probabilities=wants_scores,
-            tiled=None if wants_scores else self._tiled,
+            tiled=None if wants_scores or bias is not None else self._tiled,
             **dropout_of(self, training),
         )
         return attend(request)
@@ -267,16 +259,17 @@ class MaskedAttention(keras.Layer):
         )
 
     def _by_hook(
-        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
+        self,
+        operands: list[Tensor],
+        mask: Mask | None,
+        training: bool | None,
+        wants_scores: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Context and probabilities by `_compute_attention`, as Keras' `call` calls it."""
-        return self._attend_all_heads(operands, mask, training, wants_scores)
-
-    def _attend_all_heads(
-        self, operands: list[Tensor], mask: Mask | None, training: bool | None, wants_scores: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same, of operands with as many heads of keys as of queries."""
-        return self._compute_attention(*operands, mask, training, wants_scores)
+        more = {} if bias is None else {"attention_bias": bias}
+        more |= {"training": training, "return_attention_scores": wants_scores}
+        return self._compute_attention(*operands, attention_mask=mask, **more)
 
     def _by_mask(
         self,
@@ -287,6 +280,7 @@ class MaskedAttention(keras.Layer):
         attention_mask: Mask | None,
         training: bool | None,
         wants_scores: bool,
+        bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Context and probabilities under a whole mask, or by `stock`, Keras' own method."""
         # The stock fused kernel takes those with nothing to mask. Not in float16, where
@@ -295,8 +289,7 @@ class MaskedAttention(keras.Layer):
         fused = attention_mask is None and not wants_scores and self.dropout == 0
         fused = fused and value.shape[-1] == key.shape[-1]
         fused = fused and keras.backend.standardize_dtype(query.dtype) != "float16"
-        changes = changing.now(self)
-        if (fused or observers.uses_flash(self)) and not changes.are_some:
+        if (fused or observers.uses_flash(self)) and bias is None:
             context, scores = stock(query, key, value, attention_mask, training, wants_scores)
             if attention_mask is not None:
                 context = masks.zero_dead_rows(context, attention_mask)
@@ -307,7 +300,7 @@ class MaskedAttention(keras.Layer):
                 key,
                 value,
                 scale=_keras.scale(self),
-                changes=changes,
+                changes=Changes(bias=bias),
                 wants_probabilities=wants_scores,
                 mask=attention_mask,
                 **dropout_of(self, training),
@@ -379,7 +372,7 @@ class MaskedAttention(keras.Layer):
         window = self._window(arguments["use_causal_mask"])
         reads = arguments["mask_inputs"], arguments["query_offset"]
         checked_call(self, query, value, window, *reads, outside)
-        changing.call_changes(self, query, value, arguments["attention_bias"])
+        checked_attention_bias(self, query, value, arguments["attention_bias"])
         key_shape = None if key is None else key.shape
         shape = self.compute_output_shape(query.shape, value.shape, key_shape)
         output = keras.KerasTensor(shape, dtype=self.compute_dtype)

@@ -7,7 +7,6 @@ import keras
 
 from keras_headmask import _keras
 from keras_headmask.attention import observers
-from keras_headmask.attention.biases import PositionBias
 from keras_headmask.layers import loading
 from keras_headmask.layers.masked import MaskedAttention
 from keras_headmask.masks import Mask, Tensor
@@ -34,11 +33,6 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
             for no rule.
         tiled: Whether to skip masked-out work, tile by tile (`True`), or to compute all logits
             (`False`); by default the faster of the two. Returned probabilities need all logits.
-        position_bias: A bias by position, `hm.alibi(H)` or `hm.relative_position_bias(H)`, or its
-            config. The table of the second is a weight, `position_bias_table`.
-        logits_soft_cap: Logits become `cap * tanh(logits / cap)`, before any bias.
-        use_sinks: Whether each head learns a logit that joins the softmax's sum and has no value:
-            a weight, `sinks`, `(H,)`.
         value_dim, dropout, ..., seed: As in `keras.layers.MultiHeadAttention`.
         **kwargs: `name`, `dtype` and whatever else a Keras layer takes.
 
@@ -103,17 +97,13 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         seed: int | None = None,
         mask_spec: MaskSpec | Mapping[str, Any] | None = None,
         tiled: bool | None = None,
-        position_bias: PositionBias | Mapping[str, Any] | None = None,
-        logits_soft_cap: float | None = None,
-        use_sinks: bool = False,
         **kwargs: Any,
     ):
         super().__init__(
             **_keras.stock_arguments(keras.layers.MultiHeadAttention, locals()), **kwargs
         )
-        changes = position_bias, logits_soft_cap, use_sinks
         loading.change_keras("PerHeadMaskedMultiHeadAttention", "MultiHeadAttention")
-        self._obey(mask_spec, tiled, flash_attention, *changes)
+        self._obey(mask_spec, tiled, flash_attention)
 
     @observers.asking
     def _compute_attention(
@@ -125,6 +115,7 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
         training: bool | None = None,
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
+        attention_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         stock = super(PerHeadMaskedMultiHeadAttention, observers.as_seen(self))._compute_attention
         rest = training, return_attention_scores
@@ -133,4 +124,4 @@ class PerHeadMaskedMultiHeadAttention(MaskedAttention, keras.layers.MultiHeadAtt
             return stock(query, key, value, attention_mask, *rest, **more)
         if use_causal_mask:
             attention_mask = self._and_causal(attention_mask, query, key)
-        return self._by_mask(stock, query, key, value, attention_mask, *rest)
+        return self._by_mask(stock, query, key, value, attention_mask, *rest, attention_bias)

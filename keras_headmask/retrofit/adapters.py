@@ -108,11 +108,14 @@ class Attention:
         training: bool | None = None,
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
+        attention_bias: Any = None,  # which our own classes take
     ) -> dict[str, Any]:
         """The arguments of a call of the hook, by the names of Keras' own class."""
         arguments = {k: v for k, v in locals().items() if k != "self"}
         if not use_causal_mask:
             del arguments["use_causal_mask"]  # subclasses written for an older Keras lack it
+        if attention_bias is None:
+            del arguments["attention_bias"]
         return arguments
 
     def called(self, compute: Callable, arguments: dict[str, Any]) -> tuple[Any, Any]:

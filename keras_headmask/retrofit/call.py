@@ -19,7 +19,6 @@ from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.request import Request, all_that_restricts, bound_to
 from keras_headmask.attention.tuning import holding
-from keras_headmask.layers import changing
 from keras_headmask.layers.call_checks import is_zero
 from keras_headmask.retrofit.adapters import Attention, adapted, errors_naming, holds
 from keras_headmask.retrofit.rule import LayerRule, Tensors, rules_in_force
@@ -183,7 +182,7 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
         merged |= {"query": query, "attention_mask": mask}
         context, probabilities = without_rules(adapter, merged)
         return adapter.without_dead_rows(context, mask), probabilities
-    wanted = bool(arguments["return_attention_scores"])
+    wanted, bias = bool(arguments["return_attention_scores"]), arguments.get("attention_bias")
     return attend(
         Request(
             query,
@@ -193,9 +192,9 @@ def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> 
             bound,
             scale=adapter.scale,
             query_offset=offset,
-            changes=changing.now(adapter.layer, adapter.changes),
+            changes=adapter.changes._replace(bias=bias),
             wants_probabilities=wanted,
-            tiled=None if wanted else getattr(adapter.layer, "_tiled", None),
+            tiled=None if wanted or bias is not None else getattr(adapter.layer, "_tiled", None),
             **adapter.dropout(arguments["training"]),
         )
     )

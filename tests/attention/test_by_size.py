@@ -1,11 +1,10 @@
 """TensorFlow's choice by size, at lengths that show when the graph runs.
 
-Of few logits all are computed, if the operands are plain; else tiles.
+Of few logits all are computed, else tiles.
 """
 
-import numpy as np
 import pytest
-from contract import normal, numpy
+from contract import numpy
 from tiled_contract import attend
 
 import keras_headmask as hm
@@ -23,22 +22,20 @@ def which(monkeypatch):
 
     from keras_headmask.attention.tensorflow import by_size
 
-    monkeypatch.setattr(by_size, "_attend_to_all", lambda part, shared, q, *_: tf.ones_like(q))
-    monkeypatch.setattr(by_size, "_by_definition", lambda part, shared, q, *_: 2 * tf.ones_like(q))
+    monkeypatch.setattr(by_size, "_attended_to_all", lambda part, shared, q, *_: tf.ones_like(q))
     monkeypatch.setattr(by_size.loop, "attend", lambda part, shared, q, *_: tf.zeros_like(q))
 
-    def chosen(spec, queries, keys, query=0.0, key=0.0, value=0.0):
+    def chosen(spec, queries, keys):
         def run(q, k, v, flags):
             return attend((q, k, v), spec, {"pad": flags} if spec.inputs else None, tiled=None)
 
         operand = tf.TensorSpec([None, None, 2, 3])
         of_flags = tf.TensorSpec([None, None], "bool")
         traced = tf.function(run).get_concrete_function(*[operand] * 3, of_flags)
-        lengths = (queries, query), (keys, key), (keys, value)
-        operands = [tf.fill([1, length, 2, 3], number) for length, number in lengths]
+        operands = [tf.zeros([1, length, 2, 3]) for length in (queries, keys, keys)]
         got = numpy(traced(*operands, tf.ones([1, keys], "bool")))
         assert got.min() == got.max()
-        return {1: "all logits", 2: "the definition", 0: "tiles"}[got.max()]
+        return {1: "all logits", 0: "tiles"}[got.max()]
 
     return chosen
 
@@ -61,14 +58,6 @@ def test_lengths_whose_product_32_bits_do_not_hold(which, queries):
     assert which(hm.Window(3, 3), queries, 2**16) == "tiles"
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e20])
-def test_operands_that_are_not_plain_obey_the_definition(which, name, bad):
-    plain = {"query": 1.0, "key": 1.0, "value": 1.0}
-    assert which(PAD, 4, 4, **plain) == "all logits"
-    assert which(PAD, 4, 4, **plain | {name: bad}) == "the definition"
-
-
 def test_a_step_of_wide_tiles_holds_one():
     """Found as a bug: 64 heads x 256 queries x 131,072 keys are 0 logits or fewer in 32 bits."""
     from keras_headmask.attention.tensorflow.plan import planned
@@ -79,18 +68,19 @@ def test_a_step_of_wide_tiles_holds_one():
     assert planned(part).in_step == 1
 
 
-def test_the_definition_drops_what_all_logits_drop():
-    x = normal(2, 8, 2, 4, seed=3)
-    spoilt = x.copy()
-    spoilt[:, -1] = np.nan  # which the last query alone sees
+def test_no_branch_where_the_sizes_are_known():
+    """And one for each way where they are not; the mask and the plans have one of their own."""
+    import tensorflow as tf
 
-    def dropped(value):
-        given = {"dropout": 0.5, "seed": 3}
-        return numpy(attend((x, x, value), hm.Window(after=0), tiled=None, **given))[:, :-1]
+    def branches(length):
+        call = tf.function(
+            lambda x: attend((x, x, x), hm.Window(3, 3), tiled=None), autograph=False
+        )
+        graph = call.get_concrete_function(tf.TensorSpec([2, length, 2, 3])).graph.as_graph_def()
+        nodes = [node for made in graph.library.function for node in made.node_def]
+        return sum(node.op in ("If", "StatelessIf") for node in [*graph.node, *nodes])
 
-    np.testing.assert_allclose(dropped(spoilt), dropped(x), rtol=1e-5, atol=1e-6)
-    whole = numpy(attend((x, x, x), hm.Window(after=0), tiled=None))[:, :-1]
-    assert np.abs(dropped(x) - whole).max() > 0.1
+    assert [branches(length) for length in (64, None)] == [0, 3]
 
 
 @pytest.mark.parametrize(

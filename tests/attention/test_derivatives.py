@@ -141,7 +141,8 @@ def test_a_map_refuses_tiles():
 
 
 @pytest.mark.long  # (half a minute to trace)
-def test_second_derivatives_under_dropout():
+@pytest.mark.parametrize("each", [at_once, few_logits_and_tiles])
+def test_second_derivatives_under_dropout(each):
     rule = hm.Window(3, 0)
 
     def derivative(x):
@@ -155,8 +156,8 @@ def test_second_derivatives_under_dropout():
 
     x = tf.constant(normal(1, 8, 2, 4, seed=3))
     of_any_length = tf.function(derivative, autograph=False)
-    got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
-    with few_logits_and_tiles():
+    with each():
+        got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
         wanted = derivative(x)
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3)
 
@@ -173,18 +174,16 @@ def checked():
         tf.debugging.disable_check_numerics()
 
 
-ZEROS = np.zeros((1, 1, LENGTH, LENGTH), "float32")
 CHECKED = {
     "data": (READS, {}, None),
     "dropout": (SOME_DEAD, {"dropout": 0.3, "seed": 1}, LENGTH),
     "dead": (SOME_DEAD, {}, None),
     "sinks": (SOME_DEAD, {"sinks": np.zeros(2, "float32")}, None),
-    "bias": (hm.Window(2, 2), {"bias": ZEROS}, LENGTH),
 }
 
 
 @pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.every_day("tiles-(data|bias)|all logits-(dropout|sinks)")
+@pytest.mark.every_day("tiles-(data|dead)|all logits-(dropout|sinks)")
 def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
     rule, more, length = CHECKED[name]
     read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
@@ -205,10 +204,9 @@ def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
 
 
 def test_what_was_traced_under_checks_serves_nobody_else(each_choice):
-    """Its checks would raise for what is hidden, and without them nobody asked for any."""
+    """Its checks would raise where nobody asked for any."""
     rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)
     with checked():
         tf.function(attend)(tf.constant(x), rule, True)
     x[:, 9] = np.inf
-    got, wanted = tf.function(attend)(tf.constant(x), rule, True), attend(x, rule, False)
-    np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)
+    assert np.isnan(tf.function(attend)(tf.constant(x), rule, True)[:, 9]).all()

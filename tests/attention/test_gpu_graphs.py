@@ -41,19 +41,15 @@ RULES = {
     "head groups": (hm.PerHead({0: hm.Window(3, 0)}, hm.SameSegment("ids")), {"ids": IDS}),
 }
 UNKNOWN = {2: (None, None), 4: (None, 1, None, None)}
-TABLE = RNG.normal(size=(32, HEADS)).astype("float32")
 MORE = {
     "dropout": {"dropout": 0.3, "seed": 5},
-    "ALiBi": {"position_bias": hm.alibi(HEADS)},
-    "relative positions": {"position_bias": (hm.relative_position_bias(HEADS), TABLE)},
-    "bias": {"bias": RNG.normal(size=(1, HEADS, LENGTH, LENGTH)).astype("float32")},
-    "bias of keys": {"bias": RNG.normal(size=(1, 1, 1, LENGTH)).astype("float32")},
+    "cap and sinks": {"logits_soft_cap": 0.8, "sinks": np.ones(HEADS, "float32")},
 }
 CASES = {name: (*case, {}) for name, case in RULES.items()}
 CASES |= {name: (hm.recipes.streaming(2, 4), {}, more) for name, more in MORE.items()}
 SCOPES = {"all logits": 2**40, "tiles": 0}
 # Of each kind of code one; the other cases take a minute and run the same loops.
-EVERY_DAY = "(documents|head groups|flags|dropout|bias)"
+EVERY_DAY = "(documents|head groups|flags|dropout)"
 
 
 # --- What the registry says -----------------------------------------------------------------------
@@ -246,7 +242,7 @@ def test_no_turn_of_a_loop_waits_for_a_gpu(name, lengths):
 # --- What a GPU would compute ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["causal", "flags", "documents", "head groups", "dropout", "bias"])
+@pytest.mark.parametrize("name", ["causal", "flags", "documents", "head groups", "dropout"])
 @pytest.mark.every_day("flags|head groups|dropout")
 def test_what_is_computed_for_a_gpu_is_the_same(name, monkeypatch):
     import tensorflow as tf

@@ -25,7 +25,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from laws import (
     AT,
-    BAD,
     BATCH,
     BY_HEAD,
     CHANGED_64,
@@ -33,7 +32,7 @@ from laws import (
     EDGES,
     EMPTY,
     HEADS,
-    HIDING,
+    IDS,
     LENGTH,
     LOCAL,
     RATE,
@@ -43,7 +42,6 @@ from laws import (
     SOME_CHANGES,
     check,
     check_dropout,
-    check_spoilt,
     close,
     expected,
     rounded,
@@ -136,7 +134,7 @@ def test_any_distribution_of_rules_over_heads_that_share_keys(route):
         check(route, qkv, spec, inputs, with_gradients=False)
 
 
-# ---------------------------------------------------------------- caps, biases, sinks
+# ---------------------------------------------------------------- caps, a bias, sinks
 
 
 @each(CHANGES, traced=12)
@@ -150,10 +148,10 @@ def test_what_changes_logits(route, name):
 )
 @routes(lambda route: not route.is_traced)
 @skipping
-def test_all_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
+def test_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
     spec, inputs = RULES[rule]
     inputs = {k: x if x.ndim == 4 else (x, x) for k, x in inputs.items()}
-    changes = CHANGES["all"] | {"bias": CHANGES["bias of keys, by head"]["bias"]}
+    changes = CHANGES["cap and sinks"]
     qkv = operands(BATCH, LENGTH, LENGTH, HEADS, key_heads=2)
     check(route, qkv, spec, inputs, 0 if rule == "far keys" else 9, changes)
 
@@ -161,7 +159,7 @@ def test_all_changes_under_any_rule_with_an_offset_and_shared_keys(route, rule):
 @routes(every_day)
 @skipping
 def test_no_change_opens_a_hidden_key(route):
-    """To the bit, whatever stands in the bias there; and it has no gradient."""
+    """To the bit, whatever a bias holds there; and it has no gradient."""
     qkv, shift = operands(BATCH, LENGTH, LENGTH, HEADS), -1e12
     hidden = ~oracle.mask(LOCAL, BATCH, HEADS, LENGTH, LENGTH, SEEN)[0, 0]
     plain = np.full((LENGTH, LENGTH), shift, "float32")
@@ -186,7 +184,7 @@ def test_no_change_opens_a_hidden_key(route):
 @routes(every_day)
 @skipping
 def test_a_bias_of_minus_inf_hides_as_the_mask_does(route):
-    """Also from what is not finite: a key, a value, and a query that sees nothing."""
+    """And a row in which one of both hides each key is 0."""
     allowed = np.random.default_rng(0).random((1, HEADS, LENGTH, LENGTH)) < 0.5
     allowed[:, :, 7] = allowed[..., 5] = False  # fully masked rows, and a key that nobody sees
     qkv, sinks = operands(BATCH, LENGTH, LENGTH, HEADS), {"sinks": CHANGES["sinks"]["sinks"]}
@@ -194,32 +192,12 @@ def test_a_bias_of_minus_inf_hides_as_the_mask_does(route):
     upstream = weights(BATCH, LENGTH, HEADS)
     bias = np.where(allowed, 0.0, -np.inf).astype("float32")
     wanted, exact = changed.wanted(qkv, mask, SCALE, upstream, sinks)
-    for x, example, place in zip(qkv, range(BATCH), (7, 5, 5), strict=True):
-        x[example, place] = np.nan if example else np.inf
     with route.setting():
         got, made = results(route, qkv, LOCAL, SEEN, 0, upstream, sinks | {"bias": bias})
     close(got, wanted)
     assert (got[:, 7] == 0).all()
     for name in ("query", "key", "value", "sinks"):
         close(made[name], exact[name], name)
-
-
-@routes(every_day)
-@skipping
-def test_a_sink_of_inf_takes_all_probability_of_its_head(route):
-    """And nothing learns from that head."""
-    qkv, calm = operands(BATCH, LENGTH, LENGTH, HEADS), CHANGES["sinks"]["sinks"]
-    sinks = np.where(np.arange(HEADS) == 1, np.inf, calm).astype("float32")
-    upstream = weights(BATCH, LENGTH, HEADS)
-    wanted, _ = expected(qkv, LOCAL, SEEN, changes={"sinks": calm})
-    wanted[:, :, 1] = 0
-    for more in ({}, {"bias": np.zeros((LENGTH, LENGTH), "float32")}):
-        with route.setting():
-            got, made = results(route, qkv, LOCAL, SEEN, 0, upstream, {"sinks": sinks} | more)
-        close(got, wanted)
-        assert all(np.isfinite(x).all() for x in made.values())
-        assert all((made[name][:, :, 1] == 0).all() for name in ("query", "key", "value"))
-        assert made["sinks"][1] == 0
 
 
 @routes(every_day)
@@ -258,9 +236,8 @@ def test_the_result_has_the_dtype_of_the_value(route, dtype, name):
 def test_float64_is_float64_throughout(route, name):
     changes = CHANGED_64[name]
     spec, inputs = READING
-    heads = 16 if name == "alibi" else HEADS
-    qkv = [x.astype("float64") for x in operands(BATCH, LENGTH, LENGTH, heads)]
-    upstream = weights(BATCH, LENGTH, heads).astype("float64")
+    qkv = [x.astype("float64") for x in operands(BATCH, LENGTH, LENGTH, HEADS)]
+    upstream = weights(BATCH, LENGTH, HEADS).astype("float64")
     wanted, exact = expected(qkv, spec, inputs, 0, upstream, changes)
     with sixty_four_bits(), route.setting():
         got, gradients = results(route, qkv, spec, inputs, 0, upstream, changes)
@@ -297,13 +274,15 @@ def test_dropout_is_drawn_for_pairs_and_found_again_by_the_gradient(route, name)
 
 
 def test_a_fair_draw():
-    """By example, head, query and key, and of neighbours."""
+    """By example, head, query and key, and of neighbours, in many tiles and two head groups."""
     query, key, _ = operands(2, 300, 300, 3, size=8)
     units = np.broadcast_to(np.eye(300, dtype="float32")[None, :, None], (2, 300, 3, 300)).copy()
-    plain, dropped = (
-        numpy(attend((query, key, units), hm.Window(40, 40), **more)).transpose(0, 2, 1, 3)
-        for more in ({}, {"dropout": RATE, "seed": 1})
-    )
+    rule = hm.PerHead({1: hm.Window(50, 30)}, hm.Window(40, 40))
+    with tuned(local_tile=50, most_logits_of_a_step=2**14):
+        plain, dropped = (
+            numpy(attend((query, key, units), rule, **more)).transpose(0, 2, 1, 3)
+            for more in ({}, {"dropout": RATE, "seed": 1})
+        )
     allowed = plain > 0
     kept = dropped > 0
     assert not (kept & ~allowed).any(), "nothing is opened"
@@ -326,20 +305,18 @@ def test_a_fair_draw():
 # ---------------------------------------------------------------- gradients of gradients
 
 
-@pytest.mark.parametrize("name", ["none", pytest.param("all", marks=LONG_ON_JAX)])
+@pytest.mark.parametrize("name", ["none", pytest.param("cap and sinks", marks=LONG_ON_JAX)])
 @routes(every_day)
 @skipping
 def test_gradients_of_gradients(route, name):
     """A penalty on gradients."""
     if route.is_fused and keras.backend.backend() == "torch":
         pytest.skip("PyTorch's attention has no gradient of its gradient: an error there")
-    length, changes = 9, dict(SOME_CHANGES[name])
-    if changes:
-        changes["bias"] = changes["bias"][:length, :length]
+    length, changes = 9, SOME_CHANGES[name]
     spec, ids = READING[0], {"ids": UNSORTED_IDS[:1, :length]}
     qkv = operands(1, length, length, HEADS, key_heads=2)
     mask = oracle.mask(spec, 1, HEADS, length, length, ids)
-    tensors, constant = changed.split(changes, length, length, HEADS)
+    tensors, constant = changed.split(changes)
     with route.setting():
         made = penalties(route, qkv, spec, ids, changes)
     for what, wanted in changed.penalties(qkv, mask, SCALE, tensors, constant).items():
@@ -349,83 +326,42 @@ def test_gradients_of_gradients(route, name):
 # ---------------------------------------------------------------- hidden is hidden
 
 
-def finite_alone(route):
-    if route.is_fused:
-        pytest.skip("inf and NaN are as in stock Keras")
-
-
-@each(HIDING, traced=4)
-@skipping
-def test_who_may_not_see_it_has_what_0_in_its_place_gives(route, name):
-    """inf, NaN and overflow, forward and backward, against loops that touch no hidden key."""
-    finite_alone(route)
-    check_spoilt(route, *HIDING[name])
-
-
+@pytest.mark.parametrize("size", [2**17, 1e30])
 @routes(every_day)
 @skipping
-def test_who_may_see_it_gets_no_gradient_that_looks_sound(route):
-    finite_alone(route)
-    spec, inputs = HIDING["ids"]
-    mask = oracle.mask(spec, 1, HEADS, AT, AT, inputs)[0]
-    for place in (1, 2):
-        qkv = operands(1, AT, AT, HEADS)
-        qkv[place][0, BAD] = np.nan
-        with route.setting():
-            got, _ = results(route, qkv, spec, inputs)
-            _, made = results(route, qkv, spec, inputs, 0, got)  # of a sum of squares
-        sees = mask[:, :, BAD].transpose()
-        for of_query in [made["query"][0]] if made else []:
-            assert not np.isfinite(of_query[sees]).any()
-            assert np.isfinite(of_query[~sees]).all()
-
-
-@routes(every_day)
-@skipping
-def test_a_query_whose_logits_are_all_infinite_sees_nothing_that_is_hidden(route):
-    finite_alone(route)
-    spec = hm.PerHead({0: hm.Keys(0, 8) & hm.KeyFlag("f")}, hm.Keys(0, 8))
-    ones, v = (np.ones((1, AT, HEADS, size), "float32") for size in (3, 2))
-    v[:, 8:] = 777.0
-    with route.setting():
-        for q, k in ((ones * 1e20, ones * -1e20), (ones * -np.inf, ones)):
-            got, _ = results(route, (q, k, v), spec, {"f": np.ones((1, AT), bool)})
-            assert not (got > 1).any()  # NaN or 0, or a mean of what it sees
-
-
-@routes(every_day)
-@skipping
-def test_allowed_logits_below_the_number_that_hides_stay_above_hidden_ones(route):
+def test_allowed_logits_far_below_hide_as_well(route, size):
     """Found as a bug: beside logits of -6e9 the hidden ones, at -1e9, took all probability."""
-    spec, inputs = HIDING["ids"]
+    spec, inputs = IDS
     q, k, v = operands(1, AT, AT, HEADS)
     first = (np.arange(3) == 0).astype("float32")
-    qkv = np.full_like(q, -(2**16)) * first, np.full_like(k, 2**17) * first, v
+    qkv = np.full_like(q, -(2**16)) * first, np.full_like(k, size) * first, v
     upstream = weights(1, AT, HEADS)
     mask = oracle.mask(spec, 1, HEADS, AT, AT, inputs)
     wanted, exact = oracle.with_gradients(*qkv, mask, SCALE, upstream)
     with route.setting():
         got, made = results(route, qkv, spec, inputs, 0, upstream)
     np.testing.assert_allclose(got, wanted, 1e-4, 1e-5)
-    # (Of queries it is a sum of entries like 1e4 that is 0.)
     for what, one in made.items():
-        rounding = 1e-5 if what == "value" else 0.5
+        # (Of queries and keys it is a sum of large entries that is 0.)
+        rounding = {"query": 4e-6 * size, "key": 0.5, "value": 1e-5}[what]
         np.testing.assert_allclose(one, exact[what], 1e-4, rounding, err_msg=what)
 
 
-@pytest.mark.parametrize("large", [1e16, 3e38])
-@routes(lambda route: not route.is_traced)
+@routes(every_day)
 @skipping
-def test_large_keys_and_values_that_are_visible_count(route, large):
-    q, k, v = operands(1, AT, AT, HEADS)
-    q[:, :, :, 0] = 0
-    k[:, 5, :, 0] = large  # which no logit shows, since the queries are 0 there
-    v[:, 7] = 1e16
-    spec, inputs = HIDING["ids"]
-    mask = oracle.mask(spec, 1, HEADS, AT, AT, inputs)
-    with route.setting():
-        got, _ = results(route, (q, k, v), spec, inputs)
-    np.testing.assert_allclose(got, oracle.attention(q, k, v, mask, SCALE)[0], 1e-5, 1e-6)
+def test_a_hidden_key_has_no_probability_whatever_its_logit_is(route):
+    """To the bit: a change of a hidden key and its value changes nothing."""
+    (q, k, v), (spec, inputs) = operands(1, AT, AT, HEADS), IDS
+    hidden = ~oracle.mask(spec, 1, HEADS, AT, AT, inputs)[0, :, 0].any(0)  # from the first query
+    made = []
+    for size in (1.0, 1e10, -1e10, 1e35):
+        key, value = k.copy(), v.copy()
+        key[:, hidden] *= np.float32(size)
+        value[:, hidden] += np.float32(size)
+        with route.setting():
+            made.append(results(route, (q, key, value), spec, inputs)[0][:, 0])
+    for got in made[1:]:
+        np.testing.assert_array_equal(got, made[0])
 
 
 # ---------------------------------------------------------------- the suite itself

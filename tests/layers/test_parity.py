@@ -87,9 +87,6 @@ def test_constructor_takes_what_stock_takes_in_the_same_order(kind):
     assert [p.name for p in ours[len(stock) - 1 :]] == [
         "mask_spec",
         "tiled",
-        "position_bias",
-        "logits_soft_cap",
-        "use_sinks",
         "kwargs",
     ]
     by_place = {

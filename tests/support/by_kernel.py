@@ -28,7 +28,7 @@ from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import leaves
 
 BACKEND = keras.backend.backend()
-TENSORS = ("bias", "table", "sinks")  # of the changes, those that have a gradient
+TENSORS = ("bias", "sinks")  # of the changes, those that have a gradient
 
 
 class Route(NamedTuple):
@@ -46,7 +46,7 @@ class Route(NamedTuple):
 
     @property
     def is_fused(self):
-        """Whether the backend's own code computes it: inf and NaN are as in stock Keras."""
+        """Whether the backend's own code computes it."""
         return self.kernel is kernels.fused
 
 
@@ -153,6 +153,8 @@ def each(names, traced=4):
 
 def refusal(route, request):
     """Why the kernel does not compute `request`; `None` if it does."""
+    if request.changes.bias is not None and route.kernel is not kernels.dense:
+        return "a bias needs all logits"
     if route.is_fused:
         return None if fused.takes(request) else "`fused.takes` says no"
     is_empty = 0 in (request.query.shape[1], request.key.shape[1])
@@ -270,13 +272,7 @@ def pulled(function, upstream, again=False):
 
 def as_arguments(changes, tensors):
     """The arguments of `hm.dot_product_attention` for `changes`, with `tensors` for its own."""
-    made = {name: tensors[name] for name in ("bias", "sinks") if name in tensors}
-    if "soft_cap" in changes:
-        made["soft_cap"] = changes["soft_cap"]
-    if "position_bias" in changes:
-        bias = changes["position_bias"]
-        made["position_bias"] = (bias, tensors["table"]) if "table" in tensors else bias
-    return made
+    return tensors | {"soft_cap": changes.get("soft_cap")}
 
 
 def _has_pairs(inputs):
@@ -299,7 +295,7 @@ def results(
 ):
     """The context and, with `upstream`, the gradients by name, none where the kernel has none.
 
-    `changes`: `soft_cap`, `bias`, `position_bias`, `table`, `sinks`. With `dtype` the operands are
+    `changes`: `soft_cap`, `bias`, `sinks`. With `dtype` the operands are
     rounded to it.
     """
     tensors, made = _called(route, spec, changes or {}, dtype, rest)

@@ -2,18 +2,18 @@
 
 What follows from the rule and its inputs alone, the mask of short sequences or the plan of long
 ones, is traced once in a graph, and made once for all layers whose sizes are known to be equal. The
-sizes that the run has decide between them. Each layer sees whether its operands are plain: so short
-sequences need no repair of inf and NaN. What is not plain is left to the definition, which has one.
+sizes that the run has decide between them.
 """
 
-import functools
+import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from keras_headmask._keras import tensorflow as internals
-from keras_headmask.attention import dense, head_groups
+from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part
+from keras_headmask.attention.logits import capped, with_sinks
 from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
 from keras_headmask.attention.tensorflow.loop import product_of
@@ -23,16 +23,14 @@ from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import made_once
 from keras_headmask.rules.protocol import Sizes
 
-_HIDES = 1e38  # taken from a hidden logit: any plain one is lost beside it
-_PLAIN = 1e36  # so that logits and values are far below, at most twice the root of this
-
 
 class Shared(NamedTuple):
     """The mask or the plans that all layers under one rule share.
 
     `is_short`, a bool or a tensor: whether all logits are computed. Then `mask` `(B or 1, H or 1,
-    T, S)` is 0 or the number that hides, and `alive` `(B or 1, T, H or 1, 1)` is 1 for queries
-    that see a key, else 0. Otherwise `plans` holds one for each head group.
+    T, S)` is added to them: -inf for what is hidden, 0 for the rest and in rows that see nothing.
+    `alive` `(B or 1, T, H or 1, 1)` is 0 for these rows, else 1. Otherwise `plans` holds one for
+    each head group.
     """
 
     is_short: bool | Tensor
@@ -44,7 +42,7 @@ class Shared(NamedTuple):
 def compute(part: Part, *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
-    H = `part.sharing` * Hk. `operands`: these, and the tensors of `part.changes`.
+    H = `part.sharing` * Hk. `operands`: these, and sinks if there are some.
     """
     # (TensorFlow has no derivative of a branch there.)
     by_tiles_alone = internals.in_forward_mode(*operands)
@@ -53,37 +51,29 @@ def compute(part: Part, *operands: Tensor) -> Tensor:
     shared = _shared(of_rule, operands[0].dtype.name, by_tiles_alone)
     if shared.is_short is False:
         return loop.attend(part, shared.plans, *operands)
-    return _attend(part, shared, *operands)
+    return (_attend_to_all if shared.is_short is True else _attend)(part, shared, *operands)
 
 
 @one_function
 def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    """By the only one of three implementations whose condition holds.
+    """By all logits or by tiles, as `shared.is_short` says when the graph runs.
 
     TensorFlow keeps what the gradients of two branches need side by side, and logs an "invalid
     graph" where the types differ: each branch stands beside one that computes nothing.
     """
-    is_simple = tf.logical_and(shared.is_short, _are_plain(part, *operands))
-    ways = {_attend_to_all: is_simple, _by_definition: tf.logical_not(is_simple)}
-    if shared.is_short is not True:
-        ways[_by_definition] &= shared.is_short
-        ways[_by_tiles] = tf.logical_not(shared.is_short)
-    conditions = list(ways.values())
     query, _, value = operands[:3]
     # (Empty, and of a shape that TensorFlow does not know: else it logs that shapes differ.)
     nothing = tf.zeros([0, 0, query.shape[2], value.shape[3]], value.dtype)
     shape = [None, None, *nothing.shape[2:]]
-    context = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=shape)
-    for way, condition, copies in zip(
-        ways, conditions, internals.for_branches(conditions, operands), strict=True
-    ):
-        attend = functools.partial(way, part, shared, *copies)
-        context = tf.cond(condition, attend, functools.partial(tf.identity, context))
+    nothing = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=shape)
+    short, long = internals.for_branches(shared.is_short, operands)
+    context = tf.cond(
+        shared.is_short, lambda: _attended_to_all(part, shared, *short), lambda: nothing
+    )
+    context = tf.cond(
+        shared.is_short, lambda: context, lambda: loop.attend(part, shared.plans, *long)
+    )
     return tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
-
-
-def _by_tiles(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    return loop.attend(part, shared.plans, *operands)
 
 
 class Limits(NamedTuple):
@@ -150,11 +140,13 @@ def _shared(part: Part, dtype: str, by_tiles_alone: bool) -> Shared:
 @made_once
 def _short_mask(part: Part, dtype: str) -> tuple[Tensor, Tensor]:
     mask = mask_of_all_heads(part.rule, part.bound, len(part.heads))
+    sees_some = tf.reduce_any(mask, -1, keepdims=True)
     zero, one = tf.zeros([], dtype), tf.ones([], dtype)
+    # (-inf is an error where TensorFlow checks numbers.)
+    lowest = tf.as_dtype(dtype).min / 2 if internals.checks_numerics() else -math.inf
+    hides = tf.where(tf.equal(mask, sees_some), zero, tf.constant(lowest, dtype))
     # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
-    alive = tf.where(tf.reduce_any(mask, -1, keepdims=True), one, zero)
-    hides = tf.where(mask, zero, tf.constant(-_HIDES, dtype))
-    return hides, tf.transpose(alive, (0, 2, 1, 3))
+    return hides, tf.transpose(tf.where(sees_some, one, zero), (0, 2, 1, 3))
 
 
 @one_function
@@ -189,45 +181,19 @@ def _empty(like: tf.TensorSpec | None) -> Tensor | None:
     return None if like is None else tf.zeros([size or 0 for size in like.shape], like.dtype)
 
 
-def _are_plain(part: Part, query: Tensor, key: Tensor, *others: Tensor) -> bool | Tensor:
-    """Whether all operands are finite, and so small that no logit comes near what hides."""
-    if internals.checks_numerics():  # which raises for others
-        return True
-    squares = tf.nn.l2_loss(query) * part.scale**2 * tf.nn.l2_loss(key)
-    return tf.add_n([squares, *(tf.nn.l2_loss(x) for x in others)]) < _PLAIN
-
-
-def _attend_to_all(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    query, key, value, *tensors = operands
-    changes = part.changes.with_tensors(tensors)
+def _attended_to_all(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
+    query, key, value, *sinks = operands
     query, key, value = (tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value))
     logits = product_of(query, key, part.sharing, transpose_b=True)
-    if changes.are_some:
-        logits = changes.apply(logits, part.heads, part.bound[:2])
-    logits += shared.mask
-    if changes.sinks is None:
-        probabilities = tf.nn.softmax(logits)
-    else:  # one key more, whose value is 0
-        of_rows = tf.reduce_sum(tf.zeros_like(logits), -1, keepdims=True)
-        sinks = tf.reshape(changes.sinks, [-1, 1, 1]) + of_rows
-        probabilities = tf.nn.softmax(tf.concat([logits, sinks], -1))[..., :-1]
+    logits = capped(logits, part.soft_cap) + shared.mask
+    if sinks:
+        logits = with_sinks(logits, sinks[0][:, None, None])
+    probabilities = tf.nn.softmax(logits)
+    probabilities = probabilities[..., :-1] if sinks else probabilities
     if part.dropout is not None:
-        probabilities = part.dropout.of(probabilities)
+        probabilities = part.dropout.of(probabilities, part)
     context = product_of(probabilities, value, part.sharing)
     return tf.transpose(context, (0, 2, 1, 3)) * shared.alive
 
 
-def _by_definition(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
-    query, key, value, *tensors = operands
-    drop = None if part.dropout is None else part.dropout.of
-    return dense.attention(
-        query,
-        key,
-        value,
-        tf.equal(shared.mask, 0),
-        part.scale,
-        part.changes.with_tensors(tensors),
-        part.bound[:2],
-        drop,
-        may_branch=False,
-    )[0]
+_attend_to_all = one_function(_attended_to_all)

@@ -28,17 +28,6 @@ def _kept(make: Callable[[], Callable], *key: Any) -> Callable:
     return functions[key]
 
 
-def for_equal_shapes(compute: Callable, *first: Any) -> Callable:
-    """`compute`, after its `first` arguments, of tensors alone; traced once for equal shapes.
-
-    TensorFlow puts it in place of each call. (What runs eagerly is not traced.)
-    """
-    function = functools.partial(compute, *first)
-    if tf.executing_eagerly():
-        return function
-    return _kept(lambda: tf.function(function, autograph=False), compute, *first)
-
-
 def one_function(compute: Callable) -> Callable:
     """Let `compute(part, shared, *operands)` be one function in a graph for all equal `Part`s.
 
@@ -54,8 +43,7 @@ def one_function(compute: Callable) -> Callable:
         names, values = taken_apart(bound.leaf_inputs)
         drawn = []
         if dropout is not None:
-            drawn = [dropout.rows, dropout.columns]
-            dropout = dropout._replace(rows=None, columns=None)
+            drawn, dropout = [dropout.seed], dropout._replace(seed=None)
         part = part._replace(bound=None, dropout=dropout)
         # The part holds its tuning; what is traced depends on nothing else.
         about = compute, part, names
@@ -77,7 +65,7 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
     ) -> Tensor:
         dropout = part.dropout
         if dropout is not None:
-            dropout = dropout._replace(rows=drawn[0], columns=drawn[1])
+            dropout = dropout._replace(seed=drawn[0])
         bound = Bound(queries, keys, put_together(names, values))
         return compute(part._replace(bound=bound, dropout=dropout), shared, *operands)
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_headmask._keras.tensorflow import checks_numerics
-from keras_headmask.attention import head_groups, nonfinite
+from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.logits import Changes
+from keras_headmask.attention.logits import capped, hidden_logit, with_sinks
 from keras_headmask.attention.tensorflow.graph import (
     added,
     one_function,
@@ -25,7 +24,6 @@ from keras_headmask.attention.tensorflow.graph import (
 from keras_headmask.attention.tensorflow.plan import Plan
 from keras_headmask.masks import Mask, Tensor, sizes
 from keras_headmask.rules.evaluation import mask_at
-from keras_headmask.rules.places import rows_at
 from keras_headmask.rules.protocol import Bound, Places, Sides
 
 
@@ -33,8 +31,8 @@ from keras_headmask.rules.protocol import Bound, Places, Sides
 def attend(part: Part, plans: Sequence[Plan], *operands: Tensor) -> Tensor:
     """The context `(B, T, H, Dv)` for `query` `(B, T, H, D)`, `key` and `value` `(B, S, Hk, ...)`.
 
-    H = `part.sharing` * Hk. The tensors of `part.changes` follow the three operands. There is one
-    plan for each head group.
+    H = `part.sharing` * Hk. Sinks follow the three operands, if there are some. There is one plan
+    for each head group.
     """
     part = part._replace(bound=_widened(part.bound))
     of_groups = iter(plans)
@@ -65,138 +63,88 @@ def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
     """The context of the heads of `part`, which obey one rule, with its gradient."""
     sharing = part.sharing
 
-    def forward(*operands: Tensor) -> Tensor:
-        query, key, value, *tensors = operands
-        query, key, value = nonfinite.nan_at_nonfinite(query, key, value)
-        steps, changes = _Steps(plan, query, key), part.changes.with_tensors(tensors)
+    def forward(query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
+        steps = _Steps(plan, query, key)
         keys, values = map(_rows_of_heads, (key, value))
 
         def step(visit: Visit) -> tuple[Tensor]:
-            rows = visit.rows(query)
-            _, logits, alive = _logits(part, changes, visit, rows, visit.keys(keys))
-            probabilities = _dropped(part, visit, _softmax(changes, logits)[0])
+            _, logits, alive = _logits(part, visit, visit.rows(query), visit.keys(keys))
+            probabilities, _ = _softmax(logits, *sinks)
+            if part.dropout is not None:
+                probabilities = part.dropout.of(probabilities, part, visit.number)
             return (_alive_or_0(alive, product_of(probabilities, visit.keys(values), sharing)),)
 
         return steps.over(step, value.dtype)[0]
 
     def backward(*tensors_and_results: Tensor) -> tuple:
-        query, key, value, *tensors, upstream, context = tensors_and_results
-        query, key, value = nonfinite.replace_nonfinite_if_any(query, key, value)
-        steps, changes = _Steps(plan, query, key), part.changes.with_tensors(tensors)
+        query, key, value, *sinks, upstream, context = tensors_and_results
+        steps = _Steps(plan, query, key)
         keys, values = map(_rows_of_heads, (key, value))
         delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
-        is_sound = nonfinite.are_finite(context)
-        if tf.is_tensor(is_sound):  # as a number the host has it once, as a boolean in each step
-            is_sound = tf.cast(is_sound, tf.int32)
 
-        def step(visit: Visit, d_keys: Tensor, d_values: Tensor, *sums: Tensor) -> tuple:
+        def step(visit: Visit, d_keys: Tensor, d_values: Tensor, *d_sinks: Tensor) -> tuple:
             rows, of_keys, of_values = visit.rows(query), visit.keys(keys), visit.keys(values)
-            products, logits, alive = _logits(part, changes, visit, rows, of_keys)
-            probabilities, log_sum = _softmax(changes, logits)
-            probabilities = _without_hidden(is_sound, probabilities, logits)
+            before, logits, alive = _logits(part, visit, rows, of_keys)
+            probabilities, of_sinks = _softmax(logits, *sinks)
             # Fully masked rows add nothing, nor do those beyond the last query.
             counts = visit.counts & alive
             d_context, of_delta = (_alive_or_0(counts, visit.rows(x)) for x in (upstream, delta))
             d_dropped = product_of(d_context, of_values, sharing, transpose_b=True)
-            d_changed = _times(probabilities, _dropped(part, visit, d_dropped) - of_delta)
-            of_changes = d_changed, log_sum, of_delta
-            d_products, more = _through_changes(part, changes, visit, sums, products, *of_changes)
-            dropped = _dropped(part, visit, probabilities)
+            dropped = probabilities
+            if part.dropout is not None:
+                factors = part.dropout.of(tf.ones_like(dropped), part, visit.number)
+                d_dropped, dropped = d_dropped * factors, dropped * factors
+            d_logits = probabilities * (d_dropped - of_delta)
+            if part.soft_cap is not None:
+                d_logits *= 1 - tf.square(before / part.soft_cap)
+            of_rows = -tf.reduce_sum(of_sinks * of_delta, (0, 2, 3)) if sinks else None
             return (
-                product_of(d_products, of_keys, sharing) * part.scale,
-                visit.added(d_keys, _sum_for_keys(d_products, rows * part.scale, sharing)),
+                product_of(d_logits, of_keys, sharing) * part.scale,
+                visit.added(d_keys, _sum_for_keys(d_logits, rows * part.scale, sharing)),
                 visit.added(d_values, _sum_for_keys(dropped, d_context, sharing)),
-                *more,
+                *(x + of_rows for x in d_sinks),
             )
 
-        nothing = [*map(zeros_to_add_to, (keys, values)), *map(tf.zeros_like, changes.tensors)]
+        nothing = [*map(zeros_to_add_to, (keys, values)), *map(tf.zeros_like, sinks)]
         d_query, *sums = steps.over(step, query.dtype, *nothing)
         return d_query, *map(steps.keys_joined, sums[:2]), *sums[2:]
 
     return with_own_gradient(forward, backward, *operands)
 
 
-def _dropped(part: Part, visit: "Visit", pairs: Tensor) -> Tensor:
-    """`pairs` after dropout: some are 0, the rest are scaled up."""
-    if part.dropout is None:
-        return pairs
-    return pairs * part.dropout.factors_at(pairs.dtype, visit.places)
+def _logits(part: Part, visit: "Visit", rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Mask]:
+    """The logits of a step before they are masked, and after; and which rows see a key."""
+    queries = rows * part.scale
 
+    def plain() -> Tensor:
+        return capped(product_of(queries, keys, part.sharing, transpose_b=True), part.soft_cap)
 
-def _logits(
-    part: Part, changes: Changes, visit: "Visit", rows: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor, Mask]:
-    """The products `q k^T` of a step, its logits, and which rows see a key."""
-    queries, here = rows * part.scale, changes.at(visit.places)
+    def free() -> tuple[Tensor, Tensor, Mask]:
+        logits = plain()
+        return logits, logits, tf.ones([1, 1, 1, 1], tf.bool)
 
-    def changed() -> tuple[Tensor, Tensor]:
-        products = product_of(queries, keys, part.sharing, transpose_b=True)
-        if not here.are_some:
-            return products, products
-        positions = part.positions_at(visit.places)
-        return products, here.apply(products, part.heads, positions)
-
-    def masked() -> tuple:
+    def masked() -> tuple[Tensor, Tensor, Mask]:
         allowed = visit.valid
         if not part.rule.constant:
             of_part = mask_at(part.rule, part.bound, part.heads, visit.places)
             allowed = of_part if allowed is None else of_part & allowed
-        return by(allowed)
-
-    def by(allowed: Mask | None) -> tuple:
-        (products, logits), allowed = changed(), here.allowed(allowed)
-        if allowed is not None:
-            return products, *_hidden(logits, allowed)
-        return products, logits, tf.ones([1, 1, 1, 1], tf.bool)
+        if allowed is None:
+            return free()
+        logits = plain()
+        lowest = tf.constant(hidden_logit(logits.dtype.name), logits.dtype)
+        alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
+        return logits, tf.where(allowed, logits, lowest), alive
 
     # The product stands in each branch, so that a branch may write over it.
-    return (
-        masked()
-        if visit.needs_mask is None
-        else tf.cond(visit.needs_mask, masked, lambda: by(None))
-    )
+    return masked() if visit.needs_mask is None else tf.cond(visit.needs_mask, masked, free)
 
 
-def _hidden(logits: Tensor, allowed: Mask) -> tuple[Tensor, Mask]:
-    """Masked logits (`hidden_logit` where hidden), and which rows see a key.
-
-    A fully masked row is 0 throughout, so that it does not become NaN.
-    """
-    alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-    lowest = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-    return tf.where(allowed, logits, tf.where(alive, lowest, tf.zeros([], logits.dtype))), alive
-
-
-def _without_hidden(is_sound: bool | Tensor, probabilities: Tensor, logits: Tensor) -> Tensor:
-    """Probabilities that are 0 at hidden keys, also in a row of NaN, where logits overflow."""
-
-    def repaired() -> Tensor:
-        hidden = tf.constant(nonfinite.hidden_logit(logits.dtype), logits.dtype)
-        return tf.where(tf.equal(logits, hidden), tf.zeros_like(probabilities), probabilities)
-
-    if isinstance(is_sound, bool):
-        return probabilities if is_sound else repaired()
-    return tf.cond(is_sound > 0, lambda: probabilities, repaired)
-
-
-def _softmax(changes: Changes, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of a tile; with sinks, also the log-sum-exp of each row."""
-    probabilities = tf.nn.softmax(logits)
-    if changes.sinks is None:
-        return probabilities, None
-    of_rows = [(logits, nonfinite.hidden_logit(logits.dtype)), (probabilities, 1e-30)]
-    if checks_numerics():  # the largest of a tile without keys would be -inf
-        one_more = [[0, 0]] * 3 + [[0, 1]]
-        of_rows = [(tf.pad(x, one_more, constant_values=least), least) for x, least in of_rows]
-    # The largest probability is exp(its logit - log_sum).
-    logit, probability = (tf.reduce_max(x, -1) for x, _ in of_rows)
-    of_keys, log_sum = changes.share_of_keys(logit - tf.math.log(probability))
-    return probabilities * of_keys[..., None], log_sum
-
-
-def _times(probabilities: Tensor, gradients: Tensor) -> Tensor:
-    """The product, but 0 where a probability is 0: a gradient may overflow at a hidden value."""
-    return tf.math.multiply_no_nan(gradients, probabilities)
+def _softmax(logits: Tensor, *sinks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The probabilities of the keys of a tile; with sinks, also those of the sinks."""
+    if not sinks:
+        return tf.nn.softmax(logits), None
+    probabilities = tf.nn.softmax(with_sinks(logits, sinks[0][:, None, None]))
+    return probabilities[..., :-1], probabilities[..., -1:]
 
 
 def _alive_or_0(alive: Mask, rows: Tensor) -> Tensor:
@@ -212,71 +160,6 @@ def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = Fal
 def _sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
     """`pairs^T @ rows`, summed over the query heads that share a key head."""
     return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
-
-
-# --- Soft caps, biases and sinks, backward -------------------------------------------------------
-
-
-def _through_changes(
-    part: Part,
-    changes: Changes,
-    visit: "Visit",
-    sums: Sequence[Tensor],
-    products: Tensor,
-    d_changed: Tensor,
-    log_sum: Tensor | None,
-    delta: Tensor,
-) -> tuple[Tensor, list[Tensor]]:
-    """Backpropagate from the changed logits to the `products` `(m, h, b, w)` of a step.
-
-    Also returns `sums`, the gradients of the tensors of `changes`, plus the part of this step.
-    `log_sum` and `delta` hold a number for each row; `delta` has one more axis of size 1.
-    """
-    if not changes.are_some:
-        return d_changed, []
-    places = visit.places
-    here = changes.at(places)
-    tensors = [x for x in (here.bias, here.table) if x is not None]
-    with tf.GradientTape() as tape:
-        tape.watch([products, *tensors])
-        changed = here.apply(products, part.heads, part.positions_at(places))
-    d_products, *d_tensors = tape.gradient(changed, [products, *tensors], d_changed)
-    # (A hidden product may make the gradient of a soft cap NaN.)
-    d_products = tf.where(tf.equal(d_changed, 0), d_changed, d_products)
-    before, after = list(sums), []
-    if here.bias is not None:
-        after.append(_added_to_bias(before.pop(0), d_tensors.pop(0), visit))
-    if here.table is not None:
-        after.append(before.pop(0) + d_tensors.pop(0))
-    if here.sinks is not None:
-        of_sinks = tf.exp(here.sinks[:, None] - log_sum)
-        after.append(before.pop(0) - tf.reduce_sum(_times(delta[..., 0], of_sinks), (0, 2)))
-    return d_products, after
-
-
-def _added_to_bias(total: Tensor, of_tiles: Tensor, visit: "Visit") -> Tensor:
-    """Add `of_tiles` `(m, h, b or 1, w or 1)` to `total`, the gradient of the whole bias."""
-    keys = sizes(total)[3]
-    rows = rows_at(total, visit.places)
-    if total.shape[3] != 1:
-        of_tiles = _at_all_keys(of_tiles, visit, keys)
-    flat = tf.reshape(total, [-1, keys])
-    return tf.reshape(tf.tensor_scatter_nd_add(flat, rows[..., None], of_tiles), tf.shape(total))
-
-
-def _at_all_keys(of_tiles: Tensor, visit: "Visit", keys: Tensor) -> Tensor:
-    """Spread the keys of each tile over all keys, by a gather, since a scatter is slow."""
-    to = visit.places.keys
-    if visit.valid is not None:
-        to = tf.where(visit.valid, to, tf.cast(keys, to.dtype))
-    to = to[:, 0, 0]
-    shape = tiles, count = sizes(to)
-    number, place = (tf.cast(tf.range(size), to.dtype) for size in shape)
-    at = tf.stack([tf.broadcast_to(number[:, None], shape), to], -1)
-    nowhere = tf.fill([tiles, keys + 1], tf.cast(count, to.dtype))
-    which = tf.tensor_scatter_nd_update(nowhere, at, tf.broadcast_to(place, shape))[:, :-1]
-    with_0 = tf.pad(of_tiles, [[0, 0], [0, 0], [0, 0], [0, 1]])
-    return tf.gather(with_0, which, axis=3, batch_dims=1)
 
 
 # --- Where rows and keys stand -------------------------------------------------------------------
@@ -298,12 +181,13 @@ def _rows_of_heads(tensor: Tensor) -> Tensor:
 class Visit(NamedTuple):
     """One step of the loop: m tiles of b queries, and w keys for each tile.
 
-    `valid` `(m, 1, 1, w)` is false for filler and repeated keys; `None`: all are real. `counts`
-    `(m, 1, b, 1)` is false for filler queries. `needs_mask`: whether some pair may be hidden;
-    `None`: always mask.
+    `number` is that of its first tile. `valid` `(m, 1, 1, w)` is false for filler and repeated
+    keys; `None`: all are real. `counts` `(m, 1, b, 1)` is false for filler queries. `needs_mask`:
+    whether some pair may be hidden; `None`: always mask.
     """
 
     steps: "_Steps"
+    number: Tensor
     places: Places  # in the whole sequences
     valid: Mask | None
     counts: Mask
@@ -397,7 +281,7 @@ class _Steps:
             example * x + at for x, at in zip(self.lengths, (queries, keys), strict=True)
         )
         places = Places(example, queries, keys, rows, columns, tf.gather)
-        return Visit(self, places, valid, plan.counts[first:stop], needs_mask)
+        return Visit(self, first, places, valid, plan.counts[first:stop], needs_mask)
 
 
 def _run(start: Tensor, width: Tensor) -> Tensor:

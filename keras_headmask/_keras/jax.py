@@ -2,8 +2,6 @@
 
 from keras_headmask._keras.lookup import find
 
-# A function of this name is traced to be read, and nothing runs the trace.
-ONLY_READ = "traced_to_be_read"
 # The file of `wrapped_fn`, which JAX traces when Keras infers shapes; it moved in Keras 3.16.
 FILE_OF_INFERENCE = find("keras.src.backend.compute_output_spec").__code__.co_filename
 
@@ -19,7 +17,6 @@ def traces_function() -> bool:
     while trace is not None:
         if hasattr(trace, "frame"):  # (`vmap` and `grad` by themselves keep nothing)
             source = trace.frame.debug_info.func_src_info or ""
-            if not source.startswith(f"{ONLY_READ} "):
-                return not (source.startswith("wrapped_fn ") and FILE_OF_INFERENCE in source)
+            return not (source.startswith("wrapped_fn ") and FILE_OF_INFERENCE in source)
         trace = getattr(trace, "parent_trace", None)
     return False

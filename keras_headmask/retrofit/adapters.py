@@ -410,7 +410,9 @@ _ADAPTERS: dict[str, type[Attention]] = {
 def adapter_of(layer: Any) -> Attention | None:
     """The adapter of an attention layer; `None` if a rule cannot reach its class."""
     if isinstance(layer, keras.layers.MultiHeadAttention):
-        return Attention(layer)
+        home = next(cls for cls in type(layer).__mro__ if "call" in vars(cls))
+        is_other = home.__module__.startswith(_MODELS)  # of a KerasHub model, with its own `call`
+        return None if is_other else Attention(layer)
     if isinstance(layer, keras.layers.GroupQueryAttention):
         return GroupQuery(layer)
     for cls in type(layer).__mro__:
@@ -495,15 +497,14 @@ class AttentionLayer(NamedTuple):
     """An attention layer and the names of the layers around it, outermost first.
 
     `kind` is "self", "cross", or "unclear". `runs_on_two`: it is called more than once, and not on
-    one sequence after the other. `untracked`: a weight in it that Keras does not track. `ran`: a
-    call of it was seen, in a graph or by running the layer around it for shapes.
+    one sequence after the other. `ran`: a call of it was seen, in a graph or when Keras inferred
+    shapes.
     """
 
     layer: keras.Layer
     path: str
     kind: str
     runs_on_two: bool = False
-    untracked: str = ""
     ran: bool = True
 
     @property

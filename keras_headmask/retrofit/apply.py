@@ -7,7 +7,13 @@ from typing import Any
 import keras
 
 from keras_headmask import _keras
-from keras_headmask.retrofit.adapters import OF_KERAS, AttentionLayer, adapted, errors_naming, holds
+from keras_headmask.retrofit.adapters import (
+    OF_KERAS,
+    AttentionLayer,
+    adapted,
+    errors_naming,
+    holds,
+)
 from keras_headmask.retrofit.masked_model import copied, masked, owners_in
 from keras_headmask.retrofit.rule import LayerRule, all_rules, combined, rules_in_force
 from keras_headmask.retrofit.select import specs_by_layer
@@ -28,6 +34,7 @@ def apply_head_masks(
     existing: str = "error",
     copy: bool = True,
     add_inputs: bool = False,
+    ignore: Any = (),
 ) -> keras.Model:
     """`model` with a mask for every head of its attention layers; same weights, names and outputs.
 
@@ -47,10 +54,10 @@ def apply_head_masks(
     reverses, shifts or packs its sequence must get ids in the order that attention sees, and an
     int32 input cuts ids of 64 bits, as in any Keras model.
 
-    Attention that code spells out is refused where it shows: a class named for attention,
-    `dot_product_attention` when a layer runs on symbolic tensors, or a softmax of (queries, keys)
-    before a product, in the graph or when a layer runs so. What such a run does not show escapes
-    the rule, as the code of a subclassed model.
+    Attention is known by its class. What else may attend is an error until `ignore` names it: a
+    layer or model whose code is not of Keras or KerasHub, also around attention that is known, a
+    `Lambda`, a class named for attention, and a softmax in a graph that has a product of two
+    tensors, too.
 
     Args:
         model: A model that holds `keras.layers.MultiHeadAttention`, a subclass that computes by
@@ -70,6 +77,9 @@ def apply_head_masks(
             models around it; recreate your own `jax.jit` and `torch.compile` functions.
         add_inputs: Whether the model gets a new input for each name that the rule reads and the
             model lacks. With `False` such a name is an error.
+        ignore: A regex on paths, or a list of them: layers and operations that may attend without
+            the rule, if they do. A model itself goes by its name. Not needed with `layers`, which
+            leaves all others as they are.
 
     Returns:
         A Keras model. `mask_specs`, `summary_masks` and `unmasked` of this package take it, and
@@ -79,13 +89,14 @@ def apply_head_masks(
         TypeError: if `model` is not a Keras model, or has no graph and the rule reads inputs; if a
             spec or selector is of another type.
         ValueError: if a selector names no layer, the key of a mapping is a number, no input of the
-            model has a name that the rule reads (unless `add_inputs=True`), there is attention that
-            no rule reaches, a layer gets two rules, a spec names a head >= `num_heads`, it is
-            unclear whether a layer is self-attention and no regex names it, the class of a layer
-            overrides how Keras computes attention, `existing` or the JSON of a spec is not valid,
-            copying the model is not possible, a Sequential model has no graph yet, or attention
-            runs in a `tf.function` inside the model. With `copy=False`, if a `tf.function` has
-            traced the model, or a Sequential model gets a rule that reads inputs.
+            model has a name that the rule reads (unless `add_inputs=True`), something may attend
+            without the rule that neither `ignore` nor `layers` allows, a layer gets two rules, a
+            spec names a head >= `num_heads`, it is unclear whether a layer is self-attention and no
+            regex names it, the class of a layer overrides how Keras computes attention, `existing`,
+            `ignore` or the JSON of a spec is not valid, copying the model is not possible, a
+            Sequential model has no graph yet, or attention runs in a `tf.function` inside the
+            model. With `copy=False`, if a `tf.function` has traced the model, or a Sequential model
+            gets a rule that reads inputs.
             From the result, when a masked layer is called without what its rule reads.
         RuntimeError: from the result, when a masked layer does not use its rule, or runs in a
             `tf.function` inside the model.
@@ -114,7 +125,7 @@ def apply_head_masks(
     if existing not in _WAYS:
         raise ValueError(f"`existing` must be one of {_WAYS}. Received: {existing!r}.")
     rule = _from_text(mask_spec) if isinstance(mask_spec, str) else mask_spec
-    return masked_by(survey, rule, layers, existing, copy, add_inputs)
+    return masked_by(survey, rule, layers, existing, copy, add_inputs, ignore)
 
 
 def masked_by(
@@ -124,9 +135,10 @@ def masked_by(
     existing: str = "error",
     copy: bool = True,
     add_inputs: bool = False,
+    ignore: Any = None,
 ) -> keras.Model:
-    """The masked model, made from a `Survey`."""
-    specs = specs_by_layer(mask_spec, layers, survey)
+    """The masked model, made from a `Survey`; `ignore`: see `specs_by_layer`."""
+    specs = specs_by_layer(mask_spec, layers, survey, ignore)
     rules = {i: _rule(survey, survey.known[i], spec, existing) for i, spec in specs.items()}
     planned = [(survey.known[i], rule) for i, rule in rules.items()]
     _check_hands_on(survey, planned, copy)
@@ -137,7 +149,7 @@ def masked_by(
         drop_all_that_run([entry.layer for entry, _ in planned])
         return masked(survey.model, [(entry.layer, rule) for entry, rule in planned])
     twin = copied(survey)
-    known = Survey(twin).known
+    known = Survey(twin).known  # (this runs it, which shows functions that are traced inside)
     check_not_traced([known[i].layer for i in rules])
     return masked(twin, [(known[i].layer, rule) for i, rule in rules.items()])
 

@@ -18,9 +18,17 @@ _NONE = (
 
 
 def specs_by_layer(
-    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, survey: Survey
+    mask_spec: MaskSpec | Mapping[Any, Any], layers: Any, survey: Survey, ignore: Any = None
 ) -> dict[int, MaskSpec]:
-    """The spec of each selected layer, by its number among `survey.known`."""
+    """The spec of each selected layer, by its number among `survey.known`.
+
+    `ignore`: see `apply_head_masks`; `None` if nothing in the model can attend unseen.
+    """
+    hidden = None
+    if ignore is not None:
+        ignored = _patterns(ignore)
+        entries = (*survey.unknown, *survey.unseen)
+        hidden = [x for x in entries if not any(regex.search(x.path) for regex in ignored)]
     is_config = isinstance(mask_spec, Mapping) and "kind" in mask_spec
     if isinstance(mask_spec, Mapping) and not is_config:
         if layers is not None:
@@ -40,7 +48,7 @@ def specs_by_layer(
         if isinstance(spec, Mapping):
             spec = MaskSpec.from_config(spec)
         check_spec(spec, "mask_spec", "hm.apply_head_masks(model, SPEC)")
-        for number in select(survey, selector):
+        for number in select(survey, selector, hidden):
             if number in chosen:
                 raise ValueError(
                     f"The layer {survey.known[number]} has two rules, the second from "
@@ -70,20 +78,15 @@ def selected(survey: Survey, selector: Any) -> list[AttentionLayer]:
     return [survey.known[number] for number in select(survey, selector)]
 
 
-def select(survey: Survey, selector: Any) -> list[int]:
-    """The numbers among `survey.known` of the layers that `selector` names."""
+def select(survey: Survey, selector: Any, hidden: list[AttentionLayer] | None = None) -> list[int]:
+    """The numbers among `survey.known` of the layers that `selector` names.
+
+    `hidden`: what may attend without a rule, which `None` and regexes must not name. By default
+    attention of unknown classes, as no rule is meant.
+    """
     of_self = [i for i, entry in enumerate(survey.known) if entry.kind == "self"]
     if selector is None:
-        if survey.unknown:
-            message = _out_of_reach(survey.unknown[0])
-            if not survey.unknown[0].untracked:
-                message += (
-                    " Known are keras.layers.MultiHeadAttention, its subclasses that compute by "
-                    "`_compute_attention`, and attention of KerasHub's decoders."
-                )
-            if survey.known:
-                message += f" To leave it as it is, name the others in `layers`: {_names(survey)}."
-            raise ValueError(message)
+        _refuse(survey, hidden)
         _check_all_clear(survey)
         if not of_self:
             more = (
@@ -99,27 +102,54 @@ def select(survey: Survey, selector: Any) -> list[int]:
         raise ValueError("`layers` is an empty text: it names no layer. None names all.")
     if isinstance(selector, (tuple, list, range)) or getattr(selector, "ndim", False):
         numbers: set[int] = set()
-        numbers.update(*(select(survey, part) for part in selector))
+        numbers.update(*(select(survey, part, hidden) for part in selector))
         if not numbers:
             raise ValueError(f"{selector!r} names no layer.")
         return sorted(numbers)
     if isinstance(selector, str) and not _NUMBERS.fullmatch(selector):
-        return _matching(survey, selector)
+        return _matching(survey, selector, hidden)
     _check_all_clear(survey)
     return [of_self[n] for n in _numbers(selector, len(of_self))]
 
 
-def _out_of_reach(entry: AttentionLayer, named: str = "") -> str:
-    if entry.untracked:
-        return (
-            f"The layer {entry}{named} attends with weights that Keras does not track "
-            f"({entry.untracked}): no rule would hold there, and a copy or a file would lack them. "
-            "Assign the attention layer to an attribute of the layer that calls it."
+def _refuse(survey: Survey, hidden: list[AttentionLayer] | None, named: str = "") -> None:
+    """Raise if there is something `hidden`, see `select`; `named` says what named it."""
+    regex = re.compile(named)
+    entries = survey.unknown if hidden is None else hidden
+    entries = [entry for entry in entries if regex.search(entry.path)]
+    if not entries:
+        return
+    some = ", ".join(map(str, entries[:5]))
+    some += f", ... ({len(entries)})" if len(entries) > 5 else ""
+    some += f", which {named!r} names," if named else ""
+    if hidden is None:
+        message = f"The attention layer {some} is of a class whose masks are out of reach."
+    else:
+        message = (
+            f"{some} may attend without the rule. A rule reaches the attention classes of Keras "
+            "and KerasHub that are known, not other code. Name in `ignore`, by regexes on paths, "
+            f"what may do so, or does not attend: ignore={[x.path for x in entries[:5]]}."
         )
-    return (
-        f"The attention layer {entry}{named} is of a class whose masks are out of reach: the rule "
-        "would not hold there."
-    )
+    if survey.known and not named:
+        message += f" To leave it as it is, name the others in `layers`: {_names(survey)}."
+    raise ValueError(message)
+
+
+def _patterns(ignore: Any) -> list[re.Pattern[str]]:
+    """`ignore` of `apply_head_masks` as regexes."""
+    texts = [ignore] if isinstance(ignore, str) else ignore
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(x, str) for x in texts):
+        raise TypeError(
+            f"`ignore` must be a regex on layer paths or a list of them. Received: {ignore!r}."
+        )
+    return [_regex(text, "ignore") for text in texts]
+
+
+def _regex(pattern: str, argument: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"`{argument}` is not a regex: {pattern!r} ({error}).") from error
 
 
 def _check_all_clear(survey: Survey) -> None:
@@ -160,14 +190,9 @@ def _numbers(selector: Any, count: int) -> list[int]:
     return numbers
 
 
-def _matching(survey: Survey, pattern: str) -> list[int]:
-    try:
-        regex = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"`layers` is not a regex: {pattern!r} ({error}).") from error
-    unknown = [entry for entry in survey.unknown if regex.search(entry.path)]
-    if unknown:
-        raise ValueError(_out_of_reach(unknown[0], f", which {pattern!r} names,"))
+def _matching(survey: Survey, pattern: str, hidden: list[AttentionLayer] | None) -> list[int]:
+    regex = _regex(pattern, "layers")
+    _refuse(survey, hidden, pattern)
     numbers = [i for i, entry in enumerate(survey.known) if regex.search(entry.path)]
     if not numbers:
         paths = f"Paths: {_names(survey)}." if survey.known else _NONE

@@ -1,18 +1,18 @@
-"""One look at a model: what attends, what else mixes positions, where padding is named and lost.
+"""One look at a model: what attends, what may attend unseen, what reads its inputs.
 
 A public call that takes a model makes one `Survey` and passes it on. Each part is computed when it
 is first asked for, and kept as long as the `Survey`: no longer than the call, since a model may
 change between two calls.
 
-How layers attend shows in one forward pass. Calls in a graph show in its nodes. Layers that hold
-attention, or code that is not Keras' own, run once more as Keras runs a layer to infer shapes: on
-symbolic tensors, in the calling thread alone.
+What attends is known by its class. The model runs once as Keras runs a layer to infer shapes, on
+symbolic tensors, in the calling thread alone: this shows the order, self- and cross-attention,
+calls that go past the method where a rule is added, and weights that Keras does not track.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Set
+from typing import Any
 
 import keras
 
@@ -27,7 +27,6 @@ from keras_headmask.retrofit.adapters import (
     without_remat,
 )
 from keras_headmask.retrofit.edges import ARGUMENT
-from keras_headmask.retrofit.handwritten import recorder, softmaxes_among, softmaxes_of_attention
 from keras_headmask.retrofit.rule import spec_of
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.examples import padding_inputs
@@ -61,54 +60,68 @@ class Survey:
         return self._attention[1]
 
     @functools.cached_property
+    def unseen(self) -> list[AttentionLayer]:
+        """Layers and operations whose code may attend; attention that is known among them."""
+        return self._attention[2]
+
+    @functools.cached_property
     def untracked(self) -> list[str]:
         """The paths of weights that layers read and Keras does not track."""
-        return list(self._forward.untracked.values())
-
-    @property
-    def calls(self) -> list["Call"]:
-        """The calls of attention layers that the forward pass shows, in its order."""
-        return self._forward.calls
+        tracked = {id(weight) for weight in _keras.all_weights(self.model)}
+        return list(dict.fromkeys(x.path for x in self._run.read if id(x) not in tracked))
 
     @functools.cached_property
-    def _forward(self) -> "_ForwardPass":
-        return _ForwardPass(self.model)
+    def _run(self) -> "_Run":
+        return _Run(self.model, self.graph)
 
     @functools.cached_property
-    def _attention(self) -> tuple[list[AttentionLayer], list[AttentionLayer]]:
-        forward = self._forward
+    def _attention(self) -> tuple[list[AttentionLayer], ...]:
+        run, calls, softmaxes = self._run, self._calls(), _softmaxes(self.graphs)
+        counted = {} if self.graph is None else _calls_in(self.graph)
         known: list[AttentionLayer] = []
         unknown: list[AttentionLayer] = []
+        unseen: list[AttentionLayer] = []
         seen: set[int] = set()
         paths: dict[str, int] = {}
-        calls: dict[int, list[Call]] = {}  # in forward order
-        for call in forward.calls:
-            calls.setdefault(id(call.layer), []).append(call)
-        softmaxes = softmaxes_of_attention(self.graphs)
-        handwritten = forward.handwritten | {id(x) for x in softmaxes}
-        for path, layer in walk(self.model):
+        for path, layer in ((self.model.name, self.model), *walk(self.model)):
             if id(layer) in seen:
                 continue
             seen.add(id(layer))
             paths[path] = paths.get(path, 0) + 1
             if paths[path] > 1:  # layers inside a layer may share a name
                 path = f"{path}#{paths[path]}"
-            adapter = adapter_of(layer)
-            kind = _kind(layer.name.lower(), calls.get(id(layer), []))
-            kind = "self" if adapter is not None and adapter.is_self else kind
-            held = forward.untracked.get(id(layer), "")
-            is_twice, ran = id(layer) in forward.on_two, id(layer) in calls
-            entry = AttentionLayer(layer, path, kind, is_twice, held, ran)
-            if id(layer) in handwritten or "attention" in held or _attends_by_its_name(layer):
+            adapter, ran = adapter_of(layer), run.calls.get(id(layer), [])
+            count, on_two = counted.get(id(layer), (len(ran), False))
+            kind = _kind(layer, calls.get(id(layer), []))
+            on_two = on_two or len(ran) > count
+            entry = AttentionLayer(layer, path, kind, on_two, id(layer) in calls)
+            is_past_hook = run.is_whole and ran and id(layer) not in run.hooked
+            if _attends_by_its_name(layer) if adapter is None else is_past_hook:
                 unknown.append(entry)
-            elif adapter is not None:
-                known.append(entry)
-        # List attention classes before layers around them, which were seen to attend.
-        unknown.sort(key=lambda entry: not _is_named_for_attention(entry.layer))
+            else:
+                known += [entry] if adapter is not None else []
+                if _runs_unknown_code(layer) or id(layer) in softmaxes:
+                    unseen.append(entry)
         if all(id(entry.layer) in calls for entry in known):
             order = {layer: number for number, layer in enumerate(calls)}
             known.sort(key=lambda entry: order[id(entry.layer)])
-        return known, unknown
+        return known, unknown, unseen
+
+    def _calls(self) -> dict[int, list[bool | None]]:
+        """`_Run.calls`, by nodes for layers in a graph: what a dtype policy casts is one tensor."""
+        calls = dict(self._run.calls if self._run.is_whole else {})
+        by_node: dict[int, list[bool | None]] = {}
+        around: set[int] = set()  # attention that layers without a graph hold
+        for node in (node for graph in self.graphs for node in _keras.nodes(graph)):
+            operation, (args, kwargs) = node.operation, (node.arguments.args, node.arguments.kwargs)
+            if adapter_of(operation) is not None:
+                is_self = _is_self(operation, args, kwargs)
+                by_node.setdefault(id(operation), []).append(is_self)
+            elif not isinstance(_keras.functional_of(operation), _keras.Functional):
+                around |= set(map(id, attention(operation)))
+        for layer, found in by_node.items():
+            calls[layer] = found + (calls.get(layer, []) if layer in around else [])
+        return calls
 
     def numbered(self) -> Iterator[tuple[int | None, AttentionLayer]]:
         """All attention layers, with the numbers by which `layers` names self-attention."""
@@ -177,169 +190,110 @@ class Survey:
         return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-# --- A forward pass -------------------------------------------------------------------------------
+# --- One run --------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """One call of an attention layer; `same`: the query is also the value, or the key."""
+class _Run(keras.Operation):
+    """The model once on symbolic tensors; a model without a graph, or that fails, shows nothing."""
 
-    layer: keras.Layer
-    arguments: Mapping[str, Any]  # by name; tensors without values
-    same: bool
-    other_length: bool = False  # the lengths of query and value are known to differ
-
-
-class _ForwardPass:
-    """The attention that one forward pass of a model shows."""
-
-    def __init__(self, model: keras.Model):
-        self.calls: list[Call] = []
-        self.on_two: set[int] = set()  # the ids of layers that run on several sequences
-        self.handwritten: set[int] = set()  # ids of layers whose code attends by itself
-        self.untracked: dict[int, str] = {}  # by layer: a weight that Keras does not track
-        self._tracked = {id(weight) for weight in _keras.all_weights(model)}
-        graph = _keras.functional_of(model)
-        if isinstance(graph, _keras.Functional):
-            self._read(graph)
-
-    def _read(self, graph: Any) -> None:
-        runs: dict[int, list[Any]] = {}  # by attention layer: the calls of layers around it
-        read: set[int] = set()
-        for node in _keras.nodes(graph):
-            operation, first = node.operation, id(node.operation) not in read
-            read.add(id(operation))
-            for layer in attention(operation):
-                runs.setdefault(id(layer), []).append(node)
-            inner = _keras.functional_of(operation)
-            if adapter_of(operation) is not None:
-                before = len(self.calls)
-                if _runs_code_of_others(operation):
-                    self._run(operation, node)
-                del self.calls[before:]  # (the node shows more than the run did)
-                self._seen(operation, node.arguments.args, node.arguments.kwargs)
-            elif isinstance(inner, _keras.Functional):
-                if first:
-                    self._read(inner)
-            elif isinstance(operation, keras.Layer) and _runs_code_of_others(operation):
-                self._run(operation, node)
-        for layer_id, nodes in runs.items():
-            if not all(map(_follows, nodes, nodes[1:])):
-                self.on_two.add(layer_id)
-
-    def _seen(self, layer: keras.Layer, args: Any, kwargs: Any) -> None:
-        arguments = dict(zip(_keras.argument_names(layer), args, strict=False)) | kwargs
-        if adapted(layer).is_self:
-            self.calls.append(Call(layer, arguments, True))
-            return
-        operands = adapted(layer).sequences(args, kwargs)
-        query = operands.get("query")
-        value = operands.get("value") if operands.get("value") is not None else query
-        same = query is value or query is operands.get("key")
-        # (A subclass may take arguments without a shape.)
-        shapes: list[Any] = [getattr(x, "shape", ()) for x in (query, value)]
-        lengths = {shape[1] for shape in shapes if len(shape) > 1} - {None}
-        self.calls.append(Call(layer, arguments, same, len(lengths) > 1))
-
-    def _run(self, layer: keras.Layer, node: Any) -> None:
-        """Run the body of `layer` for shapes; a layer that fails shows nothing."""
-        before, seen = len(self.calls), _Seen(self)
-        arguments = node.arguments.args, node.arguments.kwargs
-        tensors = list({id(x): x for x in node.input_tensors}.values())  # each once
-
-        def body(*values: Any) -> None:
-            del self.calls[before:]  # (JAX may run this twice)
-            seen.hooked.clear()
-            seen.ran.clear()
-            by_id = dict(zip(map(id, tensors), values, strict=True))
-            args, kwargs = keras.tree.map_structure(lambda x: by_id.get(id(x), x), arguments)
-            with _keras.weights_watched(seen.weights):
-                layer(*args, **kwargs)
-
-        def record(*values: Any) -> Any:
-            seen.recorder = recorder()
-            seen.recorder.run(body, *values)
-            return values  # (Keras wants tensors back.)
-
-        operation = _Body(record)
-        try:
-            # (The inputs of rules are not there.)
-            with seen.watching(layer), observers.rules_off():
-                operation.compute_output_spec(*tensors)
-        except Exception:  # a layer that needs numbers may raise anything
-            # (Code that raises in a `call` of its own did not come to the hook that a rule needs.)
-            self.handwritten |= {id(x) for x in seen.unhooked() if _has_own_call(x)}
-            return
-        if seen.attends or any(softmaxes_among(seen.recorder.steps)):
-            self.handwritten.add(id(layer))
-        self.handwritten |= set(map(id, seen.unhooked()))
-        ran = [id(x) for x in seen.ran]
-        self.on_two |= {x for x in ran if ran.count(x) > 1}
-        if lost := [x.path for x in seen.weights if id(x) not in self._tracked]:
-            self.untracked[id(layer)] = lost[0]
-
-
-class _Body(keras.Operation):
-    """Runs a function as Keras runs a layer's `call` to infer shapes."""
-
-    def __init__(self, function: Callable):
+    def __init__(self, model: Any, graph: Any):
         super().__init__()
-        self.call = function
+        self.model, self.graph = model, graph
+        # By attention layer, in forward order: whether each call has one sequence, for queries and
+        # for keys or values; `None` if their lengths are known to differ.
+        self.calls: dict[int, list[bool | None]] = {}
+        self.hooked: set[int] = set()  # layers that computed where a rule is added
+        self.read: list[Any] = []  # weights
+        self.is_whole = False
+        if graph is not None:
+            with contextlib.suppress(Exception):  # a layer that needs numbers may raise anything
+                self._watch()
+                self.is_whole = True
 
+    def call(self, *inputs: Any) -> Any:
+        for seen in (self.calls, self.hooked, self.read):
+            seen.clear()  # (JAX may run this twice)
+        with _caching_device_kept(), _keras.weights_watched(self.read):
+            return self.model(keras.tree.pack_sequence_as(self.graph.input, list(inputs)))
 
-class _Seen:
-    """The attention that one run of a layer's body shows."""
+    def _watch(self) -> None:
+        def called(layer: Any, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+            self.calls.setdefault(id(layer), []).append(_is_self(layer, args, kwargs))
+            return usual(*args, **kwargs)
 
-    def __init__(self, forward: _ForwardPass):
-        self.forward = forward
-        self.ran: list[keras.Layer] = []
-        self.hooked: set[int] = set()
-        self.weights: list[Any] = []
-        self.attends = False  # by an operation, outside of the attention layers
-        self.recorder = recorder()  # of all operations
-
-    def unhooked(self) -> list[keras.Layer]:
-        """Attention layers that ran and did not compute where a rule is added."""
-        return [layer for layer in self.ran if id(layer) not in self.hooked]
-
-    @contextlib.contextmanager
-    def watching(self, root: keras.Layer) -> Iterator[None]:
-        def called(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
-            self.ran.append(layer)
-            self.forward._seen(layer, args, kwargs)
-            with observers.operations_seen(None), self.recorder.hiding():
-                return usual(*args, **kwargs)
-
-        def computed(layer: keras.Layer, usual: Callable, *args: Any, **kwargs: Any) -> Any:
+        def computed(layer: Any, usual: Callable, *args: Any, **kwargs: Any) -> Any:
             self.hooked.add(id(layer))
             return usual(*args, **kwargs)
 
-        def attends() -> None:
-            self.attends = True
-
         with contextlib.ExitStack() as stack:
-            for layer in attention(root):
+            for layer in attention(self.model):
                 for name, see in (("call", called), (adapted(layer).hook, computed)):
                     see = functools.partial(see, layer)
                     stack.enter_context(observers.overriding(layer, name, see))
-            stack.enter_context(without_remat(root))
-            stack.enter_context(observers.operations_seen(attends))
-            yield
+            stack.enter_context(without_remat(self.model))
+            stack.enter_context(observers.rules_off())  # (the inputs of rules may not be there)
+            self.compute_output_spec(*keras.tree.flatten(self.graph.input))
 
 
-def _runs_code_of_others(layer: Any) -> bool:
-    """Whether it runs code that is not Keras' own, so that its calls show only when it runs."""
-    return any(
-        isinstance(x, keras.layers.Lambda) or not _keras.is_own(x, "layers")
-        for x in _keras.layers_of(layer)
-    )
+@contextlib.contextmanager
+def _caching_device_kept() -> Iterator[None]:
+    """In a graph: restore what an error inside of `tf.map_fn` leaves, and eager code refuses."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    import tensorflow as tf
+
+    scope = tf.compat.v1.get_variable_scope()
+    before = scope.caching_device
+    try:
+        yield
+    finally:
+        scope.set_caching_device(before)
 
 
-def _has_own_call(layer: Any) -> bool:
-    """Whether a subclass of Keras' attention, out of Keras and this package, overrides `call`."""
-    home = next(cls for cls in type(layer).__mro__ if "call" in vars(cls))
-    is_known = home.__module__.partition(".")[0] in ("keras", "keras_headmask")
-    stock = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
-    return isinstance(layer, stock) and not is_known
+def _is_self(layer: Any, args: Any, kwargs: Any) -> bool | None:
+    """Whether the query of a call is also the value, or the key; `None`: of another length."""
+    if adapted(layer).is_self:
+        return True
+    operands = adapted(layer).sequences(args, kwargs)
+    query = operands.get("query")
+    value = operands.get("value") if operands.get("value") is not None else query
+    # (A subclass may take arguments without a shape.)
+    shapes: list[Any] = [getattr(x, "shape", ()) for x in (query, value)]
+    if len({shape[1] for shape in shapes if len(shape) > 1} - {None}) > 1:
+        return None
+    return query is value or query is operands.get("key")
+
+
+def _kind(layer: Any, calls: list[bool | None]) -> str:
+    """The `kind` of a layer: by its class, by the tensors of its calls, and else by its name."""
+    adapter, name = adapter_of(layer), layer.name.lower()
+    if None in calls:
+        return "cross"
+    if (adapter is not None and adapter.is_self) or (calls and all(calls)):
+        return "self"
+    return "cross" if "cross" in name else "self" if "self" in name else "unclear"
+
+
+def _calls_in(graph: Any) -> dict[int, tuple[int, bool]]:
+    """By attention layer: how many calls the nodes show, and if these are on several sequences.
+
+    A call of a layer around attention counts as one.
+    """
+    nodes: dict[int, list[Any]] = {}
+    for node in _keras.nodes(graph):
+        for layer in attention(node.operation):
+            nodes.setdefault(id(layer), []).append(node)
+    counted = {}
+    for layer_id, calls in nodes.items():
+        count, apart = 0, not all(map(_follows, calls, calls[1:]))
+        for node in calls:
+            inner = _keras.functional_of(node.operation)
+            is_graph = isinstance(inner, _keras.Functional)
+            more = _calls_in(inner)[layer_id] if is_graph else (1, False)
+            count, apart = count + more[0], apart or more[1]
+        counted[layer_id] = count, apart
+    return counted
 
 
 def _follows(earlier: Any, later: Any) -> bool:
@@ -360,34 +314,64 @@ def _inputs_behind(tensor: Any, ends: Set[int] = frozenset()) -> set[int]:
     return {id(x) for x in behind if id(x) in ends or not _keras.made_by(x)[1]}
 
 
-def _kind(name: str, calls: list[Call]) -> str:
-    """The `kind` of a layer: by the tensors of its calls, and else by its name."""
-    if any(call.other_length for call in calls):
-        return "cross"
-    if calls and all(call.same for call in calls):
-        return "self"
-    if "cross" in name:
-        return "cross"
-    return "self" if "self" in name else "unclear"
+# --- What may attend unseen -----------------------------------------------------------------------
+
+_KNOWN_CODE = "keras.", "keras_hub.", "keras_headmask."
+# fmt: off
+# Layers and operations of Keras that run a function, or a model of another library.
+_RUN_CODE = {
+    "Lambda", "JaxLayer", "FlaxLayer", "TorchModuleWrapper", "TFSMLayer", "Map", "VectorizedMap",
+    "Scan", "AssociativeScan", "WhileLoop", "ForiLoop", "Cond", "Switch",
+}
+# fmt: on
+_SOFTMAX = "softmax", "log_softmax"
+_PRODUCTS = {"Matmul", "Einsum", "Dot", "Tensordot"}
+_ATTENDS = {"MMDiTBlock", "DotProductAttention"}  # beside classes named for attention
 
 
 def _attends_by_its_name(layer: Any) -> bool:
     """Whether its class is named for attention, and no layer inside it is."""
-    return (
-        adapter_of(layer) is None
-        and _is_named_for_attention(layer)
-        and not any(
-            _is_named_for_attention(inner) or adapter_of(inner) is not None
-            for _, inner in walk(layer)
-        )
-    )
+
+    def is_named(layer: Any) -> bool:
+        name = type(layer).__name__.lower()
+        name = name.replace("deltanet", "attention")  # linear attention, which has no mask
+        _, found, rest = name.partition("attention")
+        return bool(found) and "mask" not in rest  # a layer that makes attention masks
+
+    if type(layer).__name__ in _ATTENDS:
+        return True
+    inside = (inner for _, inner in walk(layer))
+    return is_named(layer) and not any(is_named(x) or adapter_of(x) is not None for x in inside)
 
 
-def _is_named_for_attention(layer: Any) -> bool:
-    name = type(layer).__name__.lower()
-    name = name.replace("deltanet", "attention")  # linear attention, which has no mask
-    _, found, rest = name.partition("attention")
-    return bool(found) and "mask" not in rest  # a layer that makes attention masks does not attend
+def _runs_unknown_code(operation: Any) -> bool:
+    """Whether it may compute by code that is neither Keras', KerasHub's nor ours."""
+    cls = getattr(type(operation), "_stock_class", type(operation))
+    if isinstance(operation, keras.Model) or adapter_of(operation) is not None:
+        # (What else a class of these overrides does not attend, or is refused under a rule.)
+        cls = next(x for x in cls.__mro__ if "call" in vars(x))
+    activation = getattr(operation, "activation", None)
+    backends = "tensorflow.", "jax.", "torch."  # e.g. `tf.nn.relu`
+    is_plain = not callable(activation) or _is_of(activation, (*_KNOWN_CODE, *backends))
+    return cls.__name__ in _RUN_CODE or not is_plain or not _is_of(cls, _KNOWN_CODE)
+
+
+def _is_of(code: Any, known: tuple[str, ...]) -> bool:
+    module = getattr(code, "__module__", None) or type(code).__module__
+    return f"{module}.".startswith(known)
+
+
+def _softmaxes(graphs: list[Any]) -> set[int]:
+    """The ids of each softmax of `graphs`, if these have a product of two tensors, too."""
+    nodes = [node for graph in graphs for node in _keras.nodes(graph)]
+
+    def is_softmax(operation: Any) -> bool:
+        named = getattr(getattr(operation, "activation", None), "__name__", "")
+        return named in _SOFTMAX or type(operation).__name__ in ("Softmax", "LogSoftmax", "Exp")
+
+    if not any(type(x.operation).__name__ in _PRODUCTS and len(x.input_tensors) > 1 for x in nodes):
+        return set()
+    return {id(x.operation) for x in nodes if is_softmax(x.operation)}
 
 
 # --- Which embeddings read an input ---------------------------------------------------------------

@@ -110,7 +110,7 @@ def of_blocks(count, rule=RULE):
     x = layers.Embedding(9, 8)(given["ids"])
     for _ in range(count):
         x = Block()(x, given["others"])
-    return hm.apply_head_masks(keras.Model(given, x), rule)
+    return hm.apply_head_masks(keras.Model(given, x), rule, ignore="block")
 
 
 def trace(*models, shape=(None, None)):

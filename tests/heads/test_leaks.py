@@ -467,14 +467,14 @@ def test_sealed_models_pass(spec, data):
         elements = strategies.ids if name == "ids" else st.booleans()
         dtype = "int32" if name == "ids" else "bool"
         inputs[name] = data.draw(strategies.arrays(elements, shape, dtype))
-    model = hm.apply_head_masks(stack(1), spec, add_inputs=True)
+    model = hm.apply_head_masks(stack(1), spec, add_inputs=True, ignore="block")
     report = find_leaks(model, inputs, spec)
     assert not report, report
     assert report.tried == report.pairs or spec.inputs
 
 
 def test_a_window_reaches_further_in_two_layers():
-    model = hm.apply_head_masks(stack(2), hm.Window(1, 1))
+    model = hm.apply_head_masks(stack(2), hm.Window(1, 1), ignore="block")
     report = find_leaks(model, IDS, hm.Window(1, 1))
     assert {abs(leak.position - leak.output_position) for leak in report.leaks} == {2}
     assert not find_leaks(model, IDS, hm.Window(2, 2))

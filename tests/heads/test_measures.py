@@ -37,7 +37,7 @@ def test_probabilities_are_those_of_the_layer():
 
 
 def test_probabilities_under_a_rule_and_of_layers_inside_layers():
-    masked = hm.apply_head_masks(stack(2), hm.PerHead({1: PREVIOUS}))
+    masked = hm.apply_head_masks(stack(2), hm.PerHead({1: PREVIOUS}), ignore="block")
     found = attention_probabilities(masked, TOKENS)
     assert len(found) == 2
     for probabilities in found.values():
@@ -292,9 +292,8 @@ def test_pictures_of_measures():
 # --- Bad input -----------------------------------------------------------------------------------
 
 
-class Handwritten(layers.Layer):
-    def call(self, x):
-        return keras.ops.softmax(x @ keras.ops.transpose(x, (0, 2, 1))) @ x
+def of_no_rule(x):
+    return layers.Attention(name="attention")([x, x])
 
 
 def of_layers(*blocks):
@@ -325,11 +324,11 @@ CAST = r'`token_ids` must be integer or boolean. Received dtype float32.*dtype="
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "message"),
     [
-        (lambda: of_layers(Handwritten()), LONG, ValueError, "whose masks are out of reach"),
+        (lambda: of_layers(of_no_rule), LONG, ValueError, "whose masks are out of reach"),
         (of_layers, LONG, ValueError, "The model holds no self-attention layer"),
         (lambda: 3, LONG, TypeError, "`model` must be a Keras model. Received: 3"),
         (
-            lambda: of_layers(Block(name="known"), Handwritten()),
+            lambda: of_layers(Block(name="known"), of_no_rule),
             LONG,
             ValueError,
             "To leave it as it is, name the others in `layers`",
@@ -348,7 +347,7 @@ def test_attention_that_cannot_be_seen_is_refused(function, model, inputs, error
 
 
 def test_attention_out_of_reach_is_left_out_by_name():
-    model = of_layers(Block(name="known"), Handwritten())
+    model = of_layers(Block(name="known"), of_no_rule)
     (path,) = attention_probabilities(model, LONG, layers="known")
     assert path.startswith("known/")
     assert measure_heads(model, LONG, layers="known").layers == (path,)

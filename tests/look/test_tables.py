@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from small_models import stack
+from small_models import apply, stack
 
 import keras_headmask as hm
 
@@ -15,7 +15,7 @@ LONG = np.random.default_rng(0).integers(1, 12, (2, 12)).astype("int32")
 
 @pytest.fixture(scope="module")
 def reports():
-    model = hm.apply_head_masks(stack(2), hm.Window(1, 0))
+    model = apply(stack(2), hm.Window(1, 0))
     return {
         "measures": hm.measure_heads(model, LONG),
         "suggestion": hm.suggest_rules(model, LONG),

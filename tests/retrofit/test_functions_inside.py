@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
-from small_models import CHUNK
+from small_models import CHUNK, apply
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -62,17 +62,17 @@ def test_a_function_that_calls_attention_is_refused(when, direct):
     }
     for copy in (True, False):
         with pytest.raises(ValueError, match=told[copy]):
-            hm.apply_head_masks(model, CHUNK, layers="attention", copy=copy)
+            apply(model, CHUNK, layers="attention", copy=copy)
     model(normal(2, 7, 8))  # and is as it was
 
 
 def test_a_function_that_shows_only_in_the_forward_is_refused_there():
     given = normal(2, 7, 8)
     model = one(Block("in eager mode alone", direct=False, name="block"))
-    by_ids = hm.apply_head_masks(model, hm.SameSegment("ids"), add_inputs=True)
+    by_ids = apply(model, hm.SameSegment("ids"), add_inputs=True)
     with pytest.raises(RuntimeError, match=r"is called in a `tf.function` inside the model"):
         by_ids([given, np.zeros((2, 7), "int32")])
-    model = hm.apply_head_masks(model, CHUNK)
+    model = apply(model, CHUNK)
     first = numpy(model(given))
     with pytest.raises(RuntimeError, match=r"it ran in a `tf.function` that was traced before"):
         model(given)
@@ -80,6 +80,6 @@ def test_a_function_that_shows_only_in_the_forward_is_refused_there():
 
 
 def test_loops_of_tensorflow_are_none():
-    model = hm.apply_head_masks(one(Loops("never", name="loops")), CHUNK, copy=False)
+    model = apply(one(Loops("never", name="loops")), CHUNK, copy=False)
     given = normal(2, 7, 8)
     assert_close(model.predict(given, verbose=0), numpy(model(given)))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from contract import numpy
 from keras import layers
-from small_models import CHUNK, TOKENS, one_layer
+from small_models import CHUNK, TOKENS, apply, one_layer
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -164,9 +164,7 @@ class Sometimes(layers.MultiHeadAttention):
 def test_a_rule_that_is_not_used_while_a_function_is_traced_for_shapes(rule):
     x = keras.Input((7, 8))
     ids = keras.Input((7,), dtype="int32", name="token_ids")
-    masked = hm.apply_head_masks(
-        keras.Model([x, ids], Sometimes(2, 4, name="s")(x, x)), RULES[rule]
-    )
+    masked = apply(keras.Model([x, ids], Sometimes(2, 4, name="s")(x, x)), RULES[rule])
     masked.get_layer("s").bypass = True
     encodes = Encodes(masked)
     if keras.backend.backend() != "torch":

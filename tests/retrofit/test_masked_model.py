@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers
-from small_models import CHUNK, TOKENS, Block, leak, one_layer, stack
+from small_models import CHUNK, TOKENS, Block, apply, leak, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -51,7 +51,7 @@ def test_a_copy_of_a_masked_model_has_its_state():
     stock = keras.Model(x, y)
     stock.get_layer("normal").adapt(normal(4, 7, 8, seed=1))
     stock.get_layer("second").attention.query_dense.trainable = False
-    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("ids")}), add_inputs=True)
+    masked = apply(stock, hm.PerHead({0: hm.SameSegment("ids")}), add_inputs=True)
     again = hm.unmasked(masked)
     assert not again.get_layer("second").attention.query_dense.trainable
     assert again.get_layer("first").attention.query_dense.trainable
@@ -73,14 +73,14 @@ def test_a_model_that_cannot_be_copied():
     x = keras.Input((7, 8))
     model = keras.Model(x, Secret(3)(layers.MultiHeadAttention(4, 3)(x, x)))
     with pytest.raises(ValueError, match=r"(?s)Copying .* is not possible: .*copy=False"):
-        hm.apply_head_masks(model, CHUNK)
-    assert hm.apply_head_masks(model, CHUNK, copy=False)(normal(2, 7, 8)).shape == (2, 7, 8)
+        apply(model, CHUNK)
+    assert apply(model, CHUNK, copy=False)(normal(2, 7, 8)).shape == (2, 7, 8)
 
     block = Block(name="block")  # whose inner layer stands in the graph, too: a config parts them
     y = block(x)
     model = keras.Model(x, [y, block.attention(y, y)])
     with pytest.raises(ValueError, match=r"(?s)Copying .* is not possible: .*copy=False"):
-        hm.apply_head_masks(model, CHUNK)
+        apply(model, CHUNK)
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_model_that_cannot_be_copied():
 
 def test_weight_files_of_stock_and_masked_are_the_same(tmp_path):
     stock = stack(2)
-    masked = hm.apply_head_masks(stack(2), hm.SameSegment("parts"), add_inputs=True)
+    masked = apply(stack(2), hm.SameSegment("parts"), add_inputs=True)
     stock.save_weights(tmp_path / "stock.weights.h5")
     masked.load_weights(tmp_path / "stock.weights.h5")
     for a, b in zip(masked.get_weights(), stock.get_weights(), strict=True):
@@ -151,7 +151,7 @@ def edited(config, changes):
 
 @pytest.mark.parametrize("case", EDITED)
 def test_an_edited_file_never_loads_without_its_rule(case):
-    config = json.loads(hm.apply_head_masks(stack(1), CHUNK).to_json())
+    config = json.loads(apply(stack(1), CHUNK).to_json())
     (block,) = (x["config"] for x in config["config"]["layers"] if x["name"] == "block_0")
     of_block, of_rule, message = EDITED[case]
     edited(block["rules"][0], of_rule)
@@ -209,7 +209,7 @@ def test_rematerialised_layers_find_the_rule_again(where, copy):
             block = Block(layers.MultiHeadAttention(4, 3, name="inner"), name="block")
             ids = keras.Input((7,), dtype="int32", name="token_ids")
             x = block(layers.Embedding(12, 8)(ids))
-        model = hm.apply_head_masks(
+        model = apply(
             keras.Model(ids, x), hm.PerHead({0: hm.SameSentence(9)}, default=CHUNK), copy=copy
         )
         for layer in (model.get_layer("block"), model.get_layer("block").attention):

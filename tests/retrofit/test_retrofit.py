@@ -10,7 +10,7 @@ from contract import GROUPED, MULTI_HEAD, by_hand, normal, numpy, random_biases
 from keras import layers, ops
 from keras_versions import needs, takes_unread_inputs
 from oracle import mask as mask_by_loops
-from small_models import CHUNK, PARTS, TOKENS, Block, by_loops, leak, one_layer, stack
+from small_models import CHUNK, PARTS, TOKENS, Block, apply, by_loops, leak, one_layer, stack
 from tiled_contract import ALWAYS
 from tolerance import assert_close
 
@@ -149,7 +149,7 @@ def test_scores_are_those_of_the_rule(kind):
 def test_what_the_rule_reads_is_prepared_once(monkeypatch):
     prepared = []
     prepare = hm.SameSentence.prepare
-    masked = hm.apply_head_masks(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
+    masked = apply(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
     assert [type(x).__name__ for x in masked.layers].count("HeadMaskInputs") == 1
     monkeypatch.setattr(
         hm.SameSentence, "prepare", lambda self, x: prepared.append(1) or prepare(self, x)
@@ -246,14 +246,14 @@ def test_a_sequential_model():
             Block(name="block"),
         ]
     )
-    masked = hm.apply_head_masks(stock, CHUNK)
+    masked = apply(stock, CHUNK)
     assert leak(masked) == 0 < leak(stock)
-    by_parts = hm.apply_head_masks(stock, hm.SameSegment("parts"), add_inputs=True)
+    by_parts = apply(stock, hm.SameSegment("parts"), add_inputs=True)
     assert by_parts.inputs[1].name == "parts"
     np.testing.assert_array_equal(numpy(hm.unmasked(masked)(TOKENS)), numpy(stock(TOKENS)))
     lazy = keras.Sequential([layers.Dense(3)])
     with pytest.raises(ValueError, match=r"has no graph yet: start it with a keras.Input"):
-        hm.apply_head_masks(lazy, CHUNK)
+        apply(lazy, CHUNK)
 
 
 def test_a_sequential_model_in_place():
@@ -266,12 +266,12 @@ def test_a_sequential_model_in_place():
     )
     before = numpy(stock(TOKENS))
     with pytest.raises(ValueError, match=r"which a Sequential model cannot hand on.*copy=True"):
-        hm.apply_head_masks(stock, hm.SameSentence(9), copy=False)
+        apply(stock, hm.SameSentence(9), copy=False)
     np.testing.assert_array_equal(numpy(stock(TOKENS)), before)
     stock.compile("adam", "mse")
-    assert hm.apply_head_masks(stock, CHUNK, copy=False) is stock
+    assert apply(stock, CHUNK, copy=False) is stock
     assert leak(stock) == 0
-    hm.apply_head_masks(stock, hm.Window(5, 5), existing="and", copy=False)
+    apply(stock, hm.Window(5, 5), existing="and", copy=False)
     assert list(hm.mask_specs(stock).values()) == [CHUNK & hm.Window(5, 5)]
     assert stock.compiled
     stock.fit(TOKENS, before, verbose=0)
@@ -291,10 +291,10 @@ def test_a_rule_beneath_one_that_replaced_it_is_refused():
 def test_a_graph_older_than_the_rule_of_its_layers_takes_none():
     model = stack(2)
     old = keras.Model(model.input, model.get_layer("block_0").output)
-    hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    apply(model, hm.SameSentence(9), copy=False)
     given = numpy(model(TOKENS))
     with pytest.raises(ValueError, match="is older than a rule that `copy=False` gave"):
-        hm.apply_head_masks(old, CHUNK, existing="replace", copy=False)
+        apply(old, CHUNK, existing="replace", copy=False)
     np.testing.assert_array_equal(numpy(model(TOKENS)), given)
 
 
@@ -313,7 +313,7 @@ def test_a_subclass_that_takes_other_arguments():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     x = layers.Embedding(12, 8)(ids)
     model = keras.Model(ids, OfAList(2, 4, name="self_attention")([x, x]))
-    assert leak(hm.apply_head_masks(model, CHUNK)) == 0
+    assert leak(apply(model, CHUNK)) == 0
 
 
 def test_one_whole_mask_for_layers_of_several_numbers_of_heads_is_refused():
@@ -348,7 +348,7 @@ def test_attention_that_stands_in_two_layers_of_a_graph_obeys_in_both():
     first = Block(name="first")
     second = Block(first.attention, name="second")
     model = keras.Model(ids, [first(x), second(x)])
-    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    masked = apply(model, hm.SameSentence(9), copy=False)
     changed = TOKENS.copy()
     changed[0, -1] = 3
     for before, after in zip(masked(TOKENS), masked(changed), strict=True):
@@ -361,7 +361,7 @@ def test_nested_models_and_shared_layers():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     shared = Block(name="shared")
     outer = keras.Model(ids, shared(shared(inner(ids))), name="outer")
-    masked = hm.apply_head_masks(outer, CHUNK)
+    masked = apply(outer, CHUNK)
     assert list(hm.mask_specs(masked)) == [
         f"stack/block_{i}/{masked.get_layer('stack').get_layer(f'block_{i}').attention.name}"
         for i in range(2)
@@ -371,7 +371,7 @@ def test_nested_models_and_shared_layers():
 
 def test_a_masked_model_inside_a_model(tmp_path):
     rule = hm.PerHead({0: hm.SameSegment("parts")}, default=CHUNK)
-    inner = hm.apply_head_masks(stack(2), rule, add_inputs=True)
+    inner = apply(stack(2), rule, add_inputs=True)
     outer = keras.Model(inner.input, layers.Dense(3)(inner(inner.input)), name="outer")
     given = {"token_ids": TOKENS, "parts": np.array([[0, 0, 0, 1, 1, 1, 1]] * 2, "int32")}
     outer.save(tmp_path / "outer.keras")
@@ -379,10 +379,10 @@ def test_a_masked_model_inside_a_model(tmp_path):
     np.testing.assert_array_equal(numpy(reloaded(given)), numpy(outer(given)))
     assert hm.mask_specs(reloaded.get_layer("stack")) == hm.mask_specs(inner)
     with pytest.raises(ValueError, match="existing='and'"):
-        hm.apply_head_masks(outer, hm.Window(0, 0))
-    both = hm.apply_head_masks(outer, hm.Window(0, 0), existing="and")
+        apply(outer, hm.Window(0, 0))
+    both = apply(outer, hm.Window(0, 0), existing="and")
     assert leak(outer, given, rows=slice(2, 3)) > 0 == leak(both, given, rows=slice(2, 3))
-    wider = hm.apply_head_masks(outer, hm.Window(3, 3), existing="replace")
+    wider = apply(outer, hm.Window(3, 3), existing="replace")
     assert leak(wider, given) > 0 == leak(outer, given)
     wider.save(tmp_path / "wider.keras")
     again = keras.saving.load_model(tmp_path / "wider.keras")
@@ -457,11 +457,11 @@ def test_a_model_without_a_graph_takes_rules_on_positions(copy, tmp_path):
     model = WithoutAGraph()
     before = leak_of(model)
     with pytest.raises(ValueError, match="Cannot tell whether the attention layer 'block/"):
-        hm.apply_head_masks(model, CHUNK)
+        apply(model, CHUNK)
     reads = r"subclassed model without a graph, and the rule reads \['token_ids'\].*`mask_inputs`"
     with pytest.raises(TypeError, match=reads):
-        hm.apply_head_masks(model, hm.SameSentence(9), layers="attention")
-    masked = hm.apply_head_masks(model, CHUNK, layers="attention", copy=copy)
+        apply(model, hm.SameSentence(9), layers="attention")
+    masked = apply(model, CHUNK, layers="attention", copy=copy)
     assert (masked is model) == (not copy)
     assert isinstance(masked, WithoutAGraph)
     assert leak_of(masked) == 0 < before

@@ -6,6 +6,7 @@ import pytest
 from contract import normal, numpy
 from keras import layers, ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from small_models import apply
 
 import keras_headmask as hm
 from keras_headmask.retrofit.survey import Survey
@@ -139,8 +140,8 @@ def test_an_unnamed_cross_attention_gets_no_rule_of_self_attention():
     found = [("one/b", "self"), ("one/a", "unclear"), ("two/b", "self"), ("two/a", "unclear")]
     assert kinds(model) == found
     with pytest.raises(ValueError, match=r"Cannot tell whether .*'one/a' .* by regex"):
-        hm.apply_head_masks(model, CHUNK)
-    masked = hm.apply_head_masks(model, CHUNK, layers="/b")
+        apply(model, CHUNK)
+    masked = apply(model, CHUNK, layers="/b")
     assert list(hm.mask_specs(masked)) == ["one/b", "two/b"]
     assert kinds(masked) == found  # a masked model shows what it showed without the rule
     given = [normal(2, 7, 8), normal(2, 7, 8, seed=1)]
@@ -180,7 +181,7 @@ def test_weights_that_look_at_the_input():
     model = keras.Model(x, Latents(name="l")(x))
     found = [("l/among", "self"), ("l/first", "cross"), ("l/second", "cross")]
     assert kinds(model) == found
-    assert list(hm.mask_specs(hm.apply_head_masks(model, CHUNK))) == ["l/among"]
+    assert list(hm.mask_specs(apply(model, CHUNK))) == ["l/among"]
 
 
 def test_a_body_that_cannot_be_run_is_read_by_names():
@@ -210,11 +211,11 @@ def test_attention_that_does_not_run_for_shapes_is_not_taken_for_cross_attention
     model = keras.Model(ids, block(layers.Embedding(12, 8)(ids)))
     not_seen = r"(?s)Cannot tell whether .*in_training'.*It did not run when Keras inferred shapes"
     with pytest.raises(ValueError, match=not_seen + r"\. Name the layers by regexes"):
-        hm.apply_head_masks(model, hm.SameSentence(9))
+        apply(model, hm.SameSentence(9))
     with pytest.raises(ValueError, match=not_seen + r"\. Name the layer by 'self' or 'cross'"):
-        hm.apply_head_masks(model, hm.SameSentence(9), "in_training", add_inputs=True)
+        apply(model, hm.SameSentence(9), "in_training", add_inputs=True)
     block.in_training.name = "self_in_training"
-    masked = hm.apply_head_masks(model, hm.SameSentence(9), copy=False)
+    masked = apply(model, hm.SameSentence(9), copy=False)
     assert len(hm.mask_specs(masked)) == 2
 
 
@@ -230,9 +231,9 @@ def test_attention_that_a_model_has_not_made_yet():
     model = MadeInBuild()
     for layer in (None, "attention"):
         with pytest.raises(ValueError, match=r"layers: none.* call it once on data before"):
-            hm.apply_head_masks(model, CHUNK, layer, copy=False)
+            apply(model, CHUNK, layer, copy=False)
     model(normal(2, 7, 8))
-    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False)) == {"self_attention": CHUNK}
+    assert hm.mask_specs(apply(model, CHUNK, copy=False)) == {"self_attention": CHUNK}
 
 
 def test_layers_that_were_built_for_the_length_that_keras_puts_in():
@@ -303,11 +304,11 @@ def test_attention_of_a_layer_in_a_model_in_a_model_is_known_under_a_rule_too():
     ids = keras.Input((None,), dtype="int32", name="token_ids")
     inner = one_input(OfItself(name="block"))
     stock = keras.Model(ids, inner(layers.Embedding(12, 8)(ids)))
-    masked = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSentence(9)}))
+    masked = apply(stock, hm.PerHead({0: hm.SameSentence(9)}))
     assert [kind for _, kind in kinds(masked)] == ["self"]
     hm.plot_attention(masked, np.array([[3, 9, 4, 9]]), 0)
     for layer in (None, "attention"):
-        both = hm.apply_head_masks(masked, hm.SameSentence(5), layer, existing="and")
+        both = apply(masked, hm.SameSentence(5), layer, existing="and")
         assert [kind for _, kind in kinds(both)] == ["self"]
 
 

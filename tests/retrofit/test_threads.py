@@ -45,7 +45,8 @@ def model():
     x = layers.MultiHeadAttention(2, 4, name="second")(x, x)
     stock = keras.Model(ids, x)
     stock.get_layer("embedding").set_weights([normal(12, 8)])
-    return hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("parts")}), add_inputs=True)
+    rule = hm.PerHead({0: hm.SameSegment("parts")})
+    return hm.apply_head_masks(stock, rule, add_inputs=True, ignore="waits")
 
 
 def in_another_thread(task):

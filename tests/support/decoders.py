@@ -313,7 +313,7 @@ REFUSED = [
         "MoonshineBackbone",
         "MoonshineMultiHeadAttention",
         _MOONSHINE,
-        "declares its rotations with one axis where they have two, so no call can be read",
+        "rotates and pads in a `call` of its own",
     ),
     Refused(
         "T5Gemma 2",

@@ -1,5 +1,7 @@
 """Small models with attention in sight and out of it, and what a rule must make of them."""
 
+import functools
+
 import keras
 import numpy as np
 from contract import by_hand, normal, numpy, random_biases
@@ -11,6 +13,9 @@ import keras_headmask as hm
 TOKENS = np.array([[5, 9, 4, 6, 9, 7, 0], [4, 4, 9, 8, 3, 0, 0]], "int32")  # 0 pads, 9 ends
 PARTS = np.array([[0, 0, 1, 1, 2, 2, 2], [7, 7, 7, 1, 1, 1, 1]], "int32")
 CHUNK = hm.Chunk(3)
+
+# For models with layers of ours, which attend by the attention that they hold, and by nothing else.
+apply = functools.partial(hm.apply_head_masks, ignore="")
 
 
 @keras.saving.register_keras_serializable("small_models")

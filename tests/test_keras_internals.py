@@ -355,23 +355,6 @@ def test_a_model_that_drafts_shows():
     assert _keras.is_assisted(types.SimpleNamespace(_assistant_model=1))
 
 
-@relies_on("OPERATIONS", breaks="attention by that operation would escape a rule")
-def test_an_operation_is_seen():
-    from keras_headmask.attention import observers
-
-    nn = _keras.OPERATIONS
-    seen, x, stock = [], X[:, :, None], nn.dot_product_attention
-    with observers.operations_seen(lambda: seen.append(1)), observers.operations_seen(None):
-        assert nn.dot_product_attention is not stock
-        ops.dot_product_attention(x, x, x)
-    assert not seen
-    with observers.operations_seen(lambda: seen.append(1)):
-        ops.dot_product_attention(x, x, x)
-        attention()(X, X)
-    assert len(seen) == 2
-    assert nn.dot_product_attention is stock
-
-
 @relies_on(
     "around_exports", breaks="a file for ONNX Runtime would hold loops it lacks, others gradients"
 )

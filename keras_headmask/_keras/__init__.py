@@ -67,9 +67,6 @@ ATTENTION_HOOKS = tuple(
     if hasattr(keras.layers.MultiHeadAttention, name)
 )
 
-# The module in which `keras.ops` looks up `dot_product_attention`, which is no layer.
-OPERATIONS = find("keras.src.backend.ops.nn", "keras.src.backend.nn")  # since Keras 3.16; before
-
 # Arguments of attention that older versions of Keras lack: since when, and what to do there.
 SINCE = {
     "sliding_window": ("3.15", "or give the layer the rule `Window(size - 1, size - 1)`"),

@@ -8,7 +8,6 @@ import keras
 import numpy as np
 
 from keras_headmask import masks
-from keras_headmask.attention import observers
 from keras_headmask.attention.choose import attend
 from keras_headmask.attention.logits import checked_changes
 from keras_headmask.attention.request import (
@@ -121,7 +120,6 @@ def dot_product_attention(
         raise ValueError(f"`dropout` must be at least 0 and below 1. Received: {dropout}.")
     tiled = checked_tiled(tiled)
     evaluation.check_inputs(mask_spec, mask_inputs, lengths, query_offset, _CALLED)
-    observers.operation_runs()
     rule, inputs = all_that_restricts(mask_spec, mask_inputs, mask)
     bound = None
     if rule is not None:

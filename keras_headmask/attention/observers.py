@@ -24,7 +24,6 @@ _Overrides = Mapping[tuple[int, str], tuple[Callable, ...]]
 _overrides: Held[_Overrides] = Held("overrides", MappingProxyType({}))
 _rules_off: Held[bool] = Held("rules_off", False)
 _wanted_probabilities: Held[frozenset[int]] = Held("wanted", frozenset())
-_operations: Held[Callable[[], None] | None] = Held("operations", None)
 _LOCK = threading.Lock()  # of adding wrappers and removing them
 
 
@@ -77,26 +76,6 @@ def are_rules_off() -> bool:
 def probabilities_wanted(layer: Any) -> AbstractContextManager[frozenset[int]]:
     """Let attention `layer` compute without a flash kernel, which returns no probabilities."""
     return holding(_wanted_probabilities, _wanted_probabilities.get() | {id(layer)})
-
-
-@contextlib.contextmanager
-def operations_seen(see: Callable[[], None] | None) -> Iterator[None]:
-    """Call `see` when `dot_product_attention` computes; `None` ends that inside."""
-
-    def seen(usual: Callable, *args: Any, **kwargs: Any) -> Any:
-        operation_runs()
-        return usual(*args, **kwargs)
-
-    of_keras = overriding(_keras.OPERATIONS, "dot_product_attention", seen)
-    with holding(_operations, see), of_keras:
-        yield
-
-
-def operation_runs() -> None:
-    """Called when Keras' `dot_product_attention` computes, or ours."""
-    see = _operations.get()
-    if see is not None:
-        see()
 
 
 def uses_flash(layer: Any) -> bool:

@@ -87,7 +87,7 @@ class Survey:
             if id(layer) in seen:
                 continue
             seen.add(id(layer))
-            paths[path] = paths.get(path, 0) + 1
+            paths[path] = paths.get(path, 0) + (layer is not self.model)
             if paths[path] > 1:  # layers inside a layer may share a name
                 path = f"{path}#{paths[path]}"
             adapter, ran = adapter_of(layer), run.calls.get(id(layer), [])
@@ -281,18 +281,19 @@ def _calls_in(graph: Any) -> dict[int, tuple[int, bool]]:
     A call of a layer around attention counts as one.
     """
     nodes: dict[int, list[Any]] = {}
+    inside: dict[int, dict[int, tuple[int, bool]]] = {}  # by graph
     for node in _keras.nodes(graph):
+        inner = _keras.functional_of(node.operation)
+        if isinstance(inner, _keras.Functional) and id(inner) not in inside:
+            inside[id(inner)] = _calls_in(inner)
         for layer in attention(node.operation):
             nodes.setdefault(id(layer), []).append(node)
     counted = {}
     for layer_id, calls in nodes.items():
-        count, apart = 0, not all(map(_follows, calls, calls[1:]))
-        for node in calls:
-            inner = _keras.functional_of(node.operation)
-            is_graph = isinstance(inner, _keras.Functional)
-            more = _calls_in(inner)[layer_id] if is_graph else (1, False)
-            count, apart = count + more[0], apart or more[1]
-        counted[layer_id] = count, apart
+        graphs = (inside.get(id(_keras.functional_of(x.operation)), {}) for x in calls)
+        found = [in_graph.get(layer_id, (1, False)) for in_graph in graphs]
+        apart = any(x[1] for x in found) or not all(map(_follows, calls, calls[1:]))
+        counted[layer_id] = sum(x[0] for x in found), apart
     return counted
 
 
@@ -326,7 +327,7 @@ _RUN_CODE = {
 # fmt: on
 _SOFTMAX = "softmax", "log_softmax"
 _PRODUCTS = {"Matmul", "Einsum", "Dot", "Tensordot"}
-_ATTENDS = {"MMDiTBlock", "DotProductAttention"}  # beside classes named for attention
+_ATTENDS = {"MMDiTBlock"}  # of KerasHub, beside classes named for attention
 
 
 def _attends_by_its_name(layer: Any) -> bool:

@@ -181,6 +181,12 @@ def test_a_subclassed_model_is_named_by_its_name():
     assert hm.mask_specs(masked) == {"inner_self": CHUNK}
 
 
+def test_a_layer_may_have_the_name_of_its_model():
+    x = keras.Input((7, 8))
+    model = keras.Model(x, layers.MultiHeadAttention(2, 4, name="same")(x, x), name="same")
+    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK)) == {"same": CHUNK}
+
+
 @registered
 class Trainer(keras.Model):
     """A functional model of a class whose code trains it."""

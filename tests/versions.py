@@ -44,7 +44,7 @@ SEEN_BY = {
     },
     "retrofit/test_hidden_attention": {
         "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": "all_weights",
-        "test_attention_that_keras_does_not_track": "weights_watched",
+        "test_a_copy_has_the_weights_of_all_layers_or_is_refused": "weights_watched",
     },
     "retrofit/test_never_unmasked": {
         "test_a_copy_has_vocabularies": "layers_in_file",

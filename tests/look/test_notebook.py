@@ -70,5 +70,5 @@ def test_showing_never_raises(monkeypatch):
 
     monkeypatch.delattr(notebook, "grid_of")
     assert CAUSAL._repr_html_() is None  # IPython then prints its repr
-    masked = hm.apply_head_masks(stack(1), CAUSAL)
+    masked = hm.apply_head_masks(stack(1), CAUSAL, ignore="block")
     assert "<pre>Window(after=0)</pre>" in masked._repr_html_()

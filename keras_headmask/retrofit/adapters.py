@@ -326,7 +326,8 @@ class T5(Attention):
         if bias is None:
             bias = self._bias(arguments, ops.shape(query)[1], ops.shape(key)[1])
         mask = bias > masks.HIDDEN / 2
-        operands = {"query": query[:, :, None], "key": key, "position_bias": bias}
+        key = key if len(key.shape) == 4 else key[:, :, None]
+        operands = {"query": query[:, :, None], "key": key, "value": key, "position_bias": bias}
         return arguments | operands | {"attention_mask": mask, "own_mask": mask}
 
     def _bias(self, arguments: Mapping[str, Any], queries: Any, keys: Any) -> Any:

@@ -144,8 +144,7 @@ def without_rules(adapter: Attention, arguments: Arguments) -> tuple[Any, Any]:
 
 def _under(adapter: Attention, rules: list[LayerRule], arguments: Arguments) -> tuple[Any, Any]:
     """Context and probabilities under `rules`: none, one, or those of several nested models."""
-    query, key = arguments["query"], arguments["key"]
-    value = arguments.get("value", key)  # (T5's own code makes its values)
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if rules and len(query.shape) != 4:
         raise ValueError(
             f"The attention layer '{adapter.layer.name}' attends over several axes: a mask spec "

@@ -32,7 +32,7 @@ SEEN_BY = {
     "retrofit/test_retrofit": {
         "test_a_rule_is_what_the_loops_say": (
             "_compute_attention COMPUTE_ATTENTION arguments_of argument_names "
-            "run_anew track is_own layers_of file_under filed_name GLOBAL_CUSTOM_NAMES"
+            "run_anew track layers_of file_under filed_name GLOBAL_CUSTOM_NAMES"
         ),
         "test_an_input_that_the_model_lacks": "untrack",
         "test_a_subclass_that_computes_attention_itself_is_refused": (

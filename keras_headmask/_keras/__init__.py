@@ -376,9 +376,3 @@ def untrack(model: keras.Model, layer: Any) -> None:
 
 def set_remat_mode(layer: Any, mode: Any) -> None:
     vars(layer)["_remat_mode"] = mode
-
-
-def is_own(operation: Any, *kinds: str) -> bool:
-    """Whether its class is one of Keras, of `kinds`: "layers" or "ops" (no public names)."""
-    folders = tuple(find(f"keras.src.{kind}").__name__ + "." for kind in kinds)
-    return type(operation).__module__.startswith(folders)

@@ -77,8 +77,8 @@ def folder(module):
     return module.split(".")[0]
 
 
-# The most lines of each folder. A number may be lowered; a commit that raises one says what could not
-# be deleted instead.
+# The most lines of each folder. A number may be lowered; a commit that raises one says what could
+# not be deleted instead.
 MOST_LINES = {
     "attention": 2_900,
     "rules": 3_670,

@@ -3,8 +3,6 @@
 Each test holds the function, the layer and a retrofitted layer to one answer, dense and tiled.
 """
 
-import contextlib
-from dataclasses import replace
 from unittest import mock
 
 import keras
@@ -18,7 +16,7 @@ from tolerance import assert_close
 
 import keras_headmask as hm
 from keras_headmask.attention import choose
-from keras_headmask.attention.tuning import current_tuning, tuned
+from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit.call import opened_frame
 
 RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
@@ -183,18 +181,3 @@ def test_a_mask_that_does_not_fit_is_refused(computed, shape, message):
     qkv = operands(2, 7, 7, 4)
     with computed(), pytest.raises(ValueError, match=message):
         hm.dot_product_attention(*qkv, mask=mask, mask_spec=RULE)
-
-
-# ---------------------------------------------------------------- tuning
-
-
-def test_tuning_holds_inside_alone():
-    before = current_tuning()
-    with tuned(local_tile=4) as outer:
-        assert current_tuning() == outer == replace(before, local_tile=4)
-        with tuned(wide_tile=6):
-            assert current_tuning() == replace(outer, wide_tile=6)
-        with contextlib.suppress(KeyError), tuned(wide_tile=9):
-            raise KeyError
-        assert current_tuning() == outer
-    assert current_tuning() is before

@@ -6,13 +6,6 @@ from contract import gradient
 from keras import ops
 from tiled_contract import LONG, attend, operands, tiles
 
-_rng = np.random.default_rng(5)
-
-
-def near(got, wanted, message=""):
-    assert got.dtype == "float64", message
-    np.testing.assert_allclose(got, wanted, 1e-12, 1e-12, err_msg=message)
-
 
 def test_float32_operands_where_there_are_64_bits():
     spec, inputs = LONG["documents"]

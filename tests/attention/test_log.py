@@ -1,10 +1,7 @@
 """What TensorFlow writes to standard error while models with rules run."""
 
-import numpy as np
 import pytest
 from fresh import run_fresh
-
-import keras_headmask as hm
 
 pytestmark = pytest.mark.tensorflow
 
@@ -59,27 +56,3 @@ assert not more, more
 @pytest.mark.parametrize("called", [pytest.param("predict", marks=pytest.mark.long), "fit"])
 def test_nothing_is_logged_that_stock_layers_do_not_log(called):
     run_fresh(CODE, called)
-
-
-@pytest.mark.parametrize("length", [None, 12])
-@pytest.mark.parametrize("heads", [1, 2])
-def test_no_booleans_are_transposed(length, heads):
-    """oneDNN logs that it cannot; a mask for each head takes other code than one for all."""
-    import tensorflow as tf
-
-    rule = hm.PerHead({0: hm.MaskInput("seen") & hm.Window(2, 2)})
-    x = tf.TensorSpec((None, length, 2, 4))
-    seen = tf.TensorSpec((None, heads, length, length), tf.bool)
-
-    @tf.function(autograph=False)
-    def run(x, seen):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"seen": seen})
-        return tape.gradient(y, x)
-
-    graph = run.get_concrete_function(x, seen).graph.as_graph_def()
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    transposed = {node.attr["T"].type for node in nodes if node.op == "Transpose"}
-    assert transposed
-    assert np.bool_ not in {tf.as_dtype(x).as_numpy_dtype for x in transposed}

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import FEW, cases
 
-import keras_headmask as hm
 from keras_headmask.attention import planner
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.by_head import head_groups
@@ -69,24 +68,3 @@ def test_what_is_not_possible_is_hidden_and_what_is_certain_is_allowed(case, til
         )
         np.testing.assert_array_equal(*np.broadcast_arrays(*possible))
         np.testing.assert_array_equal(*np.broadcast_arrays(*certain))
-
-
-def test_flags_are_taken_out_where_they_alone_open_and_are_few():
-    few, many = np.zeros((2, 64), bool), np.ones((2, 64), bool)
-    few[:, 3] = True
-
-    def flags(rule, **inputs):
-        bound = in_numpy(evaluation.bind(rule, inputs, 64, 64).leaf_inputs)
-        most_set = lambda x: x.sum(1).max()  # noqa: E731
-        found = planner.flags_of(rule, bound, most_set)
-        return {leaf: bool(is_few) for leaf, is_few in found.leaves.items()}, found.by_side
-
-    window, flag = hm.Window(2, 2), hm.KeyFlag("few")
-    leaves, by_side = flags(window | flag, few=few)
-    assert leaves == {flag: True}
-    np.testing.assert_array_equal(by_side["key"], few)
-    leaves, by_side = flags(window | flag, few=many)
-    assert leaves == {flag: False}
-    assert not by_side["key"].any()
-    for rule in (window & flag, window | ~flag, hm.Full() | flag):
-        assert flags(rule, few=few) == ({}, {}), rule

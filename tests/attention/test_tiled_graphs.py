@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from contract import gradient
-from keras import ops
 from largest import largest_made
 from tiled_contract import (
     BACKEND,
@@ -136,57 +135,3 @@ def test_keys_are_repeated_nowhere(of_one_rule):
     with tiles(64, 64, 32):
         assert largest_of_both_passes((query, key, value), **given) < 2 * key.size
         assert largest_of_both_passes(repeated, **given) >= heads * key.size
-
-
-@pytest.mark.tensorflow
-def test_layers_with_one_rule_share_their_loops():
-    import tensorflow as tf
-
-    rule = hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(2, 2))
-    operand, ids = tf.TensorSpec((None, None, 2, 4)), tf.TensorSpec((None, None), "int32")
-
-    def gradients(x, ids, layers):
-        first = x
-        for _ in range(layers):
-            x = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs={"ids": ids})
-        return tf.gradients(x, first)
-
-    def counts(layers):
-        """The functions in the graph, and their loops."""
-        call = tf.function(lambda *given: gradients(*given, layers), [operand, ids])
-        library = call.get_concrete_function().graph.as_graph_def().library.function
-        return len(library), sum(n.op.endswith("While") for f in library for n in f.node_def)
-
-    (functions, loops), (more, same_loops) = counts(1), counts(3)
-    assert loops == same_loops
-    assert more - functions <= 2 * 6  # each layer has two branches, and those of gradients
-
-
-# ---------------------------------------------------------------- what is not possible
-
-
-def test_tiles_give_no_probabilities():
-    qkv = operands(1, 5, 5, 2)
-    with pytest.raises(
-        ValueError, match="`tiled=True` is not possible here: returned probabilities and symbolic"
-    ):
-        attend(qkv, hm.Window(1, 1), return_scores=True)
-    attend(qkv, hm.Window(1, 1), tiled=None, return_scores=True)
-
-
-def test_unknown_lengths_off_tensorflow_graphs():
-    offset = ops.convert_to_tensor(1)
-    qkv = operands(1, 5, 5, 2)
-    if BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        call = tf.function(lambda: attend(qkv, hm.Window(1, 1), None, offset), jit_compile=True)
-    else:
-
-        def call():
-            attend(qkv, hm.Window(1, 1), None, offset)
-
-    with pytest.raises(
-        ValueError, match="`tiled=True` is not possible here: outside TensorFlow graphs"
-    ):
-        call()

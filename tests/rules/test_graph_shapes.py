@@ -5,7 +5,6 @@ import pickle
 import keras
 import numpy as np
 import pytest
-from export_models import server
 from fresh import run_fresh
 from keras_versions import takes_unread_inputs
 
@@ -75,20 +74,6 @@ def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(make, tmp_path):
                 message = "mask_input_of_another_shape"
             with pytest.raises(tf.errors.InvalidArgumentError, match=message):
                 call(ids, np.ones(shape, "int32"))
-
-
-@pytest.mark.parametrize("make", [_layer, pytest.param(_retrofitted, marks=takes_unread_inputs)])
-def test_ids_of_another_rank_are_named_where_a_server_passes_them_on(make, tmp_path):
-    import tensorflow as tf
-
-    make().export(str(tmp_path / "model"), verbose=False)
-    ids = np.ones((3, 6), "int32")
-    with server(tmp_path / "model") as ask:
-        assert ask("serving_default", ids=ids, seen=ids)
-        for shape in (), (3,), (3, 6, 1):
-            message = rf"equal 2, got shape \[{len(shape)}\][^$]*mask_input_seen_wrong_rank"
-            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-                ask("serving_default", ids=ids, seen=np.ones(shape, "int32"))
 
 
 def _attention(rule, *given, query_offset=0):
@@ -217,39 +202,6 @@ def test_operands_and_masks_that_do_not_fit_are_refused_when_a_saved_graph_runs(
     run_fresh(ASK, tmp_path, pickle.dumps(cases).hex())
 
 
-def test_a_graph_checks_no_operands_that_are_made_of_one_tensor():
-    import tensorflow as tf
-
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.Window(2, 2))
-    x = keras.Input((None, 8))
-    model = keras.Model(x, layer(layer(x), x))
-
-    @tf.function(input_signature=[tf.TensorSpec((None, None, 8))])
-    def run(x):
-        return model(x)
-
-    checks = [
-        node
-        for node in run.get_concrete_function().graph.as_graph_def().node
-        if node.op == "Assert"
-    ]
-    assert len(checks) == 1  # of the cross-attention
-
-
-def test_make_mask_lets_the_inputs_agree_among_themselves():
-    import tensorflow as tf
-
-    @tf.function(input_signature=[tf.TensorSpec((None, None), tf.int32)] * 2)
-    def run(a, b):
-        rule = hm.SameSegment("a") | hm.KeyFlag("b")
-        return hm.make_mask(rule, *[tf.shape(a)[1]] * 2, 1, {"a": a, "b": b})
-
-    a = np.ones((3, 4), "int32")
-    message = r"mask_inputs\[.*b.*\]` has\] \[1\] \[examples where the batch has\] \[3\]"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        run(a, a[:1])
-
-
 @pytest.mark.parametrize(("declared", "shape"), [((None, 1), (3, 1)), ((1, None), (1, 6))])
 def test_an_axis_declared_as_1_is_checked_where_assertions_are_left_out(declared, shape):
     import tensorflow as tf
@@ -268,21 +220,3 @@ def test_an_axis_declared_as_1_is_checked_where_assertions_are_left_out(declared
         else:
             with pytest.raises(tf.errors.InvalidArgumentError, match="of_another_shape"):
                 run(*operands)
-
-
-@pytest.mark.parametrize("spec", [hm.SameSegment("ids"), hm.SameSentence(1, "ids")])
-def test_a_pair_of_ids_of_which_one_shows_the_batch(spec):
-    import tensorflow as tf
-
-    x = np.random.default_rng(0).normal(size=(2, 9, 2, 4)).astype("float32")
-    ids = np.arange(18, dtype="int32").reshape(2, 9) % 5
-    wanted = hm.dot_product_attention(x, x, x, mask_spec=spec, mask_inputs={"ids": (ids, ids)})
-    known, unknown = tf.TensorSpec((2, None), tf.int32), tf.TensorSpec((None, None), tf.int32)
-    for sides in ((known, unknown), (unknown, known)):
-        call = tf.function(
-            lambda x, *ids: hm.dot_product_attention(
-                x, x, x, mask_spec=spec, mask_inputs={"ids": ids}
-            ),
-            input_signature=[tf.TensorSpec((None, None, 2, 4)), *sides],
-        )
-        np.testing.assert_allclose(call(x, ids, ids), wanted, 1e-5, 1e-6)

@@ -76,19 +76,6 @@ def test_equal_operations_on_equal_tensors_are_equal_and_no_others_are():
     assert len(set(first.values())) == len(pairs)
 
 
-def test_what_waits_for_another_operation_or_stands_on_another_device_is_another():
-    import tensorflow as tf
-
-    def keys(x):
-        with tf.control_dependencies([tf.print("first")]):
-            later = x + 1
-        with tf.device("CPU:0"):
-            there = x + 1
-        return numbers_of(x + 1, later, there, x + 1)
-
-    assert traced(keys) == [0, 1, 2, 0]
-
-
 def test_python_values_are_equal_if_their_types_are():
     keys = 1, True, 1.0, "1", (1,), [1], None, np.int32(1), {"a": 1}, {"a": True}
     assert traced(lambda _: numbers_of(*keys, *keys)) == [*range(len(keys))] * 2
@@ -132,38 +119,6 @@ def test_tensors_of_eager_mode_are_equal_if_they_are_one():
     assert seen == list(range(50))
 
 
-def test_nothing_is_kept_in_eager_mode_or_after_an_error():
-    assert numbers_of("key", "key") == [0, 1]
-
-    def fails(_):
-        with pytest.raises(ZeroDivisionError):
-            once(lambda: 1 / 0, "key")
-        return once(lambda: "made", "key")
-
-    assert traced(fails) == "made"
-
-
-def test_each_graph_has_its_own():
-    import tensorflow as tf
-
-    def same(x):
-        return once(lambda: tf.compat.v1.get_default_graph(), "key", x)
-
-    def graphs(x):
-        inner = tf.function(lambda x: made.append(same(x)), autograph=False)
-        made.append(same(x))
-        inner(x)
-        tf.cond(x[0, 0] > 0, lambda: made.append(same(x)), lambda: made.append(same(x)))
-        tf.while_loop(lambda i: i < 3, lambda i: (made.append(same(x)), i + 1)[1:], [0])
-        made.append(same(x))
-
-    made = []
-    traced(graphs)
-    assert made[0] is made[-1]
-    between = made[1:-1]
-    assert len({id(graph) for graph in between} | {id(made[0])}) == len(between) + 1 >= 5
-
-
 def test_an_operation_is_not_one_of_the_same_name_in_the_graph_around():
     import tensorflow as tf
 
@@ -185,21 +140,3 @@ def test_an_operation_is_not_one_of_the_same_name_in_the_graph_around():
     ((outer, inner, numbers),) = found
     assert outer == inner
     assert numbers == [0, 1, 0]
-
-
-def test_each_replica_has_its_own():
-    """In one graph: they are on devices of their own."""
-    import tensorflow as tf
-
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-
-    def same():
-        return once(lambda: next(count), "key")
-
-    def both(_):
-        before, _ = same(), strategy.run(lambda: seen.append((same(), same())))
-        return before, same()
-
-    count, seen = itertools.count(), []
-    assert traced(both) == (0, 0)
-    assert seen == [(1, 1)]

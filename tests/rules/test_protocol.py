@@ -1,6 +1,5 @@
 """What a spec is asked: a user's leaf gets what a built-in one gets, and no answer is unsound."""
 
-import collections
 import dataclasses
 import warnings
 
@@ -132,69 +131,7 @@ def test_a_twin_is_treated_alike(leaf):
             assert all(np.isin(leaf.sampling.ids, ids).all() for ids in made.values())
 
 
-def drawn(graph):
-    """How often each operation, with its constant, stands in a graph and the functions it calls."""
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    return collections.Counter(
-        (node.op, node.attr["value"].tensor.SerializeToString()) for node in nodes
-    )
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("leaf", {type(leaf): leaf for leaf in LEAVES}.values(), ids=repr)
-@pytest.mark.every_day("^SameSentence")
-def test_a_twin_is_computed_by_the_same_graph(leaf):
-    """Which implementation, tiles of which size, what is taken out: all that shows in a graph."""
-    import tensorflow as tf
-
-    rule = hm.PerHead({0: leaf}, default=leaf | NEAR)
-    signature = [
-        tf.TensorSpec((2, None, 2, 4)),
-        {
-            name: tf.TensorSpec([None if size == LENGTH else size for size in x.shape], x.dtype)
-            for name, x in inputs_of(rule, LENGTH).items()
-        },
-    ]
-
-    def graph(spec):
-        @tf.function(input_signature=signature)
-        def attend(x, inputs):
-            return hm.dot_product_attention(x, x, x, mask_spec=spec, mask_inputs=inputs or None)
-
-        return attend.get_concrete_function().graph.as_graph_def()
-
-    assert drawn(graph(twins(rule))) == drawn(graph(rule))
-
-
 # --- what the answers promise ---
-
-
-FLAG, IDS = hm.KeyFlag("flags"), hm.SameSegment("ids")
-
-
-@pytest.mark.parametrize(
-    ("spec", "is_local"),
-    [
-        (hm.Full(), False),
-        (NEAR, True),
-        (CAUSAL, False),
-        (IDS, True),
-        (~NEAR, False),
-        (hm.Full() | NEAR, False),  # found as a bug: it sees all keys
-        (CAUSAL | NEAR, False),
-        (hm.MaskInput("m") | NEAR, False),
-        (NEAR | hm.Nothing(), True),
-        (hm.recipes.longformer(2, "flags"), True),
-        (NEAR | (FLAG & hm.MaskInput("m")), True),
-        (NEAR | ~FLAG, False),
-        (NEAR | hm.Keys(0, 4), True),
-        ((hm.Full() | NEAR) & hm.Chunk(2), True),
-        (hm.PerHead({0: NEAR}, default=IDS), True),
-    ],
-    ids=repr,
-)
-def test_local_rules(spec, is_local):
-    assert spec.tiling.is_local == is_local
 
 
 @MANY

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.tensorflow  # the same on every backend
 
 W = hm.Window
 CAUSAL = "itself and every token before it"
-STREAMING = "the first 4 tokens, itself and 255 tokens before it"
 
 OF_STEP = "of these only those at a distance that is a multiple of"
 SAID = [

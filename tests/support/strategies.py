@@ -60,14 +60,14 @@ reading_leaves = st.one_of(
 leaves = positional_leaves | reading_leaves
 
 
-def _compounds(parts, per_head):
+def _compounds(parts):
     joins = st.one_of(
         st.builds(lambda a, b: a & b, parts, parts),
         st.builds(lambda a, b: a | b, parts, parts),
         st.builds(lambda a: ~a, parts),
     )
     heads = st.dictionaries(st.integers(0, NUM_HEADS - 1), parts, max_size=NUM_HEADS)
-    return joins | st.builds(per_head_of, heads, parts) if per_head else joins
+    return joins | st.builds(per_head_of, heads, parts)
 
 
 def per_head_of(heads, default):
@@ -84,13 +84,12 @@ def per_head_of(heads, default):
     return hm.PerHead(kept, default)
 
 
-def specs(leaves=leaves, per_head=True):
+def specs(leaves=leaves):
     """Random rules over `leaves`, for `NUM_HEADS` heads at least."""
-    return st.recursive(leaves, lambda parts: _compounds(parts, per_head), max_leaves=6)
+    return st.recursive(leaves, _compounds, max_leaves=6)
 
 
 any_specs = specs()
-shared_specs = specs(per_head=False)
 positional_specs = specs(positional_leaves)
 
 

@@ -13,7 +13,6 @@ from keras import layers, ops
 from small_models import TOKENS, one_layer, stack
 
 import keras_headmask as hm
-from keras_headmask.heads import leaks as engine
 from keras_headmask.heads.changes import difference, scales
 from keras_headmask.heads.leaks import find_leaks
 from keras_headmask.heads.testing import assert_no_leaks
@@ -125,23 +124,6 @@ def test_one_example_of_a_function_that_mixes_the_batch():
     report = find_leaks(lambda x: causal_function(over_the_batch(x) + x), FLOATS[:1], CAUSAL)
     assert not report
     assert report.tried == report.pairs == 15
-
-
-def test_many_changes_run_as_one_batch(monkeypatch):
-    sizes = []
-
-    def counting(x):
-        sizes.append(len(x))
-        return one_behind(x)
-
-    stacked = find_leaks(counting, FLOATS, CAUSAL)
-    # Two runs; of each example in two draws; and in two draws the batch beside a copy of it for
-    # each of 5 positions.
-    assert sizes == [2] * (2 + 2 * 2) + [2 * 6] * 2
-    monkeypatch.setattr(engine, "_STACKED", 1)
-    sizes.clear()
-    assert places(find_leaks(counting, FLOATS, CAUSAL)) == places(stacked)
-    assert set(sizes) == {2}
 
 
 def test_a_fixed_batch_is_changed_one_by_one():
@@ -544,26 +526,7 @@ def test_noise_is_as_large_as_the_inputs():
     assert find_leaks(lambda x: one_behind(1e-9 * x), FLOATS * 0 + 1e9, CAUSAL)
 
 
-# --- Reports and errors ---------------------------------------------------------------------------
-
-
-def test_a_report_prints_itself():
-    report = find_leaks(floats(MeanOverTime()), FLOATS, CAUSAL)
-    first, header, row, *_, last = str(report).splitlines()
-    assert first == (
-        "30 leaks. Tried 30 of 30 hidden pairs of positions, and 2 of 2 pairs of examples."
-    )
-    assert header.split() == ["input", *_PLACE, "output", *_PLACE, "change"]
-    assert row.split()[0] == "features"
-    assert last == "... and 20 more."
-    assert report.leaks[0].change >= report.leaks[1].change > 0
-    with pytest.raises(AssertionError, match="30 leaks"):
-        assert_no_leaks(floats(MeanOverTime()), FLOATS, CAUSAL)
-    with pytest.raises(AssertionError, match=r"^Nothing is hidden within a text, so nothing is pr"):
-        assert_no_leaks(floats(MeanOverTime()), FLOATS, hm.Full())
-
-
-_PLACE = ("example", "position")
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 def random(x):

@@ -264,31 +264,6 @@ def test_a_mask_of_pairs_marks_no_padding():
     assert_close(report.scores["next"], np.zeros((1, 2)))
 
 
-def test_a_report_prints_as_a_table():
-    report = measure_heads(hm.apply_head_masks(one_layer(), PREVIOUS), LONG, END)
-    lines = str(report).split("\n")
-    assert lines[0] == f"5 texts of {report.tokens} tokens; padding: the Keras mask."
-    assert lines[1].split() == ["layer", "head", "role", *report.scores]
-    assert lines[2].split()[:6] == ["attention", "0", "previous", "token", "0.00", "1.00"]
-    assert len(lines) == 6
-    assert str(measure_heads(one_layer(), LONG[:1])).startswith("1 text of ")
-
-
-def test_pictures_of_measures():
-    pytest.importorskip("matplotlib")
-    report = measure_heads(of_different_heads(), LONG, END)
-    figure = report.plot()
-    assert [ax.get_title() for ax in figure.axes[:-1]] == list(report.upper_bound)
-    ax, scale = report.plot("local").axes
-    np.testing.assert_array_equal(
-        np.ma.filled(ax.images[0].get_array(), np.nan), report.scores["local"]
-    )
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("heads", "layers")
-    assert scale.get_ylabel() == "share of attention"
-    assert ax.patch.get_hatch()  # shows where a layer has fewer heads
-    assert ax.images[0].cmap.get_bad()[3] == 0
-
-
 # --- Bad input -----------------------------------------------------------------------------------
 
 
@@ -428,11 +403,3 @@ TWO = np.ones((2, 20, 8), "float32")
 def test_bad_input_is_refused(model, inputs, more, error, message):
     with pytest.raises(error, match=message):
         measure_heads(model(), inputs, **more)
-
-
-def test_bad_questions_to_a_report():
-    report = measure_heads(one_layer(), LONG)
-    with pytest.raises(ValueError, match=r"`threshold` must lie between 0 and 1"):
-        report.roles(2)
-    with pytest.raises(ValueError, match=r"There is no measure 'nearness': measured were"):
-        report.plot("nearness")

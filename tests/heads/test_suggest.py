@@ -122,14 +122,6 @@ def test_a_layer_that_runs_twice_has_one_rule():
     assert hm.mask_specs(hm.apply_head_masks(model, found.rules)).keys() == {"twice"}
 
 
-@pytest.mark.tensorflow
-def test_a_picture():
-    pytest.importorskip("matplotlib")
-    found = suggest_rules(model_of(2, 2), IDS)
-    (image,) = found.plot().axes[0].images
-    np.testing.assert_array_equal(np.array(image.get_array()), found.computed)
-
-
 @pytest.mark.parametrize(
     ("inputs", "more", "error", "match"),
     [

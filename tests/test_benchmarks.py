@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))  # `benchmarks` is no part of the installed package
 cases, language_model, measure, report, scaling = (
     importlib.import_module(f"benchmarks.{name}")
@@ -64,21 +62,6 @@ def test_the_numpy_mask_is_the_rule(name):
     expected = np.broadcast_to(case.mask(data), shape)
     assert 0 < expected.mean() < 1
     np.testing.assert_array_equal(np.broadcast_to(np.asarray(ours), shape), expected)
-
-
-def test_a_peer_that_fails_is_recorded():
-    def fails():
-        raise RuntimeError("no kernel")
-
-    result = measure.interleaved({"works": lambda: 1, "fails": fails}, repetitions=3)
-    assert list(result["seconds"]) == ["works"]
-    assert result["errors"] == {"fails": "RuntimeError: no kernel"}
-
-
-def test_exponent_of_a_power_law():
-    rows = [{"length": n, "seconds": 3e-9 * n**1.5} for n in (1024, 4096, 8192, 65536)]
-    assert scaling.exponent(rows, "seconds") == pytest.approx(1.5)
-    assert scaling.exponent(rows[:2], "seconds") is None
 
 
 @long
@@ -164,31 +147,3 @@ def test_a_head_that_repeats_sees_what_followed_the_same_tokens():
     expected[7, [2, 5]] = True  # 1 2 -> 3, 4
     expected[8, 3] = True  # 2 3 -> 1
     np.testing.assert_array_equal(np.asarray(mask), expected)
-
-
-@pytest.mark.parametrize("folder", ["", "avx2"])
-def test_the_report_of_a_record_is_what_stands_beside_it(folder, tmp_path):
-    record = json.loads((RESULTS / folder / "record.json").read_text(encoding="utf-8"))
-    assert report.ratios(record) == record["ratios"]
-    report.write(record, tmp_path)
-    written, kept = (
-        (x / "RESULTS.md").read_text(encoding="utf-8") for x in (tmp_path, RESULTS / folder)
-    )
-    assert written == kept
-
-
-def test_the_tables_of_the_page_are_those_of_the_records():
-    page = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
-    named = ("record", "language_model_time", "language_model_loss")
-    record, times, losses = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in named
-    )
-    assert not record["quick"]
-    assert report.goal_table(record) in page
-    of_arm = language_model.losses_of(losses)
-    for arm, ratio in times["ratios"].items():
-        cells = "- | -"
-        if arm in of_arm:
-            by_seed = ", ".join(f"{loss:.3f}" for loss in of_arm[arm])
-            cells = f"{statistics.mean(of_arm[arm]):.3f} | {by_seed}"
-        assert f"| {arm} | {cells} | {ratio:.2f} |" in page

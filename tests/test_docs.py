@@ -109,17 +109,6 @@ def test_every_kind_is_in_the_language_table():
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("name", [file.stem for file in (ROOT / "docs" / "printed").glob("*.json")])
-def test_a_tutorial_shows_what_its_code_printed(name, monkeypatch):
-    """Else no site is built."""
-    pytest.importorskip("jupytext")
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    from printed import printed_by
-
-    assert any(printed_by(ROOT / "examples" / f"{name}.py"))
-
-
-@pytest.mark.tensorflow
 @pytest.mark.long  # (`make docs` builds it, too)
 def test_the_site(tmp_path):
     for module in ("material", "mkdocstrings_handlers.python", "jupytext"):
@@ -141,18 +130,6 @@ def test_the_site(tmp_path):
 
 def is_recipe(value):
     return getattr(value, "__module__", "") == hm.recipes.__name__
-
-
-@pytest.mark.tensorflow
-def test_the_models_of_a_server_are_written_as_it_reads_them():
-    """Of its three files, the one whose proto is in a package."""
-    protos = pytest.importorskip("tensorflow_serving.config.model_server_config_pb2")
-    from google.protobuf import text_format
-
-    shown = re.search(r"```protobuf\n(model_config_list.*?)```", PAGES["serving"], re.DOTALL)[1]
-    (model,) = text_format.Parse(shown, protos.ModelServerConfig()).model_config_list.config
-    assert (model.name, model.base_path) == ("tiny", "/models/tiny")
-    assert model.model_platform == "tensorflow"
 
 
 def test_every_finding_is_explained():

@@ -81,11 +81,3 @@ def test_what_is_done_is_skipped_and_another_text_is_refused(once):
     with pytest.raises(ValueError, match=r"is of another text or model\. Remove it, or"):
         score_corpus.score(path, folder, out)
     path.write_bytes(before)
-
-
-def test_arguments_that_nobody_knows_are_refused(capsys):
-    """Else the default texts would be scored in place of the files that were meant."""
-    for arguments in (["news/a.jsonl"], ["--inputs", "a.jsonl"]):
-        with pytest.raises(SystemExit):
-            score_corpus.main(arguments)
-        assert "unrecognized arguments" in capsys.readouterr().err

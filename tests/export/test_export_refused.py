@@ -36,11 +36,6 @@ def with_a_layer(function):
     return over(Odd())
 
 
-def of_fixed_length():
-    ids = keras.Input((8,), dtype="int32")
-    return keras.Model(ids, layers.Embedding(9, 2)(ids))
-
-
 def calling_python(x):
     import tensorflow as tf
 

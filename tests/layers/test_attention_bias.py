@@ -89,17 +89,3 @@ def test_several_attention_axes_are_refused():
     layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, attention_axes=(1, 2))
     with pytest.raises(ValueError, match="speaks of one axis of queries"):
         layer(normal(1, 3, 3, 8), attention_bias=np.ones((1, 1), "float32"))
-
-
-@pytest.mark.tensorflow
-def test_onnx_gets_the_nodes_that_are_fused(tmp_path):
-    onnx = pytest.importorskip("onnx", reason="`pip install -e .[targets]`")
-    pytest.importorskip("tf2onnx", reason="`pip install -e .[targets]`")
-    x, bias = keras.Input((LENGTH, 2, 4), name="x"), keras.Input((2, LENGTH, LENGTH), name="bias")
-    output = hm.dot_product_attention(x, x, x, bias=bias)
-    model = keras.Model({"x": x, "bias": bias}, {"y": output})
-    model({"x": normal(2, LENGTH, 2, 4), "bias": normal(2, 2, LENGTH, LENGTH)})
-    model.export(str(tmp_path / "model.onnx"), format="onnx", verbose=False)
-    nodes = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
-    kept = [node for node in nodes if node not in ("Transpose", "Mul", "Reshape", "Einsum")]
-    assert kept == ["MatMul", "Add", "Softmax", "MatMul"], nodes

@@ -164,20 +164,6 @@ def test_query_offset_moves_rule_causal_mask_and_window(kind, as_tensor):
     )
 
 
-def test_symbolic_shapes_of_cross_attention(kind):
-    q, v = keras.Input((3, 8)), keras.Input((5, 8))
-    y, scores = kind.layer(2, 4)(q, v, return_attention_scores=True)
-    assert y.shape == (None, 3, 8)
-    assert scores.shape == (None, 2, 3, 5)
-    (alone, scores) = Layer(2, 4, value_dim=3, output_shape=7)(q, return_attention_scores=True)
-    assert (alone.shape, scores.shape) == ((None, 3, 7), (None, 2, 3, 3))
-    model = keras.Model([q, v], kind.layer(2, 4)(q, v, return_attention_scores=True))
-    assert [a.shape for a in model.predict([normal(2, 3, 8), normal(2, 5, 8)], verbose=0)] == [
-        (2, 3, 8),
-        (2, 2, 3, 5),
-    ]
-
-
 @pytest.mark.parametrize("axes", [None, (1,), (2,), (1, 2)])
 def test_more_attention_axes_work_as_in_stock_keras(axes):
     ours, stock = (c(2, 4, attention_axes=axes) for c in (Layer, keras.layers.MultiHeadAttention))
@@ -322,14 +308,6 @@ def test_rules_need_one_axis_of_queries():
             Layer(2, 4)(x, **call)
     with pytest.raises(ValueError, match=f"{message}.*Flatten"):
         Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))(x)
-
-
-@pytest.mark.tensorflow
-def test_flash_attention_says_what_stock_says(kind):
-    with pytest.raises(ValueError, match="Flash attention is not supported in tensorflow"):
-        kind.built(2, flash_attention=True)(normal(1, 3, 8))
-    with pytest.raises(ValueError, match="Dropout is not supported when flash"):
-        kind.layer(2, 4, flash_attention=True, dropout=0.1)
 
 
 # ---------------------------------------------------------------- precision

@@ -335,26 +335,6 @@ def test_probabilities_are_returned(name):
 
 @needs_torch
 @torch.no_grad()
-def test_a_step_evaluates_a_rule_once_and_a_rule_that_hides_nothing_costs_nothing(monkeypatch):
-    evaluated, mask_of_all_heads = [], hf.evaluation.mask_of_all_heads
-    monkeypatch.setattr(
-        hf.evaluation, "mask_of_all_heads", lambda *x: evaluated.append(1) or mask_of_all_heads(*x)
-    )
-    ids = texts()
-    model = hf.mask_heads(made("Llama", DECODERS), RULE)
-    cache = model(ids, use_cache=True).cache
-    evaluated.clear()
-    with hf.mask_inputs(token_ids=torch.cat((ids, ids[:, :1]), 1)):
-        model(ids[:, :1], cache=cache)
-    assert evaluated == [1]  # for three layers
-    monkeypatch.setattr(hf, "dot_product_attention", None)
-    plain = hf.unmask(model)(ids).logits
-    assert apart(hf.mask_heads(model, hm.PerHead({0: hm.Full()}))(ids).logits, plain) < 1e-5
-    assert evaluated == [1]
-
-
-@needs_torch
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
 def test_a_row_that_sees_nothing_adds_nothing_in_a_step(name):
     rule = hm.PerHead({0: hm.Nothing(), 1: hm.Queries(0, 6)})
@@ -447,32 +427,6 @@ def test_what_a_call_does_not_hold_is_passed_beside_it():
     hf.unmask(model)
     hf.mask_heads(model, hm.PerHead({0: hm.Chunk(5)}))
     assert apart(found, model(ids)[0]) < 1e-5
-
-
-@needs_torch
-@torch.no_grad()
-def test_a_rule_that_reads_ids_needs_them_beside_embeddings():
-    model, ids = hf.mask_heads(made("BERT", ENCODERS), RULE), texts()
-    embeddings = model.get_input_embeddings()(ids)
-    lacks = (
-        r"reads 'token_ids'.*Received: \{'inputs_embeds': \(2, 12, 32\)\}\. Pass it.*mask_inputs"
-    )
-    with pytest.raises(RuntimeError, match=lacks):
-        model(inputs_embeds=embeddings)
-    with hf.mask_inputs(token_ids=ids):
-        assert torch.equal(model(inputs_embeds=embeddings)[0], model(ids)[0])
-    decoder = hf.mask_heads(made("Llama", DECODERS), RULE)
-    prompt = {"inputs_embeds": decoder.get_input_embeddings()(ids), "max_new_tokens": 3}
-    with pytest.raises(RuntimeError, match="reads 'token_ids'"):
-        decoder.generate(**prompt)
-    with (
-        hf.mask_inputs(token_ids=ids),
-        pytest.raises(RuntimeError, match=r"1 queries and 13 keys.*'token_ids': \(2, 12\)"),
-    ):
-        decoder.generate(**prompt)
-    hf.mask_heads(hf.unmask(decoder), POSITIONS)
-    continued = decoder.generate(ids, max_new_tokens=3, do_sample=False)[:, LENGTH:]
-    assert torch.equal(decoder.generate(**prompt, do_sample=False), continued)
 
 
 @needs_torch

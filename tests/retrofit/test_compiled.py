@@ -91,13 +91,3 @@ def test_a_function_that_is_gone_is_no_reason_to_refuse():
         assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False))
     finally:
         gc.enable()
-
-
-@pytest.mark.tensorflow
-def test_a_function_of_other_layers_is_no_reason_to_refuse():
-    import tensorflow as tf
-
-    model = one_layer()
-    embed = tf.function(lambda ids: model.layers[1](ids))
-    embed(TOKENS)
-    assert hm.mask_specs(hm.apply_head_masks(model, CHUNK, copy=False))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from contract import numpy
 from keras import layers
-from small_models import CHUNK, TOKENS, apply, one_layer
+from small_models import CHUNK, TOKENS, one_layer
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -151,27 +151,6 @@ def test_what_shape_inference_forgives_no_function_keeps(given, message):
         layer.compute_output_spec([keras.KerasTensor(x.shape, x.dtype) for x in tensors])
     with pytest.raises((ValueError, TypeError), match=message):
         layer(tensors)
-
-
-class Sometimes(layers.MultiHeadAttention):
-    bypass = False
-
-    def call(self, query, value, key=None):
-        return query if self.bypass else super().call(query, value, key)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_that_is_not_used_while_a_function_is_traced_for_shapes(rule):
-    x = keras.Input((7, 8))
-    ids = keras.Input((7,), dtype="int32", name="token_ids")
-    masked = apply(keras.Model([x, ids], Sometimes(2, 4, name="s")(x, x)), RULES[rule])
-    masked.get_layer("s").bypass = True
-    encodes = Encodes(masked)
-    if keras.backend.backend() != "torch":
-        with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
-            encodes.compute_output_spec([keras.KerasTensor(t.shape, t.dtype) for t in (x, ids)])
-    with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
-        encodes([np.ones((2, 7, 8), "float32"), TOKENS])
 
 
 @pytest.mark.tensorflow

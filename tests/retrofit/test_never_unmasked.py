@@ -1,7 +1,6 @@
 """A masked model never loses its rule in silence, nor does any attention escape one."""
 
 import copy
-import dataclasses
 import pickle
 
 import keras
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from contract import normal, numpy
 from keras import layers, ops
-from small_models import CHUNK, PARTS, TOKENS, Block, apply, by_loops, leak, one_layer, stack
+from small_models import CHUNK, PARTS, TOKENS, apply, by_loops, leak, one_layer, stack
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -142,45 +141,6 @@ def test_time_distributed_runs_a_masked_model_on_each_text():
     assert_close(numpy(model(TOKENS[None]))[0], numpy(masked(TOKENS)))
 
 
-@pytest.mark.tensorflow  # what is shown is Keras' own on every backend
-def test_summaries_and_pictures_show_where_the_inputs_of_a_rule_flow(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # Keras' summary is as wide as the terminal
-    masked, lines = apply(stack(2), hm.SameSentence(9)), []
-    masked.summary(print_fn=lambda line, **_: lines.append(line), line_length=200)
-    text = "\n".join(lines)
-    first, second = (text.index(f"block_{i} ") for i in (0, 1))
-    assert "HeadMaskInputs" in text
-    assert "head_mask_inputs" in text[first:second]
-    dot = keras.utils.model_to_dot(masked)
-    names = {node.get_name(): node.get_label() for node in dot.get_nodes()}
-    edges = {(names[e.get_source()], names[e.get_destination()]) for e in dot.get_edges()}
-    assert len([to for start, to in edges if "HeadMaskInputs" in start]) == 2
-
-
-def test_replace_after_and_replaces_all():
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8)(ids)
-    own = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=CHUNK, name="attention")
-    both = hm.apply_head_masks(keras.Model(ids, own(x)), hm.Window(5, 5), existing="and")
-    assert hm.mask_specs(both) == {"attention": CHUNK & hm.Window(5, 5)}
-    assert leak(both) == 0
-    replaced = hm.apply_head_masks(both, hm.Full(), existing="replace")
-    assert hm.mask_specs(replaced) == {"attention": hm.Full()}
-    assert leak(replaced) > 1e-4
-
-
-def test_a_rule_over_a_masked_model_inside_tells_both():
-    inner = hm.apply_head_masks(one_layer(), CHUNK)
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    both = hm.apply_head_masks(keras.Model(ids, inner(ids)), hm.Window(5, 5), existing="and")
-    assert list(hm.mask_specs(both).values()) == [CHUNK & hm.Window(5, 5)]
-    lines = []
-    hm.summary_masks(both, lines.append)
-    assert "Chunk(3) & Window" in lines[0]
-    replaced = hm.apply_head_masks(both, hm.Full(), existing="replace")
-    assert list(hm.mask_specs(replaced).values()) == [hm.Full()]
-
-
 @pytest.mark.parametrize(
     ("rule_inside", "name"),
     [
@@ -200,20 +160,6 @@ def test_rules_of_a_model_and_of_one_inside_read_inputs_of_their_own(rule_inside
     rule = rule_inside & hm.SameSegment(input="part_ids")
     expected = by_loops(stock, rule, inputs, padding=False)
     assert_close(numpy(both([TOKENS, PARTS])), expected)
-
-
-def test_self_and_cross_are_told_by_the_tensors_of_a_call_and_then_by_names():
-    x, memory = keras.Input((7, 8), name="x"), keras.Input((7, 8), name="memory")
-    moved = x + 1.0
-    h = layers.MultiHeadAttention(2, 4, name="one_tensor")(moved, x, key=moved)
-    h = layers.MultiHeadAttention(2, 4, name="named_cross")(h, memory)
-    h = layers.MultiHeadAttention(2, 4, name="self_by_name")(h + 1.0, h)
-    h = layers.MultiHeadAttention(2, 4, name="pools")(h[:, :1], h)
-    masked = hm.apply_head_masks(keras.Model([x, memory], h), CHUNK)
-    assert set(hm.mask_specs(masked)) == {"one_tensor", "self_by_name"}
-    h = layers.MultiHeadAttention(2, 4, name="who_knows")(h + 1.0, h)
-    with pytest.raises(ValueError, match=r"Cannot tell whether .*'who_knows' .* by regexes"):
-        hm.apply_head_masks(keras.Model([x, memory], h), CHUNK)
 
 
 def test_a_failed_call_leaves_the_model_alone():
@@ -303,52 +249,6 @@ def test_a_rule_that_no_layer_used():
     Sometimes.bypass = True
     with pytest.raises(RuntimeError, match=r"attention layer 's' was not used in this call"):
         masked(given)
-
-
-class MaskedSelfAttention(layers.Layer):
-    """Attention by its name."""
-
-    def call(self, x):
-        return x
-
-
-class NeedsNumbers(layers.MultiHeadAttention):
-    """Attention of its own, which does not run for shapes alone."""
-
-    def call(self, query, value, key=None):
-        return query if float(keras.ops.sum(query)) > 0 else value
-
-    def compute_output_spec(self, query, value, key=None):
-        return keras.KerasTensor(query.shape, query.dtype)
-
-
-class Bypass(layers.MultiHeadAttention):
-    def call(self, query, value, key=None):
-        return query
-
-
-@pytest.mark.parametrize(
-    "attend",
-    [
-        lambda x: layers.AdditiveAttention(name="g")([x, x]),
-        lambda x: layers.Attention(name="g")([x, x]),
-        MaskedSelfAttention(name="g"),
-        lambda x: NeedsNumbers(2, 4, name="g")(x, x),
-        lambda x: Bypass(2, 4, name="g")(x, x),
-    ],
-    ids=["AdditiveAttention", "Attention", "MaskedSelfAttention", "NeedsNumbers", "Bypass"],
-)
-def test_an_attention_class_we_do_not_know(attend, request):
-    x, name = keras.Input((7, 8)), request.node.callspec.id
-    y = attend(x)
-    model = keras.Model(x, layers.MultiHeadAttention(4, 3, name="known")(y, y))
-    told = rf"'g' \({name}\).* may attend without the rule"
-    with pytest.raises(ValueError, match=rf"{told}.*in `layers`: .*'known'"):
-        hm.apply_head_masks(model, CHUNK)
-    with pytest.raises(ValueError, match=rf"'g' \({name}\), which 'g' names, may attend without"):
-        hm.apply_head_masks(model, CHUNK, layers="g")
-    masked = hm.apply_head_masks(model, CHUNK, layers="known")
-    assert list(hm.mask_specs(masked)) == ["known"]
 
 
 def test_several_attention_axes_are_refused():
@@ -475,35 +375,6 @@ def test_edges_given_by_hand_stay_when_another_layer_gets_a_rule():
     given = [TOKENS[:, ::-1].copy(), TOKENS]
     for one in (model, both):
         np.testing.assert_array_equal(numpy(one(given)[0]), numpy(masked(TOKENS)))
-
-
-def test_specs_that_look_alike_do_not_share_what_is_prepared():
-    @hm.register_spec("test_never_unmasked_ends")
-    @dataclasses.dataclass(frozen=True, repr=False)
-    class Ends(hm.SameSentence):
-        def __repr__(self):
-            return "Ends()"
-
-    model = stack(2)
-    masked = hm.apply_head_masks(model, {"0": Ends(9), "1": Ends(4)})
-    plain = hm.apply_head_masks(model, {"0": hm.SameSentence(9), "1": hm.SameSentence(4)})
-    np.testing.assert_array_equal(numpy(masked(TOKENS)), numpy(plain(TOKENS)))
-
-
-def test_models_and_layers_of_classes_registered_nowhere_are_cloned():
-    class Trainer(keras.Model):
-        pass
-
-    class Local(Block):
-        pass
-
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    model = Trainer(ids, Local(name="block")(layers.Embedding(12, 8)(ids)))
-    masked = apply(model, hm.SameSentence(9))
-    again = keras.models.clone_model(masked)
-    again.set_weights(masked.get_weights())
-    np.testing.assert_array_equal(numpy(again(TOKENS)), numpy(masked(TOKENS)))
-    assert hm.mask_specs(again) == hm.mask_specs(masked)
 
 
 @keras.saving.register_keras_serializable("test_never_unmasked")

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from contract import GROUPED, MULTI_HEAD, by_hand, normal, numpy, random_biases
-from keras import layers, ops
+from keras import layers
 from keras_versions import needs, takes_unread_inputs
 from oracle import mask as mask_by_loops
 from small_models import CHUNK, PARTS, TOKENS, Block, apply, by_loops, leak, one_layer, stack
@@ -17,7 +17,6 @@ from tolerance import assert_close
 import keras_headmask as hm
 from keras_headmask.attention import choose, kernels
 from keras_headmask.attention.tuning import tuned
-from keras_headmask.retrofit import call
 
 RULES = {
     "one head by sentence": (hm.PerHead({0: hm.SameSentence(9)}), {"token_ids": TOKENS}),
@@ -80,21 +79,6 @@ def test_full_is_bit_equal_to_stock_in_training_too():
     assert max(abs(a - b).max() for a, b in differs) > 1e-4
 
 
-def test_full_leaves_the_work_to_the_class(monkeypatch):
-    """At sizes, and on machines, where another implementation would round otherwise, too."""
-
-    def never(*arguments, **keywords):
-        raise AssertionError("a layer that nothing restricts computes as it did")
-
-    monkeypatch.setattr(call, "attend", never)
-    stock = one_layer()
-    for spec in (hm.Full(), hm.PerHead({0: hm.Full()}), hm.Full().get_config()):
-        full = hm.apply_head_masks(stock, spec)
-        np.testing.assert_array_equal(numpy(full(TOKENS)), numpy(stock(TOKENS)))
-    with pytest.raises(AssertionError, match="as it did"):
-        hm.apply_head_masks(stock, CHUNK)(TOKENS)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [MULTI_HEAD, GROUPED], ids=str)
 def test_a_causal_flag_and_its_shortcut_are_kept(kind, causal):
@@ -144,18 +128,6 @@ def test_scores_are_those_of_the_rule(kind):
     allowed = mask_by_loops(spec, 2, 4, 7, 7)
     assert (numpy(scores)[~allowed] == 0).all()
     assert_close(numpy(scores).sum(-1)[:, 1:], 1)
-
-
-def test_what_the_rule_reads_is_prepared_once(monkeypatch):
-    prepared = []
-    prepare = hm.SameSentence.prepare
-    masked = apply(stack(3), hm.PerHead({0: hm.SameSentence(9)}))
-    assert [type(x).__name__ for x in masked.layers].count("HeadMaskInputs") == 1
-    monkeypatch.setattr(
-        hm.SameSentence, "prepare", lambda self, x: prepared.append(1) or prepare(self, x)
-    )
-    masked(TOKENS)
-    assert len(prepared) == 1
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
@@ -389,21 +361,6 @@ def test_a_masked_model_inside_a_model(tmp_path):
     np.testing.assert_array_equal(numpy(again(given)), numpy(wider(given)))
 
 
-def test_rules_of_models_inside_one_another_are_computed_as_one(monkeypatch):
-    """So that tiles skip what either of them hides."""
-    ids, seen, attend = keras.Input((None,), dtype="int32"), [], call.attend
-    inner = hm.apply_head_masks(one_layer(mask_zero=False), hm.SameSentence(9))
-    both = hm.apply_head_masks(keras.Model(ids, inner(ids)), hm.Window(1, 1), existing="and")
-
-    def noting(request):
-        seen.append(request.rule)
-        return attend(request)
-
-    monkeypatch.setattr(call, "attend", noting)
-    both(TOKENS)
-    assert seen == [hm.SameSentence(9) & hm.Window(1, 1)]
-
-
 def test_a_nested_model_does_not_take_the_rule_around_it_for_its_own():
     """The rule around it reads the ids of the outer model, which the nested one gets as others."""
 
@@ -524,36 +481,6 @@ def test_other_layers_may_get_a_rule_later():
     assert leak(masked) == 0
     with pytest.raises(ValueError, match=r"`existing` must be one of"):
         hm.apply_head_masks(masked, CHUNK, existing="or")
-
-
-@pytest.mark.parametrize(
-    ("rule", "example"),
-    [
-        (hm.SameSegment("words"), r"`SameSegment\('token_ids'\)`"),
-        (hm.Window(1, 1) & hm.KeyFlag("open"), r"`KeyFlag\('padding_mask'\)`"),
-        (hm.KeyIn("words", 3), r"`KeyIn\('token_ids', \(3,\)\)`"),
-        (hm.MaskInput("m"), r"its `input` argument"),
-    ],
-)
-def test_a_missing_input_is_told_with_an_example_that_fits(rule, example):
-    mask = keras.Input((7,), dtype="int32", name="padding_mask")
-    ids = keras.Input((7,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8)(ids) * ops.cast(mask, "float32")[..., None]
-    model = keras.Model([mask, ids], layers.MultiHeadAttention(4, 3)(x, x))
-    with pytest.raises(ValueError, match=rf"Name one of them in the rule \({example}\), or pass"):
-        hm.apply_head_masks(model, rule)
-
-
-def test_a_model_of_embeddings_takes_ids_as_a_new_input():
-    x = keras.Input((7, 8), name="embeddings")
-    model = keras.Model(x, layers.MultiHeadAttention(4, 3)(x, x))
-    message = r"reads \['token_ids'\].* inputs are \['embeddings'\]\. Pass add_inputs=True"
-    with pytest.raises(ValueError, match=message):
-        hm.apply_head_masks(model, hm.SameSentence(9))
-    with pytest.raises(ValueError, match=r"reads 'embeddings' as one value per position"):
-        hm.apply_head_masks(model, hm.SameSentence(9, input="embeddings"))
-    masked = hm.apply_head_masks(model, hm.SameSentence(9), add_inputs=True)
-    assert [tensor.name for tensor in masked.inputs] == ["embeddings", "token_ids"]
 
 
 @pytest.mark.parametrize("kind", [layers.MultiHeadAttention, hm.PerHeadMaskedMultiHeadAttention])

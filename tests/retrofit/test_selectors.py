@@ -13,7 +13,6 @@ from small_models import CHUNK, PARTS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.retrofit import select
 
 
 @pytest.fixture(scope="module")
@@ -90,20 +89,6 @@ def test_a_number_as_a_key_may_mean_a_head(decoder, key):
         hm.apply_head_masks(decoder, {key: CHUNK})
 
 
-@pytest.mark.parametrize(
-    ("key", "advised"),
-    [
-        ((0, 1), r'"0,1": .*PerHead\(\{\(0, 1\): '),
-        ([0, 1], r'"0,1": .*PerHead\(\{\(0, 1\): '),
-        (range(2), r'"0-1": .*PerHead\(\{\(0, 1\): '),
-        (range(0, 3, 2), r'"0,2": .*PerHead\(\{\(0, 2\): '),
-    ],
-)
-def test_the_advice_keeps_all_numbers_of_a_key(key, advised):
-    with pytest.raises(ValueError, match=advised):
-        select._refuse_number(key)
-
-
 def test_cross_attention_reads_a_pair(decoder):
     rule = hm.SameSegment("ids") & hm.KeyFlag("open")
     masked = hm.apply_head_masks(decoder, rule, layers="looks", add_inputs=True)
@@ -136,18 +121,6 @@ def test_layers_of_one_name_are_told_apart():
     model = keras.Model(x, Twins(name="pair")(x))
     masked = hm.apply_head_masks(model, {"0": CHUNK, "1": hm.Full()})
     assert hm.mask_specs(masked) == {"pair/twin": CHUNK, "pair/twin#2": hm.Full()}
-
-
-def test_the_report(decoder):
-    lines = []
-    hm.summary_masks(hm.apply_head_masks(decoder, hm.PerHead({0: CHUNK}), layers=1), lines.append)
-    assert [line.split()[:6] for line in lines] == [
-        ["0", "first", "MultiHeadAttention", "4", "heads", "self"],
-        ["-", "looks_over", "MultiHeadAttention", "4", "heads", "cross"],
-        ["1", "last", "MultiHeadAttention", "4", "heads", "self"],
-    ]
-    assert lines[0].endswith("None")
-    assert lines[2].endswith("PerHead({0: Chunk(3)})")
 
 
 def test_layers_with_equal_rules_are_one_row():

@@ -94,21 +94,6 @@ class Latents(Composite):
 
 
 @registered
-class Around(OfTwo):
-    """A composite layer inside another."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.inside = Decoder(name="inside")
-
-    def build(self, x_shape, memory_shape):
-        self.inside.build(x_shape, memory_shape)
-
-    def call(self, x, memory):
-        return self.inside(memory=memory * 1.0, x=x) * 1.0
-
-
-@registered
 class OfItself(Composite):
     names = ("attention",)
 
@@ -156,14 +141,6 @@ def test_tensors_that_are_cast_on_the_way(dtype_policy):
     """Each argument by itself: one tensor must not become two."""
     model = one_input(lambda x: Decoder(name="one")(x, x))
     assert kinds(model)[0] == ("one/b", "self")
-
-
-def test_composite_layers_in_each_other_and_shared():
-    shared = Around(name="around")
-    model = two_inputs(shared, shared)
-    assert kinds(model) == [("around/inside/b", "self"), ("around/inside/a", "unclear")]
-    model.get_layer("around").inside.a.name = "late_cross_attention"
-    assert kinds(model)[1] == ("around/inside/late_cross_attention", "cross")
 
 
 def test_self_attention_as_people_write_it():
@@ -234,30 +211,6 @@ def test_attention_that_a_model_has_not_made_yet():
             apply(model, CHUNK, layer, copy=False)
     model(normal(2, 7, 8))
     assert hm.mask_specs(apply(model, CHUNK, copy=False)) == {"self_attention": CHUNK}
-
-
-def test_layers_that_were_built_for_the_length_that_keras_puts_in():
-    """PyTorch's backend builds what a body holds at the length with which it tries the body."""
-
-    class BuildsInside(Composite):
-        names = ("a", "b")
-
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.dense = keras.Sequential([layers.Dense(8)])
-
-        def build(self, x_shape, memory_shape):
-            super().build(x_shape)
-
-        def call(self, x, memory):
-            return self.dense(self.b(x, self.a(x, memory)))
-
-        compute_output_shape = layers.Layer.compute_output_shape
-
-    assert kinds(two_inputs(BuildsInside(name="one"))) == [
-        ("one/a", "unclear"),
-        ("one/b", "unclear"),
-    ]
 
 
 def test_no_trace_is_left_of_the_trace():

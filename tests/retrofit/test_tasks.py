@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from backbone_calls import randomised
 from contract import numpy
-from fresh import run_fresh
 from greedy import GIVEN, PROMPT, without_cache
 from tolerance import assert_close
 
@@ -75,16 +74,6 @@ def test_an_edited_file_never_loads_without_its_rule():
             masked.from_config(edited)
 
 
-def test_a_backbone_of_another_task():
-    masked = hm.apply_head_masks(bert(), hm.Chunk(4))
-    task = keras_hub.models.BertMaskedLM(backbone=masked, preprocessor=None)
-    given = features(mask_positions=np.array([[1, 2], [0, 3]], "int32"))  # of the first chunk
-    other = given | {"token_ids": given["token_ids"].copy()}
-    other["token_ids"][:, 5] = 29
-    assert task(given).shape == (2, 2, 30)
-    np.testing.assert_array_equal(numpy(task(other)), numpy(task(given)))
-
-
 def test_a_preset_is_refused_with_the_way_out(tmp_path):
     masked = hm.apply_head_masks(bert(), hm.Chunk(4))
     task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
@@ -131,57 +120,12 @@ def test_a_copy_of_a_task_is_not_compiled():
             one.generate(given, stop_token_ids=None)
 
 
-WITHOUT_THE_IMPORT = """
-import keras, keras_hub, sys
-try:
-    keras.saving.load_model(sys.argv[1])
-except TypeError as error:
-    said = "Full object config: {'module': 'keras_headmask', 'class_name': 'BertTextClassifier', "
-    assert said in str(error), error
-else:
-    raise AssertionError("loaded")
-"""
-
-
-@pytest.mark.tensorflow  # (the same on each)
-def test_keras_names_the_import_that_a_file_needs(tmp_path):
-    task = hm.apply_head_masks(keras_hub.models.BertTextClassifier(bert(), 2), hm.Chunk(4))
-    task.save(tmp_path / "task.keras")
-    run_fresh(WITHOUT_THE_IMPORT, tmp_path / "task.keras")
-
-
 @pytest.fixture
 def heap_at_rest():
     """Keras collects garbage at each weight that is replaced: let it look at the test's own."""
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.mark.long
-def test_lora(tmp_path, heap_at_rest):
-    results = {}
-    for name, rule in (("stock", None), ("full", hm.Full()), ("rule", hm.Chunk(4))):
-        backbone = bert() if rule is None else hm.apply_head_masks(bert(), rule)
-        backbone.enable_lora(2)
-        rng = np.random.default_rng(4)
-        for weight in backbone.trainable_weights:  # the adapters, whose start is random
-            weight.assign(rng.normal(size=weight.shape).astype("float32") * 0.1)
-        keras.utils.set_random_seed(4)
-        task = keras_hub.models.BertTextClassifier(backbone=backbone, num_classes=2, dropout=0.0)
-        fitted(task, features())
-        backbone.save_lora_weights(tmp_path / f"{name}.lora.h5")
-        results[name] = numpy(backbone(features())["sequence_output"])
-        if rule is not None:
-            backbone.save(tmp_path / f"{name}.keras")  # merges, as stock does
-            again = keras.saving.load_model(tmp_path / f"{name}.keras")
-            again = numpy(again(features())["sequence_output"])
-            assert_close(again, results[name], depth=3)
-            stock = numpy(hm.unmasked(backbone)(features())["sequence_output"])
-            agrees = np.allclose(stock, results[name], atol=1e-5)
-            assert agrees == (name == "full")
-    assert_close(results["full"], results["stock"])
-    assert abs(results["rule"] - results["stock"]).max() > 1e-2
 
 
 @pytest.mark.long
@@ -217,14 +161,6 @@ def generated(task):
     task.compile(sampler="greedy", run_eagerly=True)
     given = {"token_ids": PROMPT.copy(), "padding_mask": GIVEN.copy()}
     return task.generate(given, stop_token_ids=None)["token_ids"]
-
-
-def test_generation_of_opt_is_the_uncached_forward():
-    stock = causal_lm("OPT")
-    masked = hm.apply_head_masks(stock, POSITIONS)
-    assert isinstance(masked, keras_hub.models.OPTCausalLM)
-    np.testing.assert_array_equal(generated(masked), without_cache(masked))
-    assert (without_cache(masked) != without_cache(stock)).any()
 
 
 def test_a_task_on_a_masked_backbone_generates_under_its_rule():
@@ -278,41 +214,6 @@ def both_sides(**more):
         "decoder_token_ids": rng.integers(2, 28, (2, 5)).astype("int32"),
         "decoder_padding_mask": np.ones((2, 5), "int32"),
     } | more
-
-
-def felt(model, changed, position, output, **more):
-    """How far a change of one token of input `changed` moves each row of `output`."""
-    before = both_sides(**more)
-    after = {name: value.copy() for name, value in before.items()}
-    after[changed][:, position] = 1
-    moved = numpy(model(before)[output]) - numpy(model(after)[output])
-    return abs(moved).max(axis=(0, 2))
-
-
-@pytest.mark.long
-def test_cross_attention_by_sentences_of_both_sides(bart):
-    """Each side's ids come from the inputs that BART has: no input is added."""
-    by_sentence = hm.SameSentence(29)
-    rules = {
-        "0-1": hm.SameSentence(29, input="encoder_token_ids"),
-        "decoder.*/self": hm.SameSentence(29, input="decoder_token_ids") & hm.Window(after=0),
-        "cross_attention": by_sentence,
-    }
-    masked = hm.apply_head_masks(bart, rules)
-    assert sorted(masked.input) == sorted(bart.input)
-    given = both_sides()
-    given["encoder_token_ids"][:, 3] = given["decoder_token_ids"][:, 1] = 29
-    sides = {k: given[k] for k in ("encoder_token_ids", "decoder_token_ids")}
-    output = "decoder_sequence_output"
-    in_first = felt(masked, "encoder_token_ids", 1, output, **sides)
-    in_second = felt(masked, "encoder_token_ids", 6, output, **sides)
-    assert (in_first[:2] > 0).all()
-    assert (in_first[2:] == 0).all()
-    assert (in_second[:2] == 0).all()
-    assert (in_second[2:] > 0).all()
-    rule = hm.SameSegment("ids")
-    named = hm.apply_head_masks(bart, rule, layers="cross_attention", add_inputs=True)
-    assert set(named.input) - set(bart.input) == {"query_ids", "key_ids"}
 
 
 # --- Encoder and decoder generate -----------------------------------------------------------------
@@ -372,19 +273,3 @@ def test_translation_that_could_not_hold_the_rule_is_refused(bart):
     by_ids = hm.SameSentence(29, input="encoder_token_ids")
     with pytest.raises(ValueError, match=r"reads \['encoder_token_ids'\].*KerasHub's cache"):
         translated(hm.apply_head_masks(translator(bart), by_ids, layers="encoder"))
-
-
-def test_a_task_with_a_generation_of_its_own_obeys():
-    bart = keras_hub.models.BartBackbone(**TEXT)
-
-    class ByHand(keras.Model):
-        def generate_step(self, inputs, stop_token_ids=None):
-            return self(inputs)
-
-    masked = hm.apply_head_masks(ByHand(bart.input, bart.output), hm.Chunk(4), copy=False)
-    output = "encoder_sequence_output"
-    given = both_sides()
-    np.testing.assert_array_equal(
-        numpy(masked.generate_step(given)[output]), numpy(masked(given)[output])
-    )
-    assert felt(masked, "encoder_token_ids", 1, output)[4:].max() == 0

@@ -190,36 +190,6 @@ def test_a_look_changes_nothing_for_other_threads(look, tmp_path, monkeypatch):
     assert state(masked) == before
 
 
-@pytest.mark.usefixtures("without_a_process")
-@pytest.mark.long
-def test_callers_beside_exports_lints_and_plots(tmp_path):
-    """No wrong answer and no error, and the model obeys afterwards."""
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    masked, calls = looked_at_model(), 80 if on_tensorflow else 25
-    asked = [[TOKENS, parts] for parts in PARTS]
-    alone, before = [numpy(masked(given)) for given in asked], state(masked)
-    base = tmp_path / "base"
-
-    def call(number):
-        for i in range(calls):
-            which = (i + number) % len(asked)
-            assert_close(numpy(masked(asked[which])), alone[which], depth=3)
-
-    kinds = ["lint", "plot", *(["export"] * 3 if on_tensorflow else ["summary", "lint"])]
-    with ThreadPoolExecutor(4 + len(kinds)) as pool:
-        looks = [pool.submit(LOOKS[kind], masked, base) for kind in kinds]
-        callers = [pool.submit(call, number) for number in range(4)]
-        for task in callers + looks:
-            task.result(timeout=300)
-    assert state(masked) == before
-    for given, answer in zip(asked, alone, strict=True):
-        assert_close(numpy(masked(given)), answer, depth=3)
-        assert_close(masked.predict(given, verbose=0), answer, depth=3)
-    if on_tensorflow:
-        versions = sorted(int(path.name) for path in base.iterdir())
-        assert versions == [1, 2, 3]
-
-
 def test_a_model_is_filed_without_what_stands_on_it_for_a_look():
     masked = model()
     config = masked.get_config()

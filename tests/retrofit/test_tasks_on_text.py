@@ -80,7 +80,7 @@ def test_state_that_a_copy_has_no_layer_for_is_an_error():
     y = Reads(tokenizer_of("Bert"))(x)
     model = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(y, y))
     with pytest.raises(ValueError, match=r"is not possible: .*'layers/reads.*/words'.*copy=False"):
-        hm.apply_head_masks(model, hm.Full())
+        hm.apply_head_masks(model, hm.Full(), ignore="reads")
 
 
 # --- The backbone of a masked task ----------------------------------------------------------------

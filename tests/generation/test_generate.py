@@ -201,6 +201,17 @@ def test_full_is_stock_and_a_file_generates_alike(tmp_path):
     assert (got != without_cache(stock, "greedy")).any()
 
 
+@pytest.mark.tensorflow
+@pytest.mark.long
+def test_generation_compiled_by_xla():
+    import tensorflow as tf
+
+    masked = hm.apply_head_masks(causal_lm(), STREAMING)
+    masked.compile(sampler="greedy")
+    got = tf.function(masked.generate_step, jit_compile=True)(inputs_of(masked))["token_ids"]
+    np.testing.assert_array_equal(numpy(got), without_cache(masked, "greedy"))
+
+
 class Compares(keras_hub.samplers.GreedySampler):
     """Chooses the best token, and holds the logits of each cached step to a whole forward."""
 

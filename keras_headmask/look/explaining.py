@@ -42,7 +42,8 @@ class Explanation:
 
     def __str__(self) -> str:
         code = f" ({self.file})" if self.file else ""
-        return f"{self.name}: {self.kernel}{code}, {self.share:.1%} of the pairs"
+        computed = "all logits at once" if self.share == 1 else f"{self.share:.1%} of the pairs"
+        return f"{self.name}: {self.kernel}{code}, {computed}"
 
     __repr__ = __str__
 

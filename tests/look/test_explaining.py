@@ -40,7 +40,7 @@ def test_a_layer_is_explained_as_it_is_called():
         "loop" if BACKEND == "tensorflow" else "dense",
     )
     stock = hm.explain(hm.PerHeadMaskedMultiHeadAttention(4, 8, name="stock"), queries=30)
-    assert str(stock) == "stock: its class, 100.0% of the pairs"
+    assert str(stock) == "stock: its class, all logits at once"
 
 
 def test_a_model_has_an_explanation_for_each_layer():

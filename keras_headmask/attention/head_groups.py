@@ -173,7 +173,7 @@ class Dropout(NamedTuple):
     seed: Tensor | None
 
     def of(self, probabilities: Tensor, part: Part, number: Any = 0) -> Tensor:
-        """`probabilities` after the dropout; `number` tells tensors of one head group apart."""
+        """`probabilities` after the dropout; `number` differs by tensor in a head group."""
         seed = self.seed
         if seed is not None:
             seed = seed + ops.cast(ops.stack([0, part.heads[0] * 2**20 + number]), seed.dtype)

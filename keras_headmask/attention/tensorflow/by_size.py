@@ -18,6 +18,7 @@ from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
 from keras_headmask.attention.tensorflow.loop import product_of
 from keras_headmask.attention.tensorflow.plan import Plan, planned
+from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Length, Tensor
 from keras_headmask.rules.evaluation import mask_of_all_heads
 from keras_headmask.rules.once import made_once
@@ -62,10 +63,17 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     graph" where the types differ: each branch stands beside one that computes nothing.
     """
     query, _, value = operands[:3]
+    shape = [*query.shape[:3], value.shape[3]]
+    if is_forward_only():  # nothing is kept for gradients
+        context = tf.cond(
+            shared.is_short,
+            lambda: _attended_to_all(part, shared, *operands),
+            lambda: loop.attend(part, shared.plans, *operands),
+        )
+        return tf.ensure_shape(context, shape)
     # (Empty, and of a shape that TensorFlow does not know: else it logs that shapes differ.)
-    nothing = tf.zeros([0, 0, query.shape[2], value.shape[3]], value.dtype)
-    shape = [None, None, *nothing.shape[2:]]
-    nothing = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=shape)
+    nothing = tf.zeros([0, 0, *shape[2:]], value.dtype)
+    nothing = tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=[None, None, *shape[2:]])
     short, long = internals.for_branches(shared.is_short, operands)
     context = tf.cond(
         shared.is_short, lambda: _attended_to_all(part, shared, *short), lambda: nothing
@@ -73,7 +81,7 @@ def _attend(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     context = tf.cond(
         shared.is_short, lambda: context, lambda: loop.attend(part, shared.plans, *long)
     )
-    return tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
+    return tf.ensure_shape(context, shape)
 
 
 class Limits(NamedTuple):

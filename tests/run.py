@@ -44,7 +44,7 @@ RUNS = {
         (*_SOURCE, ("laws, README", "tensorflow", (*_PYTEST, *_LAWS))),
     ),
     "test": (
-        "All tests: 15 to 35 minutes on two idle cores. `make check` is the short run.",
+        "All tests: 10 to 20 minutes on two idle cores. `make check` is the short run.",
         (
             *_SOURCE,
             # (Two passes: TensorFlow keeps some of what a process traced, and workers grow.)

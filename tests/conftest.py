@@ -1,8 +1,11 @@
+import collections
 import ctypes
 import gc
+import json
 import os
-import re
 import resource
+import time
+from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -22,6 +25,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--tiled", action="store_true", help="compute tiles wherever that is possible, tiny ones"
     )
+    parser.addoption("--part", choices=["daily", "rest"], help="what `make test` runs, or the rest")
+    parser.addoption(
+        "--write-seconds", action="store_true", help="into tests/seconds.json, for --part"
+    )
 
 
 def pytest_configure(config):
@@ -35,19 +42,103 @@ def pytest_configure(config):
         config.add_cleanup(lambda: tiny.__exit__(None, None, None))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
-def pytest_collection_modifyitems(items):
-    for item in items:
-        cases = item.get_closest_marker("every_day")
-        if cases and not all(re.search(words, item.callspec.id) for words in cases.args):
-            item.add_marker(pytest.mark.long)
+def pytest_collection_modifyitems(config, items):
     backend = keras.backend.backend()
     skip = pytest.mark.skip(reason=f"needs the TensorFlow backend; this run is on {backend}")
     for item in items:
         if backend != "tensorflow" and item.get_closest_marker("tensorflow"):
             item.add_marker(skip)
+    if part := config.getoption("--part"):
+        chosen = daily(item for item in items if not item.get_closest_marker("long"))
+        left_out = [item for item in items if (item in chosen) != (part == "daily")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     # The longest first: begun last, one would run alone for a minute.
-    items.sort(key=lambda item: item.path.name != "test_examples.py")
+    items.sort(key=lambda item: -_seconds(item) // 10)
+
+
+# --- What `make test` runs ------------------------------------------------------------------------
+
+SECONDS = Path(__file__).with_name("seconds.json")  # of one core, as `make test-all` measured them
+KNOWN = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+OF_THIS = KNOWN.get(keras.backend.backend(), {})  # by file, then by the rest of a case's name
+LEAST = 0.05  # what takes less, or is not known, counts as half of it
+
+
+def _seconds(item):
+    file, _, name = item.nodeid.partition("::")
+    return OF_THIS.get(file, {}).get(name, LEAST / 2)
+
+
+def daily(items):
+    """Of each function the cheapest cases that fit in a second, at least one if it takes at most 3.
+
+    Cheapest first leaves whole kernels out, since some always trace: so of each route to a kernel
+    its ten cheapest laws too, if each takes at most 3.
+    """
+    functions, routes = collections.defaultdict(list), collections.defaultdict(list)
+    for item in sorted(items, key=_seconds):
+        functions[item.nodeid.partition("[")[0]].append(item)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if "route" in params:
+            routes[params["route"].name].append(item)
+    chosen = {item for laws in routes.values() for item in laws[:10]}
+    for cases in functions.values():
+        chosen.add(cases[0])
+        spent = 0.0
+        for item in cases:
+            if (spent := spent + _seconds(item)) <= 1:
+                chosen.add(item)
+    return {item for item in chosen if _seconds(item) <= 3}
+
+
+took = {}  # the seconds of each case, setup included
+
+
+def _cpu_seconds():
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.begun = _cpu_seconds()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    if call.when == "teardown":
+        seconds = _cpu_seconds() - item.begun
+        outcome.get_result().user_properties.append(("seconds", seconds))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        took[report.nodeid] = dict(report.user_properties)["seconds"]
+
+
+def _write_seconds():
+    """Those of this run's files anew, cases below `LEAST` left out."""
+    by_file = collections.defaultdict(dict)
+    for nodeid, seconds in sorted(took.items()):
+        file, _, name = nodeid.partition("::")
+        by_file[file] |= {name: round(seconds, 2)} if seconds >= LEAST else {}
+    files = {
+        x: known for x, known in (OF_THIS | by_file).items() if (SECONDS.parents[1] / x).exists()
+    }
+    KNOWN[keras.backend.backend()] = dict(sorted(files.items()))
+    SECONDS.write_text(json.dumps(dict(sorted(KNOWN.items())), indent=1) + "\n")
+
+
+def _say_what_took_long(write_line):
+    """A report, and no failure: the machine may be busy."""
+    expected = {x: OF_THIS.get(x.partition("::")[0], {}).get(x.partition("::")[2], 0) for x in took}
+    spent, budget = sum(took.values()), sum(expected.values())
+    write_line(f"{spent:.0f} CPU seconds in {len(took)} cases; {budget:.0f} were expected")
+    if OF_THIS and spent > 1.5 * budget:
+        for case in sorted(took, key=lambda x: expected[x] - took[x])[:15]:
+            write_line(f"  {took[case]:.1f} in place of {expected[case]:.1f}: {case}")
 
 
 # --- A run is not to need more memory than a small machine has ---------------------------------
@@ -66,11 +157,15 @@ def pytest_sessionfinish(session):
     """Note what this process held at most, and fail the run if a worker held too much."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = _peak()
-    elif max(peaks.values(), default=0) > MOST_OF_A_WORKER:
+        return
+    if session.config.getoption("--write-seconds"):
+        _write_seconds()
+    if max(peaks.values(), default=0) > MOST_OF_A_WORKER:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter):
+    _say_what_took_long(terminalreporter.write_line)
     for worker, peak in sorted(peaks.items()):
         too_much = f": more than {MOST_OF_A_WORKER:g} GiB" if peak > MOST_OF_A_WORKER else ""
         terminalreporter.write_line(f"memory of {worker}: {peak:.1f} GiB at most{too_much}")

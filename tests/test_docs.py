@@ -1,12 +1,10 @@
 """The documentation site: it builds strictly, holds all it should, and what it says runs."""
 
-import ast
 import importlib.metadata
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import keras
@@ -14,7 +12,8 @@ import pytest
 import snippets
 
 import keras_headmask as hm
-from keras_headmask.rules import config
+from keras_headmask.attention.kernels import FILES
+from keras_headmask.attention.tuning import Tuning
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -59,55 +58,6 @@ def other_versions(page):
     return {name: versions[name] for name, version in pairs if versions[name] != version}
 
 
-PROSE = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = sorted((ROOT / "keras_headmask").rglob("*.py"))
-# Say "reports", "implementation", "stock Keras", "not possible", "logits" or "probabilities", and
-# "wrapper". Only "Cannot tell" is plain.
-VAGUE = re.compile(
-    r"\b(?:told|tells|(?<!Cannot )tell|ways?|face|room|doors?|stock's"
-    r"|(?:is|are)\snone|cannot\sbe|(?<!--)scores?|whoever|comes?\sof|what\sis\sasked)\b"
-)
-# What is code in a page, and in a docstring or a message: examples, the name of an argument.
-CODE = re.compile(r"^```.*?^```$|`[^`]+`", re.MULTILINE | re.DOTALL)
-CODE_IN_STRINGS = re.compile(r"^ *(?:>>>|\.\.\.) .*|^ *\w+(?:, \w+)*:|`[^`]+`", re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
-def test_plain_words(page):
-    assert VAGUE.findall(CODE.sub("", page.read_text("utf-8"))) == []
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_plain_words_in_docstrings_and_messages(source):
-    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
-        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-        values = (getattr(part, "value", None) for part in parts)
-        text = "".join(value if isinstance(value, str) else "_" for value in values)
-        if " " in text:  # else a key or a name
-            assert VAGUE.findall(CODE_IN_STRINGS.sub("", text)) == []
-
-
-def test_the_extras_that_pages_name_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    text = "".join(page.read_text("utf-8") for page in (*PROSE, *ROOT.glob("examples/*.py")))
-    named = re.findall(r"""["']\.\[([a-z,]+)\]["']""", text)
-    assert named
-    assert {x for names in named for x in names.split(",")} <= {*project["optional-dependencies"]}
-
-
-def test_every_public_name_is_in_the_reference():
-    pages = (ROOT / "docs" / "api").glob("*.md")
-    named = re.findall(r"^::: keras_headmask\.(\S+)$", "".join(map(Path.read_text, pages)), re.M)
-    assert set(hm.__all__) - set(named) == set()
-
-
-def test_every_kind_is_in_the_language_table():
-    kinds = {c for c in config.KINDS.values() if c.__module__.startswith("keras_headmask.")}
-    _, _, table = PAGES["concepts"].partition("## The whole language")
-    documented = set(re.findall(r"\b([A-Z][A-Za-z]+)\(", table))
-    assert {cls.__name__ for cls in kinds} - {"And", "Or", "Not"} - documented == set()
-
-
 @pytest.mark.tensorflow
 @pytest.mark.long  # (`make docs` builds it, too)
 def test_the_site(tmp_path):
@@ -132,8 +82,20 @@ def is_recipe(value):
     return getattr(value, "__module__", "") == hm.recipes.__name__
 
 
-def test_every_finding_is_explained():
-    codes = re.search(r"Codes: (.*?)\n\n", hm.lint.__doc__, re.DOTALL)[1]
-    page = PAGES["look_and_lint"]
-    assert re.findall(r"`[a-z-]+`", codes)
-    assert [code for code in re.findall(r"`[a-z-]+`", codes) if f"| {code} |" not in page] == []
+# --- docs/architecture.md -------------------------------------------------------------------------
+
+
+def test_the_table_of_kernels_is_that_of_the_code():
+    """What each takes is written by hand, and tried in `attention/test_choose.py`."""
+    _, _, rest = PAGES["architecture"].partition("<!-- kernels:start -->\n")
+    _, _, *rows = rest.partition("\n<!-- kernels:end -->")[0].splitlines()
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    of_code = [(f"`{kernel.__name__}`", f"`{file}`") for kernel, file in FILES.items()]
+    assert [(x[0], x[4]) for x in cells[1:]] == of_code
+
+
+def test_numbers_that_choose_a_kernel_are_those_of_the_code():
+    named = re.findall(r"`(\w+)`\s+=\s+([\d,.]*\d)", PAGES["architecture"])
+    assert len(named) >= 3
+    given = {name: float(number.replace(",", "")) for name, number in named}
+    assert given == {name: getattr(Tuning(), name) for name in given}

@@ -1,4 +1,4 @@
-"""The README is short, its Python prints what it says, and what pages link exists."""
+"""The README's Python prints what it says; its figures are those of the records."""
 
 import importlib
 import json
@@ -12,7 +12,6 @@ import snippets
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 @pytest.mark.tensorflow  # what it exports is TensorFlow's
@@ -21,12 +20,6 @@ def test_snippets(tmp_path, monkeypatch):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     assert snippets.run(README) == 1
-
-
-@pytest.mark.parametrize("name", ["demo", "test"])
-def test_the_two_commands_exist(name):
-    assert f"make {name} " in README.read_text(encoding="utf-8")
-    assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def test_its_picture_is_the_rule_of_the_snippet_above():
@@ -44,26 +37,6 @@ def test_its_picture_is_the_rule_of_the_snippet_above():
     assert f"]({picture.removeprefix('docs/')})" in (ROOT / "docs/index.md").read_text("utf-8")
 
 
-LINKING = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
-def test_links_lead_somewhere_in_the_repository(page):
-    """The site checks its own links; these are the ones that a reader of the repository follows."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    links = [link for link in LINK.findall(text) if "://" not in link]
-    assert [link for link in links if not leads_somewhere(page, link)] == []
-
-
-def leads_somewhere(page, link):
-    path, _, anchor = link.partition("#")
-    target = page.parent / path if path else page
-    if not anchor or "docs/api" in target.as_posix():  # whose headings are made from docstrings
-        return target.exists()
-    headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-    return anchor in map(anchor_of, headings)
-
-
 def test_its_table_of_heads_is_what_the_tutorial_printed():
     printed = json.loads((ROOT / "docs/printed/know_your_heads.json").read_text("utf-8"))["printed"]
     row = re.compile(r"^(no rule|keep|all heads).*? +(\d\.\d\d) +\d\.\d{3} +(\d\.\d{3}) ", re.M)
@@ -77,10 +50,6 @@ def test_its_table_of_heads_is_what_the_tutorial_printed():
         assert shown in README.read_text("utf-8").splitlines()
     shares = [share for kind, share, _ in found if kind == "keep"]
     assert f" | 1 | {' | '.join(reversed(shares))} |" in README.read_text("utf-8")
-
-
-def anchor_of(heading):
-    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/performance.md"])

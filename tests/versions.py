@@ -2,7 +2,8 @@
 
 All come from the package index, the main branch as the newest nightly build, with KerasHub's.
 `make versions KERAS=folder` runs a checkout, too. Each stands alone in a folder, in front of the
-installed Keras.
+installed Keras. `python tests/versions.py nightly` is the short form of every day, on the nightly
+build alone.
 """
 
 import os
@@ -75,10 +76,22 @@ LAWS = (
     *("tests/retrofit/test_retrofit.py", "tests/retrofit/test_masked_model.py"),
     "tests/retrofit/test_families.py",
 )
-PASSES = (
+Passes = tuple[tuple[str, tuple[str, ...]], ...]
+PASSES: Passes = (
     ("tensorflow", (*FIRST, *LAWS)),
     ("jax", (*FIRST, *PARITY)),
     ("torch", (*FIRST, *PARITY)),
+)
+SMOKE: Passes = tuple(
+    (
+        backend,
+        (
+            "tests/test_keras_internals.py",
+            "tests/test_golden.py",
+            "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",
+        ),
+    )
+    for backend in ("tensorflow", "jax", "torch")
 )
 FIND = "import importlib.util; found = importlib.util.find_spec('keras').origin"
 RUN_KERAS = """
@@ -89,31 +102,32 @@ keras.Model(x, keras.layers.Dense(2)(x))(keras.ops.ones((1, 3)))
 
 
 def main(*checkouts: str) -> int:
+    is_smoke = checkouts == ("nightly",)
     report = []
     with tempfile.TemporaryDirectory() as scratch:
-        packages = {f"Keras {version}": [f"keras=={version}"] for version in RELEASES}
+        packages = {} if is_smoke else {f"Keras {x}": [f"keras=={x}"] for x in RELEASES}
         for name, what in (packages | {"Keras' main branch": NIGHTLY}).items():
             folder = Path(scratch, name.replace(" ", "_"))
             pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
             subprocess.run([*pip, "--target", str(folder), *what], check=True)
-            report += run(name, folder)
-        for checkout in (Path(name).resolve() for name in checkouts):
+            report += run(name, folder, SMOKE if is_smoke else PASSES)
+        for checkout in () if is_smoke else (Path(name).resolve() for name in checkouts):
             if not (checkout / "keras" / "src").is_dir():
                 raise SystemExit(f"{checkout} is no checkout of Keras: it has no keras/src.")
-            report += run(f"Keras in {checkout.name}", checkout)
+            report += run(f"Keras in {checkout.name}", checkout, PASSES)
     for name, backend, code in report:
         how = {None: "not run: Keras itself fails there", 0: "passed"}
         print(f"{name:24} {backend:12} {how.get(code, f'FAILED ({code})')}")
     return int(any(code for *_, code in report))
 
 
-def run(name: str, folder: Path) -> list[tuple[str, str, int | None]]:
+def run(name: str, folder: Path, passes: Passes) -> list[tuple[str, str, int | None]]:
     """The passes with the Keras in `folder`: what ran, on which backend, its exit code.
 
     `None` stands for a backend on which this Keras itself does not import, or runs no model.
     """
     report = []
-    for backend, files in PASSES:
+    for backend, files in passes:
         print(f"\n=== {name}, {backend}", flush=True)
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": paths}

@@ -245,6 +245,6 @@ print(f"loss, mean over an epoch: {told.history['loss'][0]:.3f}")
 
 # %% [markdown]
 """
-`docs/packing.md` says what to keep in mind, `longformer_heads.py` what to do with documents that
+`docs/beyond.md` says what to keep in mind, `longformer_heads.py` what to do with documents that
 are too long for a row.
 """

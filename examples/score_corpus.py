@@ -9,7 +9,7 @@ keras_headmask. Each input file is a part; parts that are done are skipped when 
     python examples/score_corpus.py             # 2 to 6 CPU minutes: Python's own documentation
     python examples/score_corpus.py --quick     # one layer, few texts
     python examples/score_corpus.py --input news/*.jsonl --out scored   # lines {"text": ...}
-    python examples/score_corpus.py --beam --direct_num_workers 2   # and more: docs/corpus.md
+    python examples/score_corpus.py --beam --direct_num_workers 2   # and more: docs/beyond.md
 """
 
 import argparse

@@ -8,7 +8,7 @@ apart. With `--kill` a worker is killed in mid-epoch, and both go on from the la
     pip install -e ".[beyond]"   # Orbax, which writes the checkpoints, is in it
     python examples/train_on_workers.py                  # 1 to 3 CPU minutes, on JAX
     python examples/train_on_workers.py --kill           # 2 to 4 CPU minutes
-    python examples/train_on_workers.py --quick          # 20 steps; a cluster: docs/workers.md
+    python examples/train_on_workers.py --quick          # 20 steps; a cluster: docs/beyond.md
 """
 
 import argparse

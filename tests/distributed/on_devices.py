@@ -58,7 +58,7 @@ def operands():
 
 
 def distribution():
-    """That of docs/devices.md."""
+    """That of docs/beyond.md."""
     layout = keras.distribution.LayoutMap(MESH)
     layout[".*(query|key|value)/kernel"] = (None, "model", None)
     layout[".*(query|key|value)/bias"] = ("model", None)

@@ -1,5 +1,9 @@
-"""A record becomes ratios, a Markdown report, and the table in docs/measurements.md."""
+"""A record becomes ratios and a Markdown report.
 
+`python -m benchmarks.report` writes the table of docs/performance.md from all records.
+"""
+
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +11,9 @@ _INTRODUCTION = (
     "Ratios are ours over theirs, so below 1 is faster or smaller. Attention alone, forward, "
     "{dtype}, unless said otherwise."
 )
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+_MARKS = "<!-- record:start -->\n", "\n<!-- record:end -->"
 _LAYOUTS = (
     "Operands are `(B, T, H, D)` for Keras and `(B, H, T, D)` for PyTorch, each its "
     "own layout. FlexAttention's block mask is made once. A peak is what a call "
@@ -84,6 +91,47 @@ def goal_table(record: dict[str, Any]) -> str:
         told = ("-", "not measured") if ratio is None else (f"{ratio:.3g}", _met(ratio, goal.limit))
         lines.append(f"| {goal.case} | {goal.against} | ≤ {goal.limit:.2f} | {' | '.join(told)} |")
     return "\n".join([*lines, "", _origin(record)])
+
+
+def page_table() -> str:
+    """The table of docs/performance.md: ours over theirs, of every record."""
+
+    def read(name: str) -> Any:
+        return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+    of_cases = read("record")["ratios"]
+    rows: dict[str, list[float | None]] = {}
+    for goal in GOALS:
+        subject, _, other = goal.ratio.partition(" / ")
+        if other == "stock" and OFF not in goal.case:
+            others = f"{subject}{OFF} / {other}", f"{subject} / flex"
+            rows[goal.case] = [of_cases.get(name) for name in (goal.ratio, *others)]
+    models, served = (read(name)["ratios"] for name in ("retrofit", "served"))
+    first = read("first_answer")["layers"]["12"]["ratios"]["one rule"]
+    alone = {
+        "MiniLM, 8 x 256 tokens, `Full()`": models["full"],
+        "MiniLM, 8 x 256 tokens, one head in its sentence": models["head 0 same sentence"],
+        **{f"that, served, {what} tokens": served[what] for what in served if " x " in what},
+        "that, a process loads it and answers four requests": served["start"],
+        "first `predict`, 12 layers": first["predict"],
+        "first `predict` at another length": first["another length"],
+        "first step of `fit`": first["fit"],
+    }
+    rows |= {case: [ratio] for case, ratio in alone.items()}
+    lines = [
+        "| ours over | stock Keras | the same, oneDNN off | FlexAttention |",
+        "|---|---|---|---|",
+    ]
+    for case, found in rows.items():
+        cells = ["-" if x is None else f"{x:.2f}" for x in [*found, None, None][:3]]
+        lines.append(f"| {' | '.join([case, *cells])} |")
+    return "\n".join(lines)
+
+
+def page_with(table: str) -> str:
+    """docs/performance.md with `table` in place of its own."""
+    before, _, rest = PAGE.read_text("utf-8").partition(_MARKS[0])
+    return "".join([before, _MARKS[0], table, _MARKS[1], rest.partition(_MARKS[1])[2]])
 
 
 def write(record: dict[str, Any], folder: Path) -> None:
@@ -170,3 +218,7 @@ def _over(ours: float | None, other: float | None) -> float | None:
 
 def _met(ratio: float, limit: float) -> str:
     return "met" if ratio <= limit else "**missed**"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(page_table()), encoding="utf-8")

@@ -25,6 +25,7 @@ LINKED = (
     "benchmarks/results/**/*.json",
     "docs/images/*.png",
     "examples/*.py",
+    "tests/README.md",
     "tests/serving/older_tensorflow.json",
 )
 # In the order in which a newcomer reads them; one that is missing is skipped.

@@ -246,5 +246,5 @@ for cosine, text in sorted(zip(cosines, TEXTS, strict=True), reverse=True):
 """
 The number before each text is the cosine between its embedding and the question's: the nearest
 stands first. (With `--quick` the weights are random, and so is the order.) How TensorFlow Serving
-batches requests, warms up and is monitored: [Serve](../docs/serving.md).
+batches requests, warms up and is monitored: `docs/export.md`.
 """

@@ -21,8 +21,8 @@ WITH_SNIPPETS = [name for name, text in PAGES.items() if "```python\n" in text]
 
 
 # Their snippets take half a minute each; another test or an example does the same every day.
-# (`found_leaks` is about faults of others.)
-SLOW = "beyond", "export", "found_leaks", "generate", "hugging_face", "retrofit", "task"
+# (Part of `leaks` is about faults of others.)
+SLOW = "beyond", "export", "generate", "hugging_face", "leaks", "retrofit", "task"
 
 
 @pytest.mark.tensorflow  # a page means the same on each backend

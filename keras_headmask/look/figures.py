@@ -110,18 +110,19 @@ def _laid_out(grid: Grid) -> Picture:
         ax.set_xlabel(grid.axes[1] if is_last else "", fontsize=_TEXT)
         name = textwrap.shorten(panel.title, int(wide / _LETTER), placeholder=" ...")
         ax.set_title(name, fontsize=_TITLE)
-        _name(ax.yaxis, grid.rows, high, rotation=0)
-        _name(ax.xaxis, grid.columns, wide, rotation=90)
+        _name(ax.yaxis, grid.rows, high)
+        _name(ax.xaxis, grid.columns, wide)
     return figure
 
 
-def _name(axis: Axis, names: list[str] | None, space: float, rotation: int) -> None:
-    """Tokens, or numbers of positions; as many as can be read."""
+def _name(axis: Axis, names: list[str] | None, space: float) -> None:
+    """Tokens, or numbers of positions; as many as can be read. Keys stand on end if they must."""
     if names is None:
         most = min(9, int(space / 0.4))
         axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
         return
-    step = math.ceil(len(names) * _LABEL / space - 0.01)
+    step, cell = math.ceil(len(names) * _LABEL / space - 0.01), space / len(names)
+    on_end = axis.axis_name == "x" and (1 + max(map(len, names))) * _LETTER > cell
     axis.set_ticks(range(0, len(names), step), names[::step])
     for text in axis.get_ticklabels():
-        text.set(parse_math=False, rotation=rotation)
+        text.set(parse_math=False, rotation=90 if on_end else 0)

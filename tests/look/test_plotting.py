@@ -67,8 +67,19 @@ def test_tokens_name_queries_and_keys():
         np.testing.assert_array_equal(cells(ax), 2 * expected[head])
         assert texts(ax.get_xticklabels()) == NAMES
         assert texts(ax.get_yticklabels()) == ([] if head else NAMES)  # once for a row of panels
+        assert {x.get_rotation() for x in ax.get_xticklabels()} == {90}
         # A dollar sign is no formula.
         assert not any(text.get_parse_math() for text in ax.get_xticklabels())
+
+
+@once
+@pytest.mark.parametrize(("count", "stands"), [(9, 0), (60, 90)])
+def test_short_names_of_keys_stand_upright_where_they_fit(count, stands):
+    """On end, a 9 reads as a 6."""
+    figure = hm.plot(hm.PerHead({0: CAUSAL}), tokens=["WW", *["9"] * count])
+    labels = [label for ax in figure.axes for label in ax.get_xticklabels()]
+    assert {label.get_rotation() for label in labels} == {stands}
+    assert_apart(figure)
 
 
 @once

@@ -9,16 +9,9 @@ from typing import Any
 import keras
 
 from keras_headmask._keras.tensorflow import in_vectorized_map, in_xla
-from keras_headmask.attention import fused, gathered, head_groups, kernels
+from keras_headmask.attention import fused, gathered, head_groups, kernels, tuning
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
-from keras_headmask.attention.tuning import (
-    Held,
-    current_tuning,
-    holding,
-    is_compiling,
-    is_dense_scope,
-)
 from keras_headmask.masks import Tensor
 from keras_headmask.rules.positions import Full
 
@@ -27,12 +20,12 @@ _LOG = logging.getLogger("keras_headmask")
 
 # Gets each request, and may return the context in place of a kernel.
 _Watch = Callable[[Request, Part], Tensor | None]
-_watch: Held[_Watch | None] = Held("watch", None)
+_watch: tuning.Held[_Watch | None] = tuning.Held("watch", None)
 
 
 def watched(watch: _Watch) -> AbstractContextManager[Any]:
     """Let `watch` see each request that is made inside."""
-    return holding(_watch, watch)
+    return tuning.holding(_watch, watch)
 
 
 def choose(request: Request, part: Part) -> kernels.Kernel:
@@ -41,28 +34,26 @@ def choose(request: Request, part: Part) -> kernels.Kernel:
     Raises:
         ValueError: for `tiled=True` where nothing can be skipped.
     """
+    if tuning.is_dense_scope():
+        return kernels.dense
     sizes = request.query.shape[1], request.key.shape[1], request.query_offset
     may_skip = not (request.rule is None or request.mask is not None or 0 in sizes[:2])
-    # A symbolic Keras tensor cannot enter code of the backend's.
+    is_tensorflow, needs_all = keras.backend.backend() == "tensorflow", ""
+    # (A symbolic Keras tensor cannot enter code of the backend's.)
     is_symbolic = keras.backend.is_keras_tensor(request.query)
     if request.wants_probabilities or request.changes.bias is not None or is_symbolic:
-        if request.tiled and may_skip and not is_dense_scope():
-            raise _impossible(
-                "returned probabilities, a bias and symbolic Keras tensors need all logits"
-            )
-        return kernels.dense
-    if is_dense_scope():
+        needs_all = "returned probabilities, a bias and symbolic Keras tensors need all logits"
+    elif is_tensorflow and in_vectorized_map():
+        needs_all = "`tf.vectorized_map` maps no loop over tiles. Leave `tiled` out"
+    if needs_all:
+        if request.tiled and may_skip:
+            raise _impossible(needs_all)
         return kernels.dense
     if may_skip and request.tiled is not False:
-        is_tensorflow = keras.backend.backend() == "tensorflow"
-        if is_tensorflow and in_vectorized_map():
-            if request.tiled:
-                raise _impossible("`tf.vectorized_map` maps no loop over tiles. Leave `tiled` out")
-            return kernels.dense
         if is_tensorflow and not in_xla():
             return kernels.loop
         if all(map(_is_known, sizes)):
-            if request.tiled or _is_worth_it(request, part):
+            if request.tiled or _is_worth_it(request, part, *sizes):
                 return kernels.gathered
         elif request.tiled:
             raise _impossible(
@@ -74,21 +65,20 @@ def choose(request: Request, part: Part) -> kernels.Kernel:
 
 def _is_known(size: Any) -> bool:
     """Whether a size is known when code is traced."""
-    if keras.backend.backend() == "torch" and is_compiling():
+    if keras.backend.backend() == "torch" and tuning.is_compiling():
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
         return has_static_value(size)
     return isinstance(size, int)
 
 
-def _is_worth_it(request: Request, part: Part) -> bool:
+def _is_worth_it(request: Request, part: Part, queries: int, keys: int, offset: int) -> bool:
     """Whether a sequence is long, and positions hide enough of it, to gather its tiles."""
-    sizes = request.query.shape[1], request.key.shape[1], request.query_offset
     # A PyTorch GPU waits for each operation to be launched.
     fewest = part.tuning.fewest_pairs * (16 if getattr(request.query, "is_cuda", False) else 1)
-    if sizes[0] * sizes[1] < fewest:
+    if queries * keys < fewest:
         return False
-    share = head_groups.mean(part, lambda group: gathered.plan_of(group, *sizes).share)
+    share = head_groups.mean(part, lambda x: gathered.plan_of(x, queries, keys, offset).share)
     return share <= part.tuning.most_computed
 
 
@@ -110,7 +100,8 @@ def attend(request: Request) -> kernels.Result:
     if context is not None:
         return context, None
     kernel = choose(request, part)
-    if not (keras.backend.backend() == "torch" and is_compiling()):  # (it would split the graph)
+    # (In PyTorch's compiler it would split the graph.)
+    if not (keras.backend.backend() == "torch" and tuning.is_compiling()):
         shapes = tuple(request.query.shape), tuple(request.key.shape)
         _LOG.debug("Attention of queries %s and keys %s: %s", *shapes, kernel.__name__)
     return kernel(request, part)
@@ -118,9 +109,9 @@ def attend(request: Request) -> kernels.Result:
 
 def part_of_all(request: Request) -> Part:
     """All heads, and what is known of them before a tile is cut."""
-    heads, tuning = tuple(range(request.query.shape[2])), current_tuning()
+    heads, numbers = tuple(range(request.query.shape[2])), tuning.current_tuning()
     if request.tiled:  # not by all logits where there is a choice
-        tuning = dataclasses.replace(tuning, most_logits=0)
+        numbers = dataclasses.replace(numbers, most_logits=0)
     rule = _FULL if request.rule is None else request.rule
-    rest = request.bound, request.scale, tuning
+    rest = request.bound, request.scale, numbers
     return Part(rule, heads, *rest, sharing=request.sharing)

@@ -9,7 +9,7 @@ import textwrap
 from typing import Any
 
 import numpy as np
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def _name(axis: Axis, names: list[str] | None, space: float) -> None:
         axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
         return
     step, cell = math.ceil(len(names) * _LABEL / space - 0.01), space / len(names)
-    on_end = axis.axis_name == "x" and (1 + max(map(len, names))) * _LETTER > cell
+    on_end = isinstance(axis, XAxis) and (1 + max(map(len, names))) * _LETTER > cell
     axis.set_ticks(range(0, len(names), step), names[::step])
     for text in axis.get_ticklabels():
         text.set(parse_math=False, rotation=90 if on_end else 0)

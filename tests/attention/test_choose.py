@@ -1,7 +1,4 @@
-"""One dispatcher: from any caller the same request is computed, or refused, alike.
-
-Each test holds the function, the layer and a retrofitted layer to one answer, dense and tiled.
-"""
+"""Which kernel computes a request, what is logged, and that masks that do not fit are refused."""
 
 from unittest import mock
 
@@ -9,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from contract import by_hand, normal, numpy, random_biases
+from fresh import run_fresh
 from keras import layers, ops
 from oracle import mask as mask_by_loops
 from tiled_contract import ALWAYS, operands
@@ -18,33 +16,6 @@ import keras_headmask as hm
 from keras_headmask.attention import choose
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit.call import opened_frame
-
-RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
-X = normal(2, 7, 8)
-
-
-def dense():
-    return tuned(fewest_pairs=10**9)
-
-
-def tiled():
-    return tuned(**ALWAYS)
-
-
-both = pytest.mark.parametrize("computed", [dense, tiled])
-
-
-def masked(**arguments):
-    """The attention layer of a model under a rule."""
-    x = keras.Input((7, 8))
-    attention = layers.MultiHeadAttention(4, 3)
-    stock = keras.Model(x, attention(x, x, **arguments))
-    random_biases(attention)
-    hm.apply_head_masks(stock, RULE, copy=False)
-    return attention
-
-
-# ---------------------------------------------------------------- which kernel
 
 IDS = {"ids": np.zeros((2, 512), "int32")}
 NEAR, CAUSAL = hm.Window(63, 0), hm.Window(after=0)
@@ -80,26 +51,17 @@ def test_the_page_says_which_kernel_computes_a_request(name):
     assert kernel_of(**request) == kernels[keras.backend.backend() != "tensorflow"]
 
 
-def test_the_choice_is_logged(caplog):
-    x = np.ones((1, 3, 2, 4), "float32")
-    with caplog.at_level("DEBUG", logger="keras_headmask"):
-        hm.dot_product_attention(x, x, x, mask_spec=NEAR, return_scores=True)
-    said = "Attention of queries (1, 3, 2, 4) and keys (1, 3, 2, 4): dense"
-    assert said in [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
-    [
-        ({"return_scores": True}, "returned probabilities"),
-        ({"query_offset": "a tensor"}, "outside"),
-    ],
+    [({"return_scores": True}, "returned probabilities"), ({"query_offset": 3}, "outside")],
 )
 def test_tiles_that_are_not_possible_are_refused(more, reason):
-    if more.get("query_offset") and keras.backend.backend() == "tensorflow":
+    if "query_offset" in more and keras.backend.backend() == "tensorflow":
         pytest.skip("its loop takes any offset")
-    more = {k: ops.convert_to_tensor(3) if v == "a tensor" else v for k, v in more.items()}
-    x = np.ones((1, 9, 2, 4), "float32")
+    x, more = (
+        np.ones((1, 9, 2, 4), "float32"),
+        {k: ops.convert_to_tensor(v) for k, v in more.items()},
+    )
     with pytest.raises(ValueError, match=f"`tiled=True` is not possible here: {reason}"):
         hm.dot_product_attention(x, x, x, mask_spec=NEAR, tiled=True, **more)
 
@@ -145,39 +107,90 @@ def called(call, operands, how):
             call(*operands)
 
 
-# ---------------------------------------------------------------- positions
+# ---------------------------------------------------------------- what is logged
+
+
+def test_the_choice_is_logged(caplog):
+    x = np.ones((1, 3, 2, 4), "float32")
+    with caplog.at_level("DEBUG", logger="keras_headmask"):
+        hm.dot_product_attention(x, x, x, mask_spec=NEAR, return_scores=True)
+    said = "Attention of queries (1, 3, 2, 4) and keys (1, 3, 2, 4): dense"
+    assert said in [record.getMessage() for record in caplog.records]
+
+
+STDERR = """
+import os, re, sys, tempfile
+os.environ.pop("TF_CPP_MIN_LOG_LEVEL", None)
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
+import keras, numpy as np
+import keras_headmask as hm
+
+def kinds_of_lines(model):
+    model.compile("sgd", "mse")
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        for length in (5, 9):  # the second compiles for any length
+            given = np.arange(2 * length).reshape(2, length) % 9
+            more = [np.ones((2, length, 8))] if sys.argv[1] == "fit" else []
+            getattr(model, sys.argv[1])(given, *more, verbose=0)
+        os.dup2(kept, 2)
+        file.seek(0)
+        lines = file.read().decode().splitlines()
+    return {re.sub(r"[0-9]+", "0", re.sub(r"^[EIW][0-9]{4} [0-9:. ]+", "", x)) for x in lines}
+
+ids = keras.Input((None,), dtype="int32", name="ids")
+x = keras.layers.Embedding(9, 8, mask_zero=True)(ids)
+stock = keras.Model(ids, keras.layers.MultiHeadAttention(2, 4)(x, x))
+model = hm.apply_head_masks(stock, hm.PerHead({0: hm.SameSegment("ids")}, hm.Window(3, 3)))
+if sys.argv[1] == "fit":
+    layer = hm.PerHeadMaskedMultiHeadAttention  # without a rule it obeys padding
+    model = keras.Model(ids, layer(2, 4)(layer(2, 4, mask_spec=hm.Window(3, 3))(x, x), x))
+of_stock = kinds_of_lines(stock)
+more = kinds_of_lines(model) - of_stock
+assert not more, more
+"""
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("called", [pytest.param("predict", marks=pytest.mark.long), "fit"])
+def test_nothing_is_logged_that_stock_layers_do_not_log(called):
+    """By TensorFlow, to standard error."""
+    run_fresh(STDERR, called)
+
+
+# ---------------------------------------------------------------- dense and tiled
+
+RULE = hm.PerHead({1: hm.Chunk(3)}, default=hm.Window(4, 4))
+X = normal(2, 7, 8)
+both = pytest.mark.parametrize("numbers", [{"fewest_pairs": 10**9}, ALWAYS], ids=["dense", "tiled"])
 
 
 @both
 @pytest.mark.parametrize("offset", [0, 3, "a tensor"])
-def test_a_causal_flag_of_keras_counts_queries_from_0(computed, offset):
+def test_a_causal_flag_of_keras_counts_queries_from_0(numbers, offset):
     """In a retrofitted layer that is Keras' business, wherever the rule sees the queries."""
-    attention = masked()
+    x, attention = keras.Input((7, 8)), layers.MultiHeadAttention(4, 3)
+    stock = keras.Model(x, attention(x, x))
+    random_biases(attention)
+    hm.apply_head_masks(stock, RULE, copy=False)
     at = 3 if offset == "a tensor" else offset
     allowed = mask_by_loops(RULE, 2, 4, 4, 7, query_offset=at) & np.tri(4, 7, dtype=bool)
     given = ops.convert_to_tensor(3) if offset == "a tensor" else offset
-    with computed(), opened_frame([attention], None, given):
+    with tuned(**numbers), opened_frame([attention], None, given):
         got = attention(X[:, :4], X, use_causal_mask=True)
     assert_close(numpy(got), by_hand(attention, X[:, :4], X, mask=allowed)[0], depth=3)
-
-
-# ---------------------------------------------------------------- masks
 
 
 @both
 @pytest.mark.parametrize(
     ("shape", "message"), [((2, 7, 9), "9 keys"), ((2, 9, 7), "9 queries"), ((2, 1, 9), "9 keys")]
 )
-def test_a_mask_that_does_not_fit_is_refused(computed, shape, message):
+def test_a_mask_that_does_not_fit_is_refused(numbers, shape, message):
     """Cut into tiles, a mask that is too long would be read as if it fitted."""
     mask, message = np.ones(shape, bool), f"has {message} where the attention has 7"
-    attention = masked()
-    expected = pytest.raises(ValueError, match=f"In the attention layer .*{message}")
-    with computed(), expected:
-        attention(X, X, attention_mask=mask)
     layer = hm.PerHeadMaskedMultiHeadAttention(4, 3, mask_spec=RULE)
-    with computed(), pytest.raises(ValueError, match=message):
+    with tuned(**numbers), pytest.raises(ValueError, match=message):
         layer(X, attention_mask=mask)
-    qkv = operands(2, 7, 7, 4)
-    with computed(), pytest.raises(ValueError, match=message):
-        hm.dot_product_attention(*qkv, mask=mask, mask_spec=RULE)
+    with tuned(**numbers), pytest.raises(ValueError, match=message):
+        hm.dot_product_attention(*operands(2, 7, 7, 4), mask=mask, mask_spec=RULE)

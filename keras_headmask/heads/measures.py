@@ -1,51 +1,45 @@
 """`hm.measure_heads`: what each head attends to, over many texts."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
-from keras_headmask.heads.reading import Batch, allowed_pairs, read, real_shares
+from keras_headmask.heads.reading import allowed_pairs, read
 from keras_headmask.look import plotting
-from keras_headmask.look.tables import Printed, Table, layer_rows
+from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules import fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import KeyIn, SameSentence
 from keras_headmask.rules.positions import Window
-from keras_headmask.rules.words import aligned
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SHARES = (
-    *("self", "previous", "next", "first", "duplicate", "induction"),
-    *("sentence", "special", "local"),
-)
 # The field's words. A head that keeps to the previous token also keeps to what is near, so a role
 # of the second table is only for heads that have none of the first.
 _NARROW = {
+    "self": "current token",
     "previous": "previous token",
+    "next": "next token",
+    "first": "sink",
     "duplicate": "duplicate token",
     "induction": "induction",
-    "first": "sink",
     "special": "special token",
-    "self": "current token",
-    "next": "next token",
 }
 _WIDE = {"sentence": "sentence", "local": "local"}
 
 
-class Roles(dict[str, dict[int, str]]):
+class Roles(Printed, dict[str, dict[int, str]]):
     """The role of each head that has one: `roles["path of the layer"][3]`. It prints as a table."""
 
-    def __str__(self) -> str:
-        rows = [
-            (path, f"head {head}", role) for path, of in self.items() for head, role in of.items()
-        ]
-        return "\n".join(aligned(rows)) if rows else "No head has a role."
+    def _parts(self) -> Iterator[str | Table]:
+        yield Table((path, f"head {i}", x) for path, of in self.items() for i, x in of.items())
+        if not self:
+            yield "No head has a role."
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -83,41 +77,35 @@ class HeadReport(Printed):
         Args:
             threshold: A number from 0 to 1.
         """
-        threshold = fields.fraction(threshold, "threshold")
+        threshold, gains = fields.fraction(threshold, "threshold"), {}
+        for measure, score in self.scores.items():
+            even, most = self.uniform_baseline[measure], self.upper_bound[measure]
+            # None where all heads have the same. (Rounded: attention is computed in float32.)
+            gain = (score - even) / np.where(most - even > 1e-9, most - even, np.nan)
+            gains[measure] = np.nan_to_num(gain.round(5), nan=-np.inf)
         by_layer = Roles()
-        for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
-            roles = ((head, self._role((i, head), threshold)) for head in range(heads))
-            if named := {head: role for head, role in roles if role}:
-                by_layer[path] = named
+        for i, path in enumerate(self.layers):
+            for head in range(self.heads[i]):
+                for roles in (_WIDE, _NARROW):  # the latter wins
+                    found = (
+                        (gains[x][i, head], -n, role)  # of equal gains, the first
+                        for n, (x, role) in enumerate(roles.items())
+                        if x in gains
+                    )
+                    gain, _, role = max(found)
+                    if gain >= threshold:
+                        by_layer.setdefault(path, {})[head] = role
         return by_layer
-
-    def _role(self, at: tuple[int, int], threshold: float) -> str:
-        for names in (_NARROW, _WIDE):
-            gains = {role: self._gain(measure, at) for measure, role in names.items()}
-            role = max(gains, key=lambda role: gains[role])  # of equals, the first
-            if gains[role] >= threshold:
-                return role
-        return ""
-
-    def _gain(self, measure: str, at: tuple[int, int]) -> float:
-        """0 for even attention, 1 for the most possible; -inf where all heads have the same."""
-        if measure not in self.scores:
-            return -math.inf
-        score, even = self.scores[measure][at], self.uniform_baseline[measure][at]
-        most = self.upper_bound[measure][at]
-        # (Rounded, as attention is computed in float32.)
-        return round((score - even) / (most - even), 5) if most - even > 1e-9 else -math.inf
 
     def _parts(self) -> Iterator[str | Table]:
         texts = f"{self.texts:,} text{'s' * (self.texts != 1)}"
         yield f"{texts} of {self.tokens:,} tokens; padding: {self.padding}."
-        roles, of_heads = self.roles(), []
+        roles, table = self.roles(), Table([("layer", "head", "role", *self.scores)])
         for i, (path, heads) in enumerate(zip(self.layers, self.heads, strict=True)):
-            names = [roles.get(path, {}).get(head, "") for head in range(heads)]
-            cells = [[f"{x[i, head]:.2f}" for x in self.scores.values()] for head in range(heads)]
-            of_heads.append([(f"{j}", names[j], *cells[j]) for j in range(heads)])
-        rows = layer_rows(self.layers, of_heads)
-        yield Table([("layer", "head", "role", *self.scores), *rows], labels=3)
+            for head in range(heads):
+                cells = [f"{x[i, head]:.2f}" for x in self.scores.values()]
+                table.append((path, f"{head}", roles.get(path, {}).get(head, ""), *cells))
+        yield table
 
     def plot(self, measure: str | None = None) -> "Figure":
         """The measures, layers x heads, as a matplotlib figure: dark = much.
@@ -156,8 +144,8 @@ def measure_heads(
     | `first`     | the first token of the text                                                |
     | `duplicate` | earlier keys with the same token                                           |
     | `induction` | what followed those: keys j <= i where token j - 1 is token i              |
-    | `sentence`  | its own sentence, as `SameSentence(end_ids)` counts them                   |
     | `special`   | tokens whose id is in `special_ids`                                        |
+    | `sentence`  | its own sentence, as `SameSentence(end_ids)` counts them                   |
     | `local`     | keys at most 8 positions away                                              |
 
     All are means over the queries that see something. Padding is neither query nor key. A query
@@ -198,60 +186,32 @@ def measure_heads(
     >>> print(report.roles())
     attention  head 0  previous token
     """
-    rules = _rules(end_ids, special_ids)
-    sums: dict[str, _Sums] = {}  # by the path of the layer
-    texts = tokens = 0
-    for batch in read(model, inputs, layers, batch_size, end_ids=end_ids, special_ids=special_ids):
-        pairs: list[dict[str, np.ndarray]] = []  # of each text, by measure
-        for path, probabilities in batch.layers:
-            pairs = pairs or list(_pairs(batch, rules))
-            layer = sums.setdefault(path, _Sums(probabilities.shape[1], len(pairs[0])))
-            for of_text, counted, real in zip(probabilities, pairs, batch.real, strict=True):
-                layer.add(of_text, np.stack(list(counted.values())), real)
-        texts, tokens = texts + len(batch.real), tokens + int(batch.real.sum())
-    heads = tuple(len(layer.queries) for layer in sums.values())
-    means = np.full((3, len(pairs[0]), len(sums), max(heads)), np.nan)
-    for i, layer in enumerate(sums.values()):
+    kinds = functools.partial(_pairs, end_ids, special_ids)
+    found = read(model, inputs, layers, batch_size, kinds, end_ids=end_ids, special_ids=special_ids)
+    heads = tuple(len(layer.queries) for layer in found.layers.values())
+    means = np.full((3, len(found.kinds), len(heads), max(heads)), np.nan)
+    for i, layer in enumerate(found.layers.values()):
         queries = np.where(layer.queries > 0, layer.queries, np.nan)
-        means[:, :, i, : len(queries)] = layer.sums / queries
-    scores, baseline, bound = (dict(zip(pairs[0], x, strict=True)) for x in means)
-    return HeadReport(tuple(sums), heads, scores, baseline, bound, texts, tokens, batch.padding)
+        means[:, :, i, : heads[i]] = layer.sums / queries
+    scores, baseline, bound = (dict(zip(found.kinds, x, strict=True)) for x in means)
+    return HeadReport(tuple(found.layers), heads, scores, baseline, bound, *found[3:])
 
 
-class _Sums:
-    """Sums over queries by head, in float64: what is measured, of even attention, at most."""
-
-    def __init__(self, heads: int, measures: int):
-        self.queries, self.sums = np.zeros(heads), np.zeros((3, measures, heads))
-
-    def add(self, probabilities: np.ndarray, pairs: np.ndarray, real: np.ndarray) -> None:
-        """Of one text: probabilities `(heads, T, T)`, and pairs `(measures, T, T)` that count."""
-        shares, sees = real_shares(probabilities.astype("float64"), real)
-        size = real.size**2
-        measured = pairs.reshape(-1, size).astype("float64") @ shares.reshape(-1, size).T
-        even = (pairs.sum(-1) / max(1, real.sum())) @ sees.T
-        self.sums += np.stack([measured, even, pairs.any(-1).astype("float64") @ sees.T])
-        self.queries += sees.sum(1)
-
-
-def _rules(end_ids: Any, special_ids: Any) -> dict[str, MaskSpec]:
-    """The measures that are a rule's share of attention."""
-    rules: dict[str, MaskSpec] = {"self": Window(0, 0), "local": Window(8, 8)}
-    rules |= {"previous": Window(1, -1), "next": Window(-1, 1)}
+def _pairs(
+    end_ids: Any, special_ids: Any, ids: np.ndarray | None, real: np.ndarray
+) -> Iterator[dict[str, np.ndarray]]:
+    """The pairs of tokens of each text that each measure counts."""
+    rules: dict[str, MaskSpec] = {"self": Window(0, 0)}
+    rules |= {"previous": Window(1, -1), "next": Window(-1, 1), "local": Window(8, 8)}
     if end_ids is not None:
         rules["sentence"] = SameSentence(end_ids)
     if special_ids is not None:
         rules["special"] = KeyIn("token_ids", special_ids)
-    return rules
-
-
-def _pairs(batch: Batch, rules: dict[str, MaskSpec]) -> Iterator[dict[str, np.ndarray]]:
-    """The pairs of real tokens of each text that each measure counts."""
-    for i, allowed in enumerate(allowed_pairs(list(rules.values()), batch)):
-        real, pairs = batch.real[i], dict(zip(rules, allowed, strict=True))
-        pairs["first"] = np.broadcast_to(np.arange(len(real)) == real.argmax(), allowed[0].shape)
-        if batch.ids is not None:
-            same = (batch.ids[i][:, None] == batch.ids[i]) & real
+    for i, pairs in enumerate(allowed_pairs(rules, ids, real)):
+        pairs["first"] = np.zeros_like(pairs["self"])
+        pairs["first"][:, real[i].argmax()] = True
+        if ids is not None:
+            same = (ids[i][:, None] == ids[i]) & real[i]
             pairs["duplicate"] = np.tril(same, -1)
             pairs["induction"] = np.tril(np.pad(same, ((0, 0), (1, 0)))[:, :-1])
-        yield {name: pairs[name] & real & real[:, None] for name in _SHARES if name in pairs}
+        yield {name: pairs[name] for name in (*_NARROW, *_WIDE) if name in pairs}

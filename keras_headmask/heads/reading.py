@@ -1,7 +1,7 @@
 """What attention layers attend to: in one forward, and over many texts with ids and padding."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -15,7 +15,7 @@ from keras_headmask.retrofit.select import selected
 from keras_headmask.retrofit.survey import Survey
 from keras_headmask.rules import evaluation, fields
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.examples import marks_padding, padding_inputs
+from keras_headmask.rules.examples import padding_inputs
 
 _IDS = ("token_ids", "input_ids", "ids")
 
@@ -73,8 +73,9 @@ def _forward(model: keras.Model, entries: list[AttentionLayer], inputs: Any) -> 
     return seen
 
 
-def _in_numpy(seen: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Path and probabilities of each, which is then freed."""
+def _in_numpy(seen: list[Any], *texts: np.ndarray | None) -> Iterator[tuple[str, np.ndarray]]:
+    """Path and probabilities of each, which is then freed; within `texts`, `(count, length)`."""
+    shapes = [x.shape for x in texts if x is not None]
     while seen:
         one = seen.pop(0)
         values = masks.known_values(one.probabilities)
@@ -83,61 +84,80 @@ def _in_numpy(seen: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
                 f"The attention layer '{one.path}' runs inside a `tf.function` or `jit`, where its "
                 "probabilities have no values. Call the layers around it without that."
             )
-        if values.ndim != 4:
+        ends = [values.shape[::3], values.shape[::2]] if values.ndim == 4 else []
+        if not ends or (shapes and len({*ends, *shapes}) > 1):
             raise ValueError(
-                f"The attention layer '{one.path}' attends over several axes: its probabilities "
-                f"have the shape {values.shape}, not (batch, heads, queries, keys). Leave it out: "
-                "name the other layers in `layers`."
+                f"The attention layer '{one.path}' must attend over one axis, of the texts. "
+                f"Received: probabilities of the shape {values.shape}, padding and ids of {shapes}."
+                " Leave it out: name the other layers in `layers`."
             )
         yield one.path, values.astype("float32", copy=False)
 
 
-# --- Many texts ----------------------------------------------------------------------------------
+class Layer:
+    """Sums over the queries of one layer that see something.
 
-
-def real_shares(probabilities: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of one text, `(heads, T, T)`: shares of the attention that goes to real tokens.
-
-    And which queries have any, `(heads, T)`: the shares of others, and of padding, are 0.
+    `sums` `(3, kinds of pairs, heads)`: shares of attention, the same of even attention, and how
+    many queries have such a key.
     """
-    shares = np.where(real, probabilities, 0)
-    total = shares.sum(-1)
-    sees = (total > 0) & real
-    shares *= np.where(sees, 1 / np.where(sees, total, 1), 0).astype(shares.dtype)[..., None]
-    return shares, sees
+
+    def __init__(self, heads: int, kinds: int):
+        self.queries, self.sums, self.is_causal = np.zeros(heads), np.zeros((3, kinds, heads)), True
+
+    def add(self, probabilities: np.ndarray, pairs: np.ndarray, real: np.ndarray) -> None:
+        """Of one text: `(heads, T, T)`, the pairs of each kind `(kinds, T, T)`, real tokens."""
+        shares = np.where(real, probabilities.astype("float64"), 0)
+        total = shares.sum(-1)
+        sees = (total > 0) & real
+        shares /= np.where(sees, total, np.inf)[..., None]
+        measured = np.tensordot(pairs.astype("float64"), shares, ([1, 2], [1, 2]))
+        even = pairs.sum(-1) / max(1, real.sum())
+        self.sums += np.stack([measured, even @ sees.T, pairs.any(-1).astype("float64") @ sees.T])
+        self.queries += sees.sum(1)
+        self.is_causal &= not np.triu(shares, 1).any()
 
 
-def allowed_pairs(specs: Sequence[MaskSpec], batch: "Batch") -> Iterator[np.ndarray]:
-    """The pairs of real tokens that each of `specs` allows, `(specs, T, T)`, for each text."""
-    length = batch.real.shape[1]
-    by_spec = []
-    for spec in specs:
-        inputs = dict.fromkeys(spec.inputs, batch.ids)  # (none reads anything else)
+class Reading(NamedTuple):
+    """What `read` finds in so many texts and tokens."""
+
+    layers: dict[str, Layer]  # by path, in the order in which they run
+    kinds: list[Any]
+    pairs: np.ndarray  # (kinds, 2): how many of each kind, and of those that do not look ahead
+    texts: int
+    tokens: int
+    padding: str  # what marks it
+
+
+Kinds = Callable[[np.ndarray | None, np.ndarray], Iterable[dict[Any, np.ndarray]]]
+
+
+def allowed_pairs(
+    rules: Mapping[Any, MaskSpec], ids: np.ndarray | None, real: np.ndarray
+) -> Iterator[dict[Any, np.ndarray]]:
+    """Of each text the pairs of tokens `(T, T)` that each of `rules` allows, by its name."""
+    (texts, length), by_name = real.shape, {}
+    for name, spec in rules.items():
+        inputs = dict.fromkeys(spec.inputs, ids)  # (none reads anything else)
         mask = ops.convert_to_numpy(evaluation.make_mask(spec, length, length, 1, inputs))
-        by_spec.append(np.broadcast_to(mask[:, 0], (len(batch.real), length, length)))
-    for i, real in enumerate(batch.real):
-        yield np.stack([mask[i] for mask in by_spec]) & real & real[:, None]
-
-
-class Batch(NamedTuple):
-    """One batch: `ids` `(texts, length)` or `None`, `real` boolean of that shape.
-
-    `padding` says what marks it. `layers` yields the path of each layer and its probabilities,
-    once, `(texts, heads, T, T)`.
-    """
-
-    ids: np.ndarray | None
-    real: np.ndarray
-    padding: str
-    layers: Iterator[tuple[str, np.ndarray]]
+        by_name[name] = np.broadcast_to(mask[:, 0], (texts, length, length))
+    for i in range(texts):
+        yield {name: mask[i] for name, mask in by_name.items()}
 
 
 def read(
-    model: Any, inputs: Any, layers: Any, batch_size: int, **looked_for: Any
-) -> Iterator[Batch]:
-    """Run a model on batches, one held at a time.
+    model: Any,
+    inputs: Any,
+    layers: Any,
+    batch_size: int,
+    kinds: Kinds,
+    run_path: Callable[[str], str] = str,
+    **looked_for: Any,
+) -> Reading:
+    """Run a model on batches, one held at a time, and sum up what its heads attend to.
 
-    `looked_for`: ids, or `None`, by the argument that passes them. They must stand in the texts.
+    `kinds` gives the pairs of each text of a batch by kind, from its ids and real tokens;
+    `run_path` the path under which a run of a layer counts. `looked_for`: ids, or `None`, by the
+    argument that passes them. They must stand in the texts.
     """
     fields.whole_number(batch_size, "batch_size", at_least=1)
     entries = selected(Survey(model), layers)
@@ -165,65 +185,52 @@ def read(
                 "ids of the model's tokenizer, and texts in an input named `token_ids`, or leave "
                 f"out `{name}`."
             )
-    tokens = 0
+    found: dict[str, Layer] = {}
+    counts, tokens = np.zeros(2), 0
     for start in range(0, shapes[0][0], batch_size):
         part = slice(start, start + batch_size)
         ids = None if of_ids is None else _as_array(named[of_ids][part])
         runs = _forward(model, entries, keras.tree.map_structure(operator.itemgetter(part), inputs))
         padding, real = "none known", np.ones(runs[0].probabilities.shape[::2], bool)
         if of_padding is not None:
-            padding, real = f"`{of_padding}`", _as_array(named[of_padding][part])
+            padding, real = f"`{of_padding}`", _as_array(named[of_padding][part]) != 0
         elif runs[0].query_mask is not None:
             padding, real = "the Keras mask", _as_array(runs[0].query_mask)
-        tokens += int((real != 0).sum())
-        yield Batch(ids, real != 0, padding, _checked(runs, ids, real))
+        pairs: list[np.ndarray] = []  # of each text, by kind
+        for path, probabilities in _in_numpy(runs, real, ids):
+            if not pairs:
+                by_kind = list(kinds(ids, real))
+                both = real[:, :, None] & real[:, None]
+                pairs = [np.stack([*x.values()]) & y for x, y in zip(by_kind, both, strict=True)]
+            layer = found.setdefault(run_path(path), Layer(probabilities.shape[1], len(pairs[0])))
+            for of_text in zip(probabilities, pairs, real, strict=True):
+                layer.add(*of_text)
+        counts = counts + sum(np.stack([x, np.tril(x)], -1).sum((1, 2)) for x in pairs)
+        tokens += int(real.sum())
     if not tokens:
         raise ValueError(f"`inputs` must hold real tokens. Received: padding alone, by {padding}.")
+    return Reading(found, list(by_kind[0]), counts, shapes[0][0], tokens, padding)
 
 
 def _ids_and_padding(named: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The inputs with the token ids and with true at real tokens, if there are such."""
-    whole = [
-        name
-        for name, x in named.items()
-        if len(x.shape) == 2
-        and "int" in keras.backend.standardize_dtype(x.dtype)
-        and not marks_padding(name)
-    ]
-    usual = [x for x in whole if x in _IDS] or [x for x in whole if "token_ids" in x] or whole
-    if len(usual) > 1:
-        raise ValueError(
-            f"Cannot tell which input holds the token ids: {usual}. Pass a model of one such input."
-        )
-    ids, padding = usual[0] if usual else None, padding_inputs(named)
-    if len(padding) > 1:  # `decoder_padding_mask` belongs to `decoder_token_ids`
-        own = [x for x in padding if ids and x == ids.replace("token_ids", "padding_mask")]
-        if not own:
-            raise ValueError(f"Cannot tell which input marks padding. Received: {padding}.")
-        padding = own
-    return ids, padding[0] if padding else None
+    padding = padding_inputs(named)
+    kinds = {x: keras.backend.standardize_dtype(named[x].dtype) for x in named if x not in padding}
+    whole = [x for x, dtype in kinds.items() if "int" in dtype and len(named[x].shape) == 2]
+    ids = [x for x in whole if x in _IDS] or [x for x in whole if "token_ids" in x] or whole
+    # `decoder_padding_mask` belongs to `decoder_token_ids`.
+    own = [x.replace("token_ids", "padding_mask") for x in ids]
+    padding = [x for x in padding if x in own] or padding
+    for names, what in ((ids, "holds the token ids"), (padding, "marks padding")):
+        if len(names) > 1:
+            raise ValueError(
+                f"Cannot tell which input {what}: {names}. Pass a model of one such input."
+            )
+    return ids[0] if ids else None, padding[0] if padding else None
 
 
 def _as_array(values: Any) -> np.ndarray:
     return ops.convert_to_numpy(masks.as_tensor(values))
-
-
-def _checked(
-    runs: list[Any], ids: np.ndarray | None, real: np.ndarray
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Path and probabilities of each layer; raises unless it attends within the texts."""
-    for path, probabilities in _in_numpy(runs):
-        count, _, queries, keys = probabilities.shape
-        known = [x.shape for x in (real, ids) if x is not None]
-        if {(count, queries), *known} != {(count, keys)}:
-            raise ValueError(
-                f"The layer '{path}' must attend within the texts. Received: {queries} queries and "
-                f"{keys} keys, and padding and ids of the shapes {known}. Name others in `layers`."
-            )
-        yield path, probabilities
-
-
-# --- Inputs ---------------------------------------------------------------------------------------
 
 
 def by_name(model: Any, inputs: Any) -> dict[str, Any]:

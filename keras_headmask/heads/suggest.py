@@ -1,6 +1,7 @@
 """`hm.suggest_rules`: the cheapest rule of each head that keeps most of its attention."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -8,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from keras_headmask.heads.reading import allowed_pairs, read, real_shares
+from keras_headmask.heads.reading import allowed_pairs, read
 from keras_headmask.look import plotting
-from keras_headmask.look.tables import Printed, Table, layer_rows
+from keras_headmask.look.tables import Printed, Table
 from keras_headmask.rules import fields, recipes
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.inputs import SameSentence
@@ -19,8 +20,6 @@ from keras_headmask.rules.positions import Full, Keys, Nothing, Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-_WINDOWS = tuple(2**k for k in range(13))  # positions behind the query
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -51,20 +50,17 @@ class Suggestion(Printed):
         }
 
     def _parts(self) -> Iterator[str | Table]:
-        rows = [
-            [
-                (f"head {head}", str(spec), f"keeps {kept:.2f}, computes {computed:.2f}")
-                for head, (spec, kept, computed) in enumerate(zip(*of_layer, strict=False))
-            ]
-            for of_layer in zip(self.specs.values(), self.kept, self.computed, strict=True)
-        ]
-        yield Table(layer_rows(list(self.specs), rows))
+        table = Table()
+        for i, (path, specs) in enumerate(self.specs.items()):
+            for head, spec in enumerate(specs):
+                shares = f"keeps {self.kept[i, head]:.2f}, computes {self.computed[i, head]:.2f}"
+                table.append((path, f"head {head}", str(spec), shares))
+        yield table
 
     def plot(self) -> "Figure":
         """The share of pairs that each head computes, layers x heads: dark = much."""
         caption = [f"Rules that keep {self.keep:.0%} of the attention of each head"]
-        values = {"computed": self.computed}
-        return plotting.plot_heads(values, "share of pairs", caption)
+        return plotting.plot_heads({"computed": self.computed}, "share of pairs", caption)
 
 
 def suggest_rules(
@@ -115,20 +111,30 @@ def suggest_rules(
     keep = fields.fraction(keep, "keep")
     if keep == 0:
         raise ValueError("`keep` must be above 0: `Nothing()` keeps nothing. Received: 0.")
-    family = list(_family(end_ids, special_ids))
-    sums: dict[str, _Layer] = {}
-    pairs = np.zeros((len(family), 2))  # that each rule allows: all, and those not ahead
-    for batch in read(model, inputs, layers, batch_size, end_ids=end_ids, special_ids=special_ids):
-        masks: list[np.ndarray] = []  # of each text, (rules, T, T)
-        for run, probabilities in batch.layers:
-            masks = masks or list(allowed_pairs(family, batch))
-            path = re.sub(r"\[\d+\]$", "", run)  # all runs of a layer obey its one rule
-            layer = sums.setdefault(path, _Layer(probabilities.shape[1], len(family)))
-            for of_text, allowed, real in zip(probabilities, masks, batch.real, strict=True):
-                layer.add(of_text, allowed, real)
-        for allowed in masks:
-            pairs += np.stack([allowed.sum((1, 2)), np.tril(allowed).sum((1, 2))], -1)
-    return _cheapest(sums, pairs, family, keep)
+    family = {spec: spec for spec in _family(end_ids, special_ids)}
+    wanted = {"end_ids": end_ids, "special_ids": special_ids}
+    kinds = functools.partial(allowed_pairs, family)
+    # All runs of a layer obey its one rule.
+    run_path = functools.partial(re.sub, r"\[\d+\]$", "")
+    found = read(model, inputs, layers, batch_size, kinds, run_path, **wanted)
+    heads = max(len(layer.queries) for layer in found.layers.values())
+    specs: dict[str, tuple[MaskSpec, ...]] = {}
+    kept, computed = np.full((2, len(found.layers), heads), np.nan)
+    for i, (path, layer) in enumerate(found.layers.items()):
+        counts = found.pairs[:, int(layer.is_causal)]
+        costs = counts / counts[found.kinds.index(Full())]
+        chosen = []
+        for head, queries in enumerate(layer.queries):
+            # A head that sees nothing keeps all that it has.
+            shares = layer.sums[0, :, head] / queries if queries else np.ones(len(costs))
+            # (Probabilities are rounded to float32.)
+            able = np.flatnonzero(shares >= keep - 1e-5)
+            best = min(able, key=lambda rule: (costs[rule], rule))
+            chosen.append(found.kinds[best])
+            kept[i, head], computed[i, head] = min(shares[best], 1.0), costs[best]
+        specs[path] = tuple(chosen)
+    causal = tuple(layer.is_causal for layer in found.layers.values())
+    return Suggestion(specs, keep, kept, computed, causal)
 
 
 def _family(end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
@@ -140,7 +146,7 @@ def _family(end_ids: Any, special_ids: Any) -> Iterator[MaskSpec]:
         yield SameSentence(end_ids)
         if special_ids is not None:
             yield recipes.sentences(end_ids, special_ids)
-    windows = [*(Window(n, 0) for n in _WINDOWS), *(Window(n, n) for n in _WINDOWS)]
+    windows = [Window(2**k, after * 2**k) for after in (0, 1) for k in range(13)]
     yield from windows
     yield from (Keys(0, 1) | window for window in windows)
 
@@ -153,44 +159,3 @@ def _layer_rule(specs: tuple[MaskSpec, ...]) -> MaskSpec:
     if len(heads) == 1:
         return specs[0]
     return PerHead({tuple(numbers): spec for spec, numbers in heads.items()})
-
-
-def _cheapest(
-    layers: dict[str, "_Layer"], pairs: np.ndarray, family: list[MaskSpec], keep: float
-) -> Suggestion:
-    """For each head the cheapest rule of `family` that keeps `keep` of its attention."""
-    heads = max(len(layer.queries) for layer in layers.values())
-    specs: dict[str, tuple[MaskSpec, ...]] = {}
-    kept, computed = np.full((2, len(layers), heads), np.nan)
-    for i, (path, layer) in enumerate(layers.items()):
-        counts = pairs[:, int(layer.is_causal)]
-        costs = counts / counts[family.index(Full())]
-        chosen = []
-        for head, queries in enumerate(layer.queries):
-            # A head that sees nothing keeps all that it has.
-            shares = layer.kept[head] / queries if queries else np.ones(len(costs))
-            # (Sums of float32 shares that are 1 may be a little less.)
-            able = np.flatnonzero(shares >= keep - 1e-5)
-            best = min(able, key=lambda rule: (costs[rule], rule))
-            chosen.append(family[best])
-            kept[i, head], computed[i, head] = min(shares[best], 1.0), costs[best]
-        specs[path] = tuple(chosen)
-    causal = tuple(layer.is_causal for layer in layers.values())
-    return Suggestion(specs, keep, kept, computed, causal)
-
-
-class _Layer:
-    """Sums over the queries of one layer."""
-
-    def __init__(self, heads: int, rules: int):
-        self.queries = np.zeros(heads)
-        self.kept = np.zeros((heads, rules))
-        self.is_causal = True
-
-    def add(self, probabilities: np.ndarray, allowed: np.ndarray, real: np.ndarray) -> None:
-        """The probabilities of one text, and what each rule allows of it."""
-        shares, sees = real_shares(probabilities, real)
-        self.queries += sees.sum(1)
-        by_rule = allowed.reshape(len(allowed), -1).T.astype(shares.dtype)
-        self.kept += shares.reshape(len(shares), -1) @ by_rule
-        self.is_causal &= not np.triu(shares, 1).any()

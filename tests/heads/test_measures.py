@@ -17,7 +17,31 @@ from keras_headmask.heads.reading import attention_probabilities
 END, SPECIAL = 9, (5, 4)
 PREVIOUS = hm.Window(1, 0) & ~hm.Window(0, 0)
 SHARES = ["self", "previous", "next", "first", "duplicate", "induction"]
-SHARES += ["sentence", "special", "local"]
+SHARES += ["special", "sentence", "local"]
+LONG = np.random.default_rng(1).integers(1, 12, (5, 21)).astype("int32")
+LONG[0, 17:] = LONG[1, 13:] = LONG[2, :4] = 0  # the third is padded on its left
+OF_TWO = [np.random.default_rng(0).normal(size=(2, n, 8)).astype("float32") for n in (4, 6)]
+
+
+def of_ids(*blocks, **attention):
+    """Attention over embedded ids, under the name "attention", or `blocks`."""
+    ids = keras.Input((None,), dtype="int32", name="token_ids")
+    x = layers.Embedding(40, 8)(ids)
+    for block in blocks or [own_attention(**attention)]:
+        x = block(x)
+    return keras.Model(ids, x)
+
+
+def own_attention(heads=2, name="attention", **more):
+    attention = layers.MultiHeadAttention(heads, 4, name=name, **more)
+    return lambda x: attention(x, x)
+
+
+def with_cross_attention():
+    x, other = keras.Input((4, 8), name="x"), keras.Input((6, 8), name="other")
+    y = own_attention(3, "own")(x)
+    y = layers.MultiHeadAttention(2, 4, name="to_other")(y, other)
+    return keras.Model([x, other], y)
 
 
 # --- Probabilities -------------------------------------------------------------------------------
@@ -46,23 +70,15 @@ def test_probabilities_under_a_rule_and_of_layers_inside_layers():
         assert_close(probabilities[:, 0].sum(-1), np.ones((2, 7)))
 
 
-def with_cross_attention():
-    x, other = keras.Input((4, 8), name="x"), keras.Input((6, 8), name="other")
-    y = layers.MultiHeadAttention(3, 4, name="own")(x, x)
-    y = layers.MultiHeadAttention(2, 4, name="to_other")(y, other)
-    return keras.Model([x, other], y)
-
-
-OF_TWO = [np.random.default_rng(0).normal(size=(2, n, 8)).astype("float32") for n in (4, 6)]
-
-
 def test_probabilities_of_cross_attention():
-    found = attention_probabilities(with_cross_attention(), OF_TWO)
-    assert {path: x.shape for path, x in found.items()} == {
-        "own": (2, 3, 4, 4),
-        "to_other": (2, 2, 4, 6),
+    model = with_cross_attention()
+    found = attention_probabilities(model, OF_TWO)
+    assert {path: x.shape[1:] for path, x in found.items()} == {
+        "own": (3, 4, 4),
+        "to_other": (2, 4, 6),
     }
-    assert list(attention_probabilities(with_cross_attention(), OF_TWO, "other")) == ["to_other"]
+    assert list(attention_probabilities(model, OF_TWO, "other")) == ["to_other"]
+    assert measure_heads(model, OF_TWO).layers == ("own",)
 
 
 def test_a_layer_that_runs_twice_has_two_entries():
@@ -109,10 +125,6 @@ def by_loops(probabilities, ids, real, end_ids=(END,), special_ids=SPECIAL):
     return [{name: x / queries for name, x in found.items()} for found in (sums, most, even)]
 
 
-LONG = np.random.default_rng(1).integers(1, 12, (5, 21)).astype("int32")
-LONG[0, 17:] = LONG[1, 13:] = LONG[2, :4] = 0  # the third is padded on its left
-
-
 @pytest.mark.parametrize(
     ("rule", "batch_size"), [(hm.Full(), 32), (hm.PerHead({0: PREVIOUS, 2: hm.Window(2, 1)}), 2)]
 )
@@ -124,7 +136,7 @@ def test_measures_are_those_of_loops(rule, batch_size):
     for found, wanted in zip(
         (report.scores, report.upper_bound, report.uniform_baseline), expected, strict=True
     ):
-        assert list(found) == list(wanted)
+        assert list(found) == SHARES
         for name, values in found.items():
             assert_close(values[0], wanted[name])
     assert (report.layers, report.heads) == (("attention",), (4,))
@@ -138,8 +150,7 @@ def padded_tail(name):
     mask = keras.Input((None,), dtype="bool", name=name)
     x = layers.Embedding(12, 8)(ids)
     x = layers.Multiply()([x, keras.ops.expand_dims(keras.ops.cast(mask, "float32"), -1) + 1.0])
-    x = layers.MultiHeadAttention(4, 3, name="attention")(x, x)
-    return keras.Model({"token_ids": ids, name: mask}, x)
+    return keras.Model({"token_ids": ids, name: mask}, own_attention(4)(x))
 
 
 @pytest.mark.parametrize("name", ["padding_mask", "attention_mask", "other"])
@@ -161,7 +172,7 @@ def test_padding_does_not_count_where_it_is_known(name):
 def two_inputs(first, second):
     inputs = [keras.Input((None,), dtype="int32", name=name) for name in (first, second)]
     x = layers.Add()([layers.Embedding(12, 8)(x) for x in inputs])
-    return keras.Model(inputs, layers.MultiHeadAttention(2, 4, name="attention")(x, x))
+    return keras.Model(inputs, own_attention()(x))
 
 
 @pytest.mark.parametrize("name", ["token_ids", "input_ids", "ids", "decoder_token_ids"])
@@ -176,10 +187,8 @@ def test_ids_have_a_usual_name(name):
 
 
 def test_measures_that_need_ids_are_left_out_without_them():
-    x = keras.Input((20, 8))
-    model = keras.Model(x, layers.MultiHeadAttention(2, 4, name="attention")(x, x))
-    values = np.random.default_rng(0).normal(size=(2, 20, 8))
-    report = measure_heads(model, values)
+    x = keras.Input((6, 8))
+    report = measure_heads(keras.Model(x, own_attention()(x)), OF_TWO[1])
     assert set(report.scores).isdisjoint(["duplicate", "induction", "sentence", "special"])
     with pytest.raises(ValueError, match=r"There is no measure 'sentence': measured were"):
         report.plot("sentence")
@@ -187,7 +196,7 @@ def test_measures_that_need_ids_are_left_out_without_them():
 
 # --- Roles ---------------------------------------------------------------------------------------
 
-TOKENS_KNOWN, LENGTH = 40, 24
+LENGTH = 24
 REPEATED = np.stack(
     [np.tile(np.random.default_rng(n).permutation(LENGTH // 2) + 1, 2) for n in range(3)]
 )
@@ -205,10 +214,8 @@ def test_roles_of_heads_made_by_rules():
             5: hm.KeyIn("token_ids", (37, 38, 39)),
         }
     )
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(TOKENS_KNOWN, 8)(ids)
-    model = keras.Model(ids, layers.MultiHeadAttention(7, 4, name="attention")(x, x))
-    report = measure_heads(hm.apply_head_masks(model, rule), REPEATED, (37, 38, 39), (37, 38, 39))
+    model = hm.apply_head_masks(of_ids(heads=7), rule)
+    report = measure_heads(model, REPEATED, (37, 38, 39), (37, 38, 39))
     assert report.scores["previous"][0, 0] == 1.0
     expected = ["previous token", "next token", "current token", "sentence", "local"]
     expected.append("special token")
@@ -226,23 +233,16 @@ def test_no_head_is_local_where_all_texts_are_short():
 # --- The report ----------------------------------------------------------------------------------
 
 
-def of_different_heads():
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8)(ids)
-    x = Block(layers.MultiHeadAttention(2, 4), name="narrow")(x)
-    return keras.Model(ids, Block(layers.MultiHeadAttention(3, 4), name="wide")(x))
-
-
 def test_a_layer_with_fewer_heads_is_padded_with_nan():
-    report = measure_heads(of_different_heads(), LONG)
+    report = measure_heads(of_ids(own_attention(2, "narrow"), own_attention(3, "wide")), LONG)
     assert report.heads == (2, 3)
-    for values in (
-        *report.scores.values(),
-        *report.upper_bound.values(),
-        *report.uniform_baseline.values(),
-    ):
-        np.testing.assert_array_equal(np.isnan(values), [[False, False, True], [False] * 3])
-    assert len([line for line in str(report).split("\n") if " wide" in line]) == 3
+    for by_measure in (report.scores, report.upper_bound, report.uniform_baseline):
+        for values in by_measure.values():
+            np.testing.assert_array_equal(np.isnan(values), [[False, False, True], [False] * 3])
+    first, heading, *rows = repr(report).splitlines()
+    assert first == "5 texts of 105 tokens; padding: none known."
+    assert heading.split() == ["layer", "head", "role", *report.scores]
+    assert [row.split()[:2] for row in rows[1:3]] == [["narrow", "1"], ["wide", "0"]]
 
 
 def test_a_head_that_sees_nothing_has_nan():
@@ -271,18 +271,16 @@ def of_no_rule(x):
     return layers.Attention(name="attention")([x, x])
 
 
-def of_layers(*blocks):
-    ids = keras.Input((None,), dtype="int32", name="token_ids")
-    x = layers.Embedding(12, 8)(ids)
-    for block in blocks:
-        x = block(x)
-    return keras.Model(ids, x)
-
-
 def over_two_axes():
     x = keras.Input((4, 5, 8))
-    attention = layers.MultiHeadAttention(2, 4, attention_axes=(1, 2), name="attention")
-    return keras.Model(x, attention(x, x))
+    return keras.Model(x, own_attention(attention_axes=(1, 2))(x))
+
+
+def pooled():
+    x = keras.Input((6, 8))
+    return keras.Model(
+        x, own_attention(name="pooled")(layers.AveragePooling1D(2)(own_attention()(x)))
+    )
 
 
 class Trains(Block):
@@ -290,27 +288,20 @@ class Trains(Block):
         return super().call(x) if training is not False else x
 
 
-FEATURES = np.ones((2, 4, 5, 8), "float32")
 FRACTIONS = np.random.default_rng(0).random((2, 9), "float32")
 CAST = r'`token_ids` must be integer or boolean. Received dtype float32.*dtype="int32"'
 
 
-@pytest.mark.parametrize("function", [attention_probabilities, measure_heads, hm.suggest_rules])
+@pytest.mark.parametrize("function", [attention_probabilities, measure_heads])
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "message"),
     [
-        (lambda: of_layers(of_no_rule), LONG, ValueError, "whose masks are out of reach"),
-        (of_layers, LONG, ValueError, "The model holds no self-attention layer"),
+        (lambda: of_ids(of_no_rule), LONG, ValueError, "whose masks are out of reach"),
+        (lambda: of_ids(Block(name="known"), of_no_rule), LONG, ValueError, "name the others in"),
+        (lambda: of_ids(layers.Dense(2)), LONG, ValueError, "The model holds no self-attention"),
         (lambda: 3, LONG, TypeError, "`model` must be a Keras model. Received: 3"),
-        (
-            lambda: of_layers(Block(name="known"), of_no_rule),
-            LONG,
-            ValueError,
-            "To leave it as it is, name the others in `layers`",
-        ),
-        (over_two_axes, FEATURES, ValueError, "'attention' attends over several axes.* Leave it"),
-        (lambda: of_layers(Trains()), LONG, ValueError, "None of the attention layers .* ran when"),
-        (one_layer, FRACTIONS, TypeError, CAST),
+        (over_two_axes, np.ones((2, 4, 5, 8)), ValueError, "must attend over one axis.* Leave it"),
+        (lambda: of_ids(Trains()), LONG, ValueError, "None of the attention layers .* ran when"),
         (one_layer, [FRACTIONS], TypeError, CAST),
         (one_layer, {"token_ids": FRACTIONS}, TypeError, CAST),
         (one_layer, [LONG, LONG], ValueError, r"Received: 2 arrays in `inputs`. Pass one"),
@@ -322,7 +313,7 @@ def test_attention_that_cannot_be_seen_is_refused(function, model, inputs, error
 
 
 def test_attention_out_of_reach_is_left_out_by_name():
-    model = of_layers(Block(name="known"), of_no_rule)
+    model = of_ids(Block(name="known"), of_no_rule)
     (path,) = attention_probabilities(model, LONG, layers="known")
     assert path.startswith("known/")
     assert measure_heads(model, LONG, layers="known").layers == (path,)
@@ -347,59 +338,31 @@ def test_attention_inside_a_function_of_its_own_is_refused():
         attention_probabilities(Outer(), LONG)
 
 
-def test_attention_within_other_positions_is_refused():
-    model = with_cross_attention()
-    assert measure_heads(model, OF_TWO).layers == ("own",)
-    with pytest.raises(ValueError, match=r"'to_other'.* attends to another sequence"):
-        measure_heads(model, OF_TWO, layers="other")
-    x = keras.Input((20, 8))
-    y = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
-    y = layers.AveragePooling1D(2)(y)
-    model = keras.Model(x, layers.MultiHeadAttention(2, 4, name="pooled")(y, y))
-    values = np.random.default_rng(0).normal(size=(2, 20, 8))
-    with pytest.raises(ValueError, match=r"The layer 'pooled' must attend within .* 10 queries"):
-        measure_heads(model, values)
-    assert measure_heads(model, values, layers="pooled").tokens == 20
-
-
-TWO = np.ones((2, 20, 8), "float32")
-
-
 @pytest.mark.parametrize(
     ("model", "inputs", "more", "error", "message"),
     [
         (one_layer, LONG[:0], {}, ValueError, r"no empty ones. Received: \[\(0, 21\)\]"),
         (one_layer, LONG[:, :0], {}, ValueError, r"no empty ones. Received: \[\(5, 0\)\]"),
-        (one_layer, 3, {}, ValueError, r"`inputs` must hold arrays"),
         (one_layer, [[1, 2]], {}, ValueError, "`inputs` must hold arrays"),
         (one_layer, 0 * LONG, {}, ValueError, "padding alone, by the Keras mask"),
         (one_layer, LONG, {"batch_size": 0}, ValueError, "`batch_size` must be at least 1"),
-        (one_layer, LONG, {"special_ids": "x"}, TypeError, "`ids` must be ids"),
+        (one_layer, LONG, {"special_ids": "x"}, TypeError, "`special_ids` must be ids"),
         (one_layer, LONG, {"end_ids": ()}, ValueError, "`end_ids` must hold at least one id"),
-        (
-            one_layer,
-            LONG,
-            {"end_ids": 70},
-            ValueError,
-            "must stand among the token ids of the texts. Received: 70",
-        ),
+        (one_layer, LONG, {"end_ids": 70}, ValueError, "among the token ids .* Received: 70"),
+        (pooled, OF_TWO[1], {"end_ids": END}, ValueError, "must stand among the token ids"),
         (lambda: two_inputs("a", "b"), [LONG, LONG], {}, ValueError, r"token ids: \['a', 'b'\]"),
         (
             lambda: two_inputs("a_padding_mask", "b_padding_mask"),
-            [LONG, LONG],
-            {},
-            ValueError,
-            "Cannot tell which input marks padding",
+            *([LONG, LONG], {}, ValueError, "Cannot tell which input marks padding"),
         ),
-        (
-            lambda: keras.Model(x := keras.Input((20, 8), name="x"), Block()(x)),
-            TWO,
-            {"end_ids": END},
-            ValueError,
-            "must stand among the token ids",
-        ),
+        (with_cross_attention, OF_TWO, {"layers": "other"}, ValueError, "'to_other'.* another seq"),
+        (pooled, OF_TWO[1], {}, ValueError, r"'pooled' must attend over .* of the texts.*3, 3"),
     ],
 )
 def test_bad_input_is_refused(model, inputs, more, error, message):
     with pytest.raises(error, match=message):
         measure_heads(model(), inputs, **more)
+
+
+def test_attention_within_other_positions_is_measured_alone():
+    assert measure_heads(pooled(), OF_TWO[1], layers="pooled").tokens == 6

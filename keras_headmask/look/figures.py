@@ -71,8 +71,8 @@ def figure_of(grid: Grid) -> Picture:
         scale.ax.tick_params(labelsize=_SIZE)
         scale.set_label(grid.scale, fontsize=_TEXT)
     if named := [(handles[key], text) for key, text in grid.legend.items() if key in handles]:
-        place_of_it = {"loc": "outside lower left", "ncols": 3, "frameon": False}
-        figure.legend(*zip(*named, strict=True), **place_of_it, fontsize=_TEXT)
+        at: Any = {"loc": "outside lower left", "ncols": 3, "frameon": False, "fontsize": _TEXT}
+        figure.legend(*zip(*named, strict=True), **at)
     engine: Any = figure.get_layout_engine()
     for _ in range(2):  # and once more as it is drawn: the layout converges
         engine.execute(figure)

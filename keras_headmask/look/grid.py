@@ -92,9 +92,10 @@ def grid_of(
         for heads, cells in sorted(drawn.values(), key=lambda x: (others in x[0], min(x[0])))
     ]
     panels.sort(key=lambda panel: bool((panel.cells == Coverage.ALL).all()))
-    hidden = f"hidden (tiles of {tile} x {tile} positions)" if tile > 1 else "hidden"
-    legend = {Coverage.ALL: "may attend", Coverage.SOME: "some pairs may", Coverage.NONE: hidden}
-    if tile == 1:
+    legend = {Coverage.ALL: "may attend", Coverage.SOME: "some pairs may", Coverage.NONE: "hidden"}
+    if tile > 1:
+        legend[Coverage.NONE] += f" (tiles of {tile} x {tile} positions)"
+    else:
         del legend[Coverage.SOME]
     return Grid(panels, words.sentences(spec, num_heads), rows, columns, tile, legend=legend)
 
@@ -112,9 +113,6 @@ def tile_of(queries: int, keys: int, most: int, tile_size: int | None = None) ->
         return fields.whole_number(tile_size, "tile_size", at_least=1)
     longest = max(queries, keys)
     return 1 << ((2 * longest - 1) // most).bit_length() if longest > most else 1
-
-
-# --- Names ---------------------------------------------------------------------------------------
 
 
 def head_names(heads: Sequence[int], others: int | None = None) -> str:

@@ -142,11 +142,8 @@ def test_numbers_of_heads():
     assert np.ma.getmaskarray(a.images[0].get_array()).tolist() == [[False, True]]
     assert a.patch.get_hatch() == "////"
     assert b.images[0].norm.vmax == 0.5
-    assert (scale.get_ylabel(), a.get_ylabel(), b.get_xlabel()) == (
-        "share of pairs",
-        "layers",
-        "heads",
-    )
+    axes = scale.get_ylabel(), a.get_ylabel(), b.get_xlabel()
+    assert axes == ("share of pairs", "layers", "heads")
 
 
 # --- plot_attention ------------------------------------------------------------------------------

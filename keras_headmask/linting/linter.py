@@ -1,18 +1,45 @@
 """What is likely wrong with a rule, found before a model is trained under it."""
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_headmask.linting import checks
-from keras_headmask.linting.checks import Finding as Finding
-from keras_headmask.rules import words
-from keras_headmask.rules.base import MaskSpec, check_spec
+from keras_headmask.rules import by_head, evaluation, words
+from keras_headmask.rules.base import MaskSpec, leaves
 from keras_headmask.rules.examples import key_side, length_of, marks_padding
 from keras_headmask.rules.fields import whole_number
+
+_SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at
+_MOST_UNKNOWN, _MOST_PAIRS = 6, 2**26
+_AT = "at {} x {} positions"
+_Arrays: TypeAlias = Mapping[str, Any]  # by name
+
+
+class Finding(NamedTuple):
+    """One thing that is likely wrong with a rule. It prints in a line.
+
+    Args:
+        code: A permanent name of what was found.
+        message: What was found, at which lengths, and what to do.
+        heads: The heads it speaks of.
+        layers: The paths of the attention layers, where a model was looked at.
+    """
+
+    code: str
+    message: str
+    heads: tuple[int, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        heads = f", {words.heads_in_words(self.heads).lower()}" if self.heads else ""
+        more = f" and {len(self.layers) - 3} more layers" if len(self.layers) > 3 else ""
+        layers = f" In {', '.join(self.layers[:3])}{more}." if self.layers else ""
+        return words.in_one_line(f"{self.code}{heads}: {self.message}{layers}")
 
 
 class Findings(list[Finding]):
@@ -59,44 +86,42 @@ def lint(
         raise TypeError(f"`mask_inputs` must be a dict of arrays. Received: {mask_inputs!r}.")
     sizes = [x for x in (queries, keys, num_heads) if x is not None]
     if not isinstance(rule, MaskSpec):
-        return Findings(_of_model(rule, mask_inputs, sizes))
+        return _of_model(rule, mask_inputs, sizes)
     for size in sizes:
         whole_number(size, "queries, keys and num_heads", at_least=1)
     heads, inputs = num_heads or words.enough_heads(rule), dict(mask_inputs or {})
     marks = {x: key_side(inputs[x]) for x in inputs if marks_padding(x)}
     marks = {name: side != 0 for name, side in marks.items() if side is not None}
     given = {name: value for name, value in inputs.items() if name in rule.inputs}
-    length, is_enough = checks.length_for(rule, heads)
+    length, is_enough = _length_for(rule, heads)
     of_queries, of_keys = (length_of(rule, given, side) for side in (0, -1))
     rows = queries or of_queries or keys or of_keys or length
-    allowed: Any = checks.masks(rule, heads, rows, keys or of_keys or rows, given)
+    allowed: Any = _masks(rule, heads, rows, keys or of_keys or rows, given)
     allowed = allowed.any(tuple(range(allowed.ndim - 4)))
-    findings = Findings(checks.dead_rows(rule, allowed, marks))
+    findings = Findings(_dead_rows(rule, allowed, marks))
     for name in sorted(inputs.keys() - given.keys() - marks.keys()):
         findings.append(Finding("input-changes-nothing", f"The rule does not read `{name}`."))
-    if not checks.unknown_leaves(rule, given):
-        findings += checks.padding_seen(allowed, {x: marks[x] for x in marks if x in given})
-    findings += checks.end_id_pads(rule, given, marks)
+    if not _unknown_leaves(rule, given):
+        findings += _padding_seen(allowed, {x: marks[x] for x in marks if x in given})
+    findings += _end_id_pads(rule, given, marks)
     # (Of more inputs than that, examples show what they show.)
-    few = len(checks.unknown_leaves(rule, {})) <= checks.MOST_UNKNOWN
-    if few and (is_enough or queries or keys):
-        blind = checks.masks(rule, heads, queries or keys or length, keys or queries or length, {})
-        findings += checks.of_rule(rule, blind)
+    if len(_unknown_leaves(rule, {})) <= _MOST_UNKNOWN and (is_enough or queries or keys):
+        blind = _masks(rule, heads, queries or keys or length, keys or queries or length, {})
+        findings += _of_rule(rule, blind)
     return findings
 
 
-def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Iterator[Finding]:
+def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Findings:
     """See `lint`. Where a layer computes a probability above 0, it allows the pair."""
     from keras_headmask.retrofit.adapters import without_remat  # needs all of retrofit/
     from keras_headmask.retrofit.made_up import plain
     from keras_headmask.retrofit.observe import watched
     from keras_headmask.retrofit.survey import Survey
 
-    if not isinstance(model, keras.Model):
-        check_spec(model, "rule", "hm.lint(SPEC)")  # raises
-    survey = Survey(model)
-    if survey.graph is None or not survey.rules:
-        raise TypeError(f"`rule` must be a functional model with rules. Received: {model!r}.")
+    survey = Survey(model) if isinstance(model, keras.Model) else None
+    if survey is None or survey.graph is None or not survey.rules:
+        what = "a functional model with rules, or a mask spec"
+        raise TypeError(f"`rule` must be {what}. Received: {model!r}.")
     tensors = plain(survey) if inputs is None else {n: np.asarray(x) for n, x in inputs.items()}
     if sizes or tensors.keys() != survey.inputs.keys():
         raise ValueError(
@@ -113,19 +138,127 @@ def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Itera
     paths: dict[Finding, list[str]] = {Finding("input-changes-nothing", x): [] for x in unread}
     for entry in entries:
         spec = survey.rules[entry.path]
-        found = lint(spec, num_heads=entry.num_heads)  # what holds whatever the inputs hold
+        found = lint(spec, num_heads=entry.num_heads)  # which holds whatever the inputs hold
         for run in (x.probabilities for x in seen if x.path == entry.path):
             allowed = ops.convert_to_numpy(run) > 0
             mine = {name: x for name, x in marks.items() if x.shape[1] == allowed.shape[3]}
-            found += checks.padding_seen(allowed, mine)
+            found += _padding_seen(allowed, mine)
             # Made-up ids are all alike: what a rule makes of them says nothing.
             if inputs is not None or all(map(marks_padding, spec.inputs)):
-                found = Findings(x for x in found if x.code != "dead-rows")
-                found += checks.dead_rows(spec, allowed, mine)
+                rest = (x for x in found if x.code != "dead-rows")
+                found = Findings([*rest, *_dead_rows(spec, allowed, mine)])
             if inputs is not None or survey.zero_padded_inputs:
                 given = {name: x for name, x in tensors.items() if name in spec.inputs}
-                found += checks.end_id_pads(spec, given, mine)
+                found += _end_id_pads(spec, given, mine)
         for finding in found:
             paths.setdefault(finding, []).append(entry.path)
-    for finding, of_layers in paths.items():
-        yield finding._replace(layers=tuple(of_layers))
+    return Findings(x._replace(layers=tuple(of_layers)) for x, of_layers in paths.items())
+
+
+def _unknown_leaves(spec: MaskSpec, given: _Arrays) -> list[MaskSpec]:
+    """The leaves that read what is not given."""
+    return [leaf for leaf in leaves(spec) if not leaf.inputs.keys() <= given.keys()]
+
+
+def _length_for(spec: MaskSpec, num_heads: int) -> tuple[int, bool]:
+    """A length at which every number of the rule matters, and whether it is not too long."""
+    distance = spec.sampling.distance
+    wanted = _UNKNOWN if distance is None else max(_SHORTEST, 2 * distance + 2)
+    unknown = min(len(_unknown_leaves(spec, {})), _MOST_UNKNOWN)
+    most = math.isqrt(_MOST_PAIRS // (num_heads << unknown))
+    return min(wanted, most), wanted <= most
+
+
+def _masks(spec: MaskSpec, num_heads: int, queries: int, keys: int, given: _Arrays) -> np.ndarray:
+    """What `spec` allows, `(2, ..., 2, B, H, queries, keys)`.
+
+    A leaf whose inputs are not given may allow anything: it has an axis of 2, true and false.
+    """
+    unknown, pairs = _unknown_leaves(spec, given), num_heads * queries * keys
+    if len(unknown) > _MOST_UNKNOWN or pairs << len(unknown) > _MOST_PAIRS:
+        found = f"{pairs} pairs of positions, and {len(unknown)} parts of the rule that read what"
+        hint = "Pass fewer `queries`, or `mask_inputs` beside a spec."
+        raise ValueError(f"{found} is not given, are too many. {hint}")
+    values: dict[MaskSpec, np.ndarray] = {}
+    for leaf in leaves(spec):
+        if leaf in unknown:
+            axes = [2 if other == leaf else 1 for other in unknown]
+            values[leaf] = np.reshape([True, False], (*axes, 1, 1, 1, 1))
+            continue
+        read = {name: given[name] for name in leaf.inputs}
+        mask = evaluation.make_mask(leaf, queries, keys, num_heads, read)
+        values[leaf] = ops.convert_to_numpy(mask)
+    batch = max(value.shape[-4] for value in values.values())
+    result = np.zeros((2,) * len(unknown) + (batch, num_heads, queries, keys), bool)
+    for rule, heads in by_head.head_groups(spec, num_heads):
+        some = (..., list(heads), slice(None), slice(None))
+        own = {leaf: x if x.shape[-3] == 1 else x[some] for leaf, x in values.items()}
+        result[some] = rule.fold(own.__getitem__, np.logical_and, np.logical_or, np.logical_not)
+    return result
+
+
+def _of_rule(spec: MaskSpec, allowed: np.ndarray) -> Iterator[Finding]:
+    """Rules that hide nothing, heads that are equal, inputs without effect.
+
+    `allowed`: the mask without inputs, so that what is found holds whatever they hold.
+    """
+    at, of_heads = _AT.format(*allowed.shape[-2:]), np.moveaxis(allowed, -3, 0)
+    groups = by_head.head_groups(spec, len(of_heads))
+    for rule, heads in groups:
+        if of_heads[heads[0]].all() and (rule.children or not rule.constant):
+            yield Finding("hides-nothing", f"{rule!r} hides nothing {at}.", heads)
+    for (one, heads), (other, more) in itertools.combinations(groups, 2):
+        if (of_heads[heads[0]] == of_heads[more[0]]).all() and not of_heads[more[0]].all():
+            message = f"{one!r} and {other!r} allow the same {at}."
+            yield Finding("equal-heads", message, tuple(sorted(heads + more)))
+    for name in spec.inputs:
+        axes = [i for i, x in enumerate(_unknown_leaves(spec, {})) if name in x.inputs]
+        if all((allowed.take(0, i) == allowed.take(1, i)).all() for i in axes):
+            message = f"Whatever `{name}` holds, the rule allows the same {at}."
+            yield Finding("input-changes-nothing", message)
+
+
+def _dead_rows(spec: MaskSpec, allowed: np.ndarray, marks: _Arrays) -> Iterator[Finding]:
+    """Real queries that see nothing. `allowed` `(B, H, T, S)`; `marks` `(B, S)`, real by true."""
+    dead: Any = ~allowed.any(-1)
+    for real in marks.values():
+        dead = dead & real[:, None] if real.shape[1] == dead.shape[2] else dead
+    by_rows: dict[tuple[int, ...], list[int]] = {}
+    for head in np.flatnonzero(dead.any((0, 2))).tolist():
+        rule, some = spec.for_head(head), np.flatnonzero(dead[:, head].any(0)).tolist()
+        if rule.constant is not False or rule.children:  # (`Nothing()` switches a head off)
+            by_rows.setdefault(tuple(some), []).append(head)
+    for rows, heads in by_rows.items():
+        text = words.numbers_in_words(rows)
+        text = text if len(text) < 60 else f"{rows[0]} to {rows[-1]} ({len(rows)} of them)"
+        who = f"Query {text} sees" if len(rows) == 1 else f"Queries {text} see"
+        found = f"{who} no key {_AT.format(*allowed.shape[2:])}: the output is 0."
+        yield Finding("dead-rows", found, tuple(heads))
+
+
+def _padding_seen(allowed: np.ndarray, marks: _Arrays) -> list[Finding]:
+    """Heads whose real queries see padding, by each of `marks`: one that is obeyed is enough."""
+    found: list[Finding] = []
+    for name, real in marks.items():
+        by_real = real[:, None, :, None] if allowed.shape[2] == allowed.shape[3] else True
+        seen = (allowed & by_real).any(2)  # (B, H, S)
+        of_padding, of_real = ((seen & x[:, None]).any((0, 2)) for x in (~real, real))
+        message = f"Real queries see keys that `{name}` marks as padding. Add `& "
+        message += f"recipes.padding({name!r})` to the rule, or see where the model loses the mask."
+        if not (of_real & of_padding).any():
+            message = f"Real queries see nothing but padding by `{name}`. True means a real token, "
+            message += "and that a query may attend: invert the part that reads it, by ~."
+        found.append(Finding("sees-padding", message, tuple(np.flatnonzero(of_padding).tolist())))
+    return found[:1] if all(finding.heads for finding in found) else []
+
+
+def _end_id_pads(spec: MaskSpec, given: _Arrays, marks: _Arrays) -> Iterator[Finding]:
+    """Ids that end a part of the sequence, but occur at padding alone."""
+    for leaf in leaves(spec):
+        if leaf.sampling.ids and not leaf.tiling.opens and not _unknown_leaves(leaf, given):
+            ids: Any = key_side(given[next(iter(leaf.inputs))])
+            found = np.isin(ids, leaf.sampling.ids)
+            real = [found & x for x in marks.values() if x.shape == found.shape]
+            if real and found.any() and not np.logical_and.reduce(real).any():
+                message = f"The ids that {leaf!r} looks for occur at padding alone: check them."
+                yield Finding("end-id-pads", message)

@@ -129,7 +129,9 @@ print(f"others {weights[:, 1:, apart].max():.3f}")
 
 # %%
 model.save_pretrained(options.out / "model")
-again = transformers.BertModel.from_pretrained(options.out / "model").eval()
+again = transformers.BertModel.from_pretrained(
+    options.out / "model", attn_implementation="eager"
+).eval()
 hm.hugging_face.mask_heads(again, again.config.head_masks)
 with torch.no_grad():
     same = torch.equal(again(**inputs).last_hidden_state, after.last_hidden_state)

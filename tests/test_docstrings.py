@@ -30,7 +30,7 @@ MODULES = "hugging_face", "recipes", "testing"
 
 def public():
     values = {name: getattr(hm, name) for name in hm.__all__ if name not in MODULES}
-    for name in ("mask_heads", "unmask", "mask_inputs"):
+    for name in ("mask_heads", "unmask"):
         values[f"hugging_face.{name}"] = getattr(hm.hugging_face, name)
     values["testing.assert_no_leaks"] = hm.testing.assert_no_leaks
     values["testing.assert_steps_equal"] = hm.testing.assert_steps_equal

@@ -228,7 +228,7 @@ def test_the_parts_of_kerashubs_attention():
 
 @relies_on(
     "traces_function for_shapes_alone in_symbolic_scope graph_of_function is_function_graph "
-    "infers_shapes FILE_OF_INFERENCE",
+    "infers_shapes",
     breaks="a function compiled inside a model would keep what was traced for shapes",
 )
 def test_functions_that_are_compiled_while_keras_infers_shapes():

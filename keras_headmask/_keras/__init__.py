@@ -36,9 +36,15 @@ def traces_function() -> bool:
     if keras.backend.backend() == "tensorflow":
         return tensorflow.graph_of_function() is not None
     if keras.backend.backend() == "jax":
-        from keras_headmask._keras import jax
+        from jax._src import core
 
-        return jax.traces_function()
+        # Each trace knows the one around it, and what it traces: Keras infers shapes by this one.
+        of_keras = find("keras.src.backend.compute_output_spec").__code__.co_filename
+        trace = core.unsafe_get_current_trace()
+        while trace is not None and not hasattr(trace, "frame"):  # (`vmap` by itself keeps nothing)
+            trace = getattr(trace, "parent_trace", None)
+        source = "" if trace is None else trace.frame.debug_info.func_src_info or ""
+        return trace is not None and not (source.startswith("wrapped_fn ") and of_keras in source)
     import torch
 
     return torch.compiler.is_compiling()

@@ -23,8 +23,7 @@ ARROWS = {
 }
 # What is asked of rules alone needs no framework; only what counts tiles needs NumPy.
 NEED_KERAS = {
-    f"rules.{name}"
-    for name in ("evaluation", "examples", "graph_shapes", "offsets", "places", "spec_laws")
+    f"rules.{name}" for name in ("evaluation", "examples", "graph_shapes", "offsets", "places")
 }
 NEED_NUMPY = {"rules.coverage"} | NEED_KERAS
 

@@ -137,7 +137,7 @@ def test_a_twin_is_treated_alike(leaf):
 @MANY
 @given(cases())
 def test_positions_of_queries_that_are_not_read_do_not_matter(case):
-    """(`test_spec_laws.py` holds the other answers to the mask.)"""
+    """(`test_check_spec.py` holds the other answers to the mask.)"""
     spec, inputs, _, heads, queries, keys, offset = case
 
     def mask_of(offset):

@@ -9,9 +9,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.attention.planner import NUMPY, bounds_of
-from keras_headmask.heads import changes
-from keras_headmask.heads.leaks import find_leaks
-from keras_headmask.heads.tested import Tested, numbers_of, shapes
+from keras_headmask.heads import leaks
 from keras_headmask.rules import base, evaluation, examples, fields
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import check_heads
@@ -21,11 +19,7 @@ from keras_headmask.rules.words import enough_heads
 
 
 def assert_no_leaks(
-    what: Any,
-    inputs: Any,
-    rule: MaskSpec | None = None,
-    real: Any = None,
-    tolerance: float = 1e-5,
+    what: Any, inputs: Any, rule: MaskSpec | None = None, real: Any = None, tolerance: float = 1e-5
 ) -> None:
     """Fail if `hm.find_leaks` finds a leak, or can try no hidden pair at all.
 
@@ -36,7 +30,7 @@ def assert_no_leaks(
         AssertionError: with the report as its text.
     """
     __tracebackhide__ = True
-    report = find_leaks(what, inputs, rule, real, tolerance)
+    report = leaks.find_leaks(what, inputs, rule, real, tolerance)
     if report or not report.tried:
         raise AssertionError(str(report))
 
@@ -64,7 +58,7 @@ def assert_steps_equal(
 
     Raises:
         AssertionError: for the first step that differs, or if all outputs are NaN.
-        TypeError, ValueError: for what is no such step, or no step after the prompt.
+        TypeError, ValueError: for another kind of step, or none after the prompt.
 
     >>> def step(x, total):
     ...     sums = total + np.cumsum(x, axis=1)
@@ -74,39 +68,33 @@ def assert_steps_equal(
     """
     __tracebackhide__ = True
     tolerance = fields.not_negative(tolerance, "tolerance")
-    tested = Tested(whole, inputs)
-    lengths = {x.shape[1] for x in tested.arrays.values() if x.ndim > 1}
     fields.whole_number(prompt, "prompt", at_least=1)
+    arrays = leaks.arrays_of(whole, inputs)
+    lengths = {x.shape[1] for x in arrays.values() if x.ndim > 1}
     if len(lengths) != 1 or prompt >= max(lengths):
         raise ValueError(
             "`inputs` must have one length, of more positions than `prompt`. Received: lengths "
             f"{sorted(lengths)}, and a prompt of {prompt}."
         )
-    (length,) = lengths
-    expected, _ = tested.run(tested.arrays)
+    expected = {k: x for k, x in leaks.run(whole, inputs, arrays).items() if x.ndim > 1}
     if all(np.isnan(x).all() for x in expected.values()):
         raise AssertionError("All outputs of the whole forward are NaN, so nothing is proven.")
-    for stop in range(prompt, length + 1):
+    for stop in range(prompt, max(lengths) + 1):
         start = stop - 1 if stop > prompt else 0
-        part = {k: x[:, start:stop] if x.ndim > 1 else x for k, x in tested.arrays.items()}
-        pair = step(tested.packed(part), state)
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(
-                "`step` must return a pair, its outputs and the next state. Received: "
-                f"{type(pair).__name__}."
-            )
-        outputs, state = numbers_of(pair[0], "`step`")[0], pair[1]
-        rows = {k: x[:, start:stop] for k, x in expected.items() if k in outputs and x.ndim > 1}
-        if {k: x.shape for k, x in outputs.items()} != {k: x.shape for k, x in rows.items()}:
-            raise ValueError(
-                "`step` must return outputs by the names of those of `whole`, of the shape "
-                f"(batch, positions, ...). Received: {shapes(outputs)} for "
-                f"{stop - start} positions of {shapes(expected)}."
-            )
+        part = {k: x[:, start:stop] if x.ndim > 1 else x for k, x in arrays.items()}
+        found, state = step(leaks.packed(part, inputs), state)
+        outputs = leaks.numbers_of(found, "`step`")
         for name, x in outputs.items():
-            every = expected[name].reshape((*expected[name].shape[:2], -1))
-            limit = tolerance * changes.scales(every)[:, start:stop]
-            moved = changes.difference(every[:, start:stop], x.reshape(limit.shape), limit)
+            every = expected.get(name, np.zeros((0, 0)))
+            if x.shape != every[:, start:stop].shape:
+                raise ValueError(
+                    "`step` must return a pair of its outputs, by the names of those of `whole`, "
+                    f"(batch, positions, ...), and a state. Received: {leaks.shapes(outputs)} for "
+                    f"{stop - start} positions of {leaks.shapes(expected)}."
+                )
+            every = every.reshape((*every.shape[:2], -1))
+            limit = tolerance * leaks.scales(every)[:, start:stop]
+            moved = leaks.difference(every[:, start:stop], x.reshape(limit.shape), limit)
             if moved.any():
                 example, row = np.unravel_index(moved.argmax(), moved.shape)
                 raise AssertionError(

@@ -76,7 +76,8 @@ def test_a_keras_model_is_the_whole():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((lambda x, s: x, whole, X), TypeError, "`step` must return a pair, its outputs and the"),
+        ((lambda x, s: x, whole, X), ValueError, "`step` must return a pair of its outputs"),
+        ((lambda x, s: None, whole, X), TypeError, "cannot unpack"),
         ((lambda x, s: ({"y": x}, s), whole, X), ValueError, "by the names of those of `whole`"),
         ((lambda x, s: (x[:, 0], s), whole, X), ValueError, r"float64 \(2, 4\) for 1 positions of"),
         ((lambda x, s: (None, s), whole, X), TypeError, "`step` must return arrays of numbers"),

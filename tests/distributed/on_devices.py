@@ -1,12 +1,10 @@
-"""A program on JAX with eight virtual devices: prints what the test named by its argument asks for.
+"""The layer on eight virtual devices of JAX and on one; `test_workers.py` runs it.
 
-It is started by `test_devices.py`, which asserts. Facts are one JSON object on the last line.
+Answers and gradients are equal, each device holds its heads, and little is sent.
 """
 
-import json
 import math
 import re
-import sys
 
 import jax
 import keras
@@ -25,7 +23,6 @@ NEAR = hm.PerHead(
     {0: hm.SameSentence(9) & hm.Window(9, 9), "1-2,6": hm.Window(3, 0), 4: hm.Window(0, 12)},
     default=~hm.QueryFlag("flag") & hm.Window(5, 5),
 )
-MESH = keras.distribution.DeviceMesh((2, 4), ("batch", "model"))
 COLLECTIVE = re.compile(
     r"^.* = (.*?) (all-reduce|(?:ragged-)?all-[gt][a-z-]+?|collective-[a-z]+|reduce-scatter)"
     r"(?:-start)?\(",
@@ -33,7 +30,7 @@ COLLECTIVE = re.compile(
 )
 
 
-def collectives(compiled):
+def sent(compiled):
     """What devices send each other: each operation, and the size of its largest result."""
     largest = {}
     for results, operation in COLLECTIVE.findall(compiled.as_text()):
@@ -43,45 +40,21 @@ def collectives(compiled):
     return largest
 
 
-def difference(one, other):
-    """The largest between two structures of arrays, as a share of the largest entry of all."""
+def assert_equal(one, other):
+    """Of two structures of arrays; the unit is the largest entry of all."""
     one, other = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (one, other))
     apart = max(np.abs(a - b).max() for a, b in zip(one, other, strict=True))
-    return float(apart / max(np.abs(a).max() for a in one))
-
-
-def operands():
-    rng = np.random.default_rng(0)
-    token_ids = rng.integers(1, 20, (BATCH, LENGTH)).astype("int32")
-    inputs = {"token_ids": token_ids, "flag": rng.random((BATCH, LENGTH)) < 0.2}
-    return rng.normal(size=(BATCH, LENGTH, DIM)).astype("float32"), inputs
+    assert apart / max(np.abs(a).max() for a in one) < 1e-5
 
 
 def distribution():
     """That of docs/beyond.md."""
-    layout = keras.distribution.LayoutMap(MESH)
+    mesh = keras.distribution.DeviceMesh((2, 4), ("batch", "model"))
+    layout = keras.distribution.LayoutMap(mesh)
     layout[".*(query|key|value)/kernel"] = (None, "model", None)
     layout[".*(query|key|value)/bias"] = ("model", None)
     layout[".*attention_output/kernel"] = ("model", None, None)
     return keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
-
-
-def by_batch(tree):
-    """`tree` on the devices of the distribution in force, each example on its own."""
-    layout = keras.distribution.distribution().get_data_layout
-    return jax.tree.map(lambda x: jax.device_put(x, layout(x.shape).backend_layout), tree)
-
-
-def tiny():
-    """Three tiles of queries, and keys that are skipped."""
-    return tuned(local_tile=LENGTH // 3, wide_tile=LENGTH // 3, block=LENGTH // 12)
-
-
-def values(variables):
-    return [variable.value for variable in variables]
-
-
-# --- The layer -----------------------------------------------------------------------------------
 
 
 def layer_of(rule, tiled):
@@ -89,55 +62,46 @@ def layer_of(rule, tiled):
         HEADS, SIZE, mask_spec=rule, tiled=tiled, name="attention"
     )
     layer.build((None, LENGTH, DIM))
-    return layer
+    return layer, [variable.value for variable in layer.trainable_variables]
 
 
-def layer_call(layer):
-    others = values(layer.non_trainable_variables)
+def outputs_and_gradients(layer):
+    others = [variable.value for variable in layer.non_trainable_variables]
 
-    def call(weights, query, value, inputs):
-        return layer.stateless_call(weights, others, query, value, mask_inputs=inputs)[0]
-
-    return call
-
-
-def squares(call):
-    def loss(weights, *operands):
-        outputs = call(weights, *operands)
+    def loss(weights, query, value, inputs):
+        outputs = layer.stateless_call(weights, others, query, value, mask_inputs=inputs)[0]
         return (outputs**2).mean(), outputs
 
-    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-def layer_facts(rule, tiled):
-    x, inputs = operands()
-    one = layer_of(rule, tiled)
-    (_, outputs), gradients = jax.jit(squares(layer_call(one)))(
-        values(one.trainable_variables), x, x, inputs
-    )
+def check(rule, tiled):
+    rng = np.random.default_rng(0)
+    token_ids = rng.integers(1, 20, (BATCH, LENGTH)).astype("int32")
+    inputs = {"token_ids": token_ids, "flag": rng.random((BATCH, LENGTH)) < 0.2}
+    x = rng.normal(size=(BATCH, LENGTH, DIM)).astype("float32")
+    one, weights = layer_of(rule, tiled)
+    expected = outputs_and_gradients(one)(weights, x, x, inputs)
     with distribution().scope():
-        spread = layer_of(rule, tiled)
+        spread, _ = layer_of(rule, tiled)
         spread.set_weights(one.get_weights())
-        given = values(spread.trainable_variables), *by_batch((x, x, inputs))
-        compiled = jax.jit(squares(layer_call(spread))).lower(*given).compile()
-        (_, spread_outputs), spread_gradients = compiled(*given)
-    kernel = spread.query_dense.kernel.value
-    return {
-        "outputs": difference(outputs, spread_outputs),
-        "gradients": difference(gradients, spread_gradients),
-        "sent": collectives(compiled),
-        "heads of a device": [shard.data.shape[1] for shard in kernel.addressable_shards],
-    }
-
-
-def layer():
-    return layer_facts(FAR, False)
-
-
-def tiles():
-    with tiny():
-        return layer_facts(NEAR, True)
+        layout = keras.distribution.distribution().get_data_layout
+        operands = jax.tree.map(  # each example on its own
+            lambda x: jax.device_put(x, layout(x.shape).backend_layout), (x, x, inputs)
+        )
+        weights = [variable.value for variable in spread.trainable_variables]
+        compiled = outputs_and_gradients(spread).lower(weights, *operands).compile()
+        (_, outputs), gradients = compiled(weights, *operands)
+    assert_equal(outputs, expected[0][1])
+    assert_equal(gradients, expected[1])
+    shards = spread.query_dense.kernel.value.addressable_shards
+    assert [shard.data.shape[1] for shard in shards] == [2] * 8
+    # One sum over devices joins the heads, and gradients are summed; nothing else is sent.
+    assert sent(compiled).keys() == {"all-reduce"}
+    assert sent(compiled)["all-reduce"] < LENGTH**2
 
 
 if __name__ == "__main__":
-    print(json.dumps({"pairs": LENGTH**2, "facts": globals()[sys.argv[1]]()}))
+    check(FAR, tiled=False)
+    with tuned(local_tile=LENGTH // 3, wide_tile=LENGTH // 3, block=LENGTH // 12):
+        check(NEAR, tiled=True)  # three tiles of queries, and keys that are skipped

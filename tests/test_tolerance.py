@@ -5,13 +5,9 @@ import pytest
 from tolerance import assert_close, tolerance
 
 
-@pytest.mark.parametrize("size", [0.1, 1.0, 37.0, 1e4])
-def test_float32_products_in_another_order_pass(size):
-    rng = np.random.default_rng(0)
-    a, b = rng.normal(size=(2, 64, 512)).astype("float32") * np.sqrt(size / 8, dtype="float32")
-    exact = a.astype("float64") @ b.T.astype("float64")
-    for made in (a @ b.T, (a[:, ::-1] @ b[:, ::-1].T)):
-        assert_close(made, exact)
+def test_products_in_another_order_pass():
+    a, b = np.random.default_rng(0).normal(size=(2, 64, 512)).astype("float32")
+    assert_close(a[:, ::-1] @ b[:, ::-1].T, a.astype("float64") @ b.T.astype("float64"))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-23), ("mixed_bfloat16", 2**-7)])
@@ -19,22 +15,15 @@ def test_float32_products_in_another_order_pass(size):
 def test_it_follows_from_dtype_size_and_depth(dtype, rounding, size):
     expected = np.array([size, 0.0])
     assert rounding * size <= tolerance(expected, dtype) <= 64 * rounding * size
-    assert tolerance(expected, dtype, depth=3) == 3 * tolerance(expected, dtype)
-    off = np.array([0.0, 1.5 * tolerance(expected, dtype)])
+    off = np.array([size, 1.5 * tolerance(expected, dtype)])
     with pytest.raises(AssertionError):
-        assert_close(expected + off, expected, dtype)
-    assert_close(expected + off, expected, dtype, depth=2)
+        assert_close(off, expected, dtype)
+    assert_close(off, expected, dtype, depth=2)
 
 
-def test_twice_the_error_of_stock_is_allowed_and_no_more():
-    expected, stock = np.ones(3), np.array([1, 1.01, 1])
-    assert_close(expected + 0.019, expected, stock=stock)
-    with pytest.raises(AssertionError):
-        assert_close(expected + 0.021, expected, stock=stock)
-
-
-def test_nan_and_other_shapes_fail():
-    with pytest.raises(AssertionError):
-        assert_close(np.array([np.nan, 1]), np.array([1, 1]))
-    with pytest.raises(AssertionError):
-        assert_close(np.ones((2, 3)), np.ones((2, 1)) * np.ones((3, 1, 1)))
+def test_twice_the_error_of_stock_passes_and_no_nan_or_other_shape():
+    stock = np.array([1, 1.01, 1])
+    assert_close(np.full(3, 1.019), np.ones(3), stock=stock)
+    for got in (np.full(3, 1.021), np.array([np.nan, 1, 1]), np.ones((1, 3))):
+        with pytest.raises(AssertionError):
+            assert_close(got, np.ones(3), stock=stock)

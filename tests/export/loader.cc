@@ -1,18 +1,15 @@
 // Runs one signature of a SavedModel through tensorflow::LoadSavedModel, as TensorFlow Serving does.
 //
-//   loader <SavedModel folder> <folder with requests> [<calls to time>]
+//   loader <SavedModel folder> <folder with requests>
 //
 // A request is a folder <i>/ with `signature`, and for each input a file <name>.pb, a serialized
 // TensorProto. The outputs are written beside them as <name>.out, or the error as `error`, its first
-// line the name of the code. With a number of calls, each request is then run so often, in turns, and
-// the microseconds of each call are written to `times`, one per line.
+// line the name of the code.
 
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
-#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,7 +64,6 @@ absl::Status Prepare(const tensorflow::SavedModelBundle& bundle, Request* reques
 
 int main(int argc, char** argv) {
   const fs::path requests = argv[2];
-  const int calls = argc > 3 ? std::stoi(argv[3]) : 0;
   tensorflow::SavedModelBundle bundle;
   const absl::Status loaded =
       tensorflow::LoadSavedModel({}, {}, argv[1], {"serve"}, &bundle);
@@ -75,7 +71,6 @@ int main(int argc, char** argv) {
     std::cerr << loaded << std::endl;
     return 1;
   }
-  std::vector<Request> good;
   for (int i = 0; fs::exists(requests / std::to_string(i)); ++i) {
     Request request{requests / std::to_string(i)};
     std::vector<Tensor> outputs;
@@ -91,19 +86,6 @@ int main(int argc, char** argv) {
       outputs[k].AsProtoTensorContent(&proto);
       Write(request.folder / (request.names[k] + ".out"), proto.SerializeAsString());
     }
-    good.push_back(std::move(request));
   }
-  std::map<const Request*, std::string> times;
-  for (int call = 0; call < calls; ++call) {
-    for (const Request& request : good) {
-      std::vector<Tensor> outputs;
-      const auto start = std::chrono::steady_clock::now();
-      (void)bundle.session->Run(request.feeds, request.fetches, {}, &outputs);
-      const std::chrono::duration<double, std::micro> took =
-          std::chrono::steady_clock::now() - start;
-      times[&request] += std::to_string(took.count()) + "\n";
-    }
-  }
-  for (const auto& [request, text] : times) Write(request->folder / "times", text);
   return 0;
 }

@@ -10,8 +10,8 @@ from pathlib import Path
 import keras
 import pytest
 import snippets
+from fresh import run_fresh
 
-import keras_headmask as hm
 from keras_headmask.attention.kernels import FILES
 from keras_headmask.attention.tuning import Tuning
 
@@ -41,13 +41,7 @@ def test_snippets(name, tmp_path, monkeypatch):
         keras.utils.clear_session()  # layers are named as in a process of its own
         snippets.run(page)
         return
-    code = "import pathlib, sys, snippets; snippets.run(pathlib.Path(sys.argv[1]))"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
-    fresh = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"} | {"PYTHONPATH": paths}
-    run = subprocess.run(
-        [sys.executable, "-c", code, page], env=fresh, capture_output=True, text=True, timeout=600
-    )
-    assert run.returncode == 0, run.stderr
+    run_fresh("import pathlib, sys, snippets; snippets.run(pathlib.Path(sys.argv[1]))", page)
 
 
 def other_versions(page):
@@ -67,19 +61,7 @@ def test_the_site(tmp_path):
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    pages = {x.relative_to(tmp_path).as_posix(): x.read_text() for x in tmp_path.rglob("*.html")}
-    reference = "".join(text for name, text in pages.items() if name.startswith("api/"))
-    recipes = [f"recipes.{x.__name__}" for x in vars(hm.recipes).values() if is_recipe(x)]
-    names = [*hm.__all__, *recipes]
-    assert [n for n in names if f'id="keras_headmask.{n}"' not in reference] == []
-    scripts = (ROOT / "examples").glob("*.py")
-    tutorials = {f"examples/{s.stem}.html" for s in scripts if "\n# %%" in s.read_text()}
-    assert tutorials - pages.keys() == set()
-    assert "look-ahead   28" in pages["examples/masks_101.html"]  # what it prints
-
-
-def is_recipe(value):
-    return getattr(value, "__module__", "") == hm.recipes.__name__
+    assert "look-ahead   28" in (tmp_path / "examples/masks_101.html").read_text()  # it is run
 
 
 # --- docs/architecture.md -------------------------------------------------------------------------

@@ -47,12 +47,6 @@ def mask_inputs():
     }
 
 
-def mask_of(spec, given):
-    read = {name: given[name] for name in spec.inputs}
-    mask = hm.make_mask(spec, LENGTH, LENGTH, HEADS, read)
-    return np.asarray(keras.ops.convert_to_numpy(mask))
-
-
 def model():
     """A layer of ours and, under `apply_head_masks`, one of stock. (Short names: small graphs.)"""
     keras.utils.set_random_seed(0)
@@ -78,9 +72,11 @@ def main():
     configs = {name: spec.get_config() for name, spec in RULES.items()}
     (folder / "rules.json").write_text(json.dumps(configs, indent=1) + "\n", encoding="utf-8")
     np.savez_compressed(folder / "mask_inputs.npz", **given)
-    np.savez_compressed(
-        folder / "masks.npz", **{name: mask_of(spec, given) for name, spec in RULES.items()}
-    )
+    masks = {}
+    for name, spec in RULES.items():
+        read = {key: given[key] for key in spec.inputs}
+        masks[name] = keras.ops.convert_to_numpy(hm.make_mask(spec, LENGTH, LENGTH, HEADS, read))
+    np.savez_compressed(folder / "masks.npz", **masks)
     outputs = keras.ops.convert_to_numpy(golden(given["token_ids"]))
     np.savez_compressed(folder / "outputs.npz", output_0=outputs)
     print(report)

@@ -59,9 +59,9 @@ dist: $(VENV)/.dist
 older: $(VENV)/.test-all
 	$(RUN) tests/serving/older_tensorflow.py
 
-# And: the laws on older versions of Keras, and on its nightly build; KERAS=folder adds a checkout.
+# And: the laws on older versions of Keras, and on its nightly build.
 versions: $(VENV)/.test-all
-	$(RUN) tests/versions.py $(KERAS)
+	$(RUN) tests/versions.py
 
 # Tools, without the package and what it needs.
 $(VENV)/.lint $(VENV)/.dist: pyproject.toml

@@ -1,9 +1,8 @@
 """`make versions`: the laws and the retrofit on older versions of Keras, and on its main branch.
 
 All come from the package index, the main branch as the newest nightly build, with KerasHub's.
-`make versions KERAS=folder` runs a checkout, too. Each stands alone in a folder, in front of the
-installed Keras. `python tests/versions.py nightly` is the short form of every day, on the nightly
-build alone.
+Each stands alone in a folder, in front of the installed Keras. `python tests/versions.py nightly`
+is the short form of every day, on the nightly build alone.
 """
 
 import os
@@ -80,44 +79,36 @@ keras.Model(x, keras.layers.Dense(2)(x))(keras.ops.ones((1, 3)))
 """
 
 
-def main(*checkouts):
-    is_smoke = checkouts == ("nightly",)
+def main(only=""):
+    packages = {f"Keras {release}": [f"keras=={release}"] for release in RELEASES}
+    packages, passes = packages | {"Keras' main branch": NIGHTLY}, PASSES
+    if only == "nightly":
+        packages, passes = {"Keras' main branch": NIGHTLY}, dict.fromkeys(PASSES, SMOKE)
     report = []
     with tempfile.TemporaryDirectory() as scratch:
-        packages = {} if is_smoke else {f"Keras {x}": [f"keras=={x}"] for x in RELEASES}
-        for name, what in (packages | {"Keras' main branch": NIGHTLY}).items():
+        for name, what in packages.items():
             folder = Path(scratch, name.replace(" ", "_"))
             pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
             subprocess.run([*pip, "--target", str(folder), *what], check=True)
-            report += run(name, folder, dict.fromkeys(PASSES, SMOKE) if is_smoke else PASSES)
-        for checkout in () if is_smoke else (Path(name).resolve() for name in checkouts):
-            if not (checkout / "keras" / "src").is_dir():
-                raise SystemExit(f"{checkout} is no checkout of Keras: it has no keras/src.")
-            report += run(f"Keras in {checkout.name}", checkout, PASSES)
+            for backend, files in passes.items():
+                print(f"\n=== {name}, {backend}", flush=True)
+                report.append((name, backend, run(folder, backend, files)))
     for name, backend, code in report:
         how = {None: "not run: Keras itself fails there", 0: "passed"}
         print(f"{name:24} {backend:12} {how.get(code, f'FAILED ({code})')}")
     return int(any(code for *_, code in report))
 
 
-def run(name, folder, passes):
-    """The passes with the Keras in `folder`: what ran, on which backend, its exit code.
-
-    `None` stands for a backend on which this Keras itself does not import, or runs no model.
-    """
-    report = []
-    for backend, files in passes.items():
-        print(f"\n=== {name}, {backend}", flush=True)
-        paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": paths}
-        where = f"{FIND}; assert found.startswith({str(folder)!r}), found"
-        subprocess.run([sys.executable, "-c", where], env=environment, check=True)
-        if subprocess.run([sys.executable, "-c", RUN_KERAS], env=environment).returncode:
-            report.append((name, backend, None))
-            continue
-        command = sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *files
-        report.append((name, backend, subprocess.run(command, env=environment).returncode))
-    return report
+def run(folder, backend, files):
+    """The exit code with the Keras in `folder`, or `None` where this Keras itself fails."""
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"KERAS_BACKEND": backend, "PYTHONPATH": paths}
+    where = f"{FIND}; assert found.startswith({str(folder)!r}), found"
+    subprocess.run([sys.executable, "-c", where], env=environment, check=True)
+    if subprocess.run([sys.executable, "-c", RUN_KERAS], env=environment).returncode:
+        return None
+    command = sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *files
+    return subprocess.run(command, env=environment).returncode
 
 
 if __name__ == "__main__":

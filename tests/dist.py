@@ -34,7 +34,8 @@ def main() -> None:
     version = wheel.name.split("-")[1]
     check_contents(wheel, sdist)
     try_alone(wheel)
-    check_version(version)
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    expect(f"\n## [{version}]" in changes, f"CHANGELOG.md has no heading for {version}")
     print(f"\n{sdist.name} and {wheel.name} are ready in dist/.")
 
 
@@ -45,25 +46,17 @@ def run(*command: object, **rest: object) -> None:
 
 def check_contents(wheel: Path, sdist: Path) -> None:
     """The wheel holds the package, all of it and nothing else; the sdist what git tracks of it."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    tracked = set(listed.stdout.split("\n")) - {""}
+    tracked = set(subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n"))
     package = {name for name in tracked if name.startswith("keras_headmask/")}
     with zipfile.ZipFile(wheel) as file:
         held = {name for name in file.namelist() if ".dist-info/" not in name}
         licences = [name for name in file.namelist() if name.endswith("licenses/LICENSE")]
-    expect(
-        held == package, f"the wheel lacks {package - held} and should not hold {held - package}"
-    )
+    expect(held == package, f"the wheel and git differ in {held ^ package}")
     expect(len(licences) == 1, "the wheel holds no licence")
     with tarfile.open(sdist) as file:
         inside = {name.partition("/")[2] for name in file.getnames()}
     wanted = {name for name in tracked if name.split("/")[0] in {"keras_headmask", "tests", "docs"}}
     expect(wanted <= inside, f"the sdist lacks {sorted(wanted - inside)[:5]}")
-
-
-def check_version(version: str) -> None:
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    expect(f"\n## [{version}]" in changes, f"CHANGELOG.md has no heading for {version}")
 
 
 def expect(holds: bool, otherwise: str) -> None:

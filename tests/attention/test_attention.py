@@ -8,9 +8,12 @@ import numpy as np
 import oracle
 import pytest
 import strategies
+from contract import normal
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import ops
+from laws import BATCH, CHANGES, HEADS, LENGTH
+from tiled_contract import LONG, SCALE, tiles
 from tolerance import assert_close
 
 import keras_headmask as hm
@@ -35,7 +38,8 @@ def operands(batch, heads, queries, keys, seed=0, size=SIZE):
 
 
 def attend(q, k, v, **more):
-    return [numpy(x) for x in hm.dot_product_attention(q, k, v, return_scores=True, **more)]
+    more = {"return_scores": True, "query_offset": 0, **more}
+    return [numpy(x) for x in hm.dot_product_attention(q, k, v, **more)]
 
 
 def assert_equal(made, expected):
@@ -82,28 +86,6 @@ def test_without_a_restriction_it_is_keras_own(more):
     assert_close(numpy(context), numpy(expected), depth=3)
 
 
-# --- a hidden key stays hidden ---
-
-HIDES_LAST = np.array([[True, True, True, True, False]])
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("hidden", [6e4, -6e4])
-def test_whatever_a_hidden_key_scores(hidden, dtype):
-    q, k, v = operands(1, 2, 4, 5)
-    k[:, -1] = hidden
-    mask = np.broadcast_to(HIDES_LAST, (1, 2, 4, 5))
-    check_hidden(np.abs(q), k, v, mask, dtype)
-
-
-def check_hidden(q, k, v, mask, dtype):
-    expected = oracle.attention(q, k, v, mask, SIZE**-0.5)
-    made = attend(*(ops.cast(x, dtype) for x in (q, k, v)), mask=HIDES_LAST)
-    for one, other in zip(made, expected, strict=True):
-        assert_close(one, other, dtype)
-    assert (made[1][..., -1] == 0).all()
-
-
 # --- options ---
 
 
@@ -114,6 +96,18 @@ def test_probabilities_are_those_before_dropout():
     plain, plain_scores = hm.dot_product_attention(q, k, v, **more)
     np.testing.assert_array_equal(numpy(scores), numpy(plain_scores))
     assert np.abs(numpy(context) - numpy(plain)).max() > 0.1
+
+
+@pytest.mark.parametrize(("name", "tiled"), [("cap and sinks", True), ("all", None)])
+def test_a_soft_cap_a_bias_and_sinks(name, tiled):
+    change, (spec, inputs) = CHANGES[name], LONG["documents"]
+    qkv = [normal(BATCH, LENGTH, HEADS, SIZE, seed=seed) for seed in range(3)]
+    mask = oracle.mask(spec, BATCH, HEADS, LENGTH, LENGTH, inputs)
+    given = {"mask_spec": spec, "mask_inputs": inputs, "scale": SCALE, "tiled": tiled}
+    given |= {name: change.get(name) for name in ("bias", "sinks")}
+    with tiles():
+        got = hm.dot_product_attention(*qkv, logits_soft_cap=change["soft_cap"], **given)
+    assert_close(got, oracle.attention(*qkv, mask, SCALE, **change)[0], depth=3)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -134,48 +128,64 @@ def test_scores_are_taken_in_float32(dtype):
 X = np.ones((2, 3, 2, 4), "float32")
 
 
-@pytest.mark.parametrize(
-    ("args", "more", "error", "message"),
-    [
+def keys_of(heads):
+    return [np.ones((2, 3, heads, 4), "float32")] * 2
+
+
+def ones(*shape, dtype="bool"):
+    return np.ones(shape, dtype)
+
+
+REFUSED = [
+    ((X[0], X, X), {}, ValueError, r"shape \(batch, length, heads, size\).*\(3, 2, 4"),
+    ((X, X[:1], X), {}, ValueError, r"do not fit. Received: query \(2, 3, 2, 4\), key \(1,"),
+    ((X, X[:, :, :1], X), {}, ValueError, r"do not fit.*key \(2, 3, 1, 4\)"),
+    ((X, *keys_of(3)), {}, ValueError, "must divide.*3 does not .* 2"),
+    ((X, *keys_of(0)), {}, ValueError, "must divide.*0 does not .* 2"),
+    ((X, X, X[:, :2]), {}, ValueError, r"do not fit.*value \(2, 2, 2, 4\)"),
+    ((X, X[..., :3], X), {}, ValueError, r"do not fit.*key \(2, 3, 2, 3\)"),
+]
+REFUSED += [
+    ((X, X, X), *case)
+    for case in (
+        ({"mask": np.ones((3, 3))}, TypeError, "`mask` .*from_additive.*cast to bool"),
+        ({"mask": ones(3)}, ValueError, r"Received: shape \(3,\)"),
+        ({"mask": ones(4, 3, 3)}, ValueError, r"4 examples.*from_torch\(mask, num_heads=2"),
+        ({"mask": ones(2, 3, 3, 3)}, ValueError, "3 heads .* has 2"),
+        ({"mask": ones(3, 4)}, ValueError, "4 keys .* has 3"),
+        ({"mask": ones(2, 3)}, ValueError, r"axis of queries. Add the axis: mask\[:, None\]"),
+        ({"mask_spec": {"kind": "full"}}, TypeError, "`mask_spec`.*from_config"),
+        ({"mask_spec": hm.PerHead({2: hm.Full()})}, ValueError, "names head 2"),
+        ({"mask_spec": hm.KeyFlag("x")}, ValueError, r"\['x'\] missing"),
+        ({"mask_inputs": {"x": X}}, ValueError, r"holds \['x'\], which"),
         (
-            (X[0], X, X),
-            {},
+            {"mask_spec": hm.KeyFlag("x"), "mask_inputs": {"x": ones(3, 3)}},
             ValueError,
-            r"shape \(batch, length, heads, size\).*\(3, 2, 4",
+            "has 3 examples where the batch has 2",
         ),
-        ((X, X[:1], X), {}, ValueError, r"do not fit. Received: query \(2, 3, 2, 4\), key \(1,"),
-        ((X, X[:, :, :1], X), {}, ValueError, r"do not fit.*key \(2, 3, 1, 4\)"),
-        ((X, *[np.ones((2, 3, 3, 4), "f")] * 2), {}, ValueError, "must divide.*3 does not .* 2"),
-        ((X, *[np.ones((2, 3, 0, 4), "f")] * 2), {}, ValueError, "must divide.*0 does not .* 2"),
-        ((X, X, X[:, :2]), {}, ValueError, r"do not fit.*value \(2, 2, 2, 4\)"),
-        ((X, X[..., :3], X), {}, ValueError, r"do not fit.*key \(2, 3, 2, 3\)"),
-        ((X, X, X), {"mask": np.ones((3, 3))}, TypeError, "`mask` .*from_additive.*cast to bool"),
-        ((X, X, X), {"mask": np.ones((3,), "bool")}, ValueError, r"Received: shape \(3,\)"),
+        ({"dropout": 1.0}, ValueError, "`dropout` must be at least 0 and below 1"),
+        ({"dropout": -0.1}, ValueError, "`dropout` must be .* Received: -0.1"),
+        ({"bias": ones(3, 3, 3, dtype="float32")}, ValueError, "`bias` must broadcast to"),
+        ({"bias": ones(3, 3, dtype="int32")}, TypeError, "`bias` must be floats"),
         (
-            (X, X, X),
-            {"mask": np.ones((4, 3, 3), "bool")},
+            {"bias": ones(3, 3, dtype="float32"), "mask_spec": hm.Window(1, 1), "tiled": True},
             ValueError,
-            r"4 examples.*from_torch\(mask, num_heads=2",
+            "`tiled=True` is not possible here: returned probabilities, a bias and .* all logits",
         ),
-        ((X, X, X), {"mask": np.ones((2, 3, 3, 3), "bool")}, ValueError, "3 heads .* has 2"),
-        ((X, X, X), {"mask": np.ones((3, 4), "bool")}, ValueError, "4 keys .* has 3"),
-        ((X, X, X), {"mask_spec": {"kind": "full"}}, TypeError, "`mask_spec`.*from_config"),
-        ((X, X, X), {"mask_spec": hm.PerHead({2: hm.Full()})}, ValueError, "names head 2"),
-        ((X, X, X), {"mask_spec": hm.KeyFlag("x")}, ValueError, r"\['x'\] missing"),
-        ((X, X, X), {"mask_inputs": {"x": X}}, ValueError, r"holds \['x'\], which"),
-        ((X, X, X), {"dropout": 1.0}, ValueError, "`dropout` must be at least 0 and below 1"),
-        ((X, X, X), {"dropout": -0.1}, ValueError, "`dropout` must be .* Received: -0.1"),
-    ],
-)
+        ({"logits_soft_cap": "2"}, TypeError, "`logits_soft_cap` must be a number"),
+        *(
+            ({"logits_soft_cap": cap}, ValueError, "must be at least 1.175e-38.* and finite")
+            for cap in (-1.0, 0, 1e-38, np.inf)
+        ),
+        ({"sinks": ones(3, dtype="float32")}, ValueError, r"`sinks` must be floats of shape \(2,"),
+    )
+]
+
+
+@pytest.mark.parametrize(("args", "more", "error", "message"), REFUSED)
 def test_refused(args, more, error, message):
     with pytest.raises(error, match=message):
         hm.dot_product_attention(*args, **more)
-
-
-def test_an_input_of_another_batch_is_refused():
-    inputs = {"x": np.ones((3, 3), "int32")}
-    with pytest.raises(ValueError, match="has 3 examples where the batch has 2"):
-        hm.dot_product_attention(X, X, X, mask_spec=hm.KeyFlag("x"), mask_inputs=inputs)
 
 
 def test_in_a_functional_model():
@@ -195,7 +205,7 @@ def test_in_a_functional_model_of_unknown_length():
         hm.dot_product_attention(x, x, x, mask_spec=hm.Window(after=0))
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="a setting of JAX")
+@pytest.mark.skipif(BACKEND != "jax", reason="a setting of JAX")
 @pytest.mark.parametrize("tiled", [False, True])
 def test_jax_debug_nans_finds_none(tiled):
     """Where a row sees nothing, too."""

@@ -43,6 +43,11 @@ def few_logits_and_tiles():
 CHOICES = {"all logits": at_once, "tiles": few_logits_and_tiles}
 
 
+def choices(*cases):
+    """Cases of a test that has a fixture `each_choice`; the first word of each is a choice."""
+    return pytest.mark.parametrize(("each_choice", *cases[0]), cases[1:], indirect=["each_choice"])
+
+
 @pytest.fixture(params=CHOICES)
 def each_choice(request):
     with CHOICES[request.param]():
@@ -55,19 +60,12 @@ def each_choice(request):
 def jacobian(x, rule, tiled):
     with tf.GradientTape() as tape:
         tape.watch(x)
-        context = attend(x, rule, tiled)[:, 3:6, :1, :2]
+        context = attend(x, rule, tiled)[:, 3:5, :1, :1]
     return tape.jacobian(context, x)
 
 
 def mapped(x, rule, tiled):
     return tf.vectorized_map(lambda example: attend(example[None], rule, tiled), x)
-
-
-def forward_mode(x, rule, tiled):
-    """Found as a bug: it asked for the gradient of a private operation."""
-    with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as accumulator:
-        context = attend(x, rule, tiled)
-    return accumulator.jvp(context)
 
 
 def mapped_gradients(x, rule, tiled):
@@ -82,22 +80,33 @@ def mapped_gradients(x, rule, tiled):
     return tf.vectorized_map(gradient, x)
 
 
-@pytest.mark.parametrize("rule", [BY_POSITION, READS], ids=["positions", "data"])
-@pytest.mark.parametrize("derive", [jacobian, mapped])
-@pytest.mark.every_day("all logits-jacobian-positions|tiles-mapped-data")
+@choices(
+    ("derive", "rule"),
+    ("all logits", jacobian, BY_POSITION),
+    ("all logits", mapped, READS),
+    ("tiles", mapped, READS),
+    pytest.param("tiles", jacobian, READS, marks=pytest.mark.long),
+)
 def test_in_a_graph_as_dense(each_choice, derive, rule):
     x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
-    tiled, dense = tf.function(derive)(x, rule, True), derive(x, rule, False)
-    np.testing.assert_allclose(tiled, dense, rtol=1e-4, atol=1e-3)
+    run = tf.function(lambda x: derive(x, rule, True), autograph=False)
+    np.testing.assert_allclose(run(x), derive(x, rule, False), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("in_graph", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_forward_mode_is_a_quotient_of_differences(tiled, in_graph):
+    """Found as a bug: it asked for the gradient of a private operation."""
+
+    def forward_mode(x):
+        with tf.autodiff.ForwardAccumulator(x, tf.cos(x)) as accumulator:
+            context = attend(x, BY_POSITION, tiled)
+        return accumulator.jvp(context)
+
     x, step = tf.constant(normal(2, LENGTH, 2, 4, seed=3)), tf.constant(1e-2)
     run = tf.function(forward_mode) if in_graph else forward_mode
     with tiles():
-        got = run(x, BY_POSITION, tiled)
+        got = run(x)
     ahead, behind = (attend(x + sign * step * tf.cos(x), BY_POSITION, False) for sign in (1, -1))
     np.testing.assert_allclose(got, (ahead - behind) / (2 * step), rtol=1e-2, atol=1e-2)
 
@@ -140,28 +149,6 @@ def test_a_map_refuses_tiles():
         tf.vectorized_map(of_one, normal(2, 8, 2, 4))
 
 
-@pytest.mark.long  # (half a minute to trace)
-@pytest.mark.parametrize("each", [at_once, few_logits_and_tiles])
-def test_second_derivatives_under_dropout(each):
-    rule = hm.Window(3, 0)
-
-    def derivative(x):
-        with tf.GradientTape() as outer:
-            outer.watch(x)
-            with tf.GradientTape() as inner:
-                inner.watch(x)
-                loss = tf.reduce_sum(attend(x, rule, True, dropout=0.3, seed=5) ** 2)
-            loss = tf.reduce_sum(inner.gradient(loss, x) ** 2)
-        return outer.gradient(loss, x)
-
-    x = tf.constant(normal(1, 8, 2, 4, seed=3))
-    of_any_length = tf.function(derivative, autograph=False)
-    with each():
-        got = of_any_length.get_concrete_function(tf.TensorSpec([None, None, 2, 4]))(x)
-        wanted = derivative(x)
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3)
-
-
 # --- Checked numerics -----------------------------------------------------------------------------
 
 
@@ -182,19 +169,24 @@ CHECKED = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKED)
-@pytest.mark.every_day("tiles-(data|dead)|all logits-(dropout|sinks)")
+@choices(
+    ("name",),
+    ("tiles", "data"),
+    ("tiles", "dead"),
+    ("all logits", "dropout"),
+    ("all logits", "sinks"),
+)
 def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
     rule, more, length = CHECKED[name]
     read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
 
-    @tf.function(input_signature=[tf.TensorSpec([2, length, 2, 4])])
     def gradient(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
             context = hm.dot_product_attention(x, x, x, mask_spec=rule, mask_inputs=read, **more)
         return tape.gradient(context, x)
 
+    gradient = tf.function(gradient, [tf.TensorSpec([2, length, 2, 4])], autograph=False)
     x = normal(2, LENGTH, 2, 4)
     with checked():
         assert np.isfinite(gradient(x)).all()

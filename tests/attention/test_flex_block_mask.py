@@ -18,42 +18,35 @@ needs_torch = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="needs Keras on PyTorch"
 )
 _leaves = positional_leaves | reading_leaves.filter(lambda leaf: leaf.kind != "mask_input")
-by_sides = cases(specs(_leaves))
 
 
 def pairs(mask, batch, heads, queries, keys):
     """What a BlockMask lets FlexAttention see, `(B, H, T, S)`: its blocks, and its `mask_mod`."""
     import torch
 
-    b, h, q, k = torch.meshgrid(*map(torch.arange, (batch, heads, queries, keys)), indexing="ij")
-    allowed = torch.vmap(mask.mask_mod)(*(x.reshape(-1) for x in (b, h, q, k)))
-    allowed = allowed.reshape(batch, heads, queries, keys).numpy()
-    blocks = [
-        np.zeros((batch, heads, -(-queries // n), -(-keys // m)), bool)
-        for n, m in [mask.BLOCK_SIZE] * 2
-    ]
-    listed = (
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-        (mask.kv_num_blocks, mask.kv_indices),
-    )
-    for found, (counts, indices) in zip(blocks, listed, strict=True):
-        counts, indices = counts.numpy(), indices.numpy()
+    shape = batch, heads, queries, keys
+    b, h, q, k = (x.reshape(-1) for x in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
+    allowed = torch.vmap(mask.mask_mod)(b, h, q, k).reshape(shape).numpy()
+
+    def listed(counts, indices):
+        found = np.zeros(
+            (batch, heads, *(-(-n // s) for n, s in zip(shape[2:], size, strict=True)))
+        )
         for at in np.ndindex(found.shape[:3]):
-            place = tuple(min(i, size - 1) for i, size in zip(at, counts.shape, strict=True))
-            found[(*at, indices[place][: counts[place]])] = True
-    full, partial = (
-        block.repeat(mask.BLOCK_SIZE[0], 2)[:, :, :queries].repeat(mask.BLOCK_SIZE[1], 3)[
-            ..., :keys
-        ]
-        for block in blocks
-    )
+            place = tuple(min(i, n - 1) for i, n in zip(at, counts.shape, strict=True))
+            found[(*at, indices[place][: counts[place]].tolist())] = 1
+        return found.repeat(size[0], 2)[:, :, :queries].repeat(size[1], 3)[..., :keys] > 0
+
+    size = mask.BLOCK_SIZE
+    full = listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = listed(mask.kv_num_blocks, mask.kv_indices)
     assert not (full & partial).any()
     return full | (partial & allowed)
 
 
 @needs_torch
 @FEW
-@given(by_sides, st.sampled_from([1, 2, 3, 128]))
+@given(cases(specs(_leaves)), st.sampled_from([1, 2, 3, 128]))
 def test_it_is_the_mask_of_the_rule(case, size):
     spec, inputs, batch, heads, queries, keys, offset = case
     wanted = numpy(hm.make_mask(spec, queries, keys, heads, inputs, offset))
@@ -78,41 +71,34 @@ def test_flex_attention_takes_it():
     visited = [mask.q_num_blocks + mask.full_q_num_blocks for mask in (ours, plain)]
     assert torch.equal(visited[0].expand(2, 4, -1), visited[1])
     qkv = [torch.randn(2, 4, 300, 16) for _ in range(3)]
-    contexts = [flex_attention(*qkv, block_mask=mask) for mask in (ours, plain)]
-    torch.testing.assert_close(*contexts)
-
-
-@needs_torch
-def test_heads_and_examples_under_one_mask_share_it():
+    torch.testing.assert_close(*(flex_attention(*qkv, block_mask=mask) for mask in (ours, plain)))
+    # Heads and examples under one mask share it.
     assert hm.flex_block_mask(hm.Window(9, 9), 500, 500, 16).shape == (1, 1, 500, 500)
-    by_head = hm.flex_block_mask(hm.PerHead({0: hm.Window(9, 9)}), 500, 500, 16)
-    assert by_head.shape == (1, 16, 500, 500)
+
+
+class Additive(hm.MaskSpec):
+    """Its numbers would count as True where they hide."""
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return ops.where(query_positions >= key_positions, 0.0, -1e9)
 
 
 @needs_torch
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(TypeError, match="`spec` must be a mask spec"):
-        hm.flex_block_mask("causal", 8, 8)
-    with pytest.raises(ValueError, match="names head 3, but there are 2 heads"):
-        hm.flex_block_mask(hm.PerHead({3: hm.Window(1, 1)}), 8, 8, 2)
-    with pytest.raises(ValueError, match=r"\['documents'\] missing"):
-        hm.flex_block_mask(hm.SameSegment("documents"), 8, 8)
-    with pytest.raises(ValueError, match="`block_size` must be at least 1"):
-        hm.flex_block_mask(hm.Window(1, 1), 8, 8, block_size=0)
-
-
-@needs_torch
-def test_an_answer_that_is_not_boolean_is_refused():
-    """As in `allowed_tile`: the numbers of an additive mask would count as True where it hides."""
+@pytest.mark.parametrize(
+    ("spec", "more", "error", "message"),
+    [
+        ("causal", {}, TypeError, "`spec` must be a mask spec"),
+        (hm.PerHead({3: hm.Full()}), {"num_heads": 2}, ValueError, "head 3, but there are 2 heads"),
+        (hm.SameSegment("documents"), {}, ValueError, r"\['documents'\] missing"),
+        (hm.Window(1, 1), {"block_size": 0}, ValueError, "`block_size` must be at least 1"),
+        (Additive(), {}, TypeError, r"`Additive\.allowed` must return a boolean.*float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(spec, more, error, message):
     import torch
 
-    class Additive(hm.MaskSpec):
-        def allowed(self, query_positions, key_positions, inputs):
-            return ops.where(query_positions >= key_positions, 0.0, -1e9)
-
-    allowed = hm.flex_block_mask(Additive(), 8, 8).mask_mod
-    with pytest.raises(TypeError, match=r"`Additive\.allowed` must return a boolean.*float32"):
-        allowed(*map(torch.tensor, (0, 0, 1, 1)))
+    with pytest.raises(error, match=message):
+        hm.flex_block_mask(spec, 8, 8, **more).mask_mod(*map(torch.tensor, (0, 0, 1, 1)))
 
 
 @needs_torch

@@ -5,8 +5,8 @@
 
 import contextlib
 import functools
-import itertools
 from typing import NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -28,16 +28,18 @@ from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import leaves
 
 BACKEND = keras.backend.backend()
-TENSORS = ("bias", "sinks")  # of the changes, those that have a gradient
 
 
-class Route(NamedTuple):
+class Kernel(NamedTuple):
     """A kernel, the numbers under which it runs, and how its code is run."""
 
     name: str
-    kernel: kernels.Kernel
+    compute: kernels.Kernel
     setting: object  # makes a context
     manner: str  # "known" or "unknown" lengths when a graph is traced, or "XLA"
+
+    def __str__(self):
+        return self.name
 
     @property
     def is_traced(self):
@@ -47,7 +49,12 @@ class Route(NamedTuple):
     @property
     def is_fused(self):
         """Whether the backend's own code computes it."""
-        return self.kernel is kernels.fused
+        return self.compute is kernels.fused
+
+    @property
+    def is_long(self):
+        """Whether what has one case for it is for the long run; on JAX, what any backend can."""
+        return self.manner != "known" or (BACKEND == "jax" and not self.is_fused)
 
 
 class Refused(Exception):
@@ -59,6 +66,15 @@ def _many_tiles():
     return tiles(local=1, wide=2, block=2)
 
 
+@contextlib.contextmanager
+def _as_on_a_gpu():
+    """All tiles in one step, and gradients of keys added in a copy."""
+    from keras_headmask.attention.tensorflow import by_size
+
+    with tiles(), mock.patch.object(by_size, "on_gpu", return_value=1):
+        yield
+
+
 # By the name of a kernel, each mode in which it is run: a word, the tuning, how it is traced.
 MODES = {
     "loop": [
@@ -66,6 +82,7 @@ MODES = {
         ("all logits, unknown lengths", at_once, "unknown"),
         ("tiles", tiles, "known"),
         ("tiles, unknown lengths", tiles, "unknown"),
+        ("tiles of a GPU", _as_on_a_gpu, "known"),
     ],
     "gathered": [("", _many_tiles, "known"), ("XLA", _many_tiles, "XLA")],
     "fused": [("", tiles, "known")],
@@ -78,159 +95,116 @@ MODES = {
 }
 
 
-def _routes():
+def _kernels():
     (absent,) = {"tensorflow": ("fused",)}.get(BACKEND, ("loop",))
     for kernel in kernels.FILES:
         for word, setting, manner in MODES[kernel.__name__]:
             if kernel.__name__ != absent and (manner == "known" or BACKEND == "tensorflow"):
                 name = f"{kernel.__name__}, {word}" if word else kernel.__name__
-                yield Route(name, kernel, setting, manner)
+                yield Kernel(name, kernel, setting, manner)
 
 
-ROUTES = list(_routes())
+KERNELS = list(_kernels())
+LONG = {True: pytest.mark.long, False: ()}
+each_kernel = pytest.mark.parametrize(
+    "kernel", [pytest.param(x, id=x.name, marks=LONG[x.is_long]) for x in KERNELS]
+)
 
 
-def routes(fits=lambda route: True):
-    """Run a test for each route; those that `fits` leaves out are for the long run."""
-    marks = {True: (), False: pytest.mark.long}
-    return pytest.mark.parametrize(
-        "route", [pytest.param(x, marks=marks[bool(fits(x))], id=x.name) for x in ROUTES]
-    )
+def each(names, traced=(), xla=()):
+    """Run a test for each kernel and each name.
 
-
-def every_day(route):
-    """Whether a law that has no names to share out is tried on `route` every day."""
-    return route.manner == "known" and _is_own(route)
-
-
-def _is_own(route):
-    """On JAX, which traces each case, its own kernels; what any backend can run, others run."""
-    return BACKEND != "jax" or route.is_fused
-
-
-def dealt(names, route, share):
-    """Some of `names` for `route`, others for the next one: each is with some routes."""
-    start = ROUTES.index(route)
-    return [name for i, name in enumerate(names) if (i + start) % share == 0]
-
-
-_turns = itertools.count()
-
-
-def each(names, traced=4):
-    """Run a test for each route and each name.
-
-    Of a route that traces, one name in three times `traced` is run every day, the others in the
-    long run; of the rest one in four. Of what XLA compiles, none, nor on JAX of what runs
-    elsewhere; and of the loop at unknown lengths, which takes longest to trace, each mode has its
-    turn.
+    Of kernels that trace each case, `traced`, and of those that XLA compiles, `xla`; all others are
+    for the long run.
     """
-    modes = [x for x in ROUTES if x.name.startswith("loop") and x.manner == "unknown"]
-    turn = next(_turns) % max(len(modes), 1)
 
-    def is_long(route, name):
-        share = 3 * traced if route.is_traced else 4
-        if route.manner == "XLA" or not _is_own(route):
-            return True
-        if route in modes and modes.index(route) != turn:
-            return True
-        return name not in dealt(names, route, min(share, len(names)))
+    def is_long(kernel, name):
+        return kernel.is_traced and name not in (xla if kernel.manner == "XLA" else traced)
 
     return pytest.mark.parametrize(
-        ("route", "name"),
+        ("kernel", "name"),
         [
-            pytest.param(
-                route,
-                name,
-                id=f"{route.name}-{name}",
-                marks=pytest.mark.long if is_long(route, name) else (),
-            )
+            pytest.param(kernel, name, id=f"{kernel}-{name}", marks=LONG[is_long(kernel, name)])
             for name in names
-            for route in ROUTES
+            for kernel in KERNELS
         ],
     )
 
 
-def refusal(route, request):
+def refusal(kernel, request):
     """Why the kernel does not compute `request`; `None` if it does."""
-    if request.changes.bias is not None and route.kernel is not kernels.dense:
+    if request.changes.bias is not None and kernel.compute is not kernels.dense:
         return "a bias needs all logits"
-    if route.is_fused:
+    if kernel.is_fused:
         return None if fused.takes(request) else "`fused.takes` says no"
     is_empty = 0 in (request.query.shape[1], request.key.shape[1])
-    return "nothing to skip" if is_empty and route.kernel is not kernels.dense else None
+    return "nothing to skip" if is_empty and kernel.compute is not kernels.dense else None
 
 
-def _of_equal_sizes(route, query, key, value):
+def _of_equal_sizes(kernel, query, key, value):
     """The operands, and the size of values; JAX' own attention wants values as large as keys."""
     size = value.shape[3]
-    if not (route.is_fused and BACKEND == "jax") or size == key.shape[3]:
+    if not (kernel.is_fused and BACKEND == "jax") or size == key.shape[3]:
         return (query, key, value), size
     most = max(size, key.shape[3])
     pads = [[(0, 0)] * 3 + [(0, most - x.shape[3])] for x in (query, key, value)]
     return tuple(map(ops.pad, (query, key, value), pads)), size
 
 
-def context(route, operands, spec, inputs=None, offset=0, *, scale=SCALE, changes=None, **rest):
-    """The context of `operands`, `(query, key, value)`, by the kernel of `route` and no other.
+def context(kernel, operands, spec, inputs=None, offset=0, *, changes, **rest):
+    """The context of `operands`, `(query, key, value)`, by that kernel and no other.
 
     `changes` are arguments of `hm.dot_product_attention`, `rest` are fields of `Request`.
     """
-    (query, key, value), size = _of_equal_sizes(route, *map(masks.as_tensor, operands))
+    (query, key, value), size = _of_equal_sizes(kernel, *map(masks.as_tensor, operands))
     lengths = *query.shape[:1], query.shape[2], query.shape[1], key.shape[1]
     rule, inputs = all_that_restricts(spec, inputs)
     (examples, queries), keys = ops.shape(query)[:2], ops.shape(key)[1]
     bound = evaluation.bind(rule, inputs, queries, keys, offset, batch=examples)
-    rest = {"changes": checked_changes(lengths, **(changes or {})), **rest}
-    request = Request(query, key, value, rule, bound, scale=scale, query_offset=offset, **rest)
+    rest = {"changes": checked_changes(lengths, **changes), "scale": SCALE, **rest}
+    request = Request(query, key, value, rule, bound, query_offset=offset, **rest)
     with tuned(fewest_pairs=0, most_computed=1.0):
         part = part_of_all(request)
-    if reason := refusal(route, request):
-        raise Refused(f"{route.name}: {reason}")
-    return route.kernel(request, part)[0][..., :size]
+    if reason := refusal(kernel, request):
+        raise Refused(f"{kernel}: {reason}")
+    return kernel.compute(request, part)[0][..., :size]
 
 
 # --- How a kernel's code is run ------------------------------------------------------------------
-
-
-def _free(array, keep):
-    import tensorflow as tf
-
-    shape = [size if axis in keep or size == 1 else None for axis, size in enumerate(array.shape)]
-    return tf.TensorSpec(shape, array.dtype)
 
 
 def _ran_with_unknown_lengths(function, operands, inputs, offset):
     """Traced with no batch size, no length and, if `offset` is a tensor, any offset."""
     import tensorflow as tf
 
+    def free(array):  # but the heads of a whole mask, and axes of size 1
+        keep = (1,) if array.ndim == 4 else ()
+        sizes = [n if axis in keep or n == 1 else None for axis, n in enumerate(array.shape)]
+        return tf.TensorSpec(sizes, array.dtype)
+
     of_qkv = [tf.TensorSpec([None, None, *x.shape[2:]], x.dtype) for x in operands[:3]]
-    # The heads of a whole mask are known, and axes of size 1.
-    of_inputs = tf.nest.map_structure(lambda x: _free(x, (1,) if x.ndim == 4 else ()), inputs)
     of_operands = [*of_qkv, *(tf.TensorSpec(x.shape, x.dtype) for x in operands[3:])]
     is_free = isinstance(offset, tf.Tensor)
 
     def run(operands, inputs, at):
         return function(operands, inputs, at if is_free else offset)
 
-    traced = tf.function(run, autograph=False).get_concrete_function(
-        of_operands, of_inputs, tf.TensorSpec([], "int32")
-    )
-    return traced(
-        *tf.nest.map_structure(tf.constant, (list(operands), inputs)), tf.constant(offset)
-    )
+    signature = of_operands, tf.nest.map_structure(free, inputs), tf.TensorSpec([], "int32")
+    traced = tf.function(run, autograph=False).get_concrete_function(*signature)
+    given = tf.nest.map_structure(tf.constant, (list(operands), inputs))
+    return traced(*given, tf.constant(offset))
 
 
-def ran(route, function, operands, inputs, offset):
-    """What `function(operands, inputs, offset)` makes, in the manner of `route`."""
+def ran(kernel, function, operands, inputs, offset):
+    """What `function(operands, inputs, offset)` makes, in the manner of `kernel`."""
     if BACKEND == "jax":
         import jax
 
         return jax.jit(lambda *x: function(*x, offset))(list(operands), inputs)
-    if route.manner == "unknown":
+    if kernel.manner == "unknown":
         return _ran_with_unknown_lengths(function, operands, inputs, offset)
     tensors = [ops.convert_to_tensor(x) for x in operands]
-    if route.manner == "XLA":
+    if kernel.manner == "XLA":
         import tensorflow as tf
 
         call = tf.function(lambda *x: function(*x, offset), jit_compile=True, autograph=False)
@@ -270,36 +244,28 @@ def pulled(function, upstream, again=False):
 # --- What a law asks for -------------------------------------------------------------------------
 
 
-def as_arguments(changes, tensors):
-    """The arguments of `hm.dot_product_attention` for `changes`, with `tensors` for its own."""
-    return tensors | {"soft_cap": changes.get("soft_cap")}
-
-
-def _has_pairs(inputs):
-    return any(isinstance(x, tuple) for x in (inputs or {}).values())
-
-
-def _offset_of(route, spec, inputs, offset):
+def _offset_of(kernel, spec, inputs, offset):
     """A tensor where the lengths are unknown, too.
 
     (A rule that counts refuses a pair at an offset that it cannot see to be 0.)
     """
     counts = any(leaf.counts for leaf in leaves(spec))
-    if route.manner != "unknown" or (counts and _has_pairs(inputs)):
+    has_pairs = any(isinstance(x, tuple) for x in inputs.values())
+    if kernel.manner != "unknown" or (counts and has_pairs):
         return offset
     return ops.convert_to_tensor(offset, "int32")
 
 
 def results(
-    route, qkv, spec, inputs=None, offset=0, upstream=None, changes=None, dtype=None, **rest
+    kernel, qkv, spec, inputs=None, offset=0, upstream=None, changes=None, dtype=None, **rest
 ):
     """The context and, with `upstream`, the gradients by name, none where the kernel has none.
 
-    `changes`: `soft_cap`, `bias`, `sinks`. With `dtype` the operands are
-    rounded to it.
+    `changes`: `soft_cap`, `bias`, `sinks`. With `dtype` the operands are rounded to it.
     """
-    tensors, made = _called(route, spec, changes or {}, dtype, rest)
-    args = [*qkv, *tensors.values()], dict(inputs or {}), _offset_of(route, spec, inputs, offset)
+    tensors, made = _called(kernel, spec, changes or {}, dtype, rest)
+    inputs = dict(inputs or {})
+    args = [*qkv, *tensors.values()], inputs, _offset_of(kernel, spec, inputs, offset)
 
     def alone(operands, *rest):
         return [made(*rest)(*operands)]
@@ -307,20 +273,16 @@ def results(
     def with_gradients(operands, *rest):
         return pulled(made(*rest), upstream)(*operands)
 
-    try:
-        found = ran(route, alone if upstream is None else with_gradients, *args)
-    except Refused:
-        if BACKEND != "torch" or upstream is None:
-            raise
-        found = ran(route, alone, *args)
-    context_made, *gradients = map(numpy, found)
+    context_made, *gradients = map(
+        numpy, ran(kernel, alone if upstream is None else with_gradients, *args)
+    )
     names = ("query", "key", "value", *tensors)
     return context_made, dict(zip(names, gradients, strict=bool(gradients)))
 
 
-def penalties(route, qkv, spec, inputs=None, changes=None):
+def penalties(kernel, qkv, spec, inputs, changes):
     """The gradients, by name, of the sum of squares of the gradients of the context's cubes."""
-    tensors, made = _called(route, spec, changes or {}, None, {})
+    tensors, made = _called(kernel, spec, changes, None, {})
 
     def run(operands, *rest):
         attend = made(*rest)
@@ -328,23 +290,22 @@ def penalties(route, qkv, spec, inputs=None, changes=None):
         penalty = pulled(lambda *x: sum(ops.sum(g**2) for g in first(*x)[1:]), np.ones(()))
         return penalty(*operands)[1:]
 
-    found = ran(route, run, [*qkv, *tensors.values()], dict(inputs or {}), 0)
+    found = ran(kernel, run, [*qkv, *tensors.values()], dict(inputs), 0)
     return dict(zip(("query", "key", "value", *tensors), map(numpy, found), strict=True))
 
 
-def _called(route, spec, changes, dtype, rest):
+def _called(kernel, spec, changes, dtype, rest):
     """The tensors of `changes` by name, and a function of operands for mask inputs and an offset.
 
     The operands are query, key, value and these tensors.
     """
-    tensors = {name: changes[name] for name in TENSORS if name in changes}
+    tensors = {name: changes[name] for name in ("bias", "sinks") if name in changes}
 
     def made(inputs, offset):
         def attend(*operands):
-            own = dict(zip(tensors, operands[3:], strict=True))
             qkv = [x if dtype is None else ops.cast(x, dtype) for x in operands[:3]]
-            more = {"changes": as_arguments(changes, own), **rest}
-            result = context(route, qkv, spec, inputs, offset, **more)
+            own = dict(zip(tensors, operands[3:], strict=True), soft_cap=changes.get("soft_cap"))
+            result = context(kernel, qkv, spec, inputs, offset, changes=own, **rest)
             assert result.dtype == qkv[2].dtype
             return result
 

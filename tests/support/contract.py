@@ -73,7 +73,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
-def by_hand(layer, query, value=None, key=None, mask=None):
+def by_hand(layer, query, value=None, key=None, mask=None, bias=None):
     """Output `(B, T, dim)` and probabilities `(B, H, T, S)` of `layer`, from its weights.
 
     `mask` is boolean and broadcasts to `(B, H, T, S)`.
@@ -90,10 +90,8 @@ def by_hand(layer, query, value=None, key=None, mask=None):
     pairs = zip(projections, (query, key, value), strict=True)
     q, k, v = (project(dense, x) for dense, x in pairs)
     b, t, h, size = q.shape
-    k, v = (np.stack([x[:, :, i * x.shape[2] // h] for i in range(h)], axis=2) for x in (k, v))
-    mask = np.ones((b, h, t, k.shape[1]), bool) if mask is None else mask
-    mask = np.broadcast_to(mask, (b, h, t, k.shape[1]))
-    context, probabilities = attention(q, k, v, mask, 1 / np.sqrt(size))
+    mask = np.broadcast_to(True if mask is None else mask, (b, h, t, k.shape[1]))
+    context, probabilities = attention(q, k, v, mask, 1 / np.sqrt(size), bias=bias)
     if layer.get_config().get("use_gate"):
         context = context / (1 + np.exp(-project(layer._gate_dense, query)))
     kernel = numpy(output_dense.kernel).astype("float64")
@@ -105,26 +103,3 @@ def random_biases(layer, seed=1):
     """Biases start at 0, which would hide a bias that is lost: give them values."""
     rng = np.random.default_rng(seed)
     layer.set_weights([w + rng.normal(size=w.shape) * 0.1 for w in layer.get_weights()])
-
-
-def gradient(function, *arrays):
-    """Gradients of the scalar `function(*tensors)` with respect to each array, as NumPy."""
-    tensors = [ops.convert_to_tensor(a) for a in arrays]
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
-        import tensorflow as tf
-
-        with tf.GradientTape() as tape:
-            tape.watch(tensors)
-            loss = function(*tensors)
-        grads = tape.gradient(loss, tensors)
-    elif backend == "jax":
-        import jax
-
-        # One compilation, not one for each operation.
-        grads = jax.jit(jax.grad(function, argnums=tuple(range(len(tensors)))))(*tensors)
-    else:
-        tensors = [t.clone().requires_grad_(True) for t in tensors]
-        function(*tensors).backward()
-        grads = [t.grad for t in tensors]
-    return [numpy(g) for g in grads]

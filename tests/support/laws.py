@@ -2,11 +2,9 @@
 
 import dataclasses
 
-import changed
 import ml_dtypes
 import numpy as np
 import oracle
-import torch
 from by_kernel import results
 from tiled_contract import LONG, PADDING, SCALE, SORTED_IDS, operands
 from tolerance import assert_close
@@ -33,15 +31,6 @@ CHANGES = {
 }
 
 
-def double(x):
-    return x.astype("float64") if isinstance(x, np.ndarray) else x
-
-
-CHANGED_64 = {
-    "none": {},
-    "soft cap and sinks": {k: double(x) for k, x in CHANGES["cap and sinks"].items()},
-    "bias": {"bias": double(CHANGES["bias"]["bias"])},
-}
 SOME_CHANGES = {"none": {}, "cap and sinks": CHANGES["cap and sinks"]}
 
 
@@ -77,7 +66,23 @@ class SurelyFlagged(hm.MaskSpec):
         return Bounds(tiles.key_first <= tiles.key_first, inputs["token_ids"].key.low > 0)
 
 
+@hm.register_spec("test_laws_steps")
+@dataclasses.dataclass(frozen=True)
+class Steps(hm.MaskSpec):
+    """Six queries each see `rise` keys more than those before; tiles of six are certain."""
+
+    rise: int
+
+    def allowed(self, query_positions, key_positions, inputs):
+        return key_positions < (query_positions // 6 + 1) * self.rise
+
+    def coverage(self, tiles, inputs):
+        first, last = (self.rise * (x // 6 + 1) for x in tiles[:2])
+        return Bounds(tiles.key_first < last, tiles.key_last < first)
+
+
 # What these mean, in loops.
+oracle.POSITIONAL["test_laws_steps"] = lambda config, i, j: j < (i // 6 + 1) * config["rise"]
 oracle.READING["test_laws_near_date"] = lambda config, query, key: (
     abs(int(oracle.value_at(query)) - int(oracle.value_at(key))) <= config["days"]
 )
@@ -99,6 +104,10 @@ RULES = LONG | {
         hm.PerHead({1: NearDate(2)}, NearDate(3) & hm.Window(4, 4) | ~NearDate(6)),
         {"token_ids": DAYS},
     ),
+    "certain tiles of unequal width": (
+        hm.PerHead({0: Steps(3), 2: ~Steps(6)}, default=Steps(6) | hm.Keys(20, 21)),
+        {},
+    ),
     "certain in some examples": (
         hm.PerHead({0: SurelyFlagged()}, default=hm.Full()) & hm.Window(after=12),
         {"token_ids": SURE},
@@ -106,6 +115,7 @@ RULES = LONG | {
 }
 
 READING = RULES["two head groups that read"]
+ONE_GROUP = hm.SameSegment("ids") & hm.Window(2, 1), {"ids": SORTED_IDS}
 LOCAL = hm.PerHead({1: hm.Window(3, 0)}, hm.Window(3, 0) & hm.KeyFlag("f")) & hm.Queries(2)
 SEEN = {"f": np.ones((BATCH, LENGTH), bool)}  # (some kernels are for rules that read data alone)
 BY_HEAD = hm.PerHead({1: hm.Window(2, 1)}, ~hm.Window(2, 1) & ~hm.KeyIn("ids", 1))
@@ -121,6 +131,11 @@ EDGES = {
 EMPTY = {"no example": (0, 4, 4), "no query": (2, 0, 4), "no key": (2, 4, 0)}
 
 
+def reading(kernel):
+    """A rule that reads, in three head groups or, of a kernel that traces each, in one."""
+    return ONE_GROUP if kernel.is_traced else READING
+
+
 def weights(batch, queries, heads, size=2):
     """An upstream gradient in which every entry has its own say."""
     count = batch * queries * heads * size
@@ -132,37 +147,31 @@ def rounded(array, dtype):
     return array.astype(dtype if dtype == "float16" else ml_dtypes.bfloat16).astype("float32")
 
 
-def close(got, wanted, message="", dtype="float32", depth=3):
-    assert got.shape == wanted.shape, message
-    assert_close(got, wanted, dtype, depth, message=message)
-
-
-def expected(qkv, spec, inputs, offset=0, upstream=None, changes=None, factors=None):
-    """By the formula: the context and, with `upstream`, its gradients by name."""
+def mask_of(qkv, spec, inputs, offset=0):
     (batch, queries, heads, _), keys = qkv[0].shape, qkv[1].shape[1]
-    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-    tensors, constant = changed.split(changes or {})
-    constant["factors"] = None if factors is None else torch.tensor(factors)
-    return changed.wanted(qkv, mask, SCALE, upstream, tensors, constant)
+    return oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
 
 
-def check(route, qkv, spec, inputs=None, offset=0, changes=None, with_gradients=True, **rest):
+def close_to_all(got, exact, message="", **how):
+    """The context and its gradients; `exact` may have more of these."""
+    for what, one in {"context": got[0], **got[1]}.items():
+        wanted = exact[0] if what == "context" else exact[1][what]
+        assert one.shape == wanted.shape, what
+        assert_close(one, wanted, message=f"{message} {what}", **{"depth": 3} | how)
+
+
+def check(kernel, qkv, spec, inputs=None, offset=0, changes=None, with_gradients=True):
     """The context and the gradients are those of the formula, and rows that see nothing are 0."""
-    (batch, queries, heads, _), keys = qkv[0].shape, qkv[1].shape[1]
-    mask = oracle.mask(spec, batch, heads, queries, keys, inputs, offset)
-    upstream = weights(batch, queries, heads, qkv[2].shape[3])
-    given = (route, qkv, spec, inputs, offset, upstream if with_gradients else None, changes)
-    with route.setting():
-        got, gradients = results(*given, **rest)
-    wanted, exact = expected(qkv, spec, inputs, offset, upstream, changes)
-    close(got, wanted, "context")
-    if not changes:
-        repeated = (np.repeat(x, heads // x.shape[2], axis=2) for x in qkv)
-        close(got, oracle.attention(*repeated, mask, SCALE)[0], "the definition in loops")
+    mask = mask_of(qkv, spec, inputs, offset)
+    upstream = weights(*qkv[0].shape[:3], qkv[2].shape[3])
+    asked = upstream if with_gradients else None
+    with kernel.setting():
+        got, gradients = results(kernel, qkv, spec, inputs, offset, asked, changes)
+    close_to_all(
+        (got, gradients), oracle.with_gradients(qkv, mask, SCALE, upstream, **changes or {})
+    )
     dead = ~mask.any(-1).transpose(0, 2, 1)
     assert (got[dead] == 0).all(), "rows that see nothing are exactly 0"
-    for name, gradient in gradients.items():
-        close(gradient, exact[name], f"gradient of {name}")
     if gradients:
         assert (gradients["query"][dead] == 0).all(), "and so are their gradients"
     if not mask.any():
@@ -176,43 +185,35 @@ IDS = (
 )
 
 
-# --- Dropout ---
-
 RATE = 0.3
 
 
-def check_dropout(route, changes):
+def check_dropout(kernel, changes):
     """Drawn for pairs of a query head; the gradient finds it again."""
-    spec, inputs = READING
-    size = BATCH, HEADS, LENGTH, LENGTH
+    spec, inputs = reading(kernel)
     query, key, value = operands(BATCH, LENGTH, LENGTH, HEADS, key_heads=2)
-    mask = oracle.mask(spec, *size, inputs)
+    mask = mask_of((query, key), spec, inputs)
     upstream = weights(BATCH, LENGTH, HEADS)
     # Of values that are unit vectors, the context is the probabilities.
     units = np.broadcast_to(
         np.eye(LENGTH, dtype="float32")[None, :, None], (BATCH, LENGTH, 2, LENGTH)
     )
-    exact, _ = expected((query, key, units), spec, inputs, changes=changes)
-    exact = exact.transpose(0, 2, 1, 3)
 
     def run(value, seed, upstream=None):
-        return results(
-            route, (query, key, value), spec, inputs, 0, upstream, changes, dropout=RATE, seed=seed
-        )
+        qkv = query, key, value
+        return results(kernel, qkv, spec, inputs, 0, upstream, changes, dropout=RATE, seed=seed)
 
-    with route.setting():
+    with kernel.setting():
         drawn = run(units, 3)[0].transpose(0, 2, 1, 3)
-        got, gradients = run(value, 3, upstream)
-        is_known = route.manner == "known"  # (else it is traced anew)
+        got = run(value, 3, upstream)
+        is_known = kernel.manner == "known"  # (else it is traced anew)
         other = run(units, 4)[0].transpose(0, 2, 1, 3) if is_known else None
     kept = drawn > 0
     assert not (kept & ~mask).any(), "nothing is opened"
     assert other is None or (kept != (other > 0)).any(), "another seed drops others"
-    close(drawn, np.where(kept, exact / (1 - RATE), 0))
+    _, exact = oracle.attention(query, key, value, mask, SCALE, **changes)
+    assert_close(drawn, np.where(kept, exact / (1 - RATE), 0), depth=3)
     deviation = np.sqrt(RATE * (1 - RATE) * mask.sum())
     assert abs(kept.sum() - (1 - RATE) * mask.sum()) < 5 * deviation
-    factors = kept / (1 - RATE)
-    wanted, of = expected((query, key, value), spec, inputs, 0, upstream, changes, factors)
-    close(got, wanted)
-    for what, gradient in gradients.items():
-        close(gradient, of[what], f"gradient of {what}")
+    more = changes | {"factors": kept / (1 - RATE)}
+    close_to_all(got, oracle.with_gradients((query, key, value), mask, SCALE, upstream, **more))

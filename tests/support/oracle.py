@@ -1,4 +1,4 @@
-"""What every kind of rule means, in plain Python loops over its JSON, and attention in NumPy loops.
+"""What every kind of rule means, in plain Python loops over its JSON, and attention by formula.
 
 Nothing of the package's evaluation is used, so that the two can be compared.
 """
@@ -6,6 +6,7 @@ Nothing of the package's evaluation is used, so that the two can be compared.
 import math
 
 import numpy as np
+import torch
 
 
 def allowed(config, head, i, j, example, inputs=None, query_offset=0):
@@ -29,8 +30,8 @@ def allowed(config, head, i, j, example, inputs=None, query_offset=0):
         return of(config["default"])
     if kind == "mask_input":
         return _entry(inputs[config["input"]], example, head, i, j)
-    if kind in _POSITIONAL:
-        return _POSITIONAL[kind](config, i + query_offset, j)
+    if kind in POSITIONAL:
+        return POSITIONAL[kind](config, i + query_offset, j)
     value = inputs[config.get("input", "token_ids")]
     if isinstance(value, tuple):  # (query_side, key_side)
         query = (list(value[0][example]), i) if value[0] is not None else None
@@ -58,53 +59,6 @@ def mask(spec, batch, heads, queries, keys, inputs=None, query_offset=0):
     ).reshape(batch, heads, queries, keys)
 
 
-def attention(query, key, value, mask, scale, bias=None):
-    """Context `(B, T, H, Dv)` and probabilities `(B, H, T, S)` in float64, row by row."""
-    query, key, value = (np.asarray(x, "float64") for x in (query, key, value))
-    batch, queries, heads, _ = query.shape
-    keys = key.shape[1]
-    context = np.zeros((batch, queries, heads, value.shape[-1]))
-    scores = np.zeros((batch, heads, queries, keys))
-    for b, h, i in np.ndindex(batch, heads, queries):
-        seen = [j for j in range(keys) if mask[b, h, i, j]]
-        if not seen:
-            continue
-        raw = [float(query[b, i, h] @ key[b, j, h]) * scale for j in seen]
-        if bias is not None:
-            raw = [s + float(bias[b, h, i, j]) for s, j in zip(raw, seen, strict=True)]
-        weights = [math.exp(s - max(raw)) for s in raw]
-        for j, weight in zip(seen, weights, strict=True):
-            scores[b, h, i, j] = weight / sum(weights)
-            context[b, i, h] += scores[b, h, i, j] * value[b, j, h]
-    return context, scores
-
-
-def with_gradients(query, key, value, mask, scale, upstream):
-    """The context, and by name the gradients of its sum times `upstream`, in float64.
-
-    Each row touches the keys alone that it sees. Query heads may share key heads.
-    """
-    query, key, value, upstream = (np.asarray(x, "float64") for x in (query, key, value, upstream))
-    sharing = query.shape[2] // key.shape[2]
-    context = np.zeros_like(upstream)
-    made = {"query": np.zeros_like(query), "key": np.zeros_like(key), "value": np.zeros_like(value)}
-    for b, h, i in np.ndindex(mask.shape[:3]):
-        seen, of_keys = np.flatnonzero(mask[b, h, i]), h // sharing
-        if not seen.size:
-            continue
-        keys, values, above = key[b, seen, of_keys], value[b, seen, of_keys], upstream[b, i, h]
-        logits = keys @ query[b, i, h] * scale
-        p = np.exp(logits - logits.max())
-        p /= p.sum()
-        context[b, i, h] = p @ values
-        d_p = values @ above
-        d_logits = p * (d_p - p @ d_p) * scale
-        made["query"][b, i, h] = d_logits @ keys
-        made["key"][b, seen, of_keys] += d_logits[:, None] * query[b, i, h]
-        made["value"][b, seen, of_keys] += p[:, None] * above
-    return context, made
-
-
 def picture(mask):
     """A `(T, S)` mask as `"100 110 111"`, a word for each query."""
     return " ".join("".join("1" if x else "0" for x in row) for row in np.asarray(mask))
@@ -129,7 +83,7 @@ def _in_range(config, position):
     return config["start"] <= position and (stop is None or position < stop)
 
 
-_POSITIONAL = {
+POSITIONAL = {
     "full": lambda config, i, j: True,
     "nothing": lambda config, i, j: False,
     "window": _window,
@@ -167,3 +121,65 @@ def _entry(whole, example, head, i, j):
     return bool(
         whole[tuple(0 if size == 1 else p for size, p in zip(whole.shape, place, strict=True))]
     )
+
+
+# --- Attention by formula, in float64 -------------------------------------------------------------
+
+
+def formula(query, key, value, mask, scale, soft_cap=None, bias=None, sinks=None, factors=None):
+    """Context `(B, T, H, Dv)` and probabilities `(B, H, T, S)` of PyTorch's float64 tensors.
+
+    `mask` is boolean `(B, H, T, S)`. Dropout multiplies the probabilities by `factors`.
+    """
+    sharing = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(sharing, dim=2) for x in (key, value))
+    logits = torch.einsum("bthd,bshd->bhts", query, key) * scale
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if bias is not None:
+        logits = logits + torch.where(mask, bias, 0.0)
+    logits = torch.where(mask, logits, -math.inf)
+    column = torch.full((*logits.shape[:3], 1), -math.inf, dtype=torch.float64)
+    if sinks is not None:
+        column = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+    dead = ~mask.any(-1, keepdim=True)
+    logits = torch.where(dead, 0.0, torch.cat([logits, column], -1))
+    probabilities = torch.where(mask, torch.softmax(logits, -1)[..., :-1], 0.0)
+    if factors is not None:
+        probabilities = probabilities * factors
+    return torch.einsum("bhts,bshd->bthd", probabilities, value), probabilities
+
+
+def attention(query, key, value, mask, scale, **changes):
+    """Context and probabilities of arrays; see `formula`."""
+    tensors, rest = _doubles((query, key, value), mask, scale, changes)
+    return tuple(x.detach().numpy() for x in formula(**tensors, **rest))
+
+
+def with_gradients(qkv, mask, scale, upstream, **changes):
+    """The context, and the gradients of its sum times `upstream` by each array, by name."""
+    tensors, rest = _doubles(qkv, mask, scale, changes)
+    context, _ = formula(**tensors, **rest)
+    (context * torch.tensor(upstream)).sum().backward()
+    return context.detach().numpy(), {name: x.grad.numpy() for name, x in tensors.items()}
+
+
+def penalties(qkv, mask, scale, **changes):
+    """The gradients, by name, of the sum of squares of the gradients of the context's cubes."""
+    tensors, rest = _doubles(qkv, mask, scale, changes)
+    context, _ = formula(**tensors, **rest)
+    first = torch.autograd.grad((context**3).sum(), tensors.values(), create_graph=True)
+    sum((x**2).sum() for x in first).backward()
+    return {name: x.grad.numpy() for name, x in tensors.items()}
+
+
+def _doubles(qkv, mask, scale, changes):
+    """The arguments of `formula`: those that have a gradient, and the others."""
+    given = dict(zip(("query", "key", "value"), qkv, strict=True)) | changes
+    rest = {"mask": torch.tensor(mask), "scale": scale, "soft_cap": given.pop("soft_cap", None)}
+    tensors = {
+        name: torch.tensor(np.asarray(x, "float64"), requires_grad=True)
+        for name, x in given.items()
+        if x is not None
+    }
+    return tensors, rest

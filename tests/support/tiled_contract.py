@@ -27,8 +27,8 @@ ALWAYS = {"fewest_pairs": 0, "most_computed": 1.0, "most_logits": 0}
 
 @contextlib.contextmanager
 def tiles(local=4, wide=6, block=3):
-    """Tiny tiles, so that short sequences have several, and few of them in a step."""
-    step = 10 * local * block
+    """Tiny tiles, so that short sequences have several, and few of them, but not one, in a step."""
+    step = 30 * local * block
     numbers = {"local_tile": local, "wide_tile": wide, "block": block}
     with (
         mock.patch.object(planner, "_ONE_FLAGGED_IN", 4),

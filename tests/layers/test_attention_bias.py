@@ -1,17 +1,13 @@
 """`attention_bias` of our layers: outputs, probabilities, files, what looks and a second rule."""
 
-import changed
 import keras
-import numpy as np
 import pytest
-import torch
-from contract import normal, numpy, random_biases
+from contract import by_hand, normal, numpy, random_biases
 from oracle import mask as mask_by_loops
 from tiled_contract import ALWAYS
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask import _keras
 from keras_headmask.attention.tuning import tuned
 from keras_headmask.retrofit.observe import watched
 from keras_headmask.retrofit.survey import Survey
@@ -21,36 +17,23 @@ RULE = hm.PerHead({1: hm.Chunk(4)}, hm.Window(3, 2))
 X, BIAS = normal(2, LENGTH, 8), normal(HEADS, 1, LENGTH, seed=3)
 
 
-def layer_of(kind, **more):
-    layer = kind.layer(HEADS, 4, **more)
-    layer.build((None, None, 8), (None, None, 8))
-    random_biases(layer)
-    return layer
-
-
 def by_formula(layer, bias, rule=RULE):
-    """Output and probabilities from the weights."""
-    *dense, output = (
-        (numpy(d.kernel).astype("float64"), numpy(d.bias)) for d in _keras.projections(layer)
-    )
-    qkv = [torch.tensor(np.einsum("btd,dhk->bthk", X, kernel) + b) for kernel, b in dense]
-    mask = mask_by_loops(hm.Full() if rule is None else rule, len(X), HEADS, LENGTH, LENGTH)
-    mask, bias = torch.tensor(mask), torch.tensor(np.asarray(bias, "float64"))
-    context, probabilities = changed.formula(*qkv, mask, 0.5, bias=bias)
-    return np.einsum("bthk,hkd->btd", context, output[0]) + output[1], probabilities.numpy()
+    mask = mask_by_loops(rule, len(X), HEADS, LENGTH, LENGTH)
+    return by_hand(layer, X, mask=mask, bias=bias)
 
 
 @pytest.mark.parametrize("tiled", [None, True])
 def test_outputs_and_probabilities(kind, tiled):
-    layer = layer_of(kind, mask_spec=RULE, tiled=tiled)
+    layer = kind.built(HEADS, mask_spec=RULE, tiled=tiled)
     wanted, probabilities = by_formula(layer, BIAS)
     with tuned(**ALWAYS, local_tile=3, block=2):
         assert_close(numpy(layer(X, attention_bias=BIAS)), wanted, depth=3)
     output, made = layer(X, attention_bias=BIAS, return_attention_scores=True)
     assert_close(numpy(output), wanted, depth=3)
     assert_close(numpy(made), probabilities, depth=3)
-    free = layer_of(kind, tiled=tiled)
-    assert_close(numpy(free(X, attention_bias=BIAS)), by_formula(free, BIAS, None)[0], depth=3)
+    free = kind.built(HEADS, tiled=tiled)
+    wanted = by_formula(free, BIAS, hm.Full())[0]
+    assert_close(numpy(free(X, attention_bias=BIAS)), wanted, depth=3)
 
 
 def test_in_a_file_for_who_looks_and_under_a_second_rule(kind, tmp_path):
@@ -70,22 +53,3 @@ def test_in_a_file_for_who_looks_and_under_a_second_rule(kind, tmp_path):
     both = hm.apply_head_masks(model, hm.Window(1, 9), existing="and")
     wanted, _ = by_formula(layer, data["bias"], RULE & hm.Window(1, 9))
     assert_close(numpy(both(data)["y"]), wanted, depth=3)
-
-
-@pytest.mark.parametrize(
-    ("bias", "error", "message"),
-    [
-        (np.ones((2, 3, LENGTH, LENGTH), "float32"), ValueError, "`attention_bias` must broadcast"),
-        (np.ones((1, 2, 4, LENGTH, LENGTH), "float32"), ValueError, "must broadcast to"),
-        (np.ones((LENGTH, LENGTH), bool), TypeError, "`attention_bias` must be floats"),
-    ],
-)
-def test_a_bias_that_does_not_fit(kind, bias, error, message):
-    with pytest.raises(error, match=message):
-        layer_of(kind)(X, attention_bias=bias)
-
-
-def test_several_attention_axes_are_refused():
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, attention_axes=(1, 2))
-    with pytest.raises(ValueError, match="speaks of one axis of queries"):
-        layer(normal(1, 3, 3, 8), attention_bias=np.ones((1, 1), "float32"))

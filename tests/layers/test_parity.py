@@ -37,7 +37,7 @@ CASES = {
 with_arguments = pytest.mark.parametrize(("kind", "arguments"), CASES.values(), ids=CASES.keys())
 
 
-@pytest.mark.parametrize("spec", [None, hm.Full(), hm.PerHead({0: hm.Full()})], ids=repr)
+@pytest.mark.parametrize("spec", [None, hm.PerHead({0: hm.Full()})], ids=repr)
 @with_arguments
 def test_outputs_and_scores(kind, arguments, spec):
     if "value_dim" in arguments and keras.backend.backend() == "jax":

@@ -153,29 +153,6 @@ def test_torch_masks_of_floats_are_additive():
     check(hm.from_torch(bias, num_heads=H), MASKS[2])
 
 
-@pytest.mark.parametrize("floats", [False, True])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_torch_hides_what_we_hide(floats, per_head):
-    """Where torch's own attention has probability 0, and only there, the mask is False."""
-    torch = pytest.importorskip("torch")
-    torch.manual_seed(0)
-    hides = ~MASKS[2].reshape(B * H, T, S) if per_head else ~MASKS[0]
-    hides[..., 0] = False  # torch makes NaN of a row with no key
-    attn_mask = torch.from_numpy(hides)
-    if floats:
-        attn_mask = torch.zeros(hides.shape).masked_fill(attn_mask, -torch.inf)
-    attention = torch.nn.MultiheadAttention(12, H, batch_first=True)
-    with torch.no_grad():
-        _, weights = attention(
-            torch.randn(B, T, 12),
-            *[torch.randn(B, S, 12)] * 2,
-            attn_mask=attn_mask,
-            average_attn_weights=False,
-        )
-    mask = numpy(hm.from_torch(attn_mask, num_heads=H if per_head else None))
-    np.testing.assert_array_equal(np.broadcast_to(mask, (B, H, T, S)), weights.numpy() > 0)
-
-
 # --- what is refused ---
 
 FLOATS = np.zeros((T, S), "float32")

@@ -1,7 +1,5 @@
 """Coverage of tiles: exact for leaves, never in contradiction to the dense mask for any rule."""
 
-import itertools
-
 import numpy as np
 import oracle
 from contract import numpy
@@ -13,12 +11,11 @@ from strategies import (
     id_sets,
     mask_inputs,
     positional_leaves,
-    positional_specs,
 )
 
 import keras_headmask as hm
 from keras_headmask.rules.base import leaves
-from keras_headmask.rules.coverage import bounds, coverage, runs, tile_grid
+from keras_headmask.rules.coverage import bounds, coverage, tile_grid
 from keras_headmask.rules.protocol import Sides, Span
 
 
@@ -67,26 +64,6 @@ def test_and_is_min_or_is_max_not_is_2_minus(a, b, grid):
     np.testing.assert_array_equal(coverage(a & b, *grid), np.minimum(of_a, of_b))
     np.testing.assert_array_equal(coverage(a | b, *grid), np.maximum(of_a, of_b))
     np.testing.assert_array_equal(coverage(~(a & b), *grid), 2 - np.minimum(of_a, of_b))
-
-
-# ---------------------------------------------------------------- runs
-
-
-@MANY
-@given(positional_specs, grids())
-def test_runs_are_the_tiles_that_are_not_none(spec, grid):
-    _, keys, _, tile_keys, _ = grid
-    covered = coverage(spec.for_head(0), *grid)
-    found = runs(covered > 0, tile_keys, keys)
-    assert len(found) == covered.shape[0]
-    for row, row_runs in zip(covered, found, strict=True):
-        seen = np.zeros(keys, bool)
-        for start, stop in row_runs:
-            assert 0 <= start < stop <= keys
-            seen[start:stop] = True
-        np.testing.assert_array_equal(seen, np.repeat(row > 0, tile_keys)[:keys])
-        # As few as can be: what lies between two runs is skipped.
-        assert all(a[1] < b[0] for a, b in itertools.pairwise(row_runs))
 
 
 # ---------------------------------------------------------------- rules that read data

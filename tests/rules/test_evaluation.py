@@ -41,11 +41,8 @@ def _read_by(spec, inputs):
 @pytest.mark.parametrize(
     ("spec", "shape"),
     [
-        (hm.Full(), (1, 1, 2, 3)),
         (hm.Keys(1), (1, 1, 2, 3)),  # (1, S) is spread over the queries
-        (hm.Queries(1), (1, 1, 2, 3)),
         (hm.KeyFlag("x"), (4, 1, 2, 3)),
-        (hm.PerHead({0: hm.Keys(1)}), (1, 5, 2, 3)),
         (hm.PerHead({0: hm.KeyFlag("x")}), (4, 5, 2, 3)),
         (hm.PerHead({"0-4": hm.KeyFlag("x")}), (4, 1, 2, 3)),
     ],
@@ -72,12 +69,9 @@ def test_an_offset_and_lengths_may_be_tensors(offset):
 # --- graphs ---
 
 GRAPHS = [
-    hm.Window(1, 0),
-    hm.SameSegment("ids") & hm.Window(after=0),
     hm.Window(after=0) & hm.SameSegment("ids"),
     ~hm.SameSentence((1, 2), "ids") | hm.KeyFlag("flags"),
     hm.PerHead({0: hm.KeyIn("ids", 1), 2: hm.Chunk(2)}, default=hm.QueryFlag("ids")),
-    hm.PerHead({1: hm.Nothing()}, default=~hm.Full()),
     hm.MaskInput("whole") | ~hm.MaskInput("whole") & hm.Chunk(2),
 ]
 IDS = np.array([[0, 1, -1, 2, 1], [3, 3, 2, 0, 0]], "int32")

@@ -1,11 +1,8 @@
 """Mask inputs of other sizes, where only the run of a TensorFlow graph shows them."""
 
-import pickle
-
 import keras
 import numpy as np
 import pytest
-from fresh import run_fresh
 from keras_versions import takes_unread_inputs
 
 import keras_headmask as hm
@@ -22,14 +19,6 @@ WRONG = {
 }
 
 
-def _layer():
-    ids = keras.Input((None,), dtype="int32", name="ids")
-    seen = keras.Input((None,), dtype="int32", name="seen")
-    x = keras.layers.Embedding(9, 8)(ids)
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4, mask_spec=hm.SameSegment("seen"))
-    return keras.Model([ids, seen], layer(x, mask_inputs={"seen": seen}))
-
-
 def _retrofitted():
     ids = keras.Input((None,), dtype="int32", name="ids")
     seen = keras.Input((None,), dtype="int32", name="seen")
@@ -38,42 +27,24 @@ def _retrofitted():
     return hm.apply_head_masks(stock, hm.PerHead({0: hm.KeyFlag("seen")}))
 
 
-def _routes(model, path):
-    """The model in `predict`, as a SavedModel, and compiled by XLA."""
+@takes_unread_inputs
+def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(tmp_path):
+    """As a SavedModel, and compiled by XLA, which leaves assertions out."""
     import tensorflow as tf
 
-    def predict(ids, seen):
-        return model.predict([ids, seen], verbose=0)
-
-    for length in 4, 9:  # the second makes Keras compile for any length
-        predict(*np.zeros((2, 3, length), "int32"))
-    yield "predict", predict
-    model.export(path, verbose=False)
-    served = tf.saved_model.load(path)  # as long as `serve` is used
-    yield "export", lambda *given: served.serve(list(given))
-    signature = [tf.TensorSpec((None, None), tf.int32)] * 2
-    yield "xla", tf.function(lambda *x: served.serve(list(x)), signature, jit_compile=True)
-
-
-@pytest.mark.parametrize("make", [_layer, pytest.param(_retrofitted, marks=takes_unread_inputs)])
-@pytest.mark.every_day("_retrofitted")
-def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(make, tmp_path):
-    import tensorflow as tf
-
-    model = make()
+    model = _retrofitted()
     ids = np.arange(18, dtype="int32").reshape(3, 6) % 9
-    seen = ids % 2
-    for route, call in _routes(model, str(tmp_path / "model")):
-        if route != "xla":
-            got = call(ids, seen)
-            np.testing.assert_allclose(got, model([ids, seen]), atol=1e-5, err_msg=route)
-        for shape, message in WRONG.items():
-            if route == "predict" and shape[0] != 3:
-                continue  # Keras itself refuses
-            if route == "xla":  # it leaves assertions out
-                message = "mask_input_of_another_shape"
-            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-                call(ids, np.ones(shape, "int32"))
+    model.export(str(tmp_path), verbose=False)
+    served = tf.saved_model.load(str(tmp_path)).serve
+    signature = [tf.TensorSpec((None, None), tf.int32)] * 2
+    xla = tf.function(lambda *x: served(list(x)), signature, jit_compile=True)
+    np.testing.assert_allclose(served([ids, ids % 2]), model([ids, ids % 2]), atol=1e-5)
+    for shape, message in WRONG.items():
+        seen = np.ones(shape, "int32")
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            served([ids, seen])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="mask_input_of_another_shape"):
+            xla(ids, seen)
 
 
 def _attention(rule, *given, query_offset=0):
@@ -167,39 +138,21 @@ def _misfits(length):
         yield [*right, mask], MASK.format(*mask, length, length)
 
 
-ASK = """
-import pickle, re, sys
-import tensorflow as tf
-served = tf.saved_model.load(sys.argv[1])
-for shapes, message in pickle.loads(bytes.fromhex(sys.argv[2])):
-    operands = [tf.ones(shape) for shape in shapes[:3]]
-    try:
-        served.attend(*operands, tf.ones(shapes[3], tf.bool))
-    except tf.errors.InvalidArgumentError as error:
-        assert re.search(message, str(error)), error
-    else:
-        assert not message, (shapes, message)
-assert "keras_headmask" not in sys.modules
-"""
-
-
-def test_operands_and_masks_that_do_not_fit_are_refused_when_a_saved_graph_runs(tmp_path):
+def test_operands_and_masks_that_do_not_fit_are_refused_when_the_graph_runs():
     """Also of long sequences, whose loop would read what belongs to other heads and examples."""
     import tensorflow as tf
 
-    operand = tf.TensorSpec((None, None, 2, 4))
-    signature = [*[operand] * 3, tf.TensorSpec((None,) * 4, tf.bool)]
-    module = tf.Module()
+    signature = [*[tf.TensorSpec((None, None, 2, 4))] * 3, tf.TensorSpec((None,) * 4, tf.bool)]
 
-    @tf.function(input_signature=signature)
+    @tf.function(input_signature=signature, autograph=False)
     def attend(query, key, value, mask):
         return hm.dot_product_attention(query, key, value, mask=mask, mask_spec=hm.Window(2, 2))
 
-    module.attend = attend
-    tf.saved_model.save(module, str(tmp_path))
-    cases = [case for length in (6, 600) for case in _misfits(length)]
-    cases += [([(3, n, 2, 4)] * 3 + [(1, 2, 1, n)], "") for n in (6, 600)]
-    run_fresh(ASK, tmp_path, pickle.dumps(cases).hex())
+    for length in (6, 600):
+        attend(*[tf.ones((3, length, 2, 4))] * 3, tf.ones((1, 2, 1, length), tf.bool))
+        for (*shapes, mask), message in _misfits(length):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+                attend(*map(tf.ones, shapes), tf.ones(mask, tf.bool))
 
 
 @pytest.mark.parametrize(("declared", "shape"), [((None, 1), (3, 1)), ((1, None), (1, 6))])

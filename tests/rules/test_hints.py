@@ -73,14 +73,3 @@ def test_ragged_ids_name_their_input(spec):
         with pytest.raises(TypeError, match=r"`mask_inputs\['ids'\]` must be .*equally long.*Pad"):
             hm.make_mask(spec, 3, 3, mask_inputs={"ids": rows})
     hm.make_mask(spec, 3, 3, mask_inputs={"ids": [[1, 1, 1]] if spec is READS else [[1] * 3] * 3})
-
-
-def test_a_padding_mask_in_place_of_a_mask_of_pairs():
-    layer = hm.PerHeadMaskedMultiHeadAttention(2, 4)
-    x, mask = np.ones((2, 3, 4), "float32"), np.ones((2, 3), bool)
-    with pytest.raises(ValueError, match=r"needs an axis of queries. Pass it as `query_mask=`.*\["):
-        layer(x, attention_mask=mask)
-    layer(x, attention_mask=mask[:, None])
-    layer(x, query_mask=mask)
-    with pytest.raises(ValueError, match=r"axis of queries. Add the axis: mask\[:, None\]"):
-        hm.dot_product_attention(x[:, :, None], x[:, :, None], x[:, :, None], mask=mask)

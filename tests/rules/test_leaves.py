@@ -141,24 +141,6 @@ def test_boolean_ids_and_flags():
     assert drawn(hm.KeyFlag("x"), 3, mask_inputs={"x": flags}) == "101 101 101"
 
 
-@pytest.mark.parametrize(
-    ("shape", "per_example", "per_head"),
-    [
-        ((2, 3), False, False),
-        ((4, 2, 3), True, False),
-        ((4, 5, 2, 3), True, True),
-        ((1, 5, 2, 3), False, True),
-        ((4, 1, 2, 3), True, False),
-    ],
-)
-def test_mask_input_ranks(shape, per_example, per_head):
-    whole = np.random.default_rng(0).integers(0, 2, shape).astype("bool")
-    made = hm.make_mask(hm.MaskInput("m"), 2, 3, num_heads=5, mask_inputs={"m": whole})
-    assert tuple(made.shape) == (4 if per_example else 1, 5 if per_head else 1, 2, 3)
-    expected = whole if whole.ndim == 4 else whole.reshape((-1, 1, 2, 3))
-    np.testing.assert_array_equal(ops.convert_to_numpy(made), expected)
-
-
 # --- what constructors refuse ---
 
 WHOLE = "must be a whole number. Received: "

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from contract import numpy
 from hypothesis import given
-from strategies import MANY, cases
+from strategies import FEW, cases
 
 import keras_headmask as hm
 from keras_headmask.attention import choose, planner
@@ -85,7 +85,7 @@ def twins(spec):
 
 
 def rules_with(leaf):
-    return [leaf, ~leaf, leaf | NEAR, leaf & CAUSAL, (leaf & hm.Keys(1)) | NEAR]
+    return [leaf, ~(leaf & CAUSAL) | NEAR]
 
 
 def inputs_of(spec, length):
@@ -134,7 +134,7 @@ def test_a_twin_is_treated_alike(leaf):
 # --- what the answers promise ---
 
 
-@MANY
+@FEW
 @given(cases())
 def test_positions_of_queries_that_are_not_read_do_not_matter(case):
     """(`test_check_spec.py` holds the other answers to the mask.)"""

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-from contract import numpy
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import keras_headmask as hm
 from keras_headmask import recipes
@@ -50,24 +47,6 @@ def test_as_drawn(spec, expected, inputs):
     queries, keys = len(expected.split()), len(expected.split()[0])
     drawn = hm.draw(spec, queries, keys, mask_inputs=inputs)
     assert drawn.replace(" ", "").split("\n") == expected.split()
-
-
-@given(
-    st.lists(st.integers(-1, 3), min_size=1, max_size=9),
-    st.sets(st.integers(0, 3), min_size=1),
-)
-@settings(max_examples=40, deadline=None)
-def test_documents_see_shared_tokens_and_themselves(documents, shared):
-    length = len(documents)
-    expected = np.zeros((length, length), bool)
-    for i, j in np.ndindex(length, length):
-        are_one = documents[i] == documents[j] >= 0
-        are_shared = {documents[i], documents[j]} & shared
-        expected[i, j] = j <= i and (are_one or are_shared)
-    inputs = {"documents": np.array([documents])}
-    spec = recipes.separate_documents("documents", shared)
-    mask = hm.make_mask(spec, length, length, mask_inputs=inputs)[0, 0]
-    np.testing.assert_array_equal(numpy(mask), expected)
 
 
 @pytest.mark.parametrize(

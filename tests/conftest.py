@@ -86,8 +86,8 @@ def daily(items):
     for item in sorted(items, key=_seconds):
         functions[item.nodeid.partition("[")[0]].append(item)
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if "route" in params:
-            routes[params["route"].name].append(item)
+        if "kernel" in params:
+            routes[str(params["kernel"])].append(item)
     chosen = {item for laws in routes.values() for item in laws[:10]}
     for cases in functions.values():
         chosen.add(cases[0])

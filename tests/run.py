@@ -18,7 +18,7 @@ _ATTENTION = ["tests/attention", "tests/layers", "tests/rules"]
 # What depends on the backend most. `make long` runs all tests on each.
 _BACKENDS = [
     *(f"tests/attention/test_{name}.py" for name in ("laws", "attention", "choose", "fused")),
-    *(f"tests/attention/test_{name}.py" for name in ("compiled_torch", "planner", "jax_symbolic")),
+    *(f"tests/attention/test_{name}.py" for name in ("compiled_torch", "jax_symbolic")),
     *("tests/attention/test_flex_block_mask.py", "tests/layers/test_layer.py"),
     *("tests/test_golden.py", "tests/test_keras_internals.py", "tests/test_hugging_face.py"),
     "tests/retrofit/test_retrofit.py::test_a_rule_is_what_the_loops_say",

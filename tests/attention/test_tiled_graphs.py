@@ -15,9 +15,6 @@ from tiled_contract import (
 )
 
 import keras_headmask as hm
-from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.tuning import Tuning
-from keras_headmask.rules import evaluation
 
 # ---------------------------------------------------------------- traced
 
@@ -73,16 +70,6 @@ def test_flags_of_keys_alone_under_an_offset_at_unknown_lengths(tiny):
     signature += [tf.TensorSpec([None, None], "bool")]
     call = tf.function(lambda *x: attend(x[:3], spec, {"f": x[3]}, 6), signature, autograph=False)
     close(call(*qkv, flags), attend(qkv, spec, {"f": flags}, 6, tiled=False))
-
-
-@pytest.mark.tensorflow
-def test_a_step_of_wide_tiles_holds_one():
-    """Found as a bug: 64 heads x 256 queries x 131,072 keys are 0 logits or fewer in 32 bits."""
-    from keras_headmask.attention.tensorflow.plan import planned
-
-    bound = evaluation.bind(hm.Window(after=0), None, 2**17, 2**17, batch=1)
-    part = Part(hm.Window(after=0), tuple(range(64)), bound, 1.0, Tuning())
-    assert planned(part).in_step == 1
 
 
 # ---------------------------------------------------------------- only what may be allowed

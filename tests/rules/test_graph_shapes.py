@@ -35,7 +35,8 @@ def test_inputs_of_other_sizes_are_refused_when_the_graph_runs(tmp_path):
     model = _retrofitted()
     ids = np.arange(18, dtype="int32").reshape(3, 6) % 9
     model.export(str(tmp_path), verbose=False)
-    served = tf.saved_model.load(str(tmp_path)).serve
+    loaded = tf.saved_model.load(str(tmp_path))  # as long as `serve` is used
+    served = loaded.serve
     signature = [tf.TensorSpec((None, None), tf.int32)] * 2
     xla = tf.function(lambda *x: served(list(x)), signature, jit_compile=True)
     np.testing.assert_allclose(served([ids, ids % 2]), model([ids, ids % 2]), atol=1e-5)

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_headmask.rules import by_head, evaluation, words
-from keras_headmask.rules.base import MaskSpec, leaves
+from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.examples import key_side, length_of, marks_padding
 from keras_headmask.rules.fields import whole_number
 
@@ -118,10 +118,11 @@ def _of_model(model: Any, inputs: Mapping[str, Any] | None, sizes: Any) -> Findi
     from keras_headmask.retrofit.observe import watched
     from keras_headmask.retrofit.survey import Survey
 
-    survey = Survey(model) if isinstance(model, keras.Model) else None
-    if survey is None or survey.graph is None or not survey.rules:
-        what = "a functional model with rules, or a mask spec"
-        raise TypeError(f"`rule` must be {what}. Received: {model!r}.")
+    if not isinstance(model, keras.Model):
+        check_spec(model, "rule", "hm.lint(SPEC)")  # raises
+    survey = Survey(model)
+    if survey.graph is None or not survey.rules:
+        raise TypeError(f"`rule` must be a functional model with rules. Received: {model!r}.")
     tensors = plain(survey) if inputs is None else {n: np.asarray(x) for n, x in inputs.items()}
     if sizes or tensors.keys() != survey.inputs.keys():
         raise ValueError(

@@ -120,7 +120,7 @@ def test_a_finding_says_at_which_lengths():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((np.ones((2, 2)),), TypeError, "with rules, or a mask spec"),
+        ((np.ones((2, 2)),), TypeError, "must be a mask spec"),
         ((CAUSAL, 0), ValueError, "must be at least 1"),
         ((CAUSAL, 20000), ValueError, "400000000 pairs of positions.*Pass fewer `queries`"),
         ((CAUSAL, 8, 8, 1, [1]), TypeError, "`mask_inputs` must be a dict"),

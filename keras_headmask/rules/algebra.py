@@ -33,7 +33,6 @@ class Compound(MaskSpec):
         return Tiling(
             is_local=self._joint(part.is_local for part in parts),
             is_sparse=self._joint(map(_is_sparse, parts)),
-            gaps=any(part.gaps for part in parts),
         )
 
     @property
@@ -132,7 +131,7 @@ class Or(Join):
         parts = [spec.tiling for spec in self.specs if spec.constant is not False]
         wide = [part for part in parts if not _is_sparse(part)]
         is_local = bool(wide) and all(part.is_local for part in wide)
-        return super().tiling._replace(is_local=is_local, gaps=True)
+        return super().tiling._replace(is_local=is_local)
 
     def in_words(self) -> str:
         return words.joined(self.specs, ", plus ", without=False)
@@ -144,7 +143,7 @@ class Not(Compound):
     """The exact complement of `spec`; written `~a`."""
 
     spec: Annotated[MaskSpec, fields.Check(check_spec)]
-    tiling = Tiling(gaps=True)
+    tiling = Tiling()
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:

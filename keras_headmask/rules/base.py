@@ -171,7 +171,7 @@ class MaskSpec:
     @property
     def tiling(self) -> Tiling:
         """How tiles follow it: whether it is local, say. By default, nothing is known."""
-        return Tiling(gaps=any(child.tiling.gaps for child in self.children))
+        return Tiling()
 
     # --- what `lint` and samples look for ---
     @property

@@ -1,6 +1,6 @@
 """The values that go into the members of a spec and come out: inputs, tiles, answers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 Tensor: TypeAlias = Any  # as in masks.py, which imports Keras
@@ -171,27 +171,11 @@ class Tiling(NamedTuple):
             and rows are computed apart from the tiles.
         is_sparse: Whether it opens few rows, columns or blocks: `|` of it and a local spec is
             local. What `opens` a side is sparse, too.
-        gaps: Whether the keys of a query are best taken as two runs rather than one.
     """
 
     is_local: bool = False
     opens: str | None = None
     is_sparse: bool = False
-    gaps: bool = False
-
-
-def leaves_gaps(spec: Any, taken_out: Collection[Any] = ()) -> bool:
-    """The `gaps` of a spec, apart from flags whose rows and columns are computed by themselves.
-
-    Args:
-        spec: A spec.
-        taken_out: These flags.
-    """
-    if spec.kind == "or" and sum(part not in taken_out for part in spec.children) > 1:
-        return True
-    if spec.kind in ("and", "or", "per_head"):
-        return any(leaves_gaps(part, taken_out) for part in spec.children)
-    return spec.tiling.gaps
 
 
 class Sampling(NamedTuple):

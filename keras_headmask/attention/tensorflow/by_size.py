@@ -5,7 +5,6 @@ ones, is traced once in a graph, and made once for all layers whose sizes are kn
 sizes that the run has decide between them.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,10 +12,8 @@ import tensorflow as tf
 from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.logits import capped, with_sinks
 from keras_headmask.attention.tensorflow import loop
 from keras_headmask.attention.tensorflow.graph import on_gpu, one_function
-from keras_headmask.attention.tensorflow.loop import product_of
 from keras_headmask.attention.tensorflow.plan import Plan, planned
 from keras_headmask.attention.tuning import is_forward_only
 from keras_headmask.masks import Length, Tensor
@@ -102,9 +99,7 @@ class Limits(NamedTuple):
         most, few = part.tuning.most_logits, part.tuning.fewest_pairs
         rules = [rule for rule, _ in part.groups()]
         are_local = all(rule.tiling.is_local for rule in rules)  # few keys a query
-        has_gaps = any(rule.tiling.gaps for rule in rules)  # so that tiles take two runs of keys
-        short = 4 if are_local and has_gaps else 2
-        return cls(most // 16 if are_local else most, 8 * most, short * few)
+        return cls(most // 16 if are_local else most, 8 * most, 2 * few)
 
     def hold(self, heads: int, batch: Length, queries: Length, keys: Length) -> bool | Tensor:
         """Whether the sizes are within; a bool where those that are ints say so."""
@@ -149,12 +144,9 @@ def _shared(part: Part, dtype: str, by_tiles_alone: bool) -> Shared:
 def _short_mask(part: Part, dtype: str) -> tuple[Tensor, Tensor]:
     mask = mask_of_all_heads(part.rule, part.bound, len(part.heads))
     sees_some = tf.reduce_any(mask, -1, keepdims=True)
-    zero, one = tf.zeros([], dtype), tf.ones([], dtype)
-    # (-inf is an error where TensorFlow checks numbers.)
-    lowest = tf.as_dtype(dtype).min / 2 if internals.checks_numerics() else -math.inf
-    hides = tf.where(tf.equal(mask, sees_some), zero, tf.constant(lowest, dtype))
     # (Grappler transposes before a cast, and of booleans oneDNN logs that it cannot.)
-    return hides, tf.transpose(tf.where(sees_some, one, zero), (0, 2, 1, 3))
+    alive = tf.where(sees_some, tf.ones([], dtype), tf.zeros([], dtype))
+    return loop.hiding(mask, sees_some, tf.as_dtype(dtype)), tf.transpose(alive, (0, 2, 1, 3))
 
 
 @one_function
@@ -191,16 +183,8 @@ def _empty(like: tf.TensorSpec | None) -> Tensor | None:
 
 def _attended_to_all(part: Part, shared: Shared, *operands: Tensor) -> Tensor:
     query, key, value, *sinks = operands
-    query, key, value = (tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value))
-    logits = product_of(query, key, part.sharing, transpose_b=True)
-    logits = capped(logits, part.soft_cap) + shared.mask
-    if sinks:
-        logits = with_sinks(logits, sinks[0][:, None, None])
-    probabilities = tf.nn.softmax(logits)
-    probabilities = probabilities[..., :-1] if sinks else probabilities
-    if part.dropout is not None:
-        probabilities = part.dropout.of(probabilities, part)
-    context = product_of(probabilities, value, part.sharing)
+    heads_first = [tf.transpose(x, (0, 2, 1, 3)) for x in (query * part.scale, key, value)]
+    context = loop.attended(part, shared.mask, 0, *heads_first, *sinks)
     return tf.transpose(context, (0, 2, 1, 3)) * shared.alive
 
 

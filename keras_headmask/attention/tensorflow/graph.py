@@ -75,8 +75,8 @@ def _function(compute: Callable, part: Any, names: tuple) -> Callable:
 def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) -> Tensor:
     """`forward(*operands)`, the context, with a gradient that computes it again.
 
-    `backward` takes the operands, the gradient of the context and the context, and gives the
-    gradients of the operands.
+    `backward` takes the operands and the gradient of the context, and gives the gradients of the
+    operands.
     """
 
     def attention(*operands: Tensor) -> tuple[Tensor, Callable]:
@@ -85,11 +85,12 @@ def with_own_gradient(forward: Callable, backward: Callable, *operands: Tensor) 
         context = tf.ensure_shape(context, [*query.shape[:3], value.shape[3]])
 
         def gradient(upstream: Tensor) -> tuple:
-            return tuple(backward(*operands, tf.ensure_shape(upstream, context.shape), context))
+            return tuple(backward(*operands, tf.ensure_shape(upstream, context.shape)))
 
         return context, gradient
 
-    if is_forward_only():
+    # (Forward mode derives each operation; its own tape would record none of `backward`'s.)
+    if is_forward_only() or internals.in_forward_mode(*operands):
         return attention(*operands)[0]
     return internals.custom_gradient(attention)(*operands)
 

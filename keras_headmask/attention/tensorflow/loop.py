@@ -6,15 +6,16 @@ as fit into the budget of logits. The backward pass computes the tiles again ins
 them, so peak memory grows with length x tile.
 """
 
-import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from keras_headmask._keras import tensorflow as internals
 from keras_headmask.attention import head_groups
 from keras_headmask.attention.head_groups import Part, folded, unfolded
-from keras_headmask.attention.logits import capped, hidden_logit, with_sinks
+from keras_headmask.attention.logits import capped, with_sinks
 from keras_headmask.attention.tensorflow.graph import (
     added,
     one_function,
@@ -61,229 +62,176 @@ def _widened(bound: Bound) -> Bound:
 
 def _attend_group(part: Part, plan: Plan, *operands: Tensor) -> Tensor:
     """The context of the heads of `part`, which obey one rule, with its gradient."""
-    sharing = part.sharing
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *sinks: Tensor) -> Tensor:
-        steps = _Steps(plan, query, key)
-        keys, values = map(_rows_of_heads, (key, value))
+    def forward(*operands: Tensor) -> Tensor:
+        steps = _Steps(part, plan, *operands)
 
-        def step(visit: Visit) -> tuple[Tensor]:
-            _, logits, alive = _logits(part, visit, visit.rows(query), visit.keys(keys))
-            probabilities, _ = _softmax(logits, *sinks)
-            if part.dropout is not None:
-                probabilities = part.dropout.of(probabilities, part, visit.number)
-            return (_alive_or_0(alive, product_of(probabilities, visit.keys(values), sharing)),)
+        def once(step: Step) -> tuple[Tensor]:
+            context, alive = _context(part, step, *step.operands())
+            return (_where(alive, context),)
 
-        return steps.over(step, value.dtype)[0]
+        return steps.over(once)[0]
 
-    def backward(*tensors_and_results: Tensor) -> tuple:
-        query, key, value, *sinks, upstream, context = tensors_and_results
-        steps = _Steps(plan, query, key)
-        keys, values = map(_rows_of_heads, (key, value))
-        delta = tf.reduce_sum(upstream * context, axis=-1, keepdims=True)
+    def backward(*operands_and_upstream: Tensor) -> tuple:
+        *operands, upstream = operands_and_upstream
+        steps = _Steps(part, plan, *operands)
 
-        def step(visit: Visit, d_keys: Tensor, d_values: Tensor, *d_sinks: Tensor) -> tuple:
-            rows, of_keys, of_values = visit.rows(query), visit.keys(keys), visit.keys(values)
-            before, logits, alive = _logits(part, visit, rows, of_keys)
-            probabilities, of_sinks = _softmax(logits, *sinks)
-            # Fully masked rows add nothing, nor do those beyond the last query.
-            counts = visit.counts & alive
-            d_context, of_delta = (_alive_or_0(counts, visit.rows(x)) for x in (upstream, delta))
-            d_dropped = product_of(d_context, of_values, sharing, transpose_b=True)
-            dropped = probabilities
-            if part.dropout is not None:
-                factors = part.dropout.of(tf.ones_like(dropped), part, visit.number)
-                d_dropped, dropped = d_dropped * factors, dropped * factors
-            d_logits = probabilities * (d_dropped - of_delta)
-            if part.soft_cap is not None:
-                d_logits *= 1 - tf.square(before / part.soft_cap)
-            of_rows = -tf.reduce_sum(of_sinks * of_delta, (0, 2, 3)) if sinks else None
-            return (
-                product_of(d_logits, of_keys, sharing) * part.scale,
-                visit.added(d_keys, _sum_for_keys(d_logits, rows * part.scale, sharing)),
-                visit.added(d_values, _sum_for_keys(dropped, d_context, sharing)),
-                *(x + of_rows for x in d_sinks),
-            )
+        def again(step: Step, *sums: Tensor) -> tuple:
+            of_step = step.operands()
+            with tf.GradientTape() as tape:
+                tape.watch(of_step)
+                context, alive = _context(part, step, *of_step)
+            # Fully masked rows add nothing, nor do those that nobody wants.
+            upstream_of_step = _where(alive & step.are_wanted, step.rows(upstream))
+            # (Where a `ForwardAccumulator` derives a function, no other tape records.)
+            gradient = tape.gradient if tf.executing_eagerly() else tf.gradients
+            of_rows, *rest = gradient(context, of_step, upstream_of_step)
+            of_keys = [step.added(x, y) for x, y in zip(sums[:2], rest[:2], strict=True)]
+            return of_rows, *of_keys, *(x + y for x, y in zip(sums[2:], rest[2:], strict=True))
 
-        nothing = [*map(zeros_to_add_to, (keys, values)), *map(tf.zeros_like, sinks)]
-        d_query, *sums = steps.over(step, query.dtype, *nothing)
+        nothing = [*map(zeros_to_add_to, steps.of_keys), *map(tf.zeros_like, operands[3:])]
+        d_query, *sums = steps.over(again, *nothing)
         return d_query, *map(steps.keys_joined, sums[:2]), *sums[2:]
 
     return with_own_gradient(forward, backward, *operands)
 
 
-def _logits(part: Part, visit: "Visit", rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Mask]:
-    """The logits of a step before they are masked, and after; and which rows see a key."""
-    queries = rows * part.scale
-
-    def plain() -> Tensor:
-        return capped(product_of(queries, keys, part.sharing, transpose_b=True), part.soft_cap)
-
-    def free() -> tuple[Tensor, Tensor, Mask]:
-        logits = plain()
-        return logits, logits, tf.ones([1, 1, 1, 1], tf.bool)
-
-    def masked() -> tuple[Tensor, Tensor, Mask]:
-        allowed = visit.valid
-        if not part.rule.constant:
-            of_part = mask_at(part.rule, part.bound, part.heads, visit.places)
-            allowed = of_part if allowed is None else of_part & allowed
-        if allowed is None:
-            return free()
-        logits = plain()
-        lowest = tf.constant(hidden_logit(logits.dtype.name), logits.dtype)
-        alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
-        return logits, tf.where(allowed, logits, lowest), alive
-
-    # The product stands in each branch, so that a branch may write over it.
-    return masked() if visit.needs_mask is None else tf.cond(visit.needs_mask, masked, free)
+def _context(
+    part: Part, step: "Step", rows: Tensor, keys: Tensor, values: Tensor, *sinks: Tensor
+) -> tuple[Tensor, Mask]:
+    """The context `(m, h, b, Dv)` of the tiles of a step, and which rows see a key."""
+    allowed = mask_at(part.rule, part.bound, part.heads, step.places) & step.are_there
+    alive = tf.reduce_any(allowed, axis=-1, keepdims=True)
+    hides = hiding(allowed, alive, rows.dtype)
+    return attended(part, hides, step.first, rows * part.scale, keys, values, *sinks), alive
 
 
-def _softmax(logits: Tensor, *sinks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The probabilities of the keys of a tile; with sinks, also those of the sinks."""
-    if not sinks:
-        return tf.nn.softmax(logits), None
-    probabilities = tf.nn.softmax(with_sinks(logits, sinks[0][:, None, None]))
-    return probabilities[..., :-1], probabilities[..., -1:]
+def attended(
+    part: Part, hides: Tensor, number: Any, rows: Tensor, keys: Tensor, values: Tensor, *sinks: Any
+) -> Tensor:
+    """The context of scaled `rows` `(m, H, b, D)`, for `keys` and `values` `(m, Hk, w, ...)`.
+
+    `hides` is added to the logits. `number` differs by call in a head group, for its dropout.
+    """
+    product = tf.matmul(folded(rows, part.sharing), keys, transpose_b=True)
+    logits = capped(unfolded(product, part.sharing), part.soft_cap) + hides
+    if sinks:
+        logits = with_sinks(logits, sinks[0][:, None, None])
+    probabilities = tf.nn.softmax(logits)
+    probabilities = probabilities[..., :-1] if sinks else probabilities
+    if part.dropout is not None:
+        probabilities = part.dropout.of(probabilities, part, number)
+    return unfolded(tf.matmul(folded(probabilities, part.sharing), values), part.sharing)
 
 
-def _alive_or_0(alive: Mask, rows: Tensor) -> Tensor:
-    return tf.where(alive, rows, tf.zeros_like(rows))
+def hiding(allowed: Mask, alive: Mask, dtype: tf.DType) -> Tensor:
+    """-inf for what is hidden, to be added to logits; 0 for the rest and in rows without a key."""
+    # (-inf is an error where TensorFlow checks numbers.)
+    lowest = dtype.min / 2 if internals.checks_numerics() else -math.inf
+    return tf.where(tf.equal(allowed, alive), tf.zeros([], dtype), tf.constant(lowest, dtype))
 
 
-def product_of(rows: Tensor, keys: Tensor, sharing: int, transpose_b: bool = False) -> Tensor:
-    """`rows @ keys`, rows of every query head by keys (or values) of the key head that it reads."""
-    product = tf.matmul(folded(rows, sharing), keys, transpose_b=transpose_b)
-    return unfolded(product, sharing)
-
-
-def _sum_for_keys(pairs: Tensor, rows: Tensor, sharing: int) -> Tensor:
-    """`pairs^T @ rows`, summed over the query heads that share a key head."""
-    return tf.matmul(folded(pairs, sharing), folded(rows, sharing), transpose_a=True)
-
-
-# --- Where rows and keys stand -------------------------------------------------------------------
-
-
-def _heads_first(tensor: Tensor) -> Tensor:
-    """`(B, L, h, size)` to `(B, h, L, size)`, and back."""
-    return tf.transpose(tensor, (0, 2, 1, 3))
-
-
-def _rows_of_heads(tensor: Tensor) -> Tensor:
-    """`(B, S, h, size)` as `(B * h * S, size)`: each key is read by several tiles."""
-    return tf.reshape(_heads_first(tensor), [-1, tensor.shape[3]])
+def _where(kept: Mask, rows: Tensor) -> Tensor:
+    return tf.where(kept, rows, tf.zeros_like(rows))
 
 
 # --- Steps ---------------------------------------------------------------------------------------
 
 
-class Visit(NamedTuple):
-    """One step of the loop: m tiles of b queries, and w keys for each tile.
-
-    `number` is that of its first tile. `valid` `(m, 1, 1, w)` is false for filler and repeated
-    keys; `None`: all are real. `counts` `(m, 1, b, 1)` is false for filler queries. `needs_mask`:
-    whether some pair may be hidden; `None`: always mask.
-    """
-
-    steps: "_Steps"
-    number: Tensor
-    places: Places  # in the whole sequences
-    valid: Mask | None
-    counts: Mask
-    needs_mask: Tensor | None
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Gather the queries of the tiles, `(m, h, b, size)`, from `(B, T, h, size)`."""
-        heads, size = tensor.shape[2:]
-        at = self.places.rows * heads + tf.range(heads, dtype=tf.int64)[:, None, None]
-        return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
-
-    def keys(self, tensor: Tensor) -> Tensor:
-        """Gather the keys of the tiles, `(m, h, w, size)`, from `(B * h * S, size)`."""
-        return tf.gather(tensor, tf.squeeze(self._at, 2))
-
-    @property
-    def _at(self) -> Tensor:
-        steps = self.steps
-        heads = tf.range(steps.heads, dtype=tf.int64)[:, None, None]
-        of_head = (self.places.examples * steps.heads + heads) * steps.lengths[1]
-        return of_head + self.places.keys
-
-    def added(self, sums: Tensor, addend: Tensor) -> Tensor:
-        """Add `addend` `(m, h, w, size)` to `sums` `(B * h * S, size)` at the keys of this step."""
-        rows = tf.reshape(addend, [-1, addend.shape[3]])
-        return added(sums, tf.reshape(self._at, [-1]), rows, self.steps.plan.is_gpu)
-
-
 class _Steps:
     """All steps of the loop over the tiles of `plan`."""
 
-    def __init__(self, plan: Plan, query: Tensor, key: Tensor):
-        self.plan = plan
+    def __init__(self, part: Part, plan: Plan, *operands: Tensor):
+        self.part, self.plan = part, plan
+        self.query, key, value, *self.sinks = operands
         self.batch, self.keys, self.heads, _ = sizes(key)
-        self.lengths = [sizes(x, "int64")[1] for x in (query, key)]
+        self.lengths = [sizes(x, "int64")[1] for x in (self.query, key)]
+        # Each key is read by several tiles: as rows of one head, one head after the other.
+        self.of_keys = [
+            tf.reshape(_heads_first(x), [self.batch * self.heads * self.keys, x.shape[3]])
+            for x in (key, value)
+        ]
 
     def keys_joined(self, sums: Tensor) -> Tensor:
         """`(B * h * S, size)` as `(B, S, h, size)`."""
         return _heads_first(tf.reshape(sums, [self.batch, self.heads, self.keys, sums.shape[1]]))
 
-    def over(self, step: Callable[..., tuple], dtype: tf.DType, *sums: Tensor) -> list[Tensor]:
-        """Run `step(visit, *sums)` for all steps: results `(B, T, h, size)`, and the last sums.
+    def over(self, of_step: Callable[..., tuple], *sums: Tensor) -> list[Tensor]:
+        """Run `of_step(step, *sums)` for all steps: results `(B, T, h, size)`, and the last sums.
 
-        A step returns the results of its tiles, `(m, h, b, size)`, and the new sums.
+        It returns the results of its tiles, `(m, h, b, size)`, and the new sums. Without sums the
+        results are contexts, else gradients of the query.
         """
-        total, in_step = tf.shape(self.plan.queries)[0], self.plan.in_step
-        count = tf.maximum(-(-total // in_step), 1)  # (no step would have no shape)
-        results = tf.TensorArray(dtype, count, infer_shape=False, element_shape=[None] * 4)
-
-        def body(i: Tensor, results: tf.TensorArray, sums: list[Tensor]) -> tuple:
-            first = i * in_step
-            result, *sums = step(self._visit(first, tf.minimum(first + in_step, total)), *sums)
-            return i + 1, results.write(i, _heads_first(result)), sums
-
-        start = tf.constant(0), results, list(sums)
-        run = tf.while_loop(lambda i, *_: i < count, body, start, parallel_iterations=10)
-        rows = run[1].concat()  # (N, b, h, size)
-        rows = tf.reshape(rows, tf.concat([[-1], tf.shape(rows)[2:]], 0))
-        return [tf.gather(rows, self.plan.slots), *run[2]]
-
-    def _visit(self, first: Tensor, stop: Tensor) -> Visit:
-        """The `Visit` of tiles `first` to `stop` of the plan."""
-        plan = self.plan
-        # What decides sizes and branches is int32, which TensorFlow computes on the host: a GPU
-        # is not waited for. What is as large as tiles x keys is int64, which it computes there.
-        count = plan.runs.shape[-1]
-        number, *edges = tf.split(plan.runs[first:stop], [1] * count, -1)
-        pairs, valid = list(zip(edges[::2], edges[1::2], strict=True)), None
-        lengths = [stop - start for start, stop in pairs]
-        widths = [tf.maximum(tf.reduce_max(of_run), 0) for of_run in lengths]
-        if len(pairs) == 1 and plan.flagged is None:  # keys beside the run are as good as padding
-            keys = _run(tf.minimum(edges[0], self.keys - widths[0]), widths[0])
-        else:
-            pieces = [_run(start, width) for (start, _), width in zip(pairs, widths, strict=True)]
-            wide = [[tf.cast(edge, tf.int64) for edge in pair] for pair in pairs]
-            are_there = [x < stop for x, (_, stop) in zip(pieces, wide, strict=True)]
-            if plan.flagged is not None:
-                flagged = tf.gather(plan.flagged, tf.squeeze(number, [2, 3]))
-                seen = [(flagged >= start) & (flagged < stop) for start, stop in wide]
-                pieces.append(flagged)
-                are_there.append((flagged >= 0) & ~functools.reduce(tf.logical_or, seen))
-            keys = tf.clip_by_value(tf.concat(pieces, 3), 0, self.lengths[1] - 1)
-            valid = tf.concat(are_there, 3)
-        needs_mask = None
-        if plan.needs_mask is not None:
-            uneven = [x - tf.reduce_min(y) for x, y in zip(widths, lengths, strict=True)]
-            masked = tf.reduce_max(plan.needs_mask[first:stop])
-            needs_mask = functools.reduce(tf.maximum, uneven, masked) > 0
-        example, queries = tf.cast(number, tf.int64), plan.queries[first:stop]
-        rows, columns = (
-            example * x + at for x, at in zip(self.lengths, (queries, keys), strict=True)
+        of_rows = self.query if sums else self.of_keys[1]
+        shape = [self.query.shape[2], of_rows.shape[-1]]
+        results = tf.TensorArray(
+            of_rows.dtype, self.plan.steps, infer_shape=False, element_shape=[None, *shape]
         )
-        places = Places(example, queries, keys, rows, columns, tf.gather)
-        return Visit(self, first, places, valid, plan.counts[first:stop], needs_mask)
+
+        def body(i: Tensor, first: Tensor, results: tf.TensorArray, sums: list[Tensor]) -> tuple:
+            stop = first + self.plan.fits[first]
+            result, *sums = of_step(Step.of(self, first, stop), *sums)
+            rows = _heads_first(result)
+            rows = tf.reshape(rows, [tf.shape(rows)[0] * tf.shape(rows)[1], *shape])
+            return i + 1, stop, results.write(i, rows), sums
+
+        start = tf.constant(0), tf.constant(0), results, list(sums)
+        *_, results, sums = tf.while_loop(
+            lambda i, *_: i < self.plan.steps, body, start, parallel_iterations=10
+        )
+        return [tf.gather(results.concat(), self.plan.slots), *sums]
 
 
-def _run(start: Tensor, width: Tensor) -> Tensor:
-    """`width` places from each `start` `(m, 1, 1, 1)` on: `(m, 1, 1, width)`."""
-    return tf.cast(start, tf.int64) + tf.cast(tf.range(width), tf.int64)
+class Step(NamedTuple):
+    """One step of the loop: m tiles of b queries, and w keys for each tile.
+
+    `first` is the number of its first tile. `are_there` `(m, 1, 1, w)` is false for filler keys,
+    `are_wanted` `(m, 1, b, 1)` for filler queries. `at_keys` `(m, h, w)`: where the keys are.
+    """
+
+    steps: _Steps
+    first: Tensor
+    places: Places  # in the whole sequences
+    are_there: Mask
+    are_wanted: Mask
+    at_keys: Tensor
+
+    @classmethod
+    def of(cls, steps: _Steps, first: Tensor, stop: Tensor) -> "Step":
+        plan, block = steps.plan, steps.part.tuning.block
+        example = plan.examples[first:stop, None, None, None]
+        queries, blocks = plan.queries[first:stop, None, :, None], plan.blocks[first:stop]
+        blocks = blocks[:, : plan.counts[first], None]
+        keys = blocks * block + tf.range(block, dtype=tf.int64)
+        keys = tf.reshape(keys, [tf.shape(keys)[0], tf.shape(keys)[1] * block])
+        if plan.columns is not None:
+            keys = tf.concat([keys, plan.columns[first:stop]], 1)
+        of_queries, of_keys = steps.lengths
+        are_there = (keys >= 0) & (keys < of_keys)
+        keys, rows = tf.clip_by_value(keys, 0, of_keys - 1)[:, None, None], tf.maximum(queries, 0)
+        of_all = example * of_queries + rows, example * of_keys + keys
+        places = Places(example, rows, keys, of_all[0], of_all[1], tf.gather)
+        heads = tf.range(steps.heads, dtype=tf.int64)[:, None, None]
+        at_keys = tf.squeeze((example * steps.heads + heads) * of_keys + keys, 2)
+        return cls(steps, first, places, are_there[:, None, None], queries >= 0, at_keys)
+
+    def operands(self) -> list[Tensor]:
+        """Queries, keys and values of the tiles, `(m, h, b or w, size)`, and the sinks."""
+        of_keys = [tf.gather(x, self.at_keys) for x in self.steps.of_keys]
+        return [self.rows(self.steps.query), *of_keys, *self.steps.sinks]
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The queries of the tiles, `(m, h, b, size)`, of `(B, T, h, size)`."""
+        heads, size = tensor.shape[2:]
+        at = self.places.rows * heads + tf.range(heads, dtype=tf.int64)[:, None, None]
+        return tf.gather(tf.reshape(tensor, [-1, size]), tf.squeeze(at, 3))
+
+    def added(self, sums: Tensor, addend: Tensor) -> Tensor:
+        """Add `addend` `(m, h, w, size)` to `sums` `(B * h * S, size)` at the keys of this step."""
+        rows = tf.reshape(addend, [-1, addend.shape[3]])
+        return added(sums, tf.reshape(self.at_keys, [-1]), rows, self.steps.plan.is_gpu)
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """`(B, L, h, size)` to `(B, h, L, size)`, and back."""
+    return tf.transpose(tensor, (0, 2, 1, 3))

@@ -10,6 +10,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_headmask import masks
@@ -19,6 +20,7 @@ from keras_headmask.attention.logits import capped, hidden_logit, with_sinks
 from keras_headmask.attention.tuning import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.evaluation import by_head, mask_at
 from keras_headmask.rules.protocol import Places
 
@@ -29,18 +31,13 @@ _LITTLE = 0.05  # share of logits, for which one class more is not worth it
 class Class(NamedTuple):
     """Tiles of queries that are computed together.
 
-    `blocks` lists the key blocks that each tile meets, the last one repeated up to the width of the
-    class; `met` counts them without repeats. With `needs_mask` some pair may be hidden.
+    `blocks` lists the key blocks that each tile meets, then -1 up to the width of the class. With
+    `needs_mask` some pair may be hidden.
     """
 
     tiles: list[int]
     blocks: list[list[int]]
-    met: list[int]
     needs_mask: bool
-
-    @property
-    def width(self) -> int:
-        return len(self.blocks[0])
 
 
 class Plan(NamedTuple):
@@ -53,24 +50,38 @@ class Plan(NamedTuple):
 
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    """The plan of heads that obey one rule, or of all where heads are spread over devices."""
+    """The plan by positions; a pair that any of the heads of `part` may see is computed."""
     tile, block = part.tile, part.tuning.block
     sizes = queries, keys, query_offset, tile, block, len(part.heads)
     classes, share = _planned(_taken_apart(part.rule), *sizes)
     # (To PyTorch's compiler a number in a constant is one once it is asked for.)
     made = [
-        Class([*map(int, tiles)], [[*map(int, x)] for x in blocks], [*map(int, met)], needs_mask)
-        for tiles, blocks, met, needs_mask in classes
+        Class([*map(int, tiles)], [[*map(int, x)] for x in blocks], needs_mask)
+        for tiles, blocks, needs_mask in classes
     ]
     return Plan(tile, block, made, share)
 
 
 @constant_when_compiled  # (PyTorch's compiler reads no NumPy, and no tuple with names.)
-def _planned(rule: Any, queries: int, keys: int, *sizes: int) -> tuple[list[tuple], float]:
-    made = planner.plan(_put_together(rule), queries, keys, *sizes)
-    classes = _classes_of(made)
-    seen = sum(len(each.tiles) * min(each.width * made.block, keys) for each in classes)
-    return [tuple(each) for each in classes], seen / max(keys * len(made.runs), 1)
+def _planned(
+    apart: Any, queries: int, keys: int, query_offset: int, tile: int, block: int, heads: int
+) -> tuple[list[tuple], float]:
+    rest = (queries, keys), (tile, block), query_offset, planner.NUMPY
+    rules = [rule for rule, _ in head_groups(_put_together(apart), heads)]
+    possible, certain = zip(*[planner.bounds_of(rule, {}, *rest) for rule in rules], strict=True)
+    is_met, is_all = np.logical_or.reduce(possible)[0], np.logical_and.reduce(certain)[0]
+    # A tile that may see nothing meets the first keys, all masked: gradients are 0, not lost.
+    is_met[:, :1] |= ~is_met.any(1, keepdims=True)
+    needs_mask, counts = (is_met & ~is_all).any(1), is_met.sum(1)
+    blocks = np.argsort(~is_met, 1, kind="stable")
+    blocks = np.where(np.arange(blocks.shape[1]) < counts[:, None], blocks, -1)
+    classes, computed = [], 0
+    for below, width in itertools.pairwise([0, *_widths(counts.tolist())]):
+        (tiles,) = np.nonzero((below < counts) & (counts <= width))
+        of_tiles = tiles.tolist(), blocks[tiles, :width].tolist(), bool(needs_mask[tiles].any())
+        classes.append(of_tiles)
+        computed += len(tiles) * width
+    return classes, computed / max(is_met.size, 1)
 
 
 def _taken_apart(value: Any) -> Any:
@@ -91,21 +102,6 @@ def _put_together(value: Any) -> Any:
     for name, field in value[1:]:
         object.__setattr__(spec, name, _put_together(field))
     return spec
-
-
-def _classes_of(plan: planner.Plan) -> list[Class]:
-    of_tiles = [
-        [i for start, stop in runs for i in range(start // plan.block, -(-stop // plan.block))]
-        for runs in plan.runs
-    ]
-    classes = []
-    for below, width in itertools.pairwise([0, *_widths([len(blocks) for blocks in of_tiles])]):
-        tiles = [i for i, blocks in enumerate(of_tiles) if below < len(blocks) <= width]
-        met = [len(of_tiles[i]) for i in tiles]
-        blocks = [of_tiles[i] + of_tiles[i][-1:] * (width - len(of_tiles[i])) for i in tiles]
-        needs_mask = not all(plan.needs_no_mask[i] for i in tiles)
-        classes.append(Class(tiles, blocks, met, needs_mask))
-    return classes
 
 
 def _widths(counts: list[int]) -> list[int]:
@@ -186,12 +182,11 @@ def _attended(
     """
     query, key, value, *sinks = operands
     batch, count = masks.sizes(query)[0], len(each.tiles)
+    blocks = [[max(number, 0) for number in of_tile] for of_tile in each.blocks]
     # Examples and tiles are one axis in products, and two where only examples differ.
     together, apart = (batch * count,), (batch, count)
     rows = folded(_heads_first(_taken(query, each.tiles, 1), together), part.sharing)
-    keys, values = (
-        _heads_first(_joined(_taken(x, each.blocks, 1)), together) for x in (key, value)
-    )
+    keys, values = (_heads_first(_joined(_taken(x, blocks, 1)), together) for x in (key, value))
     logits = unfolded(ops.einsum("bhtd,bhsd->bhts", rows, keys), part.sharing)
     logits = capped(_reshaped(logits, apart), part.soft_cap)
     allowed = _allowed(part, plan, each, lengths, batch)
@@ -214,33 +209,6 @@ def _attended(
     return ops.where(alive, context, ops.zeros_like(context))
 
 
-class _At(NamedTuple):
-    """Positions of the queries `(n, tile)` and keys `(n, width * block)` of a class.
-
-    Positions beyond the end are clipped. `are_there` `(n, 1, width * block)` is false for such keys
-    and for repeated blocks; `None`: no key is clipped or repeated.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    are_there: Mask | None
-
-    @classmethod
-    def of(cls, plan: Plan, each: Class, lengths: tuple[int, int]) -> "_At":
-        tiles, blocks, met = (ops.convert_to_tensor(x, "int32") for x in each[:3])
-        number = ops.arange(each.width * plan.block, dtype="int32")
-        queries = tiles[:, None] * plan.tile + ops.arange(plan.tile, dtype="int32")
-        keys = blocks[:, :, None] * plan.block + ops.arange(plan.block, dtype="int32")
-        keys = ops.reshape(keys, (len(each.tiles), each.width * plan.block))
-        last = (max(map(max, each.blocks)) + 1) * plan.block
-        are_there = None
-        if last > lengths[1] or min(each.met) < each.width:
-            are_there = ops.logical_and(number < met[:, None] * plan.block, keys < lengths[1])
-            are_there = are_there[:, None]
-        queries, keys = ops.minimum(queries, lengths[0] - 1), ops.minimum(keys, lengths[1] - 1)
-        return cls(queries, keys, are_there)
-
-
 def _allowed(
     part: Part, plan: Plan, each: Class, lengths: tuple[int, int], batch: Length
 ) -> Mask | None:
@@ -248,21 +216,27 @@ def _allowed(
 
     `None`: all. Nothing is cut or joined along the axis of heads, which may be spread over devices.
     """
-    at = _At.of(plan, each, lengths)
-    are_there = None if at.are_there is None else at.are_there[:, None]
+    count, blocks = len(each.tiles), ops.convert_to_tensor(each.blocks, "int32")
+    queries = ops.convert_to_tensor(each.tiles, "int32")[:, None] * plan.tile
+    queries = ops.minimum(queries + ops.arange(plan.tile, dtype="int32"), lengths[0] - 1)
+    keys = blocks[:, :, None] * plan.block + ops.arange(plan.block, dtype="int32")
+    keys, are_there = ops.reshape(keys, (count, -1)), None
+    if min(map(min, each.blocks)) < 0 or (max(map(max, each.blocks)) + 1) * plan.block > lengths[1]:
+        are_there = ops.logical_and(keys >= 0, keys < lengths[1])[:, None, None]
     if not each.needs_mask:
         return are_there
+    keys = ops.clip(keys, 0, lengths[1] - 1)
 
     def leaf_mask(leaf: MaskSpec) -> Mask:
-        apart = (batch if leaf.inputs else 1, at.queries.shape[0])
+        apart = (batch if leaf.inputs else 1, count)
         together = (apart[0] * apart[1],)
 
         def taken_of_each(places: Tensor, *size: int) -> Tensor:
             return ops.reshape(ops.broadcast_to(places, (*apart, *size)), (*together, *size))
 
         examples = taken_of_each(ops.arange(apart[0], dtype="int32")[:, None])[:, None, None, None]
-        queries, keys = (taken_of_each(x, x.shape[1]) for x in at[:2])
-        both = queries[:, None, :, None], keys[:, None, None]
+        of_queries, of_keys = (taken_of_each(x, x.shape[1]) for x in (queries, keys))
+        both = of_queries[:, None, :, None], of_keys[:, None, None]
         # (By example nothing is read where the sequences of all are one.)
         places = Places(examples, *both, *both, _taken, by_example=batch != 0)
         answer = mask_at(leaf, part.bound, part.heads, places)

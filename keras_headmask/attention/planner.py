@@ -1,10 +1,10 @@
-"""The planner of all kernels: which key blocks each tile of queries meets, by positions and data.
+"""The planner of all kernels: which key blocks a tile of queries meets, by positions and data.
 
 Queries are cut into tiles and keys into blocks. For each tile and block, `coverage` says whether
 some pair may be allowed and whether all are. It reads the positions, and the least and greatest
 value of each mask input there. Only this module calls it, with the same code for NumPy and every
-backend. The `Plan` of this module knows lengths and positions alone, for `gathered.py`;
-`tensorflow/plan.py` and `torch/block_masks.py` look at data, too.
+backend: `gathered.py` knows lengths and positions alone; `tensorflow/plan.py` and
+`torch/block_masks.py` look at data, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,10 @@ import keras
 import numpy as np
 
 from keras_headmask import masks
-from keras_headmask.attention.head_groups import Part
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
 from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.by_head import head_groups
 from keras_headmask.rules.protocol import Bounds, Sides, Span
 
 _MOST_FLAGGED = 256  # of an example; where there are more, each tile is long
@@ -147,45 +145,3 @@ NUMPY = Arrays(
     extremes=_extremes,
     as_numbers=lambda mask: np.asarray(mask).astype(np.int32),
 )
-
-
-class Plan(NamedTuple):
-    """For each tile of queries the runs of keys to look at, and whether they need no mask."""
-
-    tile: int
-    block: int
-    runs: list[list[tuple[int, int]]]
-    needs_no_mask: list[bool]
-
-    def share(self, keys: int) -> float:
-        """The share of all logits that is computed."""
-        seen = sum(stop - start for runs in self.runs for start, stop in runs)
-        return seen / max(keys * len(self.runs), 1)
-
-
-def plan(
-    rule: MaskSpec,
-    queries: int,
-    keys: int,
-    query_offset: int,
-    tile: int,
-    block: int,
-    heads: int = 1,
-) -> Plan:
-    """The plan of `rule` by positions alone; a pair that any of the `heads` may see is met."""
-    rest = (queries, keys), (tile, block), query_offset, NUMPY
-    of_rules = [bounds_of(of_group, {}, *rest) for of_group, _ in head_groups(rule, heads)]
-    possible = np.logical_or.reduce([of_rule.possible[0] for of_rule in of_rules])
-    certain = np.logical_and.reduce([of_rule.certain[0] for of_rule in of_rules])
-    needs_no_mask = (certain == possible).all(1) & possible.any(1)
-    # A tile that may see nothing looks at the first keys, all masked: gradients are 0, not lost.
-    runs = [
-        runs_of_row or [(0, min(block, keys))]
-        for runs_of_row in coverage.runs(possible, block, keys)
-    ]
-    return Plan(tile, block, runs, needs_no_mask.tolist())
-
-
-def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
-    rest = query_offset, part.tile, part.tuning.block, len(part.heads)
-    return plan(part.rule, queries, keys, *rest)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from keras_headmask.attention import choose, gathered, head_groups, kernels, observers, planner
+from keras_headmask.attention import choose, gathered, head_groups, kernels, observers
 from keras_headmask.attention.api import dot_product_attention
 from keras_headmask.attention.head_groups import Part
 from keras_headmask.attention.request import Request
@@ -119,7 +119,7 @@ def _explained(request: Request, part: Part) -> Explanation:
         from keras_headmask.attention.tensorflow.by_size import Limits
 
         if not Limits.of(part).hold_of(heads, batch, *sizes[:2]):
-            share = head_groups.mean(part, lambda x: planner.plan_of(x, *sizes).share(sizes[1]))
+            share = head_groups.mean(part, lambda x: gathered.plan_of(x, *sizes).share)
     elif kernel is kernels.gathered:
         share = head_groups.mean(part, lambda x: gathered.plan_of(x, *sizes).share)
     return Explanation(kernel.__name__, kernels.FILES[kernel], share)

@@ -5,7 +5,6 @@ that says nothing of tiles is taken to allow some pairs of each, which is always
 """
 
 import enum
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,30 +69,3 @@ def tile_grid(
         columns[None],
         at_most(columns + tile_keys, keys)[None] - 1,
     )
-
-
-def coverage(
-    rule: MaskSpec,
-    queries: int,
-    keys: int,
-    tile_queries: int,
-    tile_keys: int,
-    query_offset: int = 0,
-) -> np.ndarray:
-    """`Coverage` of every tile, `(ceil(queries / tile_queries), ceil(keys / tile_keys))`."""
-    tiles = tile_grid(queries, keys, tile_queries, tile_keys, query_offset)
-    possible, certain = bounds(rule, tiles)
-    shape = (len(tiles.query_first), tiles.key_first.shape[1])
-    return np.broadcast_to(possible.astype(np.int8) + (possible & certain), shape)
-
-
-def runs(possible: np.ndarray, tile_keys: int, keys: int) -> list[list[tuple[int, int]]]:
-    """For each row of tiles the runs of keys, `[start, stop)`, that may be allowed."""
-    padded = np.zeros((possible.shape[0], possible.shape[1] + 2), bool)
-    padded[:, 1:-1] = possible
-    rows, edges = np.nonzero(padded[:, 1:] != padded[:, :-1])
-    edges = np.minimum(edges * tile_keys, keys).tolist()
-    # (Not `np.split`, which `torch.compile` cannot read.)
-    of_row = np.searchsorted(rows, np.arange(possible.shape[0] + 1)).tolist()
-    per_row = [edges[first:stop] for first, stop in itertools.pairwise(of_row)]
-    return [list(zip(e[::2], e[1::2], strict=True)) for e in per_row]

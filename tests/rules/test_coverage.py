@@ -10,7 +10,6 @@ from strategies import MANY, mask_inputs, positional_leaves, reading_leaves
 import keras_headmask as hm
 from keras_headmask.attention import planner
 from keras_headmask.rules import evaluation
-from keras_headmask.rules.coverage import coverage
 from keras_headmask.rules.protocol import Sides
 
 
@@ -34,6 +33,12 @@ def truth(mask, grid):
         for i in range(0, queries, rows)
     ]
     return np.array([[int(tile.any()) + int(tile.all()) for tile in row] for row in tiles])
+
+
+def coverage(rule, queries, keys, rows, columns, offset):
+    given = {}, (queries, keys), (rows, columns), offset, planner.NUMPY
+    possible, certain = planner.bounds_of(rule, *given)
+    return possible[0].astype(int) + certain[0]
 
 
 def of_positions(spec, grid):

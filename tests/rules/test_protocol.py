@@ -11,7 +11,7 @@ from hypothesis import given
 from strategies import FEW, cases
 
 import keras_headmask as hm
-from keras_headmask.attention import choose, planner
+from keras_headmask.attention import choose, gathered
 from keras_headmask.attention.request import Request
 from keras_headmask.export.signature import Input
 from keras_headmask.retrofit.made_up import made_up
@@ -116,7 +116,7 @@ def test_a_twin_is_treated_alike(leaf):
                 assert offsets.checked_or_default_offset(None, one, 1, 4) == 0
             of_both.append(
                 (
-                    planner.plan(one, LENGTH, LENGTH + 9, 3, 64, 64),
+                    gathered.plan_of(choose.part_of_all(request), LENGTH, LENGTH + 9, 3),
                     choose.choose(request, choose.part_of_all(request)),
                     one.tiling,
                     str(found).replace("Twin", ""),

@@ -24,7 +24,6 @@ from keras_headmask.rules.protocol import (
     Sides,
     Span,
     Tiles,
-    Tiling,
 )
 
 __version__ = "0.2.0"
@@ -59,7 +58,6 @@ __all__ = [
     "Span",
     "Suggestion",
     "Tiles",
-    "Tiling",
     "Window",
     "and_masks",
     "apply_head_masks",

@@ -21,6 +21,7 @@ from keras_headmask.attention.tuning import constant_when_compiled
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import head_groups
+from keras_headmask.rules.coverage import is_local
 from keras_headmask.rules.evaluation import by_head, mask_at
 from keras_headmask.rules.protocol import Places
 
@@ -41,7 +42,7 @@ class Class(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The classes of all tiles, and the share of all logits that they compute."""
+    """The classes of all tiles, and the share of all blocks that they meet."""
 
     tile: int
     block: int
@@ -51,23 +52,24 @@ class Plan(NamedTuple):
 
 def plan_of(part: Part, queries: int, keys: int, query_offset: int) -> Plan:
     """The plan by positions; a pair that any of the heads of `part` may see is computed."""
-    tile, block = part.tile, part.tuning.block
-    sizes = queries, keys, query_offset, tile, block, len(part.heads)
-    classes, share = _planned(_taken_apart(part.rule), *sizes)
+    tuning = part.tuning
+    of_tiles = tuning.local_tile, tuning.wide_tile, tuning.block, len(part.heads)
+    tile, classes, share = _planned(_taken_apart(part.rule), queries, keys, query_offset, *of_tiles)
     # (To PyTorch's compiler a number in a constant is one once it is asked for.)
     made = [
         Class([*map(int, tiles)], [[*map(int, x)] for x in blocks], needs_mask)
         for tiles, blocks, needs_mask in classes
     ]
-    return Plan(tile, block, made, share)
+    return Plan(int(tile), tuning.block, made, share)
 
 
 @constant_when_compiled  # (PyTorch's compiler reads no NumPy, and no tuple with names.)
 def _planned(
-    apart: Any, queries: int, keys: int, query_offset: int, tile: int, block: int, heads: int
-) -> tuple[list[tuple], float]:
-    rest = (queries, keys), (tile, block), query_offset, planner.NUMPY
+    apart: Any, queries: int, keys: int, offset: int, local: int, wide: int, block: int, heads: int
+) -> tuple[int, list[tuple], float]:
     rules = [rule for rule, _ in head_groups(_put_together(apart), heads)]
+    tile = local if all(is_local(rule, ()) for rule in rules) else wide
+    rest = (queries, keys), (tile, block), offset, planner.NUMPY
     possible, certain = zip(*[planner.bounds_of(rule, {}, *rest) for rule in rules], strict=True)
     is_met, is_all = np.logical_or.reduce(possible)[0], np.logical_and.reduce(certain)[0]
     # A tile that may see nothing meets the first keys, all masked: gradients are 0, not lost.
@@ -75,13 +77,12 @@ def _planned(
     needs_mask, counts = (is_met & ~is_all).any(1), is_met.sum(1)
     blocks = np.argsort(~is_met, 1, kind="stable")
     blocks = np.where(np.arange(blocks.shape[1]) < counts[:, None], blocks, -1)
-    classes, computed = [], 0
+    classes = []
     for below, width in itertools.pairwise([0, *_widths(counts.tolist())]):
         (tiles,) = np.nonzero((below < counts) & (counts <= width))
         of_tiles = tiles.tolist(), blocks[tiles, :width].tolist(), bool(needs_mask[tiles].any())
         classes.append(of_tiles)
-        computed += len(tiles) * width
-    return classes, computed / max(is_met.size, 1)
+    return tile, classes, float(is_met.sum() / max(is_met.size, 1))
 
 
 def _taken_apart(value: Any) -> Any:

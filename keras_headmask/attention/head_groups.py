@@ -13,7 +13,8 @@ from keras_headmask.masks import Tensor
 from keras_headmask.rules import evaluation
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.by_head import head_groups
-from keras_headmask.rules.protocol import Bound
+from keras_headmask.rules.coverage import is_local
+from keras_headmask.rules.protocol import Bound, Sides
 
 
 class Part(NamedTuple):
@@ -32,10 +33,19 @@ class Part(NamedTuple):
         """Each rule that some of the heads obey, with the places of these among them."""
         return head_groups(self.rule, len(self.heads))
 
-    @property
-    def tile(self) -> int:
-        """How many queries make a tile."""
-        return self.tuning.local_tile if self.rule.tiling.is_local else self.tuning.wide_tile
+    def is_local(self, rule: MaskSpec) -> bool:
+        """Whether a query under `rule`, that of some of the heads, sees few keys."""
+        reads = tuple(
+            (leaf, tuple((name, _is_flag(value)) for name, value in inputs.items()))
+            for leaf, inputs in self.bound.leaf_inputs.items()
+            if all(isinstance(value, Sides) for value in inputs.values())
+        )
+        return is_local(rule, reads)
+
+
+def _is_flag(sides: Sides) -> bool:
+    dtypes = [keras.backend.standardize_dtype(x.dtype) for x in sides if x is not None]
+    return dtypes[:1] == ["bool"]
 
 
 def by_rule(part: Part) -> list[Part]:

@@ -13,16 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import numpy as np
 
-from keras_headmask import masks
 from keras_headmask.masks import Length, Mask, Tensor
 from keras_headmask.rules import coverage
-from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
 from keras_headmask.rules.protocol import Bounds, Sides, Span
-
-_MOST_FLAGGED = 256  # of an example; where there are more, each tile is long
-# So many positions may be flagged to be looked at by themselves, apart from all tiles.
-_ONE_FLAGGED_IN = 8
 
 # The mask inputs of each leaf that reads some: `Sides`, `(B or 1, L or 1)`, or a whole mask.
 LeafInputs: TypeAlias = Mapping[MaskSpec, Mapping[str, Any]]
@@ -60,28 +54,28 @@ def bounds_of(
     sizes: tuple[int, int],
     query_offset: Length,
     arrays: Arrays,
-    taken_out: Mapping[MaskSpec, Mask] | None = None,
+    flagged: Mapping[MaskSpec, tuple[str, Mask]] | None = None,
 ) -> Bounds:
     """Bounds of what `rule` (no `PerHead`) allows in each block, `(B or 1, tiles, blocks)`.
 
     `lengths` counts queries and keys, `sizes` a tile and a block. A leaf that reads a whole mask
-    may allow a pair anywhere. Where `taken_out` is true for a leaf, none of its flags count.
+    may allow a pair anywhere. For a leaf in `flagged`, flags of that side are taken for the
+    opposite where the mask is true: what they open is looked at apart.
     """
-    out = taken_out or {}
 
-    def span(leaf: MaskSpec, values: Tensor | None, axis: int) -> Span | None:
-        if values is None:
+    def span(leaf: MaskSpec, name: str, side: str, values: Tensor | None) -> Span | None:
+        if values is None or (name in leaf.inputs and side not in leaf.inputs[name].sides):
             return None
+        if flagged and leaf in flagged and flagged[leaf][0] == side:
+            values = values != flagged[leaf][1]
         if keras.backend.standardize_dtype(values.dtype) == "bool":
             values = arrays.as_numbers(values)
-        low, high = arrays.extremes(values, sizes[axis], axis)
-        if leaf in out:
-            high = high * arrays.as_numbers(~out[leaf])
-        return Span(low, high)
+        axis = 0 if side == "query" else 1
+        return Span(*arrays.extremes(values, sizes[axis], axis))
 
     spans = {
         leaf: {
-            name: Sides(span(leaf, sides.query, 0), span(leaf, sides.key, 1))
+            name: Sides(span(leaf, name, "query", sides.query), span(leaf, name, "key", sides.key))
             for name, sides in inputs.items()
         }
         for leaf, inputs in leaf_inputs.items()
@@ -92,43 +86,6 @@ def bounds_of(
     nowhere = (tiles.query_first != tiles.query_first) & (tiles.key_first != tiles.key_first)
     possible, certain = (x | nowhere[None] for x in coverage.bounds(rule, tiles, spans))
     return Bounds(possible, certain & possible)
-
-
-class Flags(NamedTuple):
-    """Flagged positions (Longformer's global tokens) that are looked at apart from all tiles.
-
-    Each would open a block, or a tile, by itself. `leaves`: those that read them, and whether the
-    flags of each are few enough to be taken out. `by_side`, "query" or "key": where flags are that
-    are taken out, `(B or 1, L)`.
-    """
-
-    leaves: dict[MaskSpec, Mask]
-    by_side: dict[str, Mask]
-
-
-def flags_of(rule: MaskSpec, leaf_inputs: LeafInputs, most_set: Callable[[Mask], Tensor]) -> Flags:
-    """The leaves that open whole columns or rows where they are true, and where they are.
-
-    A pair that such a leaf alone allows, because it stands under `|` and under no `~`, has its key
-    (query) among the flagged. `most_set` gives the most flags of an example.
-    """
-    leaves: dict[MaskSpec, Mask] = {}
-    by_side: dict[str, Mask] = {}
-    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
-    for leaf in () if rule.constant else dict.fromkeys(leaves_under_or(rule)):
-        side = leaf.tiling.opens
-        if side is None:
-            continue
-        read = [getattr(sides, side) for sides in leaf_inputs.get(leaf, {}).values()]
-        if [keras.backend.standardize_dtype(flags.dtype) for flags in read] != ["bool"]:
-            continue  # it is not what `opens` promises: treated as any other leaf
-        (flags,) = read
-        count = most_set(flags)
-        length = masks.sizes(flags)[1]
-        few = (count <= _MOST_FLAGGED) & (count * _ONE_FLAGGED_IN <= length)
-        leaves[leaf], flags = few, flags & few
-        by_side[side] = by_side[side] | flags if side in by_side else flags
-    return Flags(leaves, by_side)
 
 
 # --- By NumPy, before anything runs --------------------------------------------------------------

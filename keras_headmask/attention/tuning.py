@@ -91,6 +91,10 @@ class Tuning:
     wide_tile: int = 256
     block: int = 32  # keys that are kept or skipped together
     most_logits_of_a_step: int = 2**20  # of TensorFlow's loop: 4 MB of float32
+    # Most flagged keys (queries) of an example that are computed apart from its tiles: each would
+    # open a block (a tile) by itself. And one in how many positions at most.
+    most_flagged: int = 256
+    one_flagged_in: int = 8
 
 
 _tuning: Held[Tuning] = Held("tuning", Tuning())

@@ -114,9 +114,9 @@ def check_spec(
 ) -> None:
     """Fail if attention under a spec of your own would be wrong.
 
-    Each kind that it is made of is tried: `allowed` for a few tiles at once, `coverage`, `constant`
-    and `tiling.opens`, against the whole mask. And `spec` must come back from its JSON, equal and
-    with an equal hash. Give its fields values other than the defaults.
+    Each kind that it is made of is tried: `allowed` for a few tiles at once, `coverage` and
+    `constant`, against the whole mask. And `spec` must come back from its JSON, equal and with an
+    equal hash. Give its fields values other than the defaults.
 
     Args:
         spec: A `MaskSpec`, of your own kind or made of some.
@@ -170,8 +170,6 @@ def _broken(spec: MaskSpec, mask_inputs: Any, lengths: Any, offset: Any) -> Iter
             yield f"There must be examples, queries and keys. Received: a mask of {whole.shape}."
         if leaf.constant is not None and (whole != leaf.constant).any():
             yield f"`{name}.constant` is {leaf.constant}, but the mask is not so: leave it out."
-        if (opens := leaf.tiling.opens) and np.ptp(whole * 1, {"key": 2, "query": 3}[opens]).any():
-            yield f"`{name}.tiling` opens a {opens} to some and not to all: leave `opens` out."
         for problem in _broken_tiles(leaf, bound, whole, heads):
             yield (
                 f"`{name}.allowed` is not element-wise: {problem}, but not in the whole mask. Each "

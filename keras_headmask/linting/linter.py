@@ -13,6 +13,7 @@ from keras_headmask.rules import by_head, evaluation, words
 from keras_headmask.rules.base import MaskSpec, check_spec, leaves
 from keras_headmask.rules.examples import key_side, length_of, marks_padding
 from keras_headmask.rules.fields import whole_number
+from keras_headmask.rules.protocol import BOTH
 
 _SHORTEST, _UNKNOWN = 16, 256  # positions at which a rule is looked at
 _MOST_UNKNOWN, _MOST_PAIRS = 6, 2**26
@@ -256,7 +257,8 @@ def _padding_seen(allowed: np.ndarray, marks: _Arrays) -> list[Finding]:
 def _end_id_pads(spec: MaskSpec, given: _Arrays, marks: _Arrays) -> Iterator[Finding]:
     """Ids that end a part of the sequence, but occur at padding alone."""
     for leaf in leaves(spec):
-        if leaf.sampling.ids and not leaf.tiling.opens and not _unknown_leaves(leaf, given):
+        ends_parts = leaf.sampling.ids and all(x.sides == BOTH for x in leaf.inputs.values())
+        if ends_parts and not _unknown_leaves(leaf, given):
             ids: Any = key_side(given[next(iter(leaf.inputs))])
             found = np.isin(ids, leaf.sampling.ids)
             real = [found & x for x in marks.values() if x.shape == found.shape]

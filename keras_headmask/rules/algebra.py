@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 from keras_headmask.rules import config, fields, words
 from keras_headmask.rules.base import MaskSpec, check_spec, merged_inputs, register_spec
-from keras_headmask.rules.protocol import Sampling, Tiling
+from keras_headmask.rules.protocol import Sampling
 
 
 class Compound(MaskSpec):
     """A spec made of others: here, what holds for all of them."""
 
-    _joint = staticmethod(all)  # all parts must say yes, or any
     _decides: bool | None = None  # the `constant` of one part that is that of the whole
 
     @property
@@ -28,22 +27,10 @@ class Compound(MaskSpec):
         return any(child.reads_query_positions for child in self.children)
 
     @property
-    def tiling(self) -> Tiling:
-        parts = [child.tiling for child in self.children]
-        return Tiling(
-            is_local=self._joint(part.is_local for part in parts),
-            is_sparse=self._joint(map(_is_sparse, parts)),
-        )
-
-    @property
     def sampling(self) -> Sampling:
         parts = [child.sampling for child in self.children]
         known = [part.distance for part in parts if part.distance is not None]
         return Sampling(distance=max(known) if len(known) == len(parts) else None)
-
-
-def _is_sparse(tiling: Tiling) -> bool:
-    return tiling.is_sparse or tiling.opens is not None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -111,7 +98,6 @@ class And(Join):
     """What every one of `specs` allows; written `a & b`."""
 
     symbol = "&"
-    _joint = staticmethod(any)
     _decides = False
 
     def in_words(self) -> str:
@@ -126,13 +112,6 @@ class Or(Join):
     symbol = "|"
     _decides = True
 
-    @property
-    def tiling(self) -> Tiling:
-        parts = [spec.tiling for spec in self.specs if spec.constant is not False]
-        wide = [part for part in parts if not _is_sparse(part)]
-        is_local = bool(wide) and all(part.is_local for part in wide)
-        return super().tiling._replace(is_local=is_local)
-
     def in_words(self) -> str:
         return words.joined(self.specs, ", plus ", without=False)
 
@@ -143,7 +122,6 @@ class Not(Compound):
     """The exact complement of `spec`; written `~a`."""
 
     spec: Annotated[MaskSpec, fields.Check(check_spec)]
-    tiling = Tiling()
 
     @property
     def children(self) -> tuple[MaskSpec, ...]:
@@ -172,4 +150,4 @@ def leaves_under_or(spec: MaskSpec, is_under: bool = False) -> list[MaskSpec]:
     if spec.kind in ("and", "or"):
         is_under = is_under or spec.kind == "or"
         return [leaf for part in spec.children for leaf in leaves_under_or(part, is_under)]
-    return [spec] if is_under else []
+    return [spec] if is_under and not spec.children else []

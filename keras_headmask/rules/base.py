@@ -19,7 +19,6 @@ from keras_headmask.rules.protocol import (
     Sides,
     Tensor,
     Tiles,
-    Tiling,
 )
 
 T = TypeVar("T")
@@ -35,8 +34,8 @@ class MaskSpec:
 
     To add a kind of your own, write a frozen dataclass that subclasses `MaskSpec`, decorate it
     with `register_spec`, and define `allowed`; override `inputs` and `prepare` if it reads data.
-    Every other member has an answer that is right for any spec. `coverage` and `tiling` make it
-    faster; `sampling` says what `lint` and made-up samples should try.
+    Every other member has an answer that is right for any spec. `coverage` makes it faster;
+    `sampling` says what `lint` and made-up samples should try.
     """
 
     kind: str = ""
@@ -167,11 +166,6 @@ class MaskSpec:
         """
         every = tiles.key_first <= tiles.key_first
         return Bounds(every, ~every)
-
-    @property
-    def tiling(self) -> Tiling:
-        """How tiles follow it: whether it is local, say. By default, nothing is known."""
-        return Tiling()
 
     # --- what `lint` and samples look for ---
     @property

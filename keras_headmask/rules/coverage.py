@@ -5,13 +5,17 @@ that says nothing of tiles is taken to allow some pairs of each, which is always
 """
 
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from keras_headmask.rules.algebra import leaves_under_or
 from keras_headmask.rules.base import MaskSpec
-from keras_headmask.rules.protocol import Bounds, Tiles
+from keras_headmask.rules.protocol import Bounds, Sides, Span, Tiles
+
+_PARTS, _PART = 64, 2**14  # tiles, and positions in each, of which `is_local` asks
 
 
 class Coverage(enum.IntEnum):
@@ -42,6 +46,35 @@ def bounds(rule: MaskSpec, tiles: Tiles, spans: Mapping[MaskSpec, Any] | None = 
         either=lambda a, b: Bounds(a.possible | b.possible, a.certain | b.certain),
         neither=lambda a: Bounds(~a.certain, ~a.possible),
     )
+
+
+@functools.lru_cache(1024)
+def is_local(rule: MaskSpec, reads: tuple) -> bool:
+    """Whether a query sees few keys (an eighth) however long the sequence is.
+
+    `reads` lists, for each leaf whose inputs are known, their names and whether they are flags. It
+    asks `coverage` of a long sequence that is made up, whose ids rise slowly. Flags are known
+    nowhere, but those that open whole columns or rows are few, as in Longformer.
+    """
+    number = np.arange(_PARTS) * _PART
+    rare = leaves_under_or(rule)
+
+    def sides(low: np.ndarray, high: np.ndarray) -> Sides:
+        on_axes = [(x[None, :, None], x[None, None]) for x in (low, high)]
+        return Sides(*(Span(*of_axis) for of_axis in zip(*on_axes, strict=True)))
+
+    spans = {
+        leaf: {
+            name: sides(0 * number, 0 * number + (leaf not in rare))
+            if is_flag
+            else sides(number, number + _PART - 1)
+            for name, is_flag in names
+        }
+        for leaf, names in reads
+    }
+    length = _PARTS * _PART
+    possible, _ = bounds(rule, tile_grid(length, length, _PART, _PART), spans)
+    return bool(np.broadcast_to(possible, (1, _PARTS, _PARTS)).mean() <= 1 / 8)
 
 
 def _starts(length: Any, size: int) -> Any:

@@ -19,7 +19,6 @@ from keras_headmask.rules.protocol import (
     Sides,
     Tensor,
     Tiles,
-    Tiling,
 )
 
 
@@ -45,8 +44,6 @@ class _Reader(MaskSpec):
 
 class _Ids(_Reader):
     """Query and key carry the same id, given or counted; a negative id matches nothing."""
-
-    tiling = Tiling(is_local=True)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = inputs[self.input]
@@ -134,7 +131,7 @@ class _Side(_Reader):
     """A flag of each key, or of each query: whether it is set, or its id is one of `ids`."""
 
     input: fields.Name
-    tiling = Tiling(opens="key")
+    _side = "key"
 
     @property
     def inputs(self) -> dict[str, InputType]:
@@ -144,10 +141,6 @@ class _Side(_Reader):
     @property
     def sampling(self) -> Sampling:
         return Sampling(distance=0, ids=getattr(self, "ids", ()))
-
-    @property
-    def _side(self) -> str:
-        return str(self.tiling.opens)
 
     def _read(self, values: Tensor) -> Tensor:
         from keras_headmask import masks
@@ -204,7 +197,7 @@ class QueryFlag(_Side):
     1 1
     """
 
-    tiling = Tiling(opens="query")
+    _side = "query"
 
 
 @register_spec("key_in")
@@ -244,7 +237,7 @@ class QueryIn(_Side):
     """
 
     ids: fields.Ids
-    tiling = Tiling(opens="query")
+    _side = "query"
 
 
 @register_spec("mask_input")

@@ -15,7 +15,6 @@ from keras_headmask.rules.protocol import (
     Sampling,
     Tensor,
     Tiles,
-    Tiling,
 )
 
 FARTHEST = 3 * 2**29  # beyond any distance, as `MOST_OFFSET` bounds it; a key moved by it is int32
@@ -132,10 +131,6 @@ class Window(MaskSpec):
         return Bounds(possible, certain)
 
     @property
-    def tiling(self) -> Tiling:
-        return Tiling(is_local=None not in (self.before, self.after))
-
-    @property
     def sampling(self) -> Sampling:
         return Sampling(distance=max(abs(self.before or 0), abs(self.after or 0), self.step))
 
@@ -196,7 +191,6 @@ class Chunk(MaskSpec):
     size: fields.Positive
     before: fields.NotNegative = 0
     after: fields.NotNegative = 0
-    tiling = Tiling(is_local=True)
 
     def allowed(self, query_positions: Tensor, key_positions: Tensor, inputs: Mapping) -> Tensor:
         query, key = query_positions // self.size, key_positions // self.size
@@ -246,10 +240,6 @@ class _Range(MaskSpec):
         if self.stop is not None:
             possible, certain = possible & (first < self.stop), certain & (last < self.stop)
         return Bounds(possible, certain)
-
-    @property
-    def tiling(self) -> Tiling:
-        return Tiling(is_sparse=self.stop is not None)
 
     @property
     def sampling(self) -> Sampling:

@@ -159,25 +159,6 @@ class Bounds(NamedTuple):
     certain: Tensor
 
 
-class Tiling(NamedTuple):
-    """How tiles follow a spec. Every answer but `opens` affects speed alone.
-
-    Args:
-        is_local: Whether a query sees few keys however long the sequence is. Smaller tiles follow
-            it.
-        opens: The side whose flags it is, "key" or "query". Such a spec reads one mask input,
-            `prepare` gives that side as booleans and `allowed` returns them: a flagged key is seen
-            by every query, a flagged query sees every key. Where few are flagged, those columns
-            and rows are computed apart from the tiles.
-        is_sparse: Whether it opens few rows, columns or blocks: `|` of it and a local spec is
-            local. What `opens` a side is sparse, too.
-    """
-
-    is_local: bool = False
-    opens: str | None = None
-    is_sparse: bool = False
-
-
 class Sampling(NamedTuple):
     """Hints for `lint` and for made-up samples of mask inputs.
 

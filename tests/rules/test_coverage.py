@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle
+import pytest
 from contract import numpy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from strategies import MANY, mask_inputs, positional_leaves, reading_leaves
 import keras_headmask as hm
 from keras_headmask.attention import planner
 from keras_headmask.rules import evaluation
+from keras_headmask.rules.coverage import is_local
 from keras_headmask.rules.protocol import Sides
 
 
@@ -78,3 +80,28 @@ def test_spans_of_flags_are_exact_and_what_is_certain_of_ids_too(data, leaf, gri
             assert possible[example][exact > 0].all()
         else:
             np.testing.assert_array_equal(possible[example], exact > 0)
+
+
+READS = (
+    (hm.SameSegment("ids"), (("ids", False),)),
+    (hm.KeyFlag("flags"), (("flags", True),)),
+)
+LOCAL = {
+    hm.Window(255, 255): True,
+    hm.Window(after=0): False,
+    ~hm.Window(4, 4): False,
+    hm.Chunk(64) | hm.Keys(0, 4): True,
+    hm.Window(4, 4) | hm.Keys(4): False,
+    hm.SameSegment("ids"): True,
+    ~hm.SameSegment("ids"): False,
+    hm.KeyFlag("flags"): False,  # padding
+    hm.KeyFlag("flags") & hm.SameSegment("ids"): True,
+    hm.KeyFlag("flags") | hm.Window(4, 4): True,  # global tokens
+    ~hm.KeyFlag("flags") | hm.Window(4, 4): False,
+    hm.SameSegment("of no known values"): False,
+}
+
+
+@pytest.mark.parametrize("rule", LOCAL, ids=repr)
+def test_a_rule_is_local_if_a_query_sees_few_keys_at_any_length(rule):
+    assert is_local(rule, READS) == LOCAL[rule]

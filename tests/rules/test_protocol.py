@@ -118,7 +118,6 @@ def test_a_twin_is_treated_alike(leaf):
                 (
                     gathered.plan_of(choose.part_of_all(request), LENGTH, LENGTH + 9, 3),
                     choose.choose(request, choose.part_of_all(request)),
-                    one.tiling,
                     str(found).replace("Twin", ""),
                     {name: numpy(ids).tolist() for name, ids in made.items()},
                     len(said),

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from unittest import mock
 
 import keras
 import numpy as np
@@ -12,7 +11,6 @@ from keras import ops
 from tolerance import assert_close
 
 import keras_headmask as hm
-from keras_headmask.attention import planner
 from keras_headmask.attention.tuning import current_tuning, tuned
 
 BACKEND = keras.backend.backend()
@@ -30,10 +28,8 @@ def tiles(local=4, wide=6, block=3):
     """Tiny tiles, so that short sequences have several, and few of them, but not one, in a step."""
     step = 30 * local * block
     numbers = {"local_tile": local, "wide_tile": wide, "block": block}
-    with (
-        mock.patch.object(planner, "_ONE_FLAGGED_IN", 4),
-        tuned(**numbers, most_logits_of_a_step=step, most_logits=0) as tuning,
-    ):
+    rest = {"most_logits_of_a_step": step, "most_logits": 0, "one_flagged_in": 4}
+    with tuned(**numbers, **rest) as tuning:
         yield tuning
 
 

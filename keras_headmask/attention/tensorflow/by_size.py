@@ -98,7 +98,7 @@ class Limits(NamedTuple):
     def of(cls, part: Part) -> "Limits":
         most, few = part.tuning.most_logits, part.tuning.fewest_pairs
         rules = [rule for rule, _ in part.groups()]
-        are_local = all(rule.tiling.is_local for rule in rules)  # few keys a query
+        are_local = all(part.is_local(rule) for rule in rules)  # few keys a query
         return cls(most // 16 if are_local else most, 8 * most, 2 * few)
 
     def hold(self, heads: int, batch: Length, queries: Length, keys: Length) -> bool | Tensor:

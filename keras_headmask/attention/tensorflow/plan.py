@@ -6,8 +6,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from keras_headmask.attention.head_groups import Part
-from keras_headmask.attention.planner import Arrays, bounds_of, flags_of
+from keras_headmask.attention.planner import Arrays, across, bounds_of
 from keras_headmask.masks import Length, Mask, Tensor, sizes
+from keras_headmask.rules.algebra import leaves_under_or
+from keras_headmask.rules.base import MaskSpec
+from keras_headmask.rules.protocol import Sides, Span, Tiles
 
 _MOST_LOGITS_ON_GPU = 2**26  # of a step: 256 MB. A GPU is idle between steps of some 20 kernels.
 
@@ -41,18 +44,23 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     """
     rule, bound, block = part.rule, part.bound, part.tuning.block
     batch, queries, keys = map(tf.convert_to_tensor, bound.sizes)
-    count = -(-queries // part.tile)
+    is_local = part.is_local(rule)
+    count = -(-queries // (part.tuning.local_tile if is_local else part.tuning.wide_tile))
     tile = tf.maximum(-(-queries // tf.maximum(count, 1)), 1)  # as many in each
-    flags = flags_of(rule, bound.leaf_inputs, _most_set)
     offset = tf.reduce_min(bound.query_positions)
-    wide = functools.partial(tf.cast, dtype=offset.dtype)
-    of_grid = (wide(queries), wide(keys)), (wide(tile), block), offset, _ARRAYS, flags.leaves
+    lengths = tf.cast(queries, offset.dtype), tf.cast(keys, offset.dtype)
+    flagged = _flagged(part, *lengths, offset)
+    of_grid = lengths, (tf.cast(tile, offset.dtype), block), offset, _ARRAYS, flagged
     possible, _ = bounds_of(rule, bound.leaf_inputs, *of_grid)
+    apart, of_keys = (
+        functools.reduce(tf.logical_or, of_side) if of_side else None
+        for of_side in ([x for side, x in flagged.values() if side == y] for y in ("query", "key"))
+    )
     blocks = sizes(possible)[2]
     possible = tf.broadcast_to(possible, [batch, count, blocks])
     rows = tf.range(count * tile)
     rows = tf.where(rows < queries, rows, -1)
-    if (apart := flags.by_side.get("query")) is not None:
+    if apart is not None:
         rows = tf.where(tf.gather(apart, tf.maximum(rows, 0), axis=1), -1, rows)
         apart = _places(apart)
         more = -(-tf.shape(apart)[1] // tile)
@@ -69,7 +77,7 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     first = tf.math.top_k(possible, counts[0]).indices
     first = tf.where(tf.range(counts[0]) < counts[:-1, None], first, -1)
     columns, widths = None, counts * block
-    if (of_keys := flags.by_side.get("key")) is not None:
+    if of_keys is not None:
         of_keys = _places(of_keys)
         of_keys = tf.gather(tf.broadcast_to(of_keys, [batch, tf.shape(of_keys)[1]]), examples)
         is_met = tf.gather(possible, tf.maximum(of_keys, 0) // block, batch_dims=1)
@@ -93,16 +101,46 @@ def planned(part: Part, is_gpu: Tensor | int = 0) -> Plan:
     return Plan(rows, examples, first, counts, columns, fits, steps, slots, is_gpu)
 
 
+def _flagged(
+    part: Part, queries: Tensor, keys: Tensor, offset: Tensor
+) -> dict[MaskSpec, tuple[str, Mask]]:
+    """The leaves that open whole columns ("key") or rows ("query"), and where, `(E, L)`.
+
+    A pair that such a leaf alone allows, since it stands under `|` and under no `~`, has its key
+    (query) there: `coverage` of single positions says so. Nowhere where too many are flagged.
+    """
+    rule, found = part.rule, {}
+    # (A rule that allows all is not masked, so none of its keys may be looked at twice.)
+    for leaf in () if rule.constant else dict.fromkeys(leaves_under_or(rule)):
+        sides = [(name, side) for name, kind in leaf.inputs.items() for side in kind.sides]
+        if len(sides) != 1:
+            continue
+        ((name, side),) = sides
+        values = getattr(part.bound.leaf_inputs[leaf].get(name), side, None)
+        if values is None or values.dtype != tf.bool:
+            continue
+        axis, length = (0, queries) if side == "query" else (1, keys)
+        each, one = across(tf.range(length)[None], axis)[0], offset[None, None]
+        grid = Tiles(one, one + queries - 1, each, each)
+        if axis == 0:
+            grid = Tiles(each + offset, each + offset, one - one, one - one + keys - 1)
+        number = tf.cast(across(values, axis), offset.dtype)
+        spans = {name: Sides(*[Span(number, number)] * 2)}
+        flags = leaf.coverage(grid, spans).certain & (number + each >= 0)
+        flags = flags[:, 0] if axis else flags[:, :, 0]
+        count = tf.reduce_max(tf.reduce_sum(tf.cast(flags, offset.dtype), 1))
+        tuning = part.tuning
+        few = (count <= tuning.most_flagged) & (count * tuning.one_flagged_in <= length)
+        found[leaf] = side, flags & few
+    return found
+
+
 def _places(is_flagged: Mask) -> Tensor:
     """Where each row is true, `(E, most of a row)`, -1 where it has fewer."""
     numbers = tf.cast(is_flagged, tf.int32)
     counts = tf.reduce_sum(numbers, 1, keepdims=True)
     most = tf.reduce_max(counts)
     return tf.where(tf.range(most) < counts, tf.math.top_k(numbers, most).indices, -1)
-
-
-def _most_set(flags: Mask) -> Tensor:
-    return tf.reduce_max(tf.reduce_sum(tf.cast(flags, tf.int32), 1))
 
 
 def _extremes(values: Tensor, size: Length, axis: int) -> list[Tensor]:

@@ -28,10 +28,14 @@ def keras_mask(x):
     return getattr(x, "_keras_mask", None)
 
 
+def check(layer, made, mask, *given):
+    """The output and the probabilities, if they were asked for, are those of loops."""
+    for got, wanted in zip(made, by_hand(layer, *given, mask=mask), strict=False):
+        assert_close(numpy(got), wanted)
+
+
 PADDED = np.array([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]], bool)  # (B=3, T=5)
-
-
-# ---------------------------------------------------------------- masks merge
+PAIRS = PADDED[:, None, None, :] & PADDED[:, None, :, None]
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 2), (1, 4), (3, 1), (2, 4)])
@@ -39,14 +43,11 @@ def test_a_rank_4_mask_meets_implicit_padding_whatever_b_and_h(kind, batch, head
     """B == H, B != H, B == 1, H == 1: stock Keras fails or mis-broadcasts some of them."""
     layer = kind.built(heads)
     x = normal(batch, 5, 8)
-    padding = PADDED[:batch]
     mask = np.random.default_rng(1).random((batch, heads, 5, 5)) < 0.6
-    y, scores = layer(with_mask(x, padding), attention_mask=mask, return_attention_scores=True)
-    merged = mask & padding[:, None, None, :] & padding[:, None, :, None]
-    expected, probabilities = by_hand(layer, x, mask=merged)
-    assert_close(numpy(y), expected)
-    assert_close(numpy(scores), probabilities)
-    assert (numpy(scores)[~merged] == 0).all()
+    given = {"attention_mask": mask, "return_attention_scores": True}
+    y, scores = layer(with_mask(x, PADDED[:batch]), **given)
+    check(layer, (y, scores), mask & PAIRS[:batch], x)
+    assert (numpy(scores)[~(mask & PAIRS[:batch])] == 0).all()
 
 
 @needs("sliding_window")
@@ -55,22 +56,13 @@ def test_everything_that_restricts_is_anded(kind):
     layer = kind.built(3, mask_spec=spec, sliding_window=4)
     x, ids = normal(3, 5, 8), np.array([[0, 0, 1, 1, 1]] * 3)
     explicit = np.random.default_rng(2).random((3, 5, 5)) < 0.8
-    y, scores = layer(
-        with_mask(x, PADDED),
-        attention_mask=explicit,
-        use_causal_mask=True,
-        mask_inputs={"ids": ids},
-        return_attention_scores=True,
-    )
+    given = {"attention_mask": explicit, "use_causal_mask": True, "mask_inputs": {"ids": ids}}
+    made = layer(with_mask(x, PADDED), **given, return_attention_scores=True)
     i, j = np.arange(5)[:, None], np.arange(5)
     rule = np.ones((3, 5, 5), bool)
     rule[0] = ids[0][:, None] == ids[0]
     rule[2] = i // 2 != j // 2
-    merged = rule[None] & explicit[:, None] & ((j <= i) & (abs(i - j) < 4))
-    merged = merged & PADDED[:, None, None, :] & PADDED[:, None, :, None]
-    expected, probabilities = by_hand(layer, x, mask=merged)
-    assert_close(numpy(y), expected)
-    assert_close(numpy(scores), probabilities)
+    check(layer, made, rule[None] & explicit[:, None] & (j <= i) & (abs(i - j) < 4) & PAIRS, x)
 
 
 def test_explicit_keras_masks_count_for_query_value_and_key(kind):
@@ -79,23 +71,11 @@ def test_explicit_keras_masks_count_for_query_value_and_key(kind):
     query_mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
     value_mask = np.array([[1, 1, 0, 1], [1, 1, 1, 1]], bool)
     key_mask = np.array([[1, 1, 1, 1], [0, 1, 1, 1]], bool)
-    y, scores = layer(
-        q,
-        v,
-        k,
-        query_mask=query_mask,
-        value_mask=value_mask,
-        key_mask=key_mask,
-        return_attention_scores=True,
-    )
+    masks = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
+    made = layer(q, v, k, **masks, return_attention_scores=True)
     merged = query_mask[:, None, :, None] & (value_mask & key_mask)[:, None, None, :]
-    expected, probabilities = by_hand(layer, q, v, k, mask=merged)
-    assert_close(numpy(y), expected)
-    assert_close(numpy(scores), probabilities)
-    np.testing.assert_array_equal(numpy(keras_mask(y)), query_mask)
-
-
-# ---------------------------------------------------------------- implicit masks
+    check(layer, made, merged, q, v, k)
+    np.testing.assert_array_equal(numpy(keras_mask(made[0])), query_mask)
 
 
 def test_one_tensor_feeds_two_layers_and_keeps_its_mask(kind):
@@ -113,12 +93,8 @@ def test_one_tensor_alone_is_self_attention_with_its_mask(kind):
     x = normal(3, 5, 8)
     alone, pair = layer(with_mask(x, PADDED)), layer(with_mask(x, PADDED), with_mask(x, PADDED))
     np.testing.assert_array_equal(numpy(alone), numpy(pair))
-    merged = PADDED[:, None, None, :] & PADDED[:, None, :, None]
-    assert_close(numpy(alone), by_hand(layer, x, mask=merged)[0])
+    check(layer, [alone], PAIRS, x)
     np.testing.assert_array_equal(numpy(keras_mask(alone)), PADDED)
-
-
-# ---------------------------------------------------------------- dead rows and hidden keys
 
 
 def test_ids_255_and_256_stay_apart_under_bfloat16(kind):
@@ -127,9 +103,6 @@ def test_ids_255_and_256_stay_apart_under_bfloat16(kind):
     given = {"mask_inputs": {"ids": ids}, "return_attention_scores": True}
     _, scores = layer(normal(1, 4, 8), **given)
     np.testing.assert_array_equal(numpy(scores)[0, 0] > 0, ids[0][:, None] == ids[0])
-
-
-# ---------------------------------------------------------------- offsets and shapes
 
 
 @needs("sliding_window")
@@ -143,11 +116,8 @@ def test_query_offset_moves_rule_causal_mask_and_window(kind, as_tensor):
     offset = ops.convert_to_tensor(4, dtype="int32") if as_tensor else 4
     tail = layer(x[:, 4:], x, use_causal_mask=True, mask_inputs={"ids": ids}, query_offset=offset)
     assert_close(numpy(tail), numpy(whole)[:, 4:])
-    assert not np.allclose(
-        numpy(layer(x[:, 4:], x, use_causal_mask=True, mask_inputs={"ids": (ids[:, 4:], ids)})),
-        numpy(tail),
-        atol=1e-3,
-    )
+    from_0 = layer(x[:, 4:], x, use_causal_mask=True, mask_inputs={"ids": (ids[:, 4:], ids)})
+    assert not np.allclose(numpy(from_0), numpy(tail), atol=1e-3)
 
 
 @pytest.mark.parametrize("axes", [(2,), (1, 2)])
@@ -157,21 +127,16 @@ def test_more_attention_axes_work_as_in_stock_keras(axes):
     stock.build(x.shape, x.shape)
     ours.build(x.shape, x.shape)
     ours.set_weights(stock.get_weights())
-    y, scores = ours(x, x, return_attention_scores=True)
-    expected, expected_scores = stock(x, x, return_attention_scores=True)
-    assert_close(numpy(y), numpy(expected))
-    assert_close(numpy(scores), numpy(expected_scores))
-    symbolic = Layer(2, 4, attention_axes=axes)(
-        keras.Input((3, 4, 8)), return_attention_scores=True
-    )
-    assert symbolic[1].shape[1:] == scores.shape[1:]
+    made, wanted = (layer(x, x, return_attention_scores=True) for layer in (ours, stock))
+    for got, expected in zip(made, wanted, strict=True):
+        assert_close(numpy(got), numpy(expected))
+    fresh = Layer(2, 4, attention_axes=axes)
+    symbolic = fresh(keras.Input((3, 4, 8)), return_attention_scores=True)
+    assert symbolic[1].shape[1:] == made[1].shape[1:]
     # There stock's own `call` runs, which takes the mask off.
     masked = with_mask(x[:, :, 0], np.array([[1, 1, 0], [1, 1, 1]], bool))
     Layer(2, 4, attention_axes=(1,))(masked)
     assert keras_mask(masked) is not None
-
-
-# ---------------------------------------------------------------- subclasses, LoRA, quantization
 
 
 @pytest.mark.parametrize("name", ["_compute_attention", "_masked_softmax"])
@@ -206,9 +171,8 @@ def test_hooks_of_stock_that_a_subclass_overrides_are_called(kind):
             return ops.ones((1, query.shape[1], query.shape[1]), "bool")
 
         def _compute_attention_mask(self, query, value, **masks):  # Keras' own signature
-            assert set(masks) <= {"query_mask", "value_mask", "key_mask", "attention_mask"} | {
-                "use_causal_mask"
-            }
+            known = {"query_mask", "value_mask", "key_mask", "attention_mask", "use_causal_mask"}
+            assert set(masks) <= known
             return super()._compute_attention_mask(query, value, **masks)
 
     x = normal(2, 5, 8)
@@ -231,9 +195,6 @@ def test_lora_and_int8_quantization_come_with_it(kind):
     after = model.predict(data, verbose=0)
     np.testing.assert_allclose(after, before, atol=0.05)
     assert (after != before).any()
-
-
-# ---------------------------------------------------------------- errors
 
 
 def ones(*shape):
@@ -294,9 +255,6 @@ def test_rules_need_one_axis_of_queries():
         Layer(2, 4, attention_axes=(1,), mask_spec=hm.Window(1, 1))(x)
 
 
-# ---------------------------------------------------------------- precision
-
-
 # XLA on the CPU has no float16 dot, and JAX no float64 unless the whole process has.
 PRECISIONS = {"float64", "mixed_bfloat16", "mixed_float16"}
 PRECISIONS -= {"float64", "mixed_float16"} if keras.backend.backend() == "jax" else set()
@@ -318,14 +276,10 @@ def test_precisions_with_and_without_scores_and_with_idle_dropout(kind, dtype, d
     stock.build(x.shape, x.shape)
     stock.set_weights(layer.get_weights())
     of_stock = map(numpy, stock(x, x, attention_mask=mask[None], return_attention_scores=True))
-    for wanted, beside, *made in zip(
-        (expected, probabilities), of_stock, (y, scores), (layer(x), scores), strict=True
-    ):
-        for got in made:
+    made = (expected, probabilities), of_stock, (y, scores), (layer(x), scores)
+    for wanted, beside, *each in zip(*made, strict=True):
+        for got in each:
             assert_close(numpy(got), wanted, dtype, stock=beside)
-
-
-# ---------------------------------------------------------------- tiles
 
 
 def test_the_argument_is_saved_only_where_set(kind):

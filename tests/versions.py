@@ -34,7 +34,7 @@ SEEN_BY = {
             "_compute_attention COMPUTE_ATTENTION arguments_of argument_names "
             "run_anew track layers_of file_under filed_name GLOBAL_CUSTOM_NAMES"
         ),
-        "test_an_input_that_the_model_lacks": "untrack",
+        "test_an_input_that_the_model_lacks": "untrack GRAPH",
         "test_a_subclass_that_computes_attention_itself_is_refused": (
             "has_own_softmax MASKED_SOFTMAX"
         ),
@@ -43,7 +43,9 @@ SEEN_BY = {
         "test_a_whole_mask_is_an_input_with_a_head_axis": "add_to_last_call",
     },
     "retrofit/test_hidden_attention": {
-        "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": "all_weights",
+        "test_the_graph_inside_a_sequential_model_is_not_taken_for_hidden": (
+            "all_weights sublayers"
+        ),
         "test_a_copy_has_the_weights_of_all_layers_or_is_refused": "weights_watched",
     },
     "retrofit/test_never_unmasked": {
@@ -52,6 +54,21 @@ SEEN_BY = {
     },
     "retrofit/test_subclassed": {
         "test_a_model_that_keras_cannot_build_is_not_loaded_in_part": "has_in_file query_in_files",
+    },
+    "retrofit/test_masked_model": {
+        "test_rematerialised_layers_find_the_rule_again": (
+            "REMATERIALIZED_CALL remat_mode set_remat_mode"
+        ),
+    },
+    "retrofit/test_tasks": {"test_a_copy_of_a_task_is_not_compiled": "uncompile"},
+    "retrofit/test_tasks_on_text": {"test_the_backbone_of_a_masked_task_obeys": "taken_by_inputs"},
+    "retrofit/test_compiled": {
+        "test_a_model_that_a_tf_function_has_traced_is_refused": "function_type traces",
+        "test_its_own_functions_are_made_anew": "is_of_trainer",
+    },
+    "attention/test_derivatives": {
+        "test_a_map_refuses_tiles": "in_vectorized_map",
+        "test_what_was_traced_under_checks_serves_nobody_else": "checks_numerics",
     },
     "export/test_export_refused": {
         "test_a_graph_that_no_server_runs_is_refused": "XLA_MUST_COMPILE",

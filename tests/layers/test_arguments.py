@@ -80,27 +80,17 @@ def test_a_mask_of_other_integers_than_0_and_1_is_refused(value):
             call()
 
 
-@pytest.mark.parametrize(
-    ("spec", "argument"),
-    [
-        (None, "attention_mask"),
-        (None, "query_mask"),
-        (None, "value_mask"),
-        (None, "key_mask"),
-        (hm.MaskInput("m"), None),
-        (hm.KeyFlag("m"), None),
-        (hm.QueryFlag("m"), None),
-    ],
-    ids=str,
-)
+READ = [(kind("m"), None) for kind in (hm.MaskInput, hm.KeyFlag, hm.QueryFlag)]
+GIVEN = [(None, f"{name}_mask") for name in ("attention", "query", "value", "key")]
+
+
+@pytest.mark.parametrize(("spec", "argument"), READ + GIVEN, ids=str)
 def test_an_additive_mask_of_integers_opens_nothing_in_a_graph(spec, argument):
     is_whole = argument == "attention_mask" or spec == hm.MaskInput("m")
     x, m = keras.Input((5, 8)), keras.Input((5, 5) if is_whole else (5,), dtype="int32")
     given = {"mask_inputs": {"m": m}} if argument is None else {argument: m}
-    _, probabilities = MULTI_HEAD.layer(2, 4, mask_spec=spec)(
-        x, return_attention_scores=True, **given
-    )
-    model = keras.Model([x, m], probabilities)
+    layer = MULTI_HEAD.layer(2, 4, mask_spec=spec)
+    model = keras.Model([x, m], layer(x, return_attention_scores=True, **given)[1])
     additive = np.repeat(ADDITIVE[None], 5, 1) if is_whole else ADDITIVE
     allowed = (additive == 0).astype("int32")
     assert model.predict([normal(1, 5, 8), allowed], verbose=0).any()
@@ -160,9 +150,8 @@ def test_what_does_not_read_the_positions_of_queries_does_not_warn(spec):
 def test_why_there_is_no_xla_where_lengths_are_unknown(is_retrofitted):
     x, rule = keras.Input((None, 8)), hm.Window(2, 0)
     if is_retrofitted:
-        model = hm.apply_head_masks(
-            keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x)), rule
-        )
+        stock = keras.Model(x, keras.layers.MultiHeadAttention(2, 4)(x, x))
+        model = hm.apply_head_masks(stock, rule)
     else:
         model = keras.Model(x, GROUPED.layer(2, 4, mask_spec=rule)(x))
     with warnings.catch_warnings():
@@ -181,22 +170,17 @@ def test_why_there_is_no_xla_where_lengths_are_unknown(is_retrofitted):
 # --- What belongs elsewhere ---
 
 
-RULE, PLACED = hm.Window(1, 1), r"\(\.\.\., mask_spec="
-BY_NAME = (
-    r"must be a tensor.*a dict of \['ids'\].*by name: layer\(x, mask_inputs=\{'ids': \.\.\.\}\)"
-)
+RULE, PLACED = hm.Window(1, 1), r"Pass the rule when .*\(\.\.\., mask_spec="
+BY_NAME = r"must be a tensor.*a dict of \['ids'\].*by name: layer\(x, mask_inputs=\{'ids': \.\.\.\}"
 EMBED = r"must be embeddings.*Embed ids first.*`mask_inputs`"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda layer, x: layer(x, RULE), f"Pass the rule when .*{PLACED}"),
-        (lambda layer, x: layer(x, mask_spec=RULE), f"Pass the rule when .*{PLACED}"),
-        (
-            lambda layer, x: layer(keras.Input((5, 8)), mask_spec=RULE.get_config()),
-            f"Pass the rule when .*{PLACED}",
-        ),
+        (lambda layer, x: layer(x, RULE), PLACED),
+        (lambda layer, x: layer(x, mask_spec=RULE), PLACED),
+        (lambda layer, _: layer(keras.Input((5, 8)), mask_spec=RULE.get_config()), PLACED),
         (lambda layer, x: type(layer)(2, 4, 2, RULE), "takes no rule. Pass the rule by name: "),
         (lambda layer, x: layer(IDS), EMBED),
         (lambda layer, x: layer(keras.Input((None,), dtype="int32")), EMBED),

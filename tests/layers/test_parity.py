@@ -56,12 +56,8 @@ def test_outputs_and_scores(kind, arguments, spec):
     window = arguments.get("sliding_window")
     if window:
         mask |= abs(np.arange(4)[:, None] - np.arange(6)) < 1
-    for call in (
-        {},
-        {"attention_mask": mask},
-        {"use_causal_mask": True},
-        {"attention_mask": mask, "return_attention_scores": True},
-    ):
+    with_scores = {"attention_mask": mask, "return_attention_scores": True}
+    for call in ({}, {"attention_mask": mask}, {"use_causal_mask": True}, with_scores):
         got, wanted = ours(q, v, **call), stock(q, v, **call)
         got, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, wanted))
         for a, b in zip(got, wanted, strict=True):
@@ -81,19 +77,11 @@ def test_constructor_takes_what_stock_takes_in_the_same_order(kind):
     classes = kind.ours, kind.stock
     ours, stock = (list(inspect.signature(c.__init__).parameters.values()) for c in classes)
     ours = [p for p in ours if p.name in HAS or p.name not in _keras.SINCE]
-    assert [(p.name, p.default) for p in ours[: len(stock) - 1]] == [
-        (p.name, p.default) for p in stock[:-1]
-    ]
-    assert [p.name for p in ours[len(stock) - 1 :]] == [
-        "mask_spec",
-        "tiled",
-        "kwargs",
-    ]
-    by_place = {
-        MULTI_HEAD: (2, 4, None, 0.0, True, None, None, None, False),
-        GROUPED: (4, 4, 2, 0.0, True, None, False),
-    }
-    by_place = kind.ours(*by_place[kind])
+    ours, stock = ([(p.name, p.default) for p in taken] for taken in (ours, stock))
+    assert ours[: len(stock) - 1] == stock[:-1]
+    assert [name for name, _ in ours[len(stock) - 1 :]] == ["mask_spec", "tiled", "kwargs"]
+    of_heads = (2, 4, None, 0.0, True, None, None, None, False)
+    by_place = kind.ours(*(of_heads if kind is MULTI_HEAD else (4, 4, 2, 0.0, True, None, False)))
     assert by_place.get_config()["flash_attention"] is False
 
 

@@ -4,15 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from tiled_contract import (
-    BACKEND,
-    UNSORTED_IDS,
-    attend,
-    close,
-    operands,
-    tiles,
-    weighted,
-)
+from tiled_contract import BACKEND, UNSORTED_IDS, attend, close, operands, tiles, weighted
 
 import keras_headmask as hm
 

@@ -31,11 +31,7 @@ DRAWN = [
         "100000 110000 111000 100100 100000 111111",
         RETRIEVED,
     ),
-    (
-        recipes.separate_documents("doc"),
-        "100000 110000 111000 100100 100000 100001",
-        RETRIEVED,
-    ),
+    (recipes.separate_documents("doc"), "100000 110000 111000 100100 100000 100001", RETRIEVED),
     (recipes.sparse_transformer(1), "1000 1100 1110 1111", {}),
     (recipes.sparse_transformer(2), "10000 11000 11100 01110 10111", {}),
     (recipes.sparse_transformer(3), "1000000 1100000 1110000 1111000 0111100 0011110 1001111", {}),

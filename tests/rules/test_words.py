@@ -27,10 +27,7 @@ SAID = [
     (W(-2, 5), "the tokens 2 to 5 places after it"),
     (W(), "every token, at whatever distance"),
     (W(step=8), "every token at a distance that is a multiple of 8"),
-    (
-        W(8, 8, step=4),
-        f"itself and 8 tokens on each side, {OF_STEP} 4",
-    ),
+    (W(8, 8, step=4), f"itself and 8 tokens on each side, {OF_STEP} 4"),
     (hm.Chunk(64, 1, 1), "its own block of 64 tokens and 1 block on each side"),
     (hm.Chunk(64, 1, 2), "its own block of 64 tokens, 1 block before it and 2 blocks after it"),
     (hm.Keys(0, 4), "the first 4 tokens"),

@@ -36,22 +36,8 @@ def attend(x, rule, tiled, **more):
     return hm.dot_product_attention(x, x, x, **more)
 
 
-def few_logits_and_tiles():
+def small_tiles():
     return tuned(local_tile=8, wide_tile=8, block=4, most_logits=0)
-
-
-CHOICES = {"all logits": at_once, "tiles": few_logits_and_tiles}
-
-
-def choices(*cases):
-    """Cases of a test that has a fixture `each_choice`; the first word of each is a choice."""
-    return pytest.mark.parametrize(("each_choice", *cases[0]), cases[1:], indirect=["each_choice"])
-
-
-@pytest.fixture(params=CHOICES)
-def each_choice(request):
-    with CHOICES[request.param]():
-        yield
 
 
 # --- Derivatives ----------------------------------------------------------------------------------
@@ -80,17 +66,20 @@ def mapped_gradients(x, rule, tiled):
     return tf.vectorized_map(gradient, x)
 
 
-@choices(
-    ("derive", "rule"),
-    ("all logits", jacobian, BY_POSITION),
-    ("all logits", mapped, READS),
-    ("tiles", mapped, READS),
-    pytest.param("tiles", jacobian, READS, marks=pytest.mark.long),
+@pytest.mark.parametrize(
+    ("scope", "derive", "rule"),
+    [
+        (at_once, jacobian, BY_POSITION),
+        (at_once, mapped, READS),
+        (small_tiles, mapped, READS),
+        pytest.param(small_tiles, jacobian, READS, marks=pytest.mark.long),
+    ],
 )
-def test_in_a_graph_as_dense(each_choice, derive, rule):
+def test_in_a_graph_as_dense(scope, derive, rule):
     x = tf.constant(normal(2, LENGTH, 2, 4, seed=3))
     run = tf.function(lambda x: derive(x, rule, True), autograph=False)
-    np.testing.assert_allclose(run(x), derive(x, rule, False), rtol=1e-4, atol=1e-3)
+    with scope():
+        np.testing.assert_allclose(run(x), derive(x, rule, False), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("tiled", [False, True])
@@ -161,23 +150,16 @@ def checked():
         tf.debugging.disable_check_numerics()
 
 
-CHECKED = {
-    "data": (READS, {}, None),
-    "dropout": (SOME_DEAD, {"dropout": 0.3, "seed": 1}, LENGTH),
-    "dead": (SOME_DEAD, {}, None),
-    "sinks": (SOME_DEAD, {"sinks": np.zeros(2, "float32")}, None),
-}
-
-
-@choices(
-    ("name",),
-    ("tiles", "data"),
-    ("tiles", "dead"),
-    ("all logits", "dropout"),
-    ("all logits", "sinks"),
+@pytest.mark.parametrize(
+    ("scope", "rule", "more", "length"),
+    [
+        (small_tiles, READS, {}, None),
+        (small_tiles, SOME_DEAD, {}, None),
+        (at_once, SOME_DEAD, {"dropout": 0.3, "seed": 1}, LENGTH),
+        (at_once, SOME_DEAD, {"sinks": np.zeros(2, "float32")}, None),
+    ],
 )
-def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
-    rule, more, length = CHECKED[name]
+def test_checked_numerics_raise_for_what_is_wrong_alone(scope, rule, more, length):
     read = {name: np.repeat(INPUTS[name], 2, axis=0) for name in rule.inputs}
 
     def gradient(x):
@@ -188,17 +170,19 @@ def test_checked_numerics_raise_for_what_is_wrong_alone(each_choice, name):
 
     gradient = tf.function(gradient, [tf.TensorSpec([2, length, 2, 4])], autograph=False)
     x = normal(2, LENGTH, 2, 4)
-    with checked():
+    with scope(), checked():
         assert np.isfinite(gradient(x)).all()
         x[1, 4, 0, 0] = np.inf
         with pytest.raises(tf.errors.InvalidArgumentError, match="Inf"):
             gradient(x)
 
 
-def test_what_was_traced_under_checks_serves_nobody_else(each_choice):
+@pytest.mark.parametrize("scope", [at_once, small_tiles])
+def test_what_was_traced_under_checks_serves_nobody_else(scope):
     """Its checks would raise where nobody asked for any."""
     rule, x = hm.Window(2, 2), normal(2, LENGTH, 2, 4)
-    with checked():
+    with scope(), checked():
         tf.function(attend)(tf.constant(x), rule, True)
     x[:, 9] = np.inf
-    assert np.isnan(tf.function(attend)(tf.constant(x), rule, True)[:, 9]).all()
+    with scope():
+        assert np.isnan(tf.function(attend)(tf.constant(x), rule, True)[:, 9]).all()

@@ -14,11 +14,13 @@ IDS = np.random.default_rng(1).integers(2, 30, (2, 10)).astype("int32")
 TEXTS = {"token_ids": IDS, "padding_mask": np.ones((2, 10), "int32")}
 TEXTS["padding_mask"][1, 8:] = 0
 POSITIONS = {"position_ids": np.tile(np.arange(10), (2, 1))}
+NAMED = {str(family): family for family in FAMILIES}
+CASES = [pytest.param(family, RULE, id=f"masked-{name}") for name, family in NAMED.items()]
+for name in ("Llama", "Falcon", "DeBERTa v3"):  # one of each hook
+    CASES.append(pytest.param(NAMED[name], None, id=f"stock-{name}"))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-@pytest.mark.parametrize("rule", [None, RULE], ids=["stock", "masked"])
-@pytest.mark.every_day("masked-(Llama|Falcon|DeBERTa)")  # one of each hook
+@pytest.mark.parametrize(("family", "rule"), CASES)
 def test_measured_and_sealed(family, rule):
     model = getattr(keras_hub.models, family.backbone)(**family.arguments)
     model = model if rule is None else hm.apply_head_masks(model, rule, family.layers)

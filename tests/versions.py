@@ -60,8 +60,6 @@ SEEN_BY = {
             "REMATERIALIZED_CALL remat_mode set_remat_mode"
         ),
     },
-    "retrofit/test_tasks": {"test_a_copy_of_a_task_is_not_compiled": "uncompile"},
-    "retrofit/test_tasks_on_text": {"test_the_backbone_of_a_masked_task_obeys": "taken_by_inputs"},
     "retrofit/test_compiled": {
         "test_a_model_that_a_tf_function_has_traced_is_refused": "function_type traces",
         "test_its_own_functions_are_made_anew": "is_of_trainer",

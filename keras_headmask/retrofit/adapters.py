@@ -321,12 +321,14 @@ class T5(Attention):
             return kwargs
         arguments = _DEFAULTS | _keras.arguments_of(self.layer, args, kwargs)
         query, key, cache = (arguments[x] for x in ("hidden_states", "key_value_states", "cache"))
-        key = cache[:, 0] if cache is not None else query if key is None else key
+        key = query if key is None else key
+        if cache is not None:  # as long as it is, and of one size with the query
+            key = ops.zeros_like(query[:, :1]) + cache[:, 0, :, 0, :1]
         bias = arguments["position_bias"]
         if bias is None:
             bias = self._bias(arguments, ops.shape(query)[1], ops.shape(key)[1])
         mask = bias > masks.HIDDEN / 2
-        key = key if len(key.shape) == 4 else key[:, :, None]
+        key = key[:, :, None]
         operands = {"query": query[:, :, None], "key": key, "value": key, "position_bias": bias}
         return arguments | operands | {"attention_mask": mask, "own_mask": mask}
 
